@@ -1,0 +1,109 @@
+"""keras_dist: Keras training, written for one process, run synchronously on many.
+
+```python
+import keras_dist
+
+keras_dist.init()
+optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01 * keras_dist.size()))
+model.compile(optimizer=optimizer, loss="mse")
+model.fit(keras_dist.data.shard(dataset), callbacks=keras_dist.callbacks())
+```
+
+Names are imported when they are used, so that importing keras_dist costs no framework.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from keras_dist import launcher
+from keras_dist._version import __version__
+
+if TYPE_CHECKING:
+    from keras_dist import callbacks, data, errors
+    from keras_dist.collectives import (
+        allgather,
+        allgather_object,
+        allreduce,
+        barrier,
+        broadcast,
+        broadcast_object,
+        grouped_allreduce,
+    )
+    from keras_dist.optimizer import DistributedOptimizer
+    from keras_dist.reduce_op import Average, Max, Min, Product, ReduceOp, Sum
+    from keras_dist.replicas import verify_replicas
+    from keras_dist.runtime import (
+        cross_rank,
+        cross_size,
+        init,
+        is_homogeneous,
+        is_initialized,
+        local_rank,
+        local_size,
+        rank,
+        shutdown,
+        size,
+    )
+
+__all__ = [
+    "Average",
+    "DistributedOptimizer",
+    "Max",
+    "Min",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "__version__",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "callbacks",
+    "cross_rank",
+    "cross_size",
+    "data",
+    "errors",
+    "grouped_allreduce",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+    "verify_replicas",
+]
+
+_ROOMS = {
+    "collectives": (
+        "allgather allgather_object allreduce barrier broadcast broadcast_object grouped_allreduce"
+    ),
+    "optimizer": "DistributedOptimizer",
+    "reduce_op": "Average Max Min Product ReduceOp Sum",
+    "replicas": "verify_replicas",
+    "runtime": (
+        "cross_rank cross_size init is_homogeneous is_initialized local_rank local_size rank "
+        "shutdown size"
+    ),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}
+
+launcher.limit_threads()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOM_OF:
+        value = getattr(importlib.import_module(f"keras_dist.{_ROOM_OF[name]}"), name)
+    elif name in __all__:
+        value = importlib.import_module(f"keras_dist.{name}")
+    else:
+        raise AttributeError(f"module 'keras_dist' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

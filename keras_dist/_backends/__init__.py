@@ -1,0 +1,93 @@
+"""Backends: the bridge from a framework's tensors to numpy arrays on the host.
+
+One file a framework, the same functions in each (`Backend` below); none knows MPI. A
+backend runs a numpy function on the host inside its own training step, and the engine is
+such a function.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from keras_dist import errors
+
+__all__ = ["Backend", "active"]
+
+SUPPORTED = ("tensorflow",)
+
+
+class Backend(Protocol):
+    """What each backend module offers."""
+
+    def pin_device(self, local_rank: int, local_size: int) -> str | None:
+        """Makes this process use the GPU of its local rank.
+
+        Does nothing without a GPU or when the user has chosen one.
+
+        Returns:
+            What went wrong, with the remedy; `None` when all is well.
+        """
+
+    def limit_threads(self, count: int, override: bool) -> None:
+        """Sizes the compute pool, unless it is running or (without `override`) chosen."""
+
+    def reduce_gradients(
+        self,
+        gradients: Sequence[Any],
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        plan: Callable[[Sequence[str], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
+        reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
+    ) -> list[Any]:
+        """Puts the reduction of a gradient list into the training step.
+
+        Args:
+            gradients: the framework's tensors; none of them `None`.
+            names: their variables' names, for messages.
+            shapes: their variables' shapes.
+            plan: takes names and (shape, dtype) pairs of the dense gradients, gives an
+                object with `buckets` and `bound_to(bucket)`, a numpy function.
+            reduce_slices: takes name, values and indices of a sparse gradient, gives
+                values and indices; a numpy function.
+
+        Returns:
+            The reduced gradients, as the framework's tensors, in the order given.
+        """
+
+    def add_up_rows(self, gradients: Sequence[Any]) -> list[Any]:
+        """Does to sparse gradients what one rank has to do: adds up rows of equal index.
+
+        Keras' optimizers take the square of each row, not of their sum, where a row occurs
+        twice; several ranks add up rows anyway, and one rank must give the same steps.
+        """
+
+    def build_from(self, model: Any, batches: Any) -> None:
+        """Creates a model's variables from the shapes of its data, using up none of it.
+
+        Args:
+            model: a compiled Keras model that is not built.
+            batches: what its train function takes.
+        """
+
+
+def active() -> Backend:
+    """Returns the backend of Keras in this process; imports Keras.
+
+    Raises:
+        LaunchError: keras_dist does not work with that backend.
+    """
+    import keras
+
+    name = keras.backend.backend()
+    if name not in SUPPORTED:
+        raise errors.LaunchError(
+            errors.explain(
+                "[keras_dist]",
+                f"the Keras backend to be {' or '.join(SUPPORTED)}",
+                repr(name),
+                f"Set KERAS_BACKEND={SUPPORTED[0]} before Keras is imported.",
+            )
+        )
+    return cast(Backend, importlib.import_module(f"keras_dist._backends.{name}"))

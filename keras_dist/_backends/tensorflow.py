@@ -1,0 +1,131 @@
+"""TensorFlow: host functions inside the graph, by `tf.numpy_function`.
+
+Inputs of a host function are views of TensorFlow's own memory and cost nothing. The
+functions are stateful operations, so a graph runs them in the order of its program, the
+same on every rank; XLA cannot compile them.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist import errors
+
+__all__ = ["add_up_rows", "build_from", "limit_threads", "pin_device", "reduce_gradients"]
+
+
+def pin_device(local_rank: int, local_size: int) -> str | None:
+    """Makes this process use the GPU of its local rank, growing memory as needed.
+
+    See `Backend.pin_device`.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    visible = tf.config.get_visible_devices("GPU")
+    if not gpus or (len(visible) < len(gpus)):
+        return None
+    gpu = gpus[local_rank % len(gpus)]
+    try:
+        tf.config.set_visible_devices(gpu, "GPU")
+        tf.config.experimental.set_memory_growth(gpu, True)
+    except (RuntimeError, ValueError) as error:
+        if len(gpus) == 1 or local_size == 1:
+            return None
+        return (
+            f"GPU {local_rank % len(gpus)} could not be pinned ({error}), so ranks of this "
+            f"node share GPUs. Call keras_dist.init() before anything else uses TensorFlow."
+        )
+    if 1 < len(gpus) < local_size:
+        return f"shares its GPU: {local_size} ranks on this node, {len(gpus)} GPUs."
+    return None
+
+
+def limit_threads(count: int, override: bool) -> None:
+    """Sizes the pool that computes inside an operation. See `Backend.limit_threads`."""
+    threading = tf.config.threading
+    chosen = threading.get_intra_op_parallelism_threads() or "TF_NUM_INTRAOP_THREADS" in os.environ
+    if override or not chosen:
+        # Where TensorFlow is already running, its pool stays as it is.
+        with contextlib.suppress(RuntimeError):
+            threading.set_intra_op_parallelism_threads(count)
+
+
+def reduce_gradients(
+    gradients: Sequence[Any],
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    plan: Callable[[Sequence[str], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
+    reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
+) -> list[Any]:
+    """Reduces dense gradients by bucket and `IndexedSlices` by rows.
+
+    See `Backend.reduce_gradients`. The last gradient comes first: backpropagation has it
+    ready first, so its bucket need not wait for the others.
+    """
+    reduced: dict[int, Any] = {}
+    backwards = range(len(gradients) - 1, -1, -1)
+    dense = [i for i in backwards if not isinstance(gradients[i], tf.IndexedSlices)]
+    if dense:
+        specs = [(shapes[i], np.dtype(gradients[i].dtype.as_numpy_dtype)) for i in dense]
+        fused = plan([names[i] for i in dense], specs)
+        for bucket in fused.buckets:
+            members = [dense[slot.index] for slot in bucket.slots]
+            inputs = [gradients[i] for i in members]
+            outputs = tf.numpy_function(
+                fused.bound_to(bucket), inputs, [tensor.dtype for tensor in inputs]
+            )
+            for i, output in zip(members, outputs, strict=True):
+                output.set_shape(shapes[i])
+                reduced[i] = output
+    for i in backwards:
+        if i not in reduced:
+            reduced[i] = _reduce_rows(
+                gradients[i], shapes[i], functools.partial(reduce_slices, names[i])
+            )
+    return [reduced[i] for i in range(len(gradients))]
+
+
+def add_up_rows(gradients: Sequence[Any]) -> list[Any]:
+    """Adds up the rows of `IndexedSlices` that have the same index. See `Backend.add_up_rows`."""
+    return [_add_up(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+
+
+def build_from(model: Any, batches: Any) -> None:
+    """Traces a train step, which creates the variables, without running it.
+
+    See `Backend.build_from`.
+    """
+    try:
+        tf.function(model.train_step).get_concrete_function(batches.element_spec)
+    except Exception as error:
+        raise errors.ArgumentError(
+            errors.explain(
+                "[keras_dist]",
+                f"to build model {model.name!r} from the shapes of its data",
+                f"{type(error).__name__}: {error}",
+                "Build it before fit: model.build(input_shape), or call it on one batch.",
+            )
+        ) from error
+
+
+def _add_up(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    indices, places = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+
+
+def _reduce_rows(
+    slices: tf.IndexedSlices, shape: tuple[int, ...], reduce_slices: Callable[..., Any]
+) -> tf.IndexedSlices:
+    values, indices = tf.numpy_function(
+        reduce_slices,
+        [slices.values, slices.indices],
+        [slices.values.dtype, slices.indices.dtype],
+    )
+    values.set_shape((None, *shape[1:]))
+    indices.set_shape((None,))
+    return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)

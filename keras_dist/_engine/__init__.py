@@ -1,0 +1,33 @@
+"""The engine: numpy arrays in, numpy arrays out. Knows MPI, knows no framework.
+
+This is its face; other rooms import nothing from the modules behind it.
+"""
+
+from keras_dist._engine.agreement import Call
+from keras_dist._engine.collectives.allgather import allgather
+from keras_dist._engine.collectives.allreduce import FusedAllreduce, allreduce
+from keras_dist._engine.collectives.barrier import barrier
+from keras_dist._engine.collectives.broadcast import broadcast
+from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
+from keras_dist._engine.collectives.slices import reduce_slices
+from keras_dist._engine.communicator import Communicator, library, load_mpi, mpi_failure, start_mpi
+from keras_dist._engine.reduce import ReduceOp, parse_op
+
+__all__ = [
+    "Call",
+    "Communicator",
+    "FusedAllreduce",
+    "ReduceOp",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "library",
+    "load_mpi",
+    "mpi_failure",
+    "parse_op",
+    "reduce_slices",
+    "start_mpi",
+]

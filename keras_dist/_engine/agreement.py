@@ -1,0 +1,101 @@
+"""Do all ranks mean the same thing? Digests of calls, and who differs where. No MPI here.
+
+Each rank describes the operation it is about to perform as a `Call`. The digests of the
+calls are compared before any data moves: a difference is found on every rank at once, so
+every rank raises the same error and none is left waiting.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Sequence
+
+__all__ = ["Call", "Entry", "difference"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One array of a call.
+
+    Args:
+        name: what the user knows it by; it is shown, not compared.
+        shape: the part of its shape on which the ranks must agree.
+        dtype: its dtype, as text.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a rank is about to do.
+
+    Args:
+        operation: such as `"allreduce"`.
+        entries: the arrays it acts on.
+        op: the reduction, when there is one.
+        root: the root rank, when there is one.
+        key: a name under which the ranks must meet, when the user gave one.
+        remedy: what to do when the ranks differ; shown, not compared.
+    """
+
+    operation: str
+    entries: tuple[Entry, ...] = ()
+    op: str | None = None
+    root: int | None = None
+    key: str | None = None
+    remedy: str = "Call the same operations in the same order on every rank."
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """16 bytes that are equal exactly when the ranks may go on together."""
+        arrays = tuple((entry.shape, entry.dtype) for entry in self.entries)
+        meaning = (self.operation, self.op, self.root, self.key, arrays)
+        return hashlib.blake2b(repr(meaning).encode(), digest_size=16).digest()
+
+    def __str__(self) -> str:
+        names = ", ".join(repr(entry.name) for entry in self.entries[:3])
+        more = f" and {len(self.entries) - 3} more" if len(self.entries) > 3 else ""
+        return f"{self.operation}({names}{more})" if names else self.operation
+
+
+def difference(calls: Sequence[Call]) -> tuple[int, str, str] | None:
+    """Finds the first rank whose call differs from that of rank 0, and in what.
+
+    Args:
+        calls: the calls of all ranks, in rank order.
+
+    Returns:
+        The rank, what was expected of it and what it brought, both in words; `None` when
+        all calls agree.
+    """
+    first = calls[0]
+    for rank, call in enumerate(calls):
+        if call.digest != first.digest:
+            return (rank, *_compare(first, call))
+    return None
+
+
+def _compare(first: Call, other: Call) -> tuple[str, str]:
+    if first.operation != other.operation:
+        return f"{first} as on rank 0", str(other)
+    for field in ("key", "op", "root"):
+        expected, received = getattr(first, field), getattr(other, field)
+        if expected != received:
+            label = {"key": "name", "op": "op", "root": "root_rank"}[field]
+            return f"{label}={expected!r} in {first} as on rank 0", f"{label}={received!r}"
+    for mine, theirs in zip(first.entries, other.entries, strict=False):
+        if mine.shape != theirs.shape:
+            return f"{mine.name!r} with shape {mine.shape} as on rank 0", _seen(theirs, mine)
+        if mine.dtype != theirs.dtype:
+            return f"{mine.name!r} with dtype {mine.dtype} as on rank 0", theirs.dtype
+    return (
+        f"{len(first.entries)} arrays in {first} as on rank 0",
+        f"{len(other.entries)} arrays in {other}",
+    )
+
+
+def _seen(entry: Entry, expected: Entry) -> str:
+    return f"{entry.shape}" if entry.name == expected.name else f"{entry.name!r} {entry.shape}"

@@ -1,0 +1,13 @@
+"""barrier: no rank goes on before all have come."""
+
+from keras_dist._engine.agreement import Call
+from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.communicator import Communicator
+
+__all__ = ["barrier"]
+
+
+def barrier(comm: Communicator, key: str | None = None) -> None:
+    """Waits for all ranks. Collective: every rank; blocks."""
+    with comm.lock:
+        meet(comm, Call("barrier", key=key))

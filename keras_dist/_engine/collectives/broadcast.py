@@ -1,0 +1,52 @@
+"""broadcast: the root's arrays on every rank."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from keras_dist._engine.agreement import Call, Entry
+from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.communicator import Communicator
+
+__all__ = ["broadcast"]
+
+
+def broadcast(
+    comm: Communicator,
+    arrays: Sequence[np.ndarray],
+    names: Sequence[str],
+    root: int,
+    operation: str = "broadcast",
+    key: str | None = None,
+    remedy: str = Call.remedy,
+) -> list[np.ndarray]:
+    """Copies the root's arrays to every rank. Collective: every rank; blocks.
+
+    Args:
+        comm: the ranks.
+        arrays: this rank's arrays; shapes and dtypes must agree over the ranks.
+        names: what they are called in messages.
+        root: the rank whose values all ranks receive.
+        operation: what the call is called in messages.
+        key: a name under which the ranks must meet; `None` for none.
+        remedy: what a user should do when the ranks differ.
+
+    Returns:
+        New arrays that hold the root's values.
+
+    Raises:
+        ArgumentError: `root` is not a rank.
+        MismatchError: the ranks differ.
+    """
+    comm.check_root(root)
+    entries = tuple(
+        Entry(name, array.shape, str(array.dtype))
+        for name, array in zip(names, arrays, strict=True)
+    )
+    with comm.lock:
+        meet(comm, Call(operation, entries, root=int(root), key=key, remedy=remedy))
+        copies = [np.array(array, order="C") for array in arrays]
+        if comm.size > 1:
+            for copy in copies:
+                comm.world.Bcast(copy.reshape(-1).view(np.uint8), root=root)
+    return copies

@@ -1,0 +1,35 @@
+"""The start of every collective: all ranks come together and agree on what they do."""
+
+import pickle
+
+from keras_dist import errors
+from keras_dist._engine.agreement import Call, difference
+from keras_dist._engine.communicator import Communicator
+
+__all__ = ["meet"]
+
+
+def meet(comm: Communicator, call: Call) -> None:
+    """Waits for all ranks and checks that they are about to do the same.
+
+    Collective: every rank of `comm`; blocks until all have come.
+
+    Args:
+        comm: the ranks.
+        call: what this rank is about to do.
+
+    Raises:
+        MismatchError: the calls differ; raised on every rank with the same text, and the
+            ranks can go on with other operations.
+    """
+    if comm.size == 1:
+        return
+    digests = comm.exchange(call.digest)
+    if (digests == digests[0]).all():
+        return
+    calls = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(pickle.dumps(call))]
+    found = difference(calls)
+    if found is not None:
+        rank, expected, received = found
+        where = f"[rank {rank} of {comm.size}]"
+        raise errors.MismatchError(errors.explain(where, expected, received, call.remedy))

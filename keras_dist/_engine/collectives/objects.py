@@ -1,0 +1,50 @@
+"""Python objects between the ranks, pickled. Only ranks of this job are ever unpickled."""
+
+import pickle
+from typing import Any
+
+from keras_dist._engine.agreement import Call
+from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.communicator import Communicator
+
+__all__ = ["allgather_object", "broadcast_object"]
+
+
+def broadcast_object(comm: Communicator, value: Any, root: int, key: str | None = None) -> Any:
+    """Returns the root's object on every rank. Collective: every rank; blocks.
+
+    Args:
+        comm: the ranks.
+        value: the object; only the root's counts, others may pass anything.
+        root: the rank whose object all ranks receive.
+        key: a name under which the ranks must meet; `None` for none.
+
+    Raises:
+        ArgumentError: `root` is not a rank.
+        MismatchError: the ranks differ in operation, root or key.
+    """
+    comm.check_root(root)
+    # Pickled before the ranks meet: an object that cannot be must not leave others waiting.
+    payload = pickle.dumps(value) if comm.rank == root else b""
+    with comm.lock:
+        meet(comm, Call("broadcast_object", root=int(root), key=key))
+        parts = comm.allgather_bytes(payload)
+    return value if comm.rank == root else pickle.loads(parts[root].tobytes())
+
+
+def allgather_object(comm: Communicator, value: Any, key: str | None = None) -> list[Any]:
+    """Returns the objects of all ranks, in rank order. Collective: every rank; blocks.
+
+    Args:
+        comm: the ranks.
+        value: this rank's object.
+        key: a name under which the ranks must meet; `None` for none.
+
+    Raises:
+        MismatchError: the ranks differ in operation or key.
+    """
+    payload = pickle.dumps(value)
+    with comm.lock:
+        meet(comm, Call("allgather_object", key=key))
+        parts = comm.allgather_bytes(payload)
+    return [pickle.loads(part.tobytes()) for part in parts]

@@ -1,0 +1,161 @@
+"""The ranks of the job and the ways bytes travel between them. Knows MPI, no framework.
+
+A `Communicator` is a private duplicate of the world or of the user's communicator, so that
+no message of ours can meet one of the user's. It also holds the node communicator (ranks
+that share memory) and, from it, the place of this rank among the nodes.
+"""
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from keras_dist import errors
+
+__all__ = ["Communicator", "library", "load_mpi", "mpi_failure", "start_mpi"]
+
+SPIN_SECONDS = 100e-6  # poll this long before giving the core away
+NAP_SECONDS = 50e-6
+GRACE_SECONDS = 0.5  # an error of all ranks reaches them at about the same time
+
+_failure: str | None = None
+
+
+def load_mpi() -> Any | None:
+    """Imports mpi4py's MPI but does not initialise it, so that it can be looked at first.
+
+    An MPI library that was started by the launcher of another one may end the process as
+    soon as it is initialised.
+
+    Returns:
+        mpi4py's `MPI` module; `None` when there is no MPI library, see `mpi_failure`.
+    """
+    global _failure
+    import mpi4py
+
+    initialize, mpi4py.rc.initialize = mpi4py.rc.initialize, False
+    finalize, mpi4py.rc.finalize = mpi4py.rc.finalize, True
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py raises either, by version and cause
+        _failure = str(error).splitlines()[0]
+        return None
+    finally:
+        mpi4py.rc.initialize, mpi4py.rc.finalize = initialize, finalize
+    return MPI
+
+
+def start_mpi(mpi: Any) -> None:
+    """Initialises MPI with the thread level that mpi4py is set to, unless it has been."""
+    import mpi4py
+
+    if not mpi.Is_initialized():
+        mpi.Init_thread(getattr(mpi, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+
+
+def mpi_failure() -> str | None:
+    """Returns why MPI could not be loaded, in one line; `None` when it was."""
+    return _failure
+
+
+def library(mpi: Any) -> str:
+    """Returns the name and version of the MPI library in use, in one line."""
+    lines = mpi.Get_library_version().replace("\0", "").strip().splitlines()
+    return " ".join(lines[0].split())
+
+
+class Communicator:
+    """The ranks that train together.
+
+    Args:
+        mpi: mpi4py's `MPI` module; `None` for one process without MPI.
+        comm: the communicator to duplicate; `None` for the world.
+    """
+
+    def __init__(self, mpi: Any | None = None, comm: Any | None = None):
+        self.mpi: Any = mpi
+        # One collective at a time: TensorFlow may call from any of its threads.
+        self.lock = threading.RLock()
+        self.rank, self.size = 0, 1
+        self.local_rank, self.local_size = 0, 1
+        self.cross_rank, self.cross_size = 0, 1
+        self.is_homogeneous = True
+        if mpi is None:
+            return
+        self.world = (comm if comm is not None else mpi.COMM_WORLD).Dup()
+        self.rank, self.size = self.world.Get_rank(), self.world.Get_size()
+        node = self.world.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
+        self.local_rank, self.local_size = node.Get_rank(), node.Get_size()
+        node.Free()
+        cross = self.world.Split(color=self.local_rank, key=self.rank)
+        self.cross_rank, self.cross_size = cross.Get_rank(), cross.Get_size()
+        cross.Free()
+        sizes = self.world.allgather(self.local_size)
+        self.is_homogeneous = len(set(sizes)) == 1
+
+    def free(self) -> None:
+        """Gives the duplicate back. Collective: every rank must call it."""
+        if self.mpi is not None:
+            self.world.Free()
+
+    def abort(self) -> None:
+        """Ends every rank of the job, after a moment in which they may speak as well."""
+        time.sleep(GRACE_SECONDS)
+        self.mpi.COMM_WORLD.Abort(1)
+
+    def where(self) -> str:
+        """Returns the place of this rank for messages, such as `[rank 1 of 4]`."""
+        return f"[rank {self.rank} of {self.size}]"
+
+    def check_root(self, root: int) -> None:
+        """Raises `ArgumentError` unless `root` is one of the ranks."""
+        if isinstance(root, int | np.integer) and 0 <= root < self.size:
+            return
+        raise errors.ArgumentError(
+            errors.explain(
+                self.where(),
+                f"root_rank to be a rank of this job, 0 to {self.size - 1}",
+                repr(root),
+                "Pass one of them; 0 is the usual choice.",
+            )
+        )
+
+    def allgather_bytes(self, payload: bytes | np.ndarray) -> list[np.ndarray]:
+        """Sends bytes, as many as this rank likes, to every rank.
+
+        Args:
+            payload: this rank's bytes.
+
+        Returns:
+            One uint8 array a rank, in rank order.
+        """
+        mine = np.frombuffer(payload, np.uint8)
+        if self.size == 1:
+            return [mine]
+        counts = np.empty(self.size, np.int64)
+        self.world.Allgather(np.array([mine.size], np.int64), counts)
+        everything = np.empty(int(counts.sum()), np.uint8)
+        self.world.Allgatherv(mine, [everything, counts, self.mpi.BYTE])
+        return np.split(everything, np.cumsum(counts)[:-1])
+
+    def exchange(self, digest: bytes) -> np.ndarray:
+        """Waits until every rank has come and shows each rank's digest to all.
+
+        The wait is polite: a short spin, then naps. A rank that comes early leaves its
+        core to whoever is still computing.
+
+        Args:
+            digest: 16 bytes.
+
+        Returns:
+            uint8 array of shape (size, 16).
+        """
+        mine = np.frombuffer(digest, np.uint8)
+        digests = np.empty((self.size, mine.size), np.uint8)
+        request = self.world.Iallgather(mine, digests)
+        start = time.perf_counter()
+        while not request.Test():
+            if time.perf_counter() - start > SPIN_SECONDS:
+                time.sleep(NAP_SECONDS)
+        return digests

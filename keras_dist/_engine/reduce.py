@@ -1,0 +1,149 @@
+"""The arithmetic of a reduction: op x dtype. Pure numpy; knows no MPI.
+
+The contributions are always combined in the order of their ranks, so the same inputs give
+the same bits on every rank and in every run. Floats narrower than 32 bits are summed in
+float32 and rounded once, at the end.
+"""
+
+import enum
+import functools
+
+import numpy as np
+
+from keras_dist import errors
+
+__all__ = ["ReduceOp", "check_dtype", "parse_op", "reduce_rows"]
+
+
+class ReduceOp(enum.Enum):
+    """How the contributions of the ranks become one value.
+
+    `AVERAGE` is the sum divided by the number of ranks; for integers it is truncated
+    towards zero. `PRODUCT` multiplies, `MIN` and `MAX` compare element by element; on
+    booleans they mean and, and, or.
+    """
+
+    AVERAGE = "average"
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+_UFUNCS = {
+    ReduceOp.AVERAGE: np.add,
+    ReduceOp.SUM: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+
+
+def parse_op(op: ReduceOp | str, where: str = "[keras_dist]") -> ReduceOp:
+    """Returns the op that a user named.
+
+    Args:
+        op: a `ReduceOp` or its name in any case, such as `"average"`.
+        where: the place for the error message.
+
+    Raises:
+        ArgumentError: there is no such op.
+    """
+    if isinstance(op, ReduceOp):
+        return op
+    names = [member.value for member in ReduceOp]
+    if isinstance(op, str) and op.lower() in names:
+        return ReduceOp(op.lower())
+    raise errors.ArgumentError(
+        errors.explain(
+            where,
+            f"op to be one of {', '.join(names)}",
+            repr(op),
+            "Use keras_dist.Average, Sum, Min, Max or Product.",
+        )
+    )
+
+
+def check_dtype(dtype: np.dtype, op: ReduceOp, where: str, name: str) -> None:
+    """Checks that `op` has a meaning for `dtype`.
+
+    Args:
+        dtype: the dtype of the array to reduce.
+        op: the reduction.
+        where: the place for the error message.
+        name: the array's name for the error message.
+
+    Raises:
+        ArgumentTypeError: it has none, as the sum of booleans or anything on text.
+    """
+    if op in _ops_of(dtype):
+        return
+    raise errors.ArgumentTypeError(
+        errors.explain(
+            where,
+            f"{name} to have a dtype that {op.value} is defined for",
+            str(dtype),
+            "Cast it first, for example to float32 or int64.",
+        )
+    )
+
+
+def reduce_rows(rows: np.ndarray, op: ReduceOp) -> np.ndarray:
+    """Reduces the first axis.
+
+    Args:
+        rows: array of shape (number of ranks, count), one row a rank, in rank order.
+        op: the reduction.
+
+    Returns:
+        Array of shape (count,) and the dtype of `rows`.
+    """
+    dtype = rows.dtype
+    accumulator = _accumulator(dtype, op)
+    total = rows[0].astype(accumulator)
+    for row in rows[1:]:
+        # Infinities and overflow are the caller's to judge: they travel to every rank alike.
+        with np.errstate(all="ignore"):
+            _UFUNCS[op](total, row.astype(accumulator, copy=False), out=total)
+    if op is ReduceOp.AVERAGE:
+        total = _divide(total, len(rows))
+    with np.errstate(all="ignore"):
+        return total.astype(dtype, copy=False)
+
+
+def _divide(total: np.ndarray, count: int) -> np.ndarray:
+    if np.issubdtype(total.dtype, np.integer):
+        # Whole numbers stay whole numbers: a float64 in between would lose bits past 2**53.
+        magnitude = np.abs(total) // np.asarray(count, total.dtype)
+        return np.where(total < 0, -magnitude, magnitude).astype(total.dtype)
+    with np.errstate(all="ignore"):
+        return np.divide(total, total.dtype.type(count), out=total)
+
+
+@functools.cache
+def _accumulator(dtype: np.dtype, op: ReduceOp) -> np.dtype:
+    if _is_float(dtype):
+        return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
+    if op is ReduceOp.AVERAGE and np.issubdtype(dtype, np.integer):
+        return np.dtype(np.uint64 if np.issubdtype(dtype, np.unsignedinteger) else np.int64)
+    return dtype
+
+
+@functools.cache
+def _ops_of(dtype: np.dtype) -> frozenset[ReduceOp]:
+    everything = frozenset(ReduceOp)
+    if dtype == np.bool_:
+        return everything - {ReduceOp.SUM, ReduceOp.AVERAGE}
+    if np.issubdtype(dtype, np.complexfloating):
+        return everything - {ReduceOp.MIN, ReduceOp.MAX}
+    if np.issubdtype(dtype, np.integer) or _is_float(dtype):
+        return everything
+    return frozenset()
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    """True for numpy's floats and for those that extend numpy, such as bfloat16."""
+    if np.issubdtype(dtype, np.floating):
+        return True
+    # An extension float (ml_dtypes) has kind "V" or "f" and can be cast to float32.
+    return dtype.kind in "Vf" and dtype.fields is None and dtype.isbuiltin == 2

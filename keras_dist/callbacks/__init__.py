@@ -1,0 +1,110 @@
+"""Keras callbacks for training on many ranks; the package itself gives the usual list.
+
+```python
+model.fit(dataset, callbacks=keras_dist.callbacks())
+model.fit(dataset, callbacks=keras_dist.callbacks(keras.callbacks.EarlyStopping("loss")))
+```
+
+Their order matters, and `keras_dist.callbacks()` keeps it:
+
+1. `RootConsoleCallback`: before Keras' own progress bar is told how to print.
+2. `BroadcastGlobalVariablesCallback`: equal weights before anything looks at them.
+3. `AverageStatisticsCallback`: equal statistics before validation and checkpoints use them.
+4. `MetricAverageCallback`: from here on every callback sees the metrics of all ranks, so
+   those that decide by them decide alike.
+5. `LearningRateWarmupCallback`, when asked for: before the user's own schedules, which may
+   take over after it.
+6. the user's callbacks.
+7. `ModelCheckpoint`, when asked for: last, so that it writes what all others have done.
+"""
+
+import sys
+import types
+from typing import Any
+
+import keras
+
+from keras_dist import errors, runtime
+from keras_dist.callbacks.broadcast import BroadcastGlobalVariablesCallback
+from keras_dist.callbacks.checkpoint import ModelCheckpoint
+from keras_dist.callbacks.console import RootConsoleCallback
+from keras_dist.callbacks.learning_rate import (
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+)
+from keras_dist.callbacks.metrics import MetricAverageCallback
+from keras_dist.callbacks.statistics import AverageStatisticsCallback
+
+__all__ = [
+    "AverageStatisticsCallback",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "ModelCheckpoint",
+    "RootConsoleCallback",
+    "callbacks",
+]
+
+
+def callbacks(
+    *others: keras.callbacks.Callback,
+    root_rank: int = 0,
+    warmup_epochs: float = 0,
+    initial_lr: float | None = None,
+    checkpoint: str | None = None,
+    verbose: int = 0,
+) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks that training on many ranks needs, in the right order.
+
+    `keras_dist.callbacks(...)` is short for `keras_dist.callbacks.callbacks(...)`.
+
+    Args:
+        *others: the user's own callbacks; they see metrics of all ranks.
+        root_rank: the rank whose weights all start with, and the one that writes and
+            prints. Defaults to 0.
+        warmup_epochs: epochs in which the learning rate grows to `initial_lr`. Defaults
+            to 0, no warmup.
+        initial_lr: the learning rate to reach, the one already scaled by `size()`. Needed
+            for a warmup.
+        checkpoint: path of the model to write after each epoch, see `ModelCheckpoint`.
+            Defaults to `None`, none.
+        verbose: 1 prints the end of the warmup and each checkpoint, on the root.
+
+    Returns:
+        A flat list for `fit`, `evaluate` or `predict`.
+
+    Raises:
+        ArgumentError: a warmup without `initial_lr`.
+    """
+    made: list[keras.callbacks.Callback] = [
+        RootConsoleCallback(root_rank),
+        BroadcastGlobalVariablesCallback(root_rank),
+        AverageStatisticsCallback(),
+        MetricAverageCallback(),
+    ]
+    if warmup_epochs:
+        if initial_lr is None:
+            raise errors.ArgumentError(
+                errors.explain(
+                    runtime.where(),
+                    "initial_lr together with warmup_epochs",
+                    "initial_lr=None",
+                    "Pass the learning rate to reach, for example 0.01 * keras_dist.size().",
+                )
+            )
+        made.append(LearningRateWarmupCallback(initial_lr, warmup_epochs, verbose=verbose))
+    made.extend(others)
+    if checkpoint is not None:
+        made.append(ModelCheckpoint(checkpoint, verbose=verbose, root_rank=root_rank))
+    return made
+
+
+class _CallablePackage(types.ModuleType):
+    """A module that can be called, so that `keras_dist.callbacks` is list and package."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[keras.callbacks.Callback]:
+        return callbacks(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

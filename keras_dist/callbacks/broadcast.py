@@ -1,0 +1,82 @@
+"""Every rank starts from the root's weights and optimizer state."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from keras_dist import _backends, errors, runtime
+from keras_dist.replicas import broadcast_state, separate_seeds
+
+__all__ = ["BroadcastGlobalVariablesCallback"]
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Gives all ranks the root's weights and optimizer state before the first step of a fit.
+
+    A model that is not built yet is built from the shapes of its data, so that the first
+    step already starts from equal weights. The states of random generators are derived from
+    the root's, another for each rank, so that dropout differs from rank to rank.
+
+    Collective: every rank must pass it to `fit`; it acts in every fit.
+
+    Args:
+        root_rank: the rank whose state all receive. Defaults to 0.
+        device: accepted for scripts written for Horovod; has no effect.
+        local_variables: variables that each rank keeps for itself: a Keras variable or a
+            collection of them. Defaults to none.
+
+    Raises:
+        ArgumentError: `root_rank` is not a rank.
+        MismatchError: the ranks built different models; raised on every rank, by `fit`.
+    """
+
+    def __init__(
+        self, root_rank: int = 0, device: str = "", local_variables: Any | Iterable[Any] = ()
+    ):
+        super().__init__()
+        runtime.communicator().check_root(root_rank)
+        self.root_rank = root_rank
+        single = isinstance(local_variables, keras.Variable)
+        self.local_variables = [local_variables] if single else list(local_variables or ())
+
+    def register_local_var(self, variable: Any) -> None:
+        """Adds a variable that each rank keeps for itself."""
+        self.local_variables.append(variable)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Broadcasts now, or, when there are no variables yet, once the data is at hand."""
+        if runtime.size() == 1:
+            return
+        if self.model.built:
+            self._broadcast()
+        else:
+            self._broadcast_before_first_step()
+
+    def _broadcast(self) -> None:
+        model = self.model
+        if model.optimizer is None:
+            raise errors.ArgumentError(
+                errors.explain(
+                    runtime.where(),
+                    f"model {model.name!r} to be compiled with an optimizer",
+                    "none",
+                    "Pass optimizer=keras_dist.DistributedOptimizer(...) to compile.",
+                )
+            )
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        broadcast_state(model, self.root_rank, self.local_variables)
+        separate_seeds(model, self.root_rank)
+
+    def _broadcast_before_first_step(self) -> None:
+        model = self.model
+        step = model.train_function
+
+        def first_step(batches: Any) -> Any:
+            model.train_function = step
+            _backends.active().build_from(model, batches)
+            self._broadcast()
+            return step(batches)
+
+        model.train_function = first_step

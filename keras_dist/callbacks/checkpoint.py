@@ -1,0 +1,110 @@
+"""Checkpoints: the root writes, in one go or not at all, and all ranks go on together."""
+
+import os
+import pathlib
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_dist import _engine, errors, runtime
+
+__all__ = ["ModelCheckpoint"]
+
+SUFFIXES = (".weights.h5", ".keras", ".h5")
+
+
+class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keras' `ModelCheckpoint` for many ranks: only the root writes.
+
+    The file is written beside its place under another name and then moved there, so a
+    reader never meets half a file and a crash leaves the previous checkpoint whole. All
+    ranks wait until it is written; when it cannot be, all of them raise the same error.
+
+    Collective: every rank must pass it to `fit`, with the same arguments.
+
+    Args:
+        filepath: as in Keras; a local path that ends in `.keras`, `.h5` or `.weights.h5`.
+        *args: as in Keras.
+        root_rank: the rank that writes. Defaults to 0.
+        **kwargs: as in Keras.
+
+    Raises:
+        CheckpointError: the file could not be written; raised on every rank, by `fit`.
+        ArgumentError: `root_rank` is not a rank.
+    """
+
+    best: float | None
+
+    def __init__(self, filepath: str, *args: Any, root_rank: int = 0, **kwargs: Any):
+        super().__init__(filepath, *args, **kwargs)
+        runtime.communicator().check_root(root_rank)
+        self.root_rank = root_rank
+        if runtime.rank() != root_rank:
+            self.verbose = 0
+
+    def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
+        failure = None
+        if runtime.rank() == self.root_rank:
+            failure = self._attempt(epoch, batch, logs or {})
+        failure, self.best = _engine.broadcast_object(
+            runtime.communicator(), (failure, self.best), self.root_rank
+        )
+        if failure is not None:
+            raise errors.CheckpointError(
+                errors.explain(
+                    f"[rank {self.root_rank} of {runtime.size()}]",
+                    f"to write the checkpoint {self._get_file_path(epoch, batch, logs or {})}",
+                    failure,
+                    "Choose a place that the root can write to and that has room.",
+                )
+            )
+
+    def _attempt(self, epoch: int, batch: int | None, logs: dict[str, Any]) -> str | None:
+        """Lets Keras decide and write; returns what went wrong, `None` when nothing did."""
+        model = self.model
+        self.set_model(_AtomicSaver(model))
+        try:
+            super()._save_model(epoch, batch, logs)
+        except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self.set_model(model)
+        return None
+
+
+class _AtomicSaver:
+    """Stands in for a model while Keras saves it, and saves in one go or not at all."""
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+
+    def save(self, filepath: str, overwrite: bool = True) -> None:
+        _write_beside(self._model.save, filepath)
+
+    def save_weights(self, filepath: str, overwrite: bool = True) -> None:
+        _write_beside(self._model.save_weights, filepath)
+
+
+def _write_beside(save: Callable[[str], None], filepath: str) -> None:
+    """Saves to an unguessable name in the same directory, then moves the file to its place."""
+    target = pathlib.Path(filepath)
+    suffix = next(suffix for suffix in SUFFIXES if filepath.endswith(suffix))
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}{suffix}")
+    try:
+        save(str(beside))
+        _flush(beside)
+        os.replace(beside, target)
+        _flush(target.parent)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _flush(path: pathlib.Path) -> None:
+    """Makes the system put a file, or the entries of a directory, on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

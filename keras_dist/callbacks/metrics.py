@@ -1,0 +1,106 @@
+"""Metrics of all ranks, exact: their states are added up, then the result is computed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_dist import _engine, config, runtime
+
+__all__ = ["MetricAverageCallback"]
+
+RESULT = "_get_metrics_result_or_logs"  # where Keras turns states into the logs of an epoch
+REDUCTIONS = {"sum": _engine.ReduceOp.SUM, "mean": _engine.ReduceOp.AVERAGE}
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Makes the logs of an epoch and of `evaluate` those of one process over all the data.
+
+    A Keras metric is a state (totals, counts, confusion tables) and a result computed from
+    it. The states of all ranks are added, so loss, accuracy or AUC are exact also when the
+    ranks hold different numbers of samples; an average of the ranks' results would not be.
+    Every callback sees these logs, wherever it stands in the list. What a custom
+    `train_step` returns beside the model's metrics is averaged.
+
+    Collective: every rank must pass it to `fit` or `evaluate`. It acts between the begin
+    and the end of these two, so `evaluate` without it is this rank's own affair.
+
+    Args:
+        device: accepted for scripts written for Horovod; has no effect.
+    """
+
+    def __init__(self, device: str = ""):
+        super().__init__()
+        self._depth = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Starts to act."""
+        self._depth = 0
+        self._enter()
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Starts to act, unless it does so already in the fit around."""
+        self._enter()
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Stops, unless a fit is going on."""
+        self._leave()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Stops."""
+        self._leave()
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth == 1 and runtime.size() > 1:
+            model = self.model
+            # On the instance, past Keras' tracking: it lives as long as this fit.
+            model.__dict__.pop(RESULT, None)
+            object.__setattr__(model, RESULT, _exact(model, getattr(model, RESULT)))
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.model.__dict__.pop(RESULT, None)
+
+
+def _exact(model: keras.Model, result: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns Keras' own function of the logs, computed from the states of all ranks."""
+
+    def exact_result(logs: Any) -> Any:
+        variables = [v for v in model.metrics_variables if v.aggregation in REDUCTIONS]
+        own = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
+        for variable, value in zip(variables, _reduced(variables, own), strict=True):
+            variable.assign(value)
+        try:
+            combined = result(logs)
+        finally:
+            for variable, value in zip(variables, own, strict=True):
+                variable.assign(value)
+        return _averaged(combined) if combined is logs else combined
+
+    return exact_result
+
+
+def _reduced(variables: list[Any], values: list[np.ndarray]) -> list[np.ndarray]:
+    reduced = list(values)
+    for aggregation, op in REDUCTIONS.items():
+        members = [i for i, v in enumerate(variables) if v.aggregation == aggregation]
+        results = _reduce([values[i] for i in members], [variables[i].path for i in members], op)
+        for i, value in zip(members, results, strict=True):
+            reduced[i] = value
+    return reduced
+
+
+def _averaged(logs: dict[str, Any]) -> dict[str, Any]:
+    """Averages the numbers of a log in the order of their names, the same on every rank."""
+    arrays = {name: np.asarray(keras.ops.convert_to_numpy(logs[name])) for name in sorted(logs)}
+    scalars = {n: a.astype(np.float64) for n, a in arrays.items() if a.ndim == 0}
+    values = _reduce(list(scalars.values()), list(scalars), _engine.ReduceOp.AVERAGE)
+    return {**logs, **{n: float(v) for n, v in zip(scalars, values, strict=True)}}
+
+
+def _reduce(values: list[np.ndarray], names: list[str], op: _engine.ReduceOp) -> list[np.ndarray]:
+    nbytes = config.settings().bucket_nbytes
+    return _engine.allreduce(runtime.communicator(), values, names, op, nbytes)

@@ -1,0 +1,147 @@
+"""Every environment variable of keras_dist: name, type, unit, default, meaning.
+
+Knows the variables and how to parse them; does not know what their values are used for.
+`settings()` reads the environment once. A variable that starts with `KERAS_DIST_` and is
+not in the table is most likely a typing error, so it is warned about.
+"""
+
+import dataclasses
+import functools
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from keras_dist import errors
+
+__all__ = ["VARIABLES", "Settings", "Variable", "parse", "settings"]
+
+PREFIX = "KERAS_DIST_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Args:
+        field: name of the field in `Settings`; the variable is `KERAS_DIST_` + upper case.
+        parse: turns the text into the value; raises `ValueError` when it cannot.
+        default: the value, as text, when the variable is not set.
+        meaning: what it does, with its unit.
+        expected: the values it takes, in words.
+    """
+
+    field: str
+    parse: Callable[[str], Any]
+    default: str
+    meaning: str
+    expected: str
+
+    @property
+    def name(self) -> str:
+        """The variable's name in the environment."""
+        return PREFIX + self.field.upper()
+
+
+def _flag(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    return words[text.strip().lower()]
+
+
+def _natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError(text)
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number <= 0:
+        raise ValueError(text)
+    return number
+
+
+VARIABLES = (
+    Variable(
+        "bucket_nbytes",
+        _positive,
+        str(25 * 2**20),
+        "bytes of gradients that travel together; the last tensor may go over it",
+        "a whole number of bytes, 1 or more",
+    ),
+    Variable(
+        "threads",
+        _natural,
+        "0",
+        "threads of the framework's compute pool in each rank; 0: the cores this rank may use",
+        "a whole number, 0 or more",
+    ),
+    Variable(
+        "pin_device",
+        _flag,
+        "1",
+        "whether a rank sees only the GPU of its local rank",
+        "0 or 1",
+    ),
+    Variable(
+        "single_process",
+        _flag,
+        "0",
+        "1: run as one process and leave MPI alone, whatever a launcher says",
+        "0 or 1",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The parsed values, one field for each entry of `VARIABLES`."""
+
+    bucket_nbytes: int
+    threads: int
+    pin_device: bool
+    single_process: bool
+
+
+def parse(environment: Mapping[str, str]) -> Settings:
+    """Parses the `KERAS_DIST_*` variables of an environment.
+
+    Args:
+        environment: names and texts, such as `os.environ`.
+
+    Returns:
+        The settings, defaults filled in.
+
+    Raises:
+        ArgumentError: a variable's text cannot be parsed.
+    """
+    known = {variable.name for variable in VARIABLES}
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known:
+            warnings.warn(
+                f"keras_dist does not know the environment variable {name}. "
+                f"It knows: {', '.join(sorted(known))}.",
+                stacklevel=2,
+            )
+    values = {}
+    for variable in VARIABLES:
+        text = environment.get(variable.name, variable.default)
+        try:
+            values[variable.field] = variable.parse(text)
+        except (ValueError, KeyError):
+            raise errors.ArgumentError(
+                errors.explain(
+                    "[environment]",
+                    f"{variable.name} to be {variable.expected}",
+                    repr(text),
+                    f"Unset it or correct it; the default is {variable.default}.",
+                )
+            ) from None
+    return Settings(**values)
+
+
+@functools.cache
+def settings() -> Settings:
+    """Returns the settings of this process; the environment is read at the first call."""
+    return parse(os.environ)

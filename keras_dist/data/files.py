@@ -1,0 +1,156 @@
+"""Lists of files: whole files to each rank while there are enough, else their elements."""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+from keras_dist import errors
+from keras_dist.data.agreement import Source
+from keras_dist.data.partition import plan_spread
+from keras_dist.data.terms import Fact, Terms
+
+__all__ = ["FileNames", "FileSource", "are_files", "source_of_files"]
+
+DEFAULT_BATCH_SIZE = 32
+SORTED = "Give shard() the same files in the same order on every rank, as with sorted(files)."
+
+
+def are_files(data: Any) -> bool:
+    """Tells whether this is a list or tuple of file names or paths."""
+    return (
+        isinstance(data, list | tuple)
+        and len(data) > 0
+        and all(isinstance(name, str | os.PathLike) for name in data)
+    )
+
+
+def source_of_files(data: Sequence[str | os.PathLike[str]], terms: Terms) -> Source:
+    """Returns how these files are shared out: as names, file by file, or by their elements.
+
+    Args:
+        data: names or paths, the whole list on every rank.
+        terms: the terms on which to share them out.
+
+    Raises:
+        ArgumentError: there is no reader for what is asked.
+        ArgumentTypeError: the reader does not return a `tf.data.Dataset`.
+        DataError: there are too few files, or too few elements in them.
+    """
+    names = [os.fspath(name) for name in data]
+    if terms.reader is None:
+        return FileNames(names, terms)
+    terms = dataclasses.replace(terms, batch_size=terms.batch_size or DEFAULT_BATCH_SIZE)
+    if len(names) >= terms.size:
+        return FileSource(names, terms)
+    return _source_of_elements(names, terms)
+
+
+class FileNames:
+    """Files that the user reads: each rank gets the names of its own.
+
+    Args:
+        names: all names.
+        terms: the terms on which to share them out.
+    """
+
+    held = None
+
+    def __init__(self, names: Sequence[str], terms: Terms):
+        remedy = "Pass reader, a function from a list of file names to a tf.data.Dataset."
+        reading = ("batch_size", "shuffle", "steps", "shuffle_buffer")
+        terms.refuse("files without a reader", dict.fromkeys(reading, remedy))
+        if len(names) < terms.size:
+            raise errors.DataError(
+                terms.explain(
+                    f"at least {terms.size} files, one for each rank",
+                    str(len(names)),
+                    "Pass reader, and the elements in the files are shared out; or use more "
+                    "files or fewer ranks.",
+                )
+            )
+        self._mine = list(names[terms.rank :: terms.size])
+        self.facts = [*_facts(names), *terms.facts()]
+
+    def part(self, held: Sequence[int | None]) -> list[str]:
+        """Returns the names of this rank's files."""
+        return self._mine
+
+
+class FileSource:
+    """Files of which each rank reads its own, and so its own number of elements.
+
+    Args:
+        names: all names, at least one for each rank.
+        terms: the terms on which to share them out, with a reader and a batch size.
+    """
+
+    def __init__(self, names: Sequence[str], terms: Terms):
+        from keras_dist.data.tf_dataset import count_elements
+
+        self._terms = terms
+        self._dataset = _read(names[terms.rank :: terms.size], terms)
+        self.held = None if terms.steps else count_elements(self._dataset)
+        if self.held is not None and self.held < 0:
+            raise errors.DataError(
+                terms.explain(
+                    "data with an end, or steps",
+                    "a reader whose tf.data.Dataset has no end",
+                    "Leave out .repeat() in the reader, or pass steps.",
+                )
+            )
+        self.facts = [*_facts(names), *terms.facts()]
+
+    def part(self, held: Sequence[int | None]) -> Any:
+        """Returns this rank's batches, planned from the numbers that all ranks hold."""
+        from keras_dist.data.tf_dataset import limited_batches, spread_batches
+
+        terms, batch_size = self._terms, self._terms.batch_size or DEFAULT_BATCH_SIZE
+        counts = [count for count in held if count is not None]
+        if self.held is None:
+            return limited_batches(self._dataset, terms, batch_size)
+        spread = plan_spread(counts, terms.rank, batch_size, terms.remainder)
+        if spread is None:
+            raise errors.DataError(
+                terms.explain(
+                    f"files with an element for every one of {-(-max(counts) // batch_size)} "
+                    f"steps on each rank, as many as the rank with most elements takes",
+                    f"{counts} elements by rank",
+                    "Use files of more equal length, as many as are a multiple of the ranks, "
+                    "or a larger batch_size, or remainder='pad'.",
+                )
+            )
+        return spread_batches(self._dataset, self.held, spread, terms)
+
+
+def _source_of_elements(names: Sequence[str], terms: Terms) -> Source:
+    from keras_dist.data import tf_dataset
+
+    dataset = _read(names, terms)
+    if terms.steps is None:
+        dataset = tf_dataset.with_length(dataset)
+    source = tf_dataset.TfSource(dataset, dataclasses.replace(terms, reader=None))
+    source.facts[:0] = _facts(names)
+    return source
+
+
+def _read(names: Sequence[str], terms: Terms) -> Any:
+    import tensorflow as tf
+
+    dataset = terms.reader(list(names)) if terms.reader is not None else None
+    if not isinstance(dataset, tf.data.Dataset):
+        raise terms.wrong_kind("reader to return a tf.data.Dataset", dataset)
+    return dataset
+
+
+def _facts(names: Sequence[str]) -> list[Fact]:
+    # A data set may lie in another directory on each node, so the last part is what counts.
+    text = "\n".join(PurePath(name).name for name in names)
+    digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+    return [
+        Fact("the kind of data", "a list of files", SORTED),
+        Fact("the number of files", len(names), SORTED),
+        Fact("the digest of the file names, in order,", digest, SORTED),
+    ]

@@ -1,0 +1,45 @@
+"""This rank's batches of arrays as a tf.data pipeline."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.data.arrays import ArrayBatches
+
+__all__ = ["pipeline_of"]
+
+
+def pipeline_of(batches: ArrayBatches) -> tf.data.Dataset:
+    """Returns a pipeline of the batches; each iteration over it is the next epoch.
+
+    The batches are gathered by numpy: arrays that lie in a file are read as they are needed,
+    and none is copied into TensorFlow as a whole.
+    """
+    epochs = itertools.count()
+    steps = batches.plan.steps
+    sizes = set(batches.plan.sizes())
+    size = sizes.pop() if len(sizes) == 1 else None
+    arrays = tf.nest.flatten(batches.data)
+    dtypes = [tf.as_dtype(array.dtype) for array in arrays]
+
+    def gather(epoch: np.int64, step: np.int64) -> Any:
+        return tf.nest.flatten(batches.batch(int(epoch), int(step)))
+
+    def load(epoch: tf.Tensor, step: tf.Tensor) -> Any:
+        tensors = tf.numpy_function(gather, [epoch, step], dtypes)
+        for tensor, array in zip(tensors, arrays, strict=True):
+            tensor.set_shape((size, *array.shape[1:]))
+        return tf.nest.pack_sequence_as(batches.data, tensors)
+
+    def begin(_: tf.Tensor) -> tf.Tensor:
+        epoch = tf.numpy_function(lambda: np.int64(next(epochs)), [], tf.int64)
+        return tf.ensure_shape(epoch, ())
+
+    def steps_of(epoch: tf.Tensor) -> tf.data.Dataset:
+        return tf.data.Dataset.range(steps).map(lambda step: (epoch, step))
+
+    numbered = tf.data.Dataset.range(1).map(begin).flat_map(steps_of)
+    known = numbered.map(load).apply(tf.data.experimental.assert_cardinality(steps))
+    return known.prefetch(tf.data.AUTOTUNE)

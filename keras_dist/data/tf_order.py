@@ -1,0 +1,80 @@
+"""Does a tf.data pipeline give its elements in the same order on every rank?
+
+Each rank reads the whole pipeline and keeps every n-th element, so an order of its own would
+make it train on samples of its neighbours and leave others out, silently. Looks at
+transformations alone, never at data: randomness inside Python functions stays unseen.
+
+tf.data tells nobody how a pipeline was made, so this reads private attributes, as of
+TensorFlow 2.21. Where a later version has none it finds nothing, and sharding goes on.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["seeds", "unordered"]
+
+# Of functions and serialised pipelines; the classes of pipelines have names of their own.
+RANDOM_OPS = ("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")
+UNSEEDED = (0, 0)
+INTERLEAVE = "_ParallelInterleaveDataset"
+
+
+def unordered(dataset: tf.data.Dataset) -> str | None:
+    """Returns what makes the order differ from run to run, in words, or `None`."""
+    if UNSEEDED in seeds(dataset):
+        return "one that was shuffled without a seed"
+    for stage in _stages(dataset):
+        racing = getattr(stage, "_deterministic", None) == "false" or (
+            type(stage).__name__ == INTERLEAVE and _interleaves_by_speed(stage)
+        )
+        if racing or any(_races(op.node_def) for op in _function_ops(stage)):
+            return "one with deterministic=False in map() or interleave()"
+    return None
+
+
+def seeds(dataset: tf.data.Dataset) -> list[tuple[int | None, int | None]]:
+    """Returns the two seeds of every shuffle upstream; they are 0 where none was given."""
+    found = []
+    for stage in _stages(dataset):
+        if hasattr(stage, "_seed") and hasattr(stage, "_seed2"):
+            found.append((_value(stage._seed), _value(stage._seed2)))
+        for op in _function_ops(stage):
+            if op.type.startswith(RANDOM_OPS):
+                names = [argument.name for argument in op.op_def.input_arg]
+                inputs = dict(zip(names, op.inputs, strict=False))
+                found.append((_value(inputs["seed"]), _value(inputs["seed2"])))
+    return found
+
+
+def _stages(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """Yields a pipeline's transformations, from the last to the sources."""
+    yield dataset
+    for source in getattr(dataset, "_inputs", list)():
+        yield from _stages(source)
+
+
+def _function_ops(stage: Any) -> Iterator[Any]:
+    """Yields the operations inside the functions given to a transformation."""
+    for function in getattr(stage, "_functions", list)():
+        yield from function.function.graph.get_operations()
+
+
+def _races(node: Any) -> bool:
+    return "Dataset" in node.op and node.attr["deterministic"].s == b"false"
+
+
+def _interleaves_by_speed(stage: Any) -> bool:
+    """Reads the pipeline's serialised form: the class keeps no note of the argument."""
+    policy = tf.data.experimental.ExternalStatePolicy.IGNORE
+    serialised = stage._as_serialized_graph(external_state_policy=policy).numpy()
+    return any(map(_races, tf.compat.v1.GraphDef.FromString(serialised).node))
+
+
+def _value(seed: Any) -> int | None:
+    operation = getattr(seed, "op", None)
+    if operation is not None and operation.type == "SelectV2":
+        seed = operation.inputs[2]  # in a function tf.data guards the number against (0, 0)
+    value = tf.get_static_value(seed)
+    return None if value is None else int(value)

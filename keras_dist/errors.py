@@ -1,0 +1,69 @@
+"""The errors of keras_dist. Knows nothing but their names and how they read.
+
+Every error says where it happened (`[rank r of n]`), what was expected, what was
+received and what to do about it; `explain` puts the four together.
+
+```
+KerasDistError
+├── LaunchError        (RuntimeError)  the job was not started as it should have been
+├── ArgumentError      (ValueError)    an argument has a value that cannot be used
+├── ArgumentTypeError  (TypeError)     an argument is of a kind that cannot be used
+├── DataError          (ValueError)    the data cannot be shared out over the ranks
+├── MismatchError      (RuntimeError)  the ranks do not mean the same thing
+└── CheckpointError    (OSError)       a checkpoint could not be written or read
+```
+"""
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "CheckpointError",
+    "DataError",
+    "KerasDistError",
+    "LaunchError",
+    "MismatchError",
+    "explain",
+]
+
+
+class KerasDistError(Exception):
+    """The base of every error that keras_dist raises on purpose."""
+
+
+class LaunchError(KerasDistError, RuntimeError):
+    """The job was not started as it should have been, or MPI cannot be used."""
+
+
+class ArgumentError(KerasDistError, ValueError):
+    """An argument has a value that cannot be used."""
+
+
+class ArgumentTypeError(KerasDistError, TypeError):
+    """An argument is of a kind that cannot be used."""
+
+
+class DataError(KerasDistError, ValueError):
+    """The data cannot be shared out over the ranks."""
+
+
+class MismatchError(KerasDistError, RuntimeError):
+    """The ranks do not mean the same thing. Raised on every rank, with the same text."""
+
+
+class CheckpointError(KerasDistError, OSError):
+    """A checkpoint could not be written or read. Raised on every rank."""
+
+
+def explain(where: str, expected: str, received: str, remedy: str) -> str:
+    """Puts the four parts of an error message together.
+
+    Args:
+        where: the place, normally `runtime.where()`, such as `"[rank 1 of 4]"`.
+        expected: what was expected, a phrase without a full stop.
+        received: what came instead, a phrase without a full stop.
+        remedy: what the user should do, one or more whole sentences.
+
+    Returns:
+        One line: `"[rank 1 of 4] Expected ... Received: ... <remedy>"`.
+    """
+    return f"{where} Expected {expected}. Received: {received}. {remedy}"

@@ -1,0 +1,89 @@
+"""What a launcher's environment variables say about the job. Knows no MPI.
+
+mpirun, mpiexec and srun tell each process through the environment how many ranks the job
+has. MPI itself is the truth; these variables serve to notice when MPI and the launcher do
+not belong together, and to size thread pools before MPI is up.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+__all__ = ["Announcement", "announced_local_size", "announced_size", "limit_threads"]
+
+# Launcher, variable with the number of ranks. The first that is present wins: a process
+# started by mpirun inside a Slurm allocation carries both kinds.
+SIZES = (
+    ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE"),
+    ("the Hydra mpiexec of MPICH or Intel MPI (or another PMI launcher)", "PMI_SIZE"),
+    ("srun", "SLURM_STEP_NUM_TASKS"),
+    ("Slurm", "SLURM_NTASKS"),
+)
+LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Announcement:
+    """What a launcher said.
+
+    Args:
+        launcher: its name in words.
+        variable: the environment variable that said so.
+        size: the number of ranks it speaks of, at least.
+    """
+
+    launcher: str
+    variable: str
+    size: int
+
+
+def announced_size(environment: Mapping[str, str] = os.environ) -> Announcement | None:
+    """Returns what the launcher says about the number of ranks; `None` when nothing does.
+
+    `PMIX_RANK` names this process' rank alone, so it can only say that there are at least
+    that many ranks and one more.
+    """
+    for launcher, variable in SIZES:
+        size = _number(environment.get(variable))
+        if size is not None:
+            return Announcement(launcher, variable, size)
+    rank = _number(environment.get("PMIX_RANK"))
+    if rank is not None:
+        return Announcement("a PMIx launcher", "PMIX_RANK", rank + 1)
+    return None
+
+
+def announced_local_size(environment: Mapping[str, str] = os.environ) -> int:
+    """Returns the number of ranks on this node as the launcher says; 1 when nothing does."""
+    for variable in LOCAL_SIZES:
+        size = _number(environment.get(variable))
+        if size is not None:
+            return size
+    return _slurm_tasks_per_node(environment)
+
+
+def limit_threads() -> None:
+    """Gives TensorFlow's compute pool this rank's share of the cores, unless it is set.
+
+    TensorFlow sizes its pool when the first operation runs, which may come before
+    `keras_dist.init()` in a script that leaves `init` to keras_dist; only an environment
+    variable set at import reaches it in time.
+    """
+    local_size = announced_local_size()
+    if local_size > 1:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+        everything = os.cpu_count() or 1
+        share = cores if 0 < cores < everything else max(1, everything // local_size)
+        os.environ.setdefault("TF_NUM_INTRAOP_THREADS", str(share))
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def _slurm_tasks_per_node(environment: Mapping[str, str]) -> int:
+    """Reads the first number of Slurm's compressed form, such as `4(x2),3`."""
+    if _number(environment.get("SLURM_STEP_NUM_TASKS")) is None:
+        return 1
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE"))
+    return _number((text or "1").split(",")[0].split("(")[0]) or 1

@@ -1,0 +1,138 @@
+"""How an optimizer comes to reduce its gradients: a mixin over the user's own class.
+
+The optimizer keeps its class, its name and its state: a subclass of its own class, with the
+same name and module, is put in place on the instance. So `isinstance` holds, state that was
+built stays, and a model saved with it loads in a process that has no keras_dist.
+
+The reduction comes after Keras' local gradient accumulation and before clipping, so that a
+clipping norm is taken of the averaged gradient.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import keras
+import numpy as np
+
+from keras_dist import _backends, _engine, config, runtime
+from keras_dist.replicas import SAME_MODEL, variable_name
+
+__all__ = ["GradientReduction", "attach", "is_distributed", "move_outwards"]
+
+
+def is_distributed(optimizer: Any) -> TypeGuard["_Distributed"]:
+    """Tells whether an optimizer reduces its gradients over the ranks."""
+    return isinstance(optimizer, _Distributed)
+
+
+def move_outwards(optimizer: Any) -> None:
+    """Moves the reduction from the optimizer inside a `LossScaleOptimizer` to the outside.
+
+    `compile` puts such a wrapper around the user's optimizer under `mixed_float16`. It looks
+    at the gradients and, when one overflows, skips the step; left inside, the reduction
+    would then be missing on that rank alone. Does nothing for other optimizers.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if is_distributed(inner) and not is_distributed(optimizer):
+        reduction = inner._keras_dist
+        inner.__class__ = type(inner).__bases__[1]
+        object.__delattr__(inner, "_keras_dist")
+        attach(optimizer, reduction)
+
+
+def attach(optimizer: Any, reduction: "GradientReduction") -> None:
+    """Makes an optimizer reduce its gradients by `reduction`; changes its class in place."""
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    mixin = _LossScaled if scaled else _Distributed
+    object.__setattr__(optimizer, "_keras_dist", reduction)
+    optimizer.__class__ = _distributed_class(optimizer.__class__, mixin)
+
+
+@functools.cache
+def _distributed_class(base: Any, mixin: Any) -> type:
+    return type(
+        base.__name__,
+        (mixin, base),
+        {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__},
+    )
+
+
+class GradientReduction:
+    """The reduction of one optimizer's gradients; holds the plans it has made.
+
+    Args:
+        op: `ReduceOp.AVERAGE` or `ReduceOp.SUM`.
+    """
+
+    def __init__(self, op: _engine.ReduceOp):
+        self.op = op
+        self.variables: Sequence[Any] = ()
+        self._plans: dict[Any, _engine.FusedAllreduce] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GradientReduction":
+        return GradientReduction(self.op)
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Reduces gradients, one for each variable; `None` stays `None`."""
+        if runtime.size() == 1:
+            return _backends.active().add_up_rows(gradients)
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        reduced = _backends.active().reduce_gradients(
+            [gradients[index] for index in present],
+            [f"the gradient of {variable_name(variables[index])}" for index in present],
+            [tuple(variables[index].shape) for index in present],
+            self._plan,
+            self._reduce_slices,
+        )
+        result = list(gradients)
+        for index, gradient in zip(present, reduced, strict=True):
+            result[index] = gradient
+        return result
+
+    def _plan(
+        self, names: Sequence[str], specs: Sequence[tuple[tuple[int, ...], np.dtype]]
+    ) -> _engine.FusedAllreduce:
+        comm = runtime.communicator()
+        key = (id(comm), tuple(names), tuple(specs))
+        if key not in self._plans:
+            self._plans[key] = _engine.FusedAllreduce(
+                comm,
+                names,
+                specs,
+                self.op,
+                config.settings().bucket_nbytes,
+                operation="the reduction of gradients",
+                remedy=SAME_MODEL,
+            )
+        return self._plans[key]
+
+    def _reduce_slices(
+        self, name: str, values: np.ndarray, indices: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return _engine.reduce_slices(runtime.communicator(), values, indices, self.op, name)
+
+
+class _Distributed:
+    """The override that makes an optimizer distributed. Comes before the user's class."""
+
+    _keras_dist: GradientReduction
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
+        # `_clip_gradients`, the one call between accumulation and update, is not told of
+        # which variables the gradients are.
+        self._keras_dist.variables = list(trainable_variables)
+        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        reduced = self._keras_dist(grads, self._keras_dist.variables)
+        return super()._clip_gradients(reduced)  # type: ignore[misc]
+
+
+class _LossScaled(_Distributed):
+    """The override for a `LossScaleOptimizer`, whose own `apply` decides on skipping."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        variables = list(trainable_variables or self._trainable_variables)  # type: ignore[attr-defined]
+        reduced = self._keras_dist(grads, variables)
+        return super().apply(reduced, trainable_variables)  # type: ignore[misc]

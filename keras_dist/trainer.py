@@ -1,0 +1,47 @@
+"""What a Keras model needs before its train step is built, whoever trains it.
+
+An optimizer is not told which model it belongs to, and `train_on_batch` calls no callbacks;
+but every way to train goes through `Model.make_train_function`, which Keras documents as the
+place to change how a step is made. It is wrapped once, when the first optimizer is
+distributed, and does nothing for models with other optimizers.
+"""
+
+import functools
+from typing import Any
+
+import keras
+
+from keras_dist import runtime
+from keras_dist.reduction import is_distributed, move_outwards
+
+__all__ = ["watch_models"]
+
+
+@functools.cache
+def watch_models() -> None:
+    """Makes every Keras model of this process ready for a distributed optimizer."""
+    original = keras.Model.make_train_function
+
+    @functools.wraps(original)
+    def make_train_function(self: keras.Model, force: bool = False) -> Any:
+        move_outwards(self.optimizer)
+        if runtime.size() == 1 or not is_distributed(self.optimizer) or not self.jit_compile:
+            return original(self, force)
+        _say_once()
+        # Only the train step meets the host; evaluate and predict may still be compiled.
+        self.jit_compile = False
+        try:
+            return original(self, force)
+        finally:
+            self.jit_compile = True
+
+    keras.Model.make_train_function = make_train_function
+
+
+@functools.cache
+def _say_once() -> None:
+    runtime.notify(
+        "keras_dist trains this model without XLA (jit_compile): gradients are averaged on "
+        "the host, which an XLA program cannot call. Nothing needs to be changed; "
+        "compile(..., jit_compile=False) says the same."
+    )

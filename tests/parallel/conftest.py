@@ -1,0 +1,219 @@
+"""Lets the ranks of one job run the same tests and agree on how each ended.
+
+Every rank runs its own pytest: `mpiexec -n 3 python -m pytest tests/parallel`. Rank 0 writes
+the report. A test that fails on one rank fails on all; a test that does not end is ended by
+its time limit, after every rank has shown where it stands.
+"""
+
+import contextlib
+import faulthandler
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+LIMIT_SECONDS = 120.0
+# How long a rank waits for the last words of the others before it ends the job.
+GRACE_SECONDS = 2.0
+
+# Verdicts travel on their own communicator, apart from the messages under test.
+world = MPI.COMM_WORLD.Dup()
+rank, size = world.Get_rank(), world.Get_size()
+where = f"[rank {rank} of {size}]"
+
+# Examples drawn at random would differ between the ranks.
+hypothesis.settings.register_profile("ranks", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("ranks")
+
+uncaptured = None
+collection_errors = []
+unshared_failure = ""
+
+
+# --- What the ranks tell each other
+
+
+def exchange(place, value):
+    """Returns every rank's value; ends the job when the ranks are not at the same place."""
+    arrived = world.Ibarrier()
+    while not arrived.Test():
+        time.sleep(0.001)  # a blocking call would take the cores from ranks still at work
+    places, values = zip(*world.allgather((place, value)), strict=True)
+    if len(set(places)) > 1:
+        end_job(f"{where} The ranks have lost each other. This one is at: {place}.")
+    return values
+
+
+def agree(report):
+    """Makes the report of one phase the same on every rank; a failure anywhere is a failure."""
+    global unshared_failure
+    unshared_failure = report.longreprtext if report.failed else ""
+    verdicts = exchange(f"{report.when} of {report.nodeid}", (report.outcome, account(report)))
+    unshared_failure = ""
+    outcomes = {outcome for outcome, _ in verdicts}
+    if size == 1 or outcomes in ({"passed"}, {"skipped"}):
+        return
+    report.outcome = "failed"
+    report.longrepr = merge(verdicts)
+    report.sections = []
+    if hasattr(report, "wasxfail"):
+        del report.wasxfail
+
+
+def account(report):
+    """Returns what one rank has to say about a phase: the traceback and what was printed."""
+    if report.passed:
+        return ""
+    printed = [f"{title}:\n{text}" for title, text in report.sections]
+    return "\n".join([report.longreprtext, *printed])
+
+
+def merge(verdicts):
+    """Returns one text for all ranks; ranks with the same to say share a paragraph."""
+    ranks_by_verdict = {}
+    for number, verdict in enumerate(verdicts):
+        ranks_by_verdict.setdefault(verdict, []).append(str(number))
+    failures_first = sorted(ranks_by_verdict.items(), key=lambda item: item[0][0] != "failed")
+    return "\n".join(
+        f"[rank {', '.join(ranks)} of {size}] {outcome}\n{text}"
+        for (outcome, text), ranks in failures_first
+    )
+
+
+# --- The time limit
+
+
+@contextlib.contextmanager
+def limit(what, seconds):
+    """Ends the job when the block takes longer than `seconds`."""
+    timer = threading.Timer(seconds, give_up, (what, seconds))
+    timer.daemon = True
+    # For a rank that never lets go of the interpreter, whose timer thread therefore cannot run.
+    faulthandler.dump_traceback_later(seconds + 5 * GRACE_SECONDS, exit=True, file=uncaptured)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def give_up(what, seconds):
+    failed = f"\nIt had failed before:\n{unshared_failure}" if unshared_failure else ""
+    end_job(f"{where} {what} takes longer than {seconds:g} seconds.{failed}\nStack:\n{stacks()}")
+
+
+def stacks():
+    """Returns where every thread but this one stands, without the frames of pytest itself."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        _, _, others = file.read().partition("\n\n")
+    return "".join(
+        line
+        for line in others.splitlines(True)
+        if not re.search(r"/(_pytest|pluggy)/|<frozen", line)
+    )
+
+
+def end_job(last_words):
+    print(f"\n{last_words}", file=uncaptured, flush=True)
+    time.sleep(GRACE_SECONDS)
+    MPI.COMM_WORLD.Abort(1)
+
+
+# --- pytest's hooks, in the order in which they are called
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    global uncaptured
+    uncaptured = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")
+    config.addinivalue_line(
+        "markers", f"limit(seconds): how long the test may take (default {LIMIT_SECONDS:g})"
+    )
+    if rank > 0:
+        config.pluginmanager.unregister(name="terminalreporter")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session):
+    with limit("Collection", LIMIT_SECONDS):
+        return (yield)
+
+
+def pytest_collectreport(report):
+    if report.failed:
+        collection_errors.append(report.longreprtext)
+
+
+def pytest_collection_finish(session):
+    tests = [item.nodeid for item in session.items]
+    found = exchange("the end of collection", (tests, collection_errors))
+    if any(other != found[0] for other in found):
+        pytest.exit(f"The ranks have collected different tests.\n{differences(found)}", 1)
+
+
+def differences(found):
+    """Returns what each rank collected and the others did not, and its errors."""
+    common = set.intersection(*(set(tests) for tests, _ in found))
+    return "\n".join(
+        "\n".join([f"[rank {number} of {size}]", *(set(tests) - common), *errors])
+        for number, (tests, errors) in enumerate(found)
+    )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    marker = item.get_closest_marker("limit")
+    with limit(item.nodeid, marker.args[0] if marker else LIMIT_SECONDS):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport():
+    report = yield
+    agree(report)
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_internalerror(excrepr):
+    end_job(f"{where} pytest itself failed:\n{excrepr}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    session.exitstatus = max(exchange("the end of the session", int(exitstatus)))
+
+
+# --- Fixtures
+
+
+@pytest.fixture(autouse=True)
+def same_seed():
+    """Starts every test from the same random state on every rank."""
+    random.seed(0)
+    np.random.seed(0)
+    if "keras" in sys.modules:
+        sys.modules["keras"].utils.set_random_seed(0)
+
+
+@pytest.fixture
+def shared_tmp_path():
+    """One empty directory for all ranks, removed when the last of them is done with it."""
+    path = Path(world.bcast(tempfile.mkdtemp() if rank == 0 else None))
+    yield path
+    world.Barrier()
+    if rank == 0:
+        shutil.rmtree(path)

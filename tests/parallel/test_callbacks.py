@@ -1,0 +1,424 @@
+"""Callbacks on real ranks that see different data."""
+
+import io
+import math
+import os
+import stat
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from training import CLASSES, agreed, make_data, make_model, weights_of
+
+import keras_dist
+from keras_dist import errors
+from keras_dist.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+    ModelCheckpoint,
+    RootConsoleCallback,
+)
+
+
+def distributed(optimizer=None, **options):
+    wrapped = keras_dist.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.1))
+    return make_model(optimizer=wrapped, **options)
+
+
+def part(*arrays):
+    """This rank's part, ranks with a lower number having one row more where it is uneven."""
+    return tuple(array[keras_dist.rank() :: keras_dist.size()] for array in arrays)
+
+
+# --- The list
+
+
+def test_the_list_is_flat_and_in_order():
+    mine = keras.callbacks.EarlyStopping("loss")
+    made = keras_dist.callbacks(mine, warmup_epochs=2, initial_lr=0.1, checkpoint="m.keras")
+    assert [type(callback).__name__ for callback in made] == [
+        "RootConsoleCallback",
+        "BroadcastGlobalVariablesCallback",
+        "AverageStatisticsCallback",
+        "MetricAverageCallback",
+        "LearningRateWarmupCallback",
+        "EarlyStopping",
+        "ModelCheckpoint",
+    ]
+
+
+def test_a_warmup_needs_a_rate():
+    with pytest.raises(errors.ArgumentError, match="initial_lr together with warmup_epochs"):
+        keras_dist.callbacks(warmup_epochs=3)
+
+
+# --- Broadcast
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_all_ranks_start_from_the_roots_weights_in_every_fit(built):
+    root = keras_dist.size() - 1
+    keras.utils.set_random_seed(keras_dist.rank())
+    layers = [keras.layers.Dense(4, activation="relu"), keras.layers.Dense(CLASSES)]
+    model = keras.Sequential([keras.Input((6,)), *layers] if built else layers)
+    frozen = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0, momentum=0.9))
+    model.compile(frozen, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = make_data(8)
+    callback = BroadcastGlobalVariablesCallback(root)
+    for _ in range(2):
+        if model.built:
+            for weight in model.weights:
+                weight.assign(np.full(weight.shape, keras_dist.rank(), "float32"))
+        model.fit(x, y, verbose=0, callbacks=[callback])
+        keras_dist.verify_replicas(model)
+        if built:
+            assert all((weight == root).all() for weight in weights_of(model))
+
+
+def test_local_variables_stay_local():
+    model = distributed(keras.optimizers.SGD(0.0))
+    kernel, bias = model.weights[:2]
+    for weight in model.weights:
+        weight.assign(np.full(weight.shape, keras_dist.rank() + 1, "float32"))
+    callback = BroadcastGlobalVariablesCallback(0, local_variables=kernel)
+    callback.register_local_var(bias)
+    model.fit(*make_data(8), verbose=0, callbacks=[callback])
+    values = [float(weight.ravel()[0]) for weight in weights_of(model)]
+    assert values == [keras_dist.rank() + 1, keras_dist.rank() + 1, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("root", [-1, 99, "0"])
+def test_a_root_that_is_no_rank_is_refused(root):
+    with pytest.raises(errors.ArgumentError, match="root_rank to be a rank of this job"):
+        BroadcastGlobalVariablesCallback(root)
+    with pytest.raises(errors.ArgumentError, match="root_rank to be a rank of this job"):
+        ModelCheckpoint("m.keras", root_rank=root)
+
+
+def test_a_model_that_cannot_be_built_from_its_data_says_so():
+    if keras_dist.size() == 1:
+        pytest.skip("one rank has nothing to broadcast")
+
+    class Eager(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(CLASSES)
+
+        def call(self, x):
+            return self.dense(x * float(x.numpy().max()))
+
+    model = Eager()
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
+    model.compile(optimizer, "mse", run_eagerly=True)
+    with pytest.raises(errors.ArgumentError, match="Build it before fit"):
+        model.fit(
+            np.ones((8, 6)), np.ones((8, CLASSES)), verbose=0, callbacks=keras_dist.callbacks()
+        )
+
+
+# --- Metrics
+
+METRICS = {"weighted_metrics": ["accuracy"], "metrics": ["accuracy"]}
+
+
+def binary_model(rate=0.0):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, activation="sigmoid")])
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(rate))
+    metrics = ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
+    model.compile(optimizer, "binary_crossentropy", metrics=metrics)
+    return model
+
+
+@pytest.mark.parametrize("samples", [64, 61, 37])
+def test_logs_equal_those_of_one_process_over_all_the_data(samples):
+    x, y = make_data(samples)
+    y = (y > 0).astype("float32")
+    model = binary_model()  # the rate is 0, so the weights do not change during the epoch
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    own_x, own_y = part(x, y)
+    history = (
+        model.fit(
+            own_x,
+            own_y,
+            batch_size=8,
+            steps_per_epoch=None,
+            validation_data=(own_x, own_y),
+            verbose=0,
+            callbacks=[MetricAverageCallback()],
+        ).history
+        if steps_agree(len(x), 8)
+        else None
+    )
+    evaluated = model.evaluate(
+        own_x, own_y, batch_size=8, verbose=0, return_dict=True, callbacks=[MetricAverageCallback()]
+    )
+    for name, value in expected.items():
+        assert evaluated[name] == pytest.approx(value, rel=1e-6), name
+        if history is not None:
+            assert history[name][0] == pytest.approx(value, rel=1e-6), name
+            assert history[f"val_{name}"][0] == pytest.approx(value, rel=1e-6), name
+    assert agreed(evaluated)
+
+
+def steps_agree(samples, batch):
+    """Whether ranks that deal out samples one by one make the same number of steps."""
+    n = keras_dist.size()
+    counts = {math.ceil(math.ceil((samples - rank) / n) / batch) for rank in range(n)}
+    return len(counts) == 1
+
+
+def test_own_states_are_put_back_and_evaluate_alone_is_local():
+    model = binary_model()
+    x, y = make_data(16, seed=keras_dist.rank())
+    y = (y > 0).astype("float32")
+    alone = model.evaluate(x, y, verbose=0)
+    model.evaluate(x, y, verbose=0, callbacks=[MetricAverageCallback()])
+    assert model.evaluate(x, y, verbose=0) == alone
+    assert "_get_metrics_result_or_logs" not in vars(model)
+
+
+def test_what_a_custom_step_returns_is_averaged():
+    class Custom(keras.Model):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            return {"rank": float(keras_dist.rank()), "loss": logs["loss"] * 0.0}
+
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((6,))
+    model = Custom(inputs, keras.layers.Dense(CLASSES, activation="softmax")(inputs))
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer, "sparse_categorical_crossentropy")
+    history = model.fit(*make_data(8), verbose=0, callbacks=keras_dist.callbacks()).history
+    assert history["rank"] == [pytest.approx((keras_dist.size() - 1) / 2)]
+
+
+def test_callbacks_that_decide_by_metrics_decide_alike():
+    model = distributed(keras.optimizers.SGD(0.5))
+    x, y = make_data(32, seed=keras_dist.rank())
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.05)
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.1)
+    history = model.fit(
+        x,
+        y,
+        epochs=12,
+        verbose=0,
+        validation_data=(x, y),
+        callbacks=keras_dist.callbacks(stop, plateau),
+    ).history
+    assert agreed(history)
+    assert agreed(stop.stopped_epoch)
+
+
+# --- Learning rate
+
+
+class Rates(keras.callbacks.Callback):
+    """Records the rate with which each batch was trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.rates.append(float(np.array(self.model.optimizer.learning_rate)))
+
+
+def rates_of(*callbacks, epochs, steps=5, model=None, **fit_options):
+    recorder = Rates()
+    model = model or distributed(keras.optimizers.SGD(0.5, momentum=0.9))
+    x, y = make_data(4 * steps)
+    model.fit(
+        x,
+        y,
+        batch_size=4,
+        epochs=epochs,
+        verbose=0,
+        callbacks=[*callbacks, recorder],
+        **fit_options,
+    )
+    return np.array(recorder.rates).reshape(-1, steps)
+
+
+@pytest.mark.parametrize("warmup_epochs", [1, 3])
+def test_warmup_rates_equal_the_formula_at_every_batch(warmup_epochs):
+    n, steps, rate = keras_dist.size(), 5, 0.1 * keras_dist.size()
+    rates = rates_of(LearningRateWarmupCallback(rate, warmup_epochs), epochs=4)
+    for epoch in range(4):
+        for batch in range(steps):
+            done = min(epoch + (batch + 1) / steps, warmup_epochs)
+            expected = rate / n * (1 + done * (n - 1) / warmup_epochs)
+            assert rates[epoch, batch] == pytest.approx(expected, rel=1e-6)
+    assert rates[warmup_epochs - 1, -1] == pytest.approx(rate, rel=1e-7)
+
+
+def test_warmup_resumes_where_it_was():
+    whole = rates_of(LearningRateWarmupCallback(0.4, 3), epochs=3)
+    resumed = rates_of(LearningRateWarmupCallback(0.4, 3), epochs=3, initial_epoch=2)
+    np.testing.assert_array_equal(resumed[0], whole[2])
+
+
+def test_a_constant_multiplier_is_a_constant_factor():
+    rates = rates_of(
+        LearningRateScheduleCallback(0.4, 0.1, start_epoch=1, end_epoch=3),
+        LearningRateScheduleCallback(0.4, 0.01, start_epoch=3),
+        epochs=5,
+    )
+    np.testing.assert_allclose(rates[:, 0], [0.5, 0.04, 0.04, 0.004, 0.004], rtol=1e-6)
+
+
+def test_a_function_is_asked_once_an_epoch_or_at_every_batch():
+    stairs = rates_of(LearningRateScheduleCallback(2.0, lambda epoch: epoch + 1), epochs=3)
+    np.testing.assert_allclose(stairs, [[2.0] * 5, [4.0] * 5, [6.0] * 5])
+    smooth = rates_of(
+        LearningRateScheduleCallback(2.0, lambda epoch: epoch + 1, staircase=False), epochs=2
+    )
+    np.testing.assert_allclose(smooth.ravel(), 2.0 * (1 + np.arange(10) / 5), rtol=1e-6)
+
+
+def test_the_rate_is_in_the_logs():
+    model = distributed()
+    history = model.fit(
+        *make_data(8), epochs=2, verbose=0, callbacks=[LearningRateScheduleCallback(0.3, 0.5)]
+    ).history
+    assert history["learning_rate"] == [pytest.approx(0.15)] * 2
+
+
+def test_momentum_correction_scales_the_velocity():
+    """By hand: v <- 0.9 (new / old) v - new g, w <- w + v, with a gradient of 1 throughout."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.layers[0].kernel.assign([[0.0]])
+    optimizer = keras.optimizers.SGD(1.0, momentum=0.9)
+    model.compile(keras_dist.DistributedOptimizer(optimizer), loss=lambda y, p: p)
+    schedule = LearningRateScheduleCallback(1.0, lambda epoch: [1.0, 0.5, 0.5][int(epoch)])
+    x = np.ones((4, 1), "float32")
+    model.fit(x, x, batch_size=4, epochs=3, verbose=0, callbacks=[schedule])
+    weight = velocity = 0.0
+    for rate, ratio in ((1.0, 1.0), (0.5, 0.5), (0.5, 1.0)):
+        velocity = 0.9 * ratio * velocity - rate
+        weight += velocity
+    assert float(np.array(model.layers[0].kernel)[0, 0]) == pytest.approx(weight, rel=1e-6)
+
+
+def test_bad_schedules_are_refused():
+    with pytest.raises(errors.ArgumentError, match="initial_lr to be a number"):
+        LearningRateScheduleCallback(None, 0.1)
+    cosine = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    model = distributed(keras.optimizers.SGD(cosine))
+    with pytest.raises(errors.ArgumentError, match="whose learning rate is a number"):
+        model.fit(*make_data(8), verbose=0, callbacks=[LearningRateScheduleCallback(0.1, 1.0)])
+
+    def endless():
+        while True:
+            yield make_data(4)
+
+    with pytest.raises(errors.ArgumentError, match="number of steps in an epoch"):
+        distributed().fit(endless(), verbose=0, callbacks=[LearningRateWarmupCallback(0.1)])
+
+
+# --- Checkpoints
+
+
+def test_only_the_root_writes_and_all_leave_together(shared_tmp_path):
+    directory = shared_tmp_path / f"seen by rank {keras_dist.rank()}"
+    directory.mkdir()
+    model = distributed()
+    checkpoint = ModelCheckpoint(directory / "deep" / "{epoch}.keras")
+    model.fit(*make_data(8), epochs=2, verbose=0, callbacks=keras_dist.callbacks(checkpoint))
+    written = sorted(path.name for path in directory.rglob("*.keras"))
+    assert written == (["1.keras", "2.keras"] if keras_dist.rank() == 0 else [])
+    assert not list(directory.rglob(".*"))
+    if keras_dist.rank() == 0:
+        loaded = keras.saving.load_model(directory / "deep" / "2.keras")
+        for weight, expected in zip(loaded.get_weights(), weights_of(model), strict=True):
+            np.testing.assert_array_equal(weight, expected)
+
+
+def test_the_best_is_kept_and_weights_alone_can_be_written(shared_tmp_path):
+    model = distributed(keras.optimizers.SGD(0.0))
+    path = shared_tmp_path / "best.weights.h5"
+    checkpoint = ModelCheckpoint(path, "loss", save_best_only=True, save_weights_only=True)
+    x, y = make_data(8)
+    model.fit(x, y, verbose=0, callbacks=keras_dist.callbacks(checkpoint))
+    first = path.stat().st_mtime_ns
+    keras_dist.barrier()
+    model.fit(x, y, verbose=0, callbacks=keras_dist.callbacks(checkpoint))
+    assert path.stat().st_mtime_ns == first
+    assert agreed(checkpoint.best)
+
+
+def test_batches_can_be_counted(shared_tmp_path):
+    model = distributed()
+    checkpoint = ModelCheckpoint(shared_tmp_path / "{epoch}-{batch}.keras", save_freq=2)
+    model.fit(*make_data(16), batch_size=4, verbose=0, callbacks=[checkpoint])
+    assert sorted(path.name for path in shared_tmp_path.iterdir()) == ["1-2.keras", "1-4.keras"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_on_every_rank(shared_tmp_path):
+    target = shared_tmp_path / "taken.keras"
+    if keras_dist.rank() == 0:
+        (target / "inside").mkdir(parents=True)
+    keras_dist.barrier()
+    model = distributed()
+    with pytest.raises(errors.CheckpointError) as caught:
+        model.fit(*make_data(8), verbose=0, callbacks=[ModelCheckpoint(target)])
+    assert f"to write the checkpoint {target}" in str(caught.value)
+    assert agreed(str(caught.value))
+    assert [path.name for path in shared_tmp_path.iterdir()] == ["taken.keras"]
+
+
+def test_a_failed_write_leaves_the_previous_checkpoint_whole(shared_tmp_path, monkeypatch):
+    model = distributed()
+    path = shared_tmp_path / "model.keras"
+    x, y = make_data(8)
+    model.fit(x, y, verbose=0, callbacks=[ModelCheckpoint(path)])
+    keras_dist.barrier()
+    before = path.read_bytes()
+
+    def fail(model, beside):
+        Path(beside).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(model), "save", fail)
+    with pytest.raises(errors.CheckpointError, match="No space left on device"):
+        model.fit(x, y, verbose=0, callbacks=[ModelCheckpoint(path)])
+    assert path.read_bytes() == before
+    assert [entry.name for entry in shared_tmp_path.iterdir()] == ["model.keras"]
+
+
+def test_checkpoints_carry_the_users_umask(shared_tmp_path):
+    before = os.umask(0o027)
+    try:
+        path = shared_tmp_path / "model.keras"
+        distributed().fit(*make_data(8), verbose=0, callbacks=[ModelCheckpoint(path)])
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    finally:
+        os.umask(before)
+
+
+# --- Console
+
+
+@pytest.mark.parametrize("verbose", [1, 2, "auto"])
+def test_only_the_root_prints(verbose):
+    interactive = keras.config.is_interactive_logging_enabled()
+    model = distributed()
+    x, y = make_data(8)
+    out = io.StringIO()
+    try:
+        with redirect_stdout(out):
+            stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=9.0, verbose=1)
+            model.fit(x, y, epochs=3, verbose=verbose, callbacks=keras_dist.callbacks(stop))
+            model.evaluate(x, y, verbose=verbose, callbacks=[RootConsoleCallback()])
+    finally:
+        if interactive:
+            keras.utils.enable_interactive_logging()
+    if keras_dist.rank() == 0:
+        assert "Epoch 1/3" in out.getvalue()
+        assert "early stopping" in out.getvalue()
+    else:
+        assert out.getvalue() == ""

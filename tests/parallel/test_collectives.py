@@ -1,0 +1,269 @@
+"""Every collective on real ranks, against numpy."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import keras_dist
+from keras_dist import _engine, errors, runtime
+
+OPS = {
+    "sum": lambda rows: rows.sum(axis=0),
+    "average": lambda rows: rows.mean(axis=0),
+    "min": lambda rows: rows.min(axis=0),
+    "max": lambda rows: rows.max(axis=0),
+    "product": lambda rows: rows.prod(axis=0),
+}
+FLOATS = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16]
+INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
+
+
+def contribution(rank, shape, dtype):
+    """What a rank brings: whole numbers, so that every dtype can hold every result."""
+    return np.random.default_rng([rank, *shape]).integers(0, 4, shape).astype(dtype)
+
+
+def rows(shape, dtype):
+    return np.stack([contribution(r, shape, dtype) for r in range(keras_dist.size())])
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (40_001,)])
+def test_allreduce_equals_numpy(op, dtype, shape):
+    result = keras_dist.allreduce(contribution(keras_dist.rank(), shape, dtype), op)
+    expected = OPS[op](rows(shape, dtype).astype(np.float64))
+    if np.issubdtype(dtype, np.integer):
+        expected = np.trunc(expected)
+    assert result.dtype == dtype
+    assert result.shape == shape
+    np.testing.assert_allclose(
+        result.astype(np.float64), expected.astype(dtype).astype(np.float64), rtol=1e-2
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
+def test_complex_numbers_are_summed(dtype):
+    mine = np.array([1 + 2j, 3j], dtype) * (keras_dist.rank() + 1)
+    total = sum(r + 1 for r in range(keras_dist.size()))
+    np.testing.assert_allclose(keras_dist.allreduce(mine, "sum"), np.array([1 + 2j, 3j]) * total)
+
+
+def test_booleans():
+    mine = np.array([True, keras_dist.rank() == 0, False])
+    alone = keras_dist.size() == 1
+    np.testing.assert_array_equal(keras_dist.allreduce(mine, "min"), [True, alone, False])
+    np.testing.assert_array_equal(keras_dist.allreduce(mine, "max"), [True, True, False])
+
+
+@pytest.mark.parametrize("count", [7, 5_000, 100_003])
+def test_results_have_the_same_bits_on_all_ranks_and_in_every_run(count):
+    mine = np.random.default_rng(keras_dist.rank()).standard_normal(count).astype(np.float32)
+    first = keras_dist.allreduce(mine)
+    again = keras_dist.allreduce(mine)
+    assert first.tobytes() == again.tobytes()
+    assert len(set(keras_dist.allgather_object(first.tobytes()))) == 1
+
+
+@pytest.mark.parametrize("bucket_nbytes", [1, 1000, 10**9])
+def test_bucket_sizes_do_not_change_the_bits(bucket_nbytes):
+    rng = np.random.default_rng(keras_dist.rank())
+    arrays = [rng.standard_normal(n).astype(np.float32) for n in (1, 300, 0, 9_000, 17)]
+    names = [str(index) for index in range(len(arrays))]
+    fused = _engine.allreduce(
+        runtime.communicator(), arrays, names, _engine.ReduceOp.AVERAGE, bucket_nbytes
+    )
+    for array, result in zip(arrays, fused, strict=True):
+        assert result.tobytes() == keras_dist.allreduce(array).tobytes()
+
+
+def test_grouped_allreduce_mixes_dtypes_and_shapes():
+    rank, size = keras_dist.rank(), keras_dist.size()
+    values = [rank, np.full((2, 3), rank, np.float32), np.full(4, rank, np.float64), np.zeros(0)]
+    results = keras_dist.grouped_allreduce(values, keras_dist.Sum)
+    total = size * (size - 1) // 2
+    assert results[0] == total
+    assert results[0].dtype == np.int64
+    np.testing.assert_array_equal(results[1], np.full((2, 3), total))
+    np.testing.assert_array_equal(results[2], np.full(4, total))
+    assert results[3].shape == (0,)
+    assert keras_dist.grouped_allreduce([]) == []
+
+
+def test_strided_input_is_read_as_it_is_seen():
+    base = np.arange(24.0).reshape(4, 6) + keras_dist.rank()
+    mean = (keras_dist.size() - 1) / 2
+    expected = (np.arange(24.0).reshape(4, 6) + mean).T[::2]
+    np.testing.assert_allclose(keras_dist.allreduce(base.T[::2]), expected)
+
+
+def test_the_input_is_left_alone_and_the_result_is_new():
+    mine = np.full(10, keras_dist.rank(), np.float32)
+    result = keras_dist.allreduce(mine, "sum")
+    result += 1
+    np.testing.assert_array_equal(mine, keras_dist.rank())
+
+
+def test_allgather_joins_rows_of_different_number():
+    rank, size = keras_dist.rank(), keras_dist.size()
+    joined = keras_dist.allgather(np.full((rank, 2), rank, np.int16))
+    expected = np.concatenate([np.full((r, 2), r, np.int16) for r in range(size)])
+    np.testing.assert_array_equal(joined, expected)
+    assert joined.dtype == np.int16
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, np.bool_, np.complex64])
+def test_allgather_takes_every_dtype(dtype):
+    mine = contribution(keras_dist.rank(), (2, 3), dtype)
+    everyone = [contribution(r, (2, 3), dtype) for r in range(keras_dist.size())]
+    np.testing.assert_array_equal(keras_dist.allgather(mine), np.concatenate(everyone))
+
+
+def test_allgather_knows_rows_without_elements():
+    assert keras_dist.allgather(np.zeros((3, 0))).shape == (3 * keras_dist.size(), 0)
+
+
+def test_broadcast_from_every_root():
+    for root in range(keras_dist.size()):
+        for dtype in (np.float32, ml_dtypes.bfloat16, np.bool_):
+            mine = contribution(keras_dist.rank(), (3, 2), dtype)
+            received = keras_dist.broadcast(mine, root)
+            np.testing.assert_array_equal(received, contribution(root, (3, 2), dtype))
+
+
+def test_objects():
+    rank, size = keras_dist.rank(), keras_dist.size()
+    assert keras_dist.allgather_object({"rank": rank}) == [{"rank": r} for r in range(size)]
+    for root in range(size):
+        assert keras_dist.broadcast_object(("root", rank), root) == ("root", root)
+    large = b"x" * (rank * 100_000)
+    assert [len(part) for part in keras_dist.allgather_object(large)] == [
+        r * 100_000 for r in range(size)
+    ]
+
+
+def test_barrier_waits_for_the_last():
+    import time
+
+    start = time.time()
+    if keras_dist.rank() == keras_dist.size() - 1:
+        time.sleep(0.3)
+    keras_dist.barrier()
+    last = max(keras_dist.allgather_object(start))
+    assert time.time() >= last + 0.3
+
+
+def test_rows_of_a_table_are_summed_by_index():
+    rank, size = keras_dist.rank(), keras_dist.size()
+    # Every rank holds row 7 twice and a row of its own; the last one holds nothing else.
+    indices = np.array([7, 10 + rank, 7], np.int64)
+    values = np.array([[1.0, 2.0], [3.0, 4.0], [10.0, 20.0]], np.float32) * (rank + 1)
+    comm = runtime.communicator()
+    total = sum(r + 1 for r in range(size))
+    for op, share in ((_engine.ReduceOp.SUM, 1), (_engine.ReduceOp.AVERAGE, size)):
+        rows, places = _engine.reduce_slices(comm, values, indices, op, "table")
+        np.testing.assert_array_equal(places, [7] + [10 + r for r in range(size)])
+        np.testing.assert_allclose(rows[0], np.array([11.0, 22.0]) * total / share)
+        for r in range(size):
+            np.testing.assert_allclose(rows[1 + r], np.array([3.0, 4.0]) * (r + 1) / share)
+        assert rows.dtype == np.float32
+
+
+# --- Bad input: the same error on every rank, and the job goes on
+
+
+def raised(kind, action):
+    """Returns the text of the error that `action` raises; fails when ranks see others."""
+    with pytest.raises(kind) as caught:
+        action()
+    texts = keras_dist.allgather_object(str(caught.value))
+    return texts
+
+
+def several():
+    if keras_dist.size() == 1:
+        pytest.skip("ranks cannot differ when there is one")
+
+
+def odd_one(usual, odd):
+    """Returns `odd` on the last rank and `usual` on the others."""
+    return odd if keras_dist.rank() == keras_dist.size() - 1 else usual
+
+
+@pytest.mark.parametrize(
+    ("action", "expected", "received"),
+    [
+        (
+            lambda: keras_dist.allreduce(np.zeros(odd_one(3, 4)), name="loss"),
+            "'loss' with shape (3,)",
+            "(4,)",
+        ),
+        (
+            lambda: keras_dist.allreduce(np.zeros(3, odd_one("f4", "f8"))),
+            "dtype float32",
+            "float64",
+        ),
+        (lambda: keras_dist.allreduce(1.0, odd_one("sum", "max")), "op='sum'", "op='max'"),
+        (
+            lambda: keras_dist.allreduce(1.0, name=odd_one("loss", "accuracy")),
+            "name='loss'",
+            "name='accuracy'",
+        ),
+        (lambda: keras_dist.broadcast(1.0, odd_one(0, 1)), "root_rank=0", "root_rank=1"),
+        (
+            lambda: keras_dist.allgather(np.zeros((2, odd_one(3, 4)))),
+            "shape (-1, 3)",
+            "(-1, 4)",
+        ),
+        (
+            lambda: odd_one(keras_dist.barrier, lambda: keras_dist.allreduce(1.0))(),
+            "barrier",
+            "allreduce('value')",
+        ),
+        (
+            lambda: keras_dist.grouped_allreduce([1.0] * odd_one(2, 3)),
+            "2 arrays",
+            "3 arrays",
+        ),
+    ],
+)
+def test_ranks_that_differ_raise_the_same_error_and_can_go_on(action, expected, received):
+    several()
+    texts = raised(errors.MismatchError, action)
+    assert len(set(texts)) == 1
+    last = keras_dist.size() - 1
+    assert texts[0].startswith(f"[rank {last} of {keras_dist.size()}] Expected ")
+    assert expected in texts[0]
+    assert received in texts[0].split("Received: ")[1]
+    assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
+
+
+@pytest.mark.parametrize(
+    ("kind", "action", "text"),
+    [
+        (errors.ArgumentError, lambda: keras_dist.allreduce(1.0, "mean"), "op to be one of"),
+        (
+            errors.ArgumentError,
+            lambda: keras_dist.broadcast(1.0, keras_dist.size()),
+            "root_rank to be a rank of this job",
+        ),
+        (errors.ArgumentError, lambda: keras_dist.broadcast(1.0, -1), "Received: -1"),
+        (errors.ArgumentError, lambda: keras_dist.broadcast_object(1.0, "0"), "Received: '0'"),
+        (errors.ArgumentError, lambda: keras_dist.allgather(1.0), "at least one dimension"),
+        (errors.ArgumentTypeError, lambda: keras_dist.allreduce("text"), "<U4"),
+        (errors.ArgumentTypeError, lambda: keras_dist.allreduce([True], "sum"), "bool"),
+        (errors.ArgumentTypeError, lambda: keras_dist.allreduce(np.array([None])), "object"),
+    ],
+)
+def test_bad_arguments_say_where_what_and_the_remedy(kind, action, text):
+    for rank, message in enumerate(raised(kind, action)):
+        assert message.startswith(f"[rank {rank} of {keras_dist.size()}] Expected ")
+        assert text in message
+        assert message.endswith(".")
+    assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
+
+
+def test_an_object_that_cannot_be_pickled_leaves_no_rank_waiting():
+    with pytest.raises((TypeError, AttributeError)):
+        keras_dist.allgather_object(lambda: None)
+    assert keras_dist.allgather_object(keras_dist.rank()) == list(range(keras_dist.size()))

@@ -1,0 +1,308 @@
+"""`shard` on real ranks: the parts are the whole, in equally many steps, or all refuse."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_dist
+from keras_dist import errors
+from keras_dist.data import shard
+
+BATCH = 4
+REMAINDERS = ["uneven", "pad", "drop"]
+
+
+def size():
+    return keras_dist.size()
+
+
+def total():
+    """A number of samples that leaves some over on every number of ranks but one."""
+    return 12 * size() * BATCH + size() - 1
+
+
+def epoch_of(part):
+    """The numbers of the samples of one epoch, batch by batch."""
+    batches = part.as_numpy_iterator() if isinstance(part, tf.data.Dataset) else part
+    return [np.asarray(batch).astype(int).ravel().tolist() for batch in batches]
+
+
+def gathered(part):
+    """One epoch of every rank."""
+    return keras_dist.allgather_object(epoch_of(part))
+
+
+def flat(epochs):
+    return sorted(number for epoch in epochs for batch in epoch for number in batch)
+
+
+def next_epoch(part):
+    if isinstance(part, keras.utils.PyDataset):
+        part.on_epoch_end()
+
+
+def raised_everywhere(error, culprit, call):
+    """Checks that a call raises, on every rank, an error that says where and what."""
+    with pytest.raises(error, match=r"^\[rank \d of \d\] Expected .* Received: ") as caught:
+        call()
+    assert culprit in str(caught.value)
+    return keras_dist.allgather_object(str(caught.value))
+
+
+def numbers(count):
+    return tf.data.Dataset.range(count)
+
+
+SOURCES = {
+    "arrays": lambda **terms: shard(np.arange(total()), BATCH, **terms),
+    "samples": lambda **terms: shard(numbers(total()), BATCH, **terms),
+    "batches": lambda **terms: shard(numbers(total()).batch(BATCH), **terms),
+}
+
+
+# --- The parts are the whole
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_sample_comes_once_an_epoch(source):
+    part = SOURCES[source]()
+    for _ in range(2):
+        epochs = gathered(part)
+        assert flat(epochs) == list(range(total()))
+        assert {len(epoch) for epoch in epochs} == {12}
+        assert min(len(batch) for epoch in epochs for batch in epoch) >= 1
+        next_epoch(part)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+def test_the_remainder_is_padded_or_dropped(source, remainder):
+    n = size()
+    epochs = gathered(SOURCES[source](remainder=remainder))
+    samples = flat(epochs)
+    assert len({len(epoch) for epoch in epochs}) == 1
+    if remainder == "pad":
+        assert set(samples) == set(range(total()))
+        whole = -(-total() // BATCH) if source == "batches" else total()
+        handed_out = sum(map(len, epochs)) if source == "batches" else len(samples)
+        assert handed_out - whole == -whole % n
+    else:
+        assert len(set(samples)) == len(samples)
+        assert len(samples) == 12 * n * BATCH
+    if source != "batches":
+        assert len({str([len(batch) for batch in epoch]) for epoch in epochs}) == 1
+
+
+@pytest.mark.parametrize("source", ["arrays", "samples"])
+def test_orders_differ_by_epoch_and_rank_and_can_be_had_again(source):
+    part, again, other = SOURCES[source](), SOURCES[source](), SOURCES[source](seed=1)
+    first = epoch_of(part)
+    next_epoch(part)
+    second = epoch_of(part)
+    assert epoch_of(again) == first
+    next_epoch(again)
+    assert epoch_of(again) == second
+    assert second != first != epoch_of(other)
+    places = [[number // size() for batch in first for number in batch]]
+    orders = keras_dist.allgather_object(str(places))
+    assert len(set(orders)) == size()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_steps_end_an_epoch(source):
+    epochs = gathered(SOURCES[source](steps=3))
+    assert [[len(batch) for batch in epoch] for epoch in epochs] == [[BATCH] * 3] * size()
+    assert len(set(flat(epochs))) == 3 * BATCH * size()
+
+
+def test_fewer_batches_than_ranks_share_their_rows():
+    epochs = gathered(shard(numbers(size() + 1).batch(2 * size())))
+    assert [len(epoch) for epoch in epochs] == [1] * size()
+    assert flat(epochs) == list(range(size() + 1))
+
+
+@pytest.mark.parametrize("remainder", REMAINDERS)
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_seeded_shuffle_stays_in_step(remainder, batched):
+    count = 5 * size() + size() // 2
+    dataset = numbers(count).shuffle(count, seed=3)
+    part = shard(dataset.batch(1) if batched else dataset, None if batched else 1, seed=1)
+    for _ in range(3):
+        assert flat(gathered(part)) == list(range(count))
+
+
+# --- Files
+
+
+@pytest.fixture
+def files(shared_tmp_path):
+    """A function that writes files with so many numbered lines each, once for all ranks."""
+
+    def write(*lengths):
+        paths = [shared_tmp_path / f"{index}.txt" for index in range(len(lengths))]
+        ends = np.cumsum(lengths)
+        if keras_dist.rank() == 0:
+            for path, length, end in zip(paths, lengths, ends, strict=True):
+                path.write_text("".join(f"{n}\n" for n in range(end - length, end)))
+        keras_dist.barrier()
+        return paths
+
+    return write
+
+
+def reader(names):
+    return tf.data.TextLineDataset(names).map(tf.strings.to_number)
+
+
+def test_ranks_read_their_own_files(files):
+    lengths = [9 + index % 3 for index in range(2 * size() + 1)]
+    part = shard(files(*lengths), BATCH, reader=reader)
+    held = [sum(lengths[rank :: size()]) for rank in range(size())]
+    for _ in range(2):
+        epochs = gathered(part)
+        assert flat(epochs) == list(range(sum(lengths)))
+        assert {len(epoch) for epoch in epochs} == {-(-max(held) // BATCH)}
+        assert [sum(map(len, epoch)) for epoch in epochs] == held
+
+
+def test_fewer_files_than_ranks_share_their_elements(files):
+    lengths = [11] * max(1, size() - 1)
+    epochs = gathered(shard(files(*lengths), BATCH, reader=reader))
+    assert flat(epochs) == list(range(sum(lengths)))
+    assert len({len(epoch) for epoch in epochs}) == 1
+
+
+def test_names_are_dealt_out(files):
+    paths = files(*[1] * (size() + 1))
+    parts = keras_dist.allgather_object(shard(paths))
+    assert sorted(itertools.chain(*parts)) == [str(path) for path in paths]
+    assert len(parts[0]) == 2
+
+
+def test_files_of_unequal_length(files):
+    paths = files(*[BATCH * 3] + [1] * (size() - 1))
+
+    def make(remainder):
+        return shard(paths, BATCH, reader=reader, remainder=remainder)
+
+    if size() == 1:
+        assert len(gathered(make("uneven"))[0]) == 3
+    else:
+        raised_everywhere(errors.DataError, "elements by rank", lambda: make("uneven"))
+    padded = gathered(make("pad"))
+    assert [[len(batch) for batch in epoch] for epoch in padded] == [[BATCH] * 3] * size()
+    assert set(flat(padded)) == set(range(3 * BATCH + size() - 1))
+
+
+# --- In Keras
+
+
+def test_evaluate_sees_every_sample_once():
+    x = np.arange(total(), dtype="float32").reshape(-1, 1)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Identity()])
+    seen = keras.metrics.MeanMetricWrapper(lambda y_true, y_pred: y_true, name="seen")
+    model.compile(loss="mse", metrics=[seen])
+    for shuffle in (True, False):
+        part = shard((x, x), BATCH, shuffle=shuffle)
+        callbacks = keras_dist.callbacks()
+        result = model.evaluate(part, verbose=0, return_dict=True, callbacks=callbacks)
+        assert result["seen"] == pytest.approx(x.mean())
+
+
+def test_fit_takes_the_same_steps_on_every_rank():
+    x = np.ones((total(), 3), "float32")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    steps = []
+    counter = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda step, logs: steps.append(step)
+    )
+    model.fit(shard((x, x), BATCH), epochs=2, callbacks=[counter], verbose=0)
+    assert steps == list(range(12)) * 2
+
+
+# --- Refused on every rank
+
+
+def endless(batch_size):
+    return lambda: shard(numbers(9).repeat(), batch_size)
+
+
+@pytest.mark.parametrize(
+    ("error", "culprit", "call"),
+    [
+        (errors.DataError, "samples", lambda: shard(np.arange(size() - 1), 2)),
+        (errors.DataError, "samples", lambda: shard(numbers(size() - 1), 2)),
+        (errors.DataError, ".repeat()", endless(2)),
+        (errors.DataError, "Pass steps", lambda: shard(numbers(99).filter(lambda _: True), 2)),
+        (errors.DataError, "of the same length", lambda: shard((np.arange(9), np.arange(8)))),
+        (errors.ArgumentError, "at least 1", lambda: shard(np.arange(9), 0)),
+        (errors.ArgumentTypeError, "file names", lambda: shard("data.npy")),
+    ],
+)
+def test_bad_input_is_refused(error, culprit, call):
+    places = {text[: text.index("]")] for text in raised_everywhere(error, culprit, call)}
+    assert len(places) == size()
+
+
+@pytest.mark.parametrize(
+    ("label", "call"),
+    [
+        ("the number of samples", lambda rank: shard(np.arange(50 + rank), 2)),
+        ("the number of its elements", lambda rank: shard(numbers(50 + rank), 2)),
+        ("the arrays", lambda rank: shard(np.arange(50, dtype=["i8", "f8"][rank > 0]), 2)),
+        ("batch_size", lambda rank: shard(np.arange(50), 2 + rank)),
+        ("seed", lambda rank: shard(np.arange(50), 2, seed=rank)),
+        ("the kind of data", lambda rank: shard(np.arange(50) if rank else numbers(50), 2)),
+        ("the seeds of its shuffles", lambda rank: shard(numbers(50).shuffle(9, seed=rank), 2)),
+        ("the number of files", lambda rank: shard(["a", "b", "c", "d"] + ["e"] * rank)),
+        ("the digest", lambda rank: shard(["a", "b", "c", f"{min(rank, 1)}"])),
+    ],
+)
+def test_a_difference_between_ranks_is_refused(label, call):
+    if size() == 1:
+        call(0)
+        return
+    tf.random.set_seed(None)
+    rank = keras_dist.rank()
+    texts = raised_everywhere(errors.MismatchError, label, lambda: call(rank))
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(f"[rank 1 of {size()}]")
+
+
+def test_global_seeds_that_differ_are_noticed():
+    tf.random.set_seed(keras_dist.rank())
+    call = lambda: shard(numbers(50).shuffle(9, seed=1), 2)  # noqa: E731
+    if size() == 1:
+        call()
+    else:
+        raised_everywhere(errors.MismatchError, "the seeds of its shuffles", call)
+
+
+def test_a_shuffle_without_a_seed_is_refused():
+    tf.random.set_seed(None)
+    if size() == 1:
+        shard(numbers(50).shuffle(9), 2)
+    else:
+        raised_everywhere(
+            errors.DataError, "without a seed", lambda: shard(numbers(50).shuffle(9), 2)
+        )
+
+
+def test_trouble_on_one_rank_is_told_on_all():
+    last = size() - 1
+
+    def broken(names):
+        if keras_dist.rank() == last:
+            raise OSError("disk gone")
+        return reader(names)
+
+    expected = OSError if keras_dist.rank() == last else errors.DataError
+    with pytest.raises(expected, match="disk gone") as caught:
+        shard(["a"] * size(), 2, reader=broken, steps=1)
+    if expected is errors.DataError:
+        assert str(caught.value).startswith(f"[rank {last} of {size()}] Expected data that can")
+    keras_dist.barrier()

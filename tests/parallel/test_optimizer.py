@@ -1,0 +1,355 @@
+"""n ranks with batch b train the weights of one rank with batch n*b."""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training import (
+    FEATURES,
+    agreed,
+    assert_close,
+    compiled,
+    make_data,
+    make_model,
+    rows_of_rank,
+    weights_of,
+)
+
+import keras_dist
+from keras_dist import errors
+
+BATCH, STEPS = 4, 6
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum and clipnorm": lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05),
+    "nesterov and global clipnorm": lambda: keras.optimizers.SGD(
+        0.1, momentum=0.9, nesterov=True, global_clipnorm=0.1
+    ),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05, gradient_accumulation_steps=3),
+}
+
+
+def data():
+    return make_data(STEPS * BATCH * keras_dist.size())
+
+
+def train_both(make_optimizer, make=make_model, fit=None, **options):
+    """Trains on this rank's rows with keras_dist and on all rows without; returns both."""
+    x, y = data()
+    plain = make(optimizer=make_optimizer())
+    plain.fit(x, y, batch_size=BATCH * keras_dist.size(), shuffle=False, verbose=0)
+    model = make(optimizer=keras_dist.DistributedOptimizer(make_optimizer()), **options)
+    fit = fit or fit_rows
+    fit(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
+    keras_dist.verify_replicas(model)
+    return model, plain
+
+
+def fit_rows(model, x, y):
+    callbacks = keras_dist.callbacks()
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+
+
+def train_on_batches(model, x, y):
+    for start in range(0, len(x), BATCH):
+        model.train_on_batch(x[start : start + BATCH], y[start : start + BATCH])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_equal_those_of_one_process(name):
+    model, plain = train_both(OPTIMIZERS[name])
+    assert_close(weights_of(model), weights_of(plain))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"steps_per_execution": 3}, {"run_eagerly": True}, {"jit_compile": True}],
+    ids=str,
+)
+def test_every_way_to_make_a_step_gives_the_same_weights(options):
+    model, plain = train_both(OPTIMIZERS["momentum and clipnorm"], **options)
+    assert_close(weights_of(model), weights_of(plain))
+
+
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"run_eagerly": True}], ids=str)
+def test_train_on_batch_needs_no_callbacks(options):
+    model, plain = train_both(OPTIMIZERS["adam"], fit=train_on_batches, **options)
+    assert_close(weights_of(model), weights_of(plain))
+
+
+def test_evaluate_and_predict_stay_compiled_under_jit_compile():
+    model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.SGD()), jit_compile=True)
+    x, y = make_data(BATCH)
+    model.train_on_batch(x, y)
+    assert model.jit_compile is True
+
+
+def test_a_subclassed_model_that_is_not_built(monkeypatch):
+    class Deferred(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.layers.Dense(16, activation="relu")
+            self.outer = keras.layers.Dense(3, activation="softmax")
+
+        def call(self, x):
+            return self.outer(self.inner(x))
+
+    def make(**options):
+        keras.utils.set_random_seed(1)
+        return compiled(Deferred(), **options)
+
+    model, plain = train_both(OPTIMIZERS["adam"], make)
+    assert_close(weights_of(model), weights_of(plain))
+
+
+def test_sum_adds_gradients():
+    x, y = data()
+    n = keras_dist.size()
+    plain = make_model(optimizer=keras.optimizers.SGD(0.1 * n))
+    plain.fit(x, y, batch_size=BATCH * n, shuffle=False, verbose=0)
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1), op="Sum")
+    model = make_model(optimizer=optimizer)
+    fit_rows(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
+    assert_close(weights_of(model), weights_of(plain))
+
+
+def embedding_model(optimizer=None, frozen=False):
+    keras.utils.set_random_seed(1)
+    words = keras.Input((4,), dtype="int32")
+    vectors = keras.layers.Embedding(50, 8, name="table")(words)
+    hidden = keras.layers.Dense(8, activation="relu", trainable=not frozen)(vectors)
+    output = keras.layers.Dense(3, activation="softmax")(keras.layers.Flatten()(hidden))
+    return compiled(keras.Model(words, output), optimizer)
+
+
+class DenseAdam(keras.optimizers.Adam):
+    """Adam on the dense gradient: where a row occurs twice Keras' own takes two squares."""
+
+    def _clip_gradients(self, grads):
+        return super()._clip_gradients([tf.convert_to_tensor(grad) for grad in grads])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dense"),
+    [(keras.optimizers.SGD, keras.optimizers.SGD), (keras.optimizers.Adam, DenseAdam)],
+)
+def test_embedding_gradients_travel_as_rows(optimizer, dense):
+    n = keras_dist.size()
+    rng = np.random.default_rng(3)
+    x = rng.integers(0, 20, (STEPS * BATCH * n, 4))
+    y = rng.integers(0, 3, len(x))
+    plain = embedding_model(dense(0.01))
+    plain.fit(x, y, batch_size=BATCH * n, shuffle=False, verbose=0)
+    seen = []
+
+    class Watched(optimizer):
+        def _clip_gradients(self, grads):
+            seen.extend(grads)
+            return super()._clip_gradients(grads)
+
+    model = embedding_model(keras_dist.DistributedOptimizer(Watched(0.01)))
+    fit_rows(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
+    keras_dist.verify_replicas(model)
+    assert any(isinstance(gradient, tf.IndexedSlices) for gradient in seen)
+    assert_close(weights_of(model), weights_of(plain))
+
+
+def test_frozen_layers_and_variables_without_a_gradient():
+    class Unused(keras.layers.Layer):
+        def build(self, shape):
+            self.used = self.add_weight(shape=(shape[-1],), name="used", initializer="ones")
+            self.unused = self.add_weight(shape=(3,), name="unused", initializer="ones")
+
+        def call(self, x):
+            return x * self.used
+
+    def make(optimizer):
+        keras.utils.set_random_seed(1)
+        layers = [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(8, trainable=False),
+            Unused(),
+            keras.layers.Dense(3, activation="softmax"),
+        ]
+        return compiled(keras.Sequential(layers), optimizer)
+
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        model, plain = train_both(OPTIMIZERS["adam"], make)
+    assert_close(weights_of(model), weights_of(plain))
+
+
+def test_replicas_are_equal_with_dropout_and_batch_normalisation():
+    keras.utils.set_random_seed(keras_dist.rank())  # other weights and seeds on every rank
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    model = make_model(regularised=True, optimizer=optimizer)
+    for weight in model.weights:
+        weight.assign(weight + keras_dist.rank())
+    x, y = make_data(40, seed=keras_dist.rank())
+    for _ in range(2):
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=keras_dist.callbacks())
+        keras_dist.verify_replicas(model)
+        assert agreed([weight.tobytes() for weight in weights_of(model)])
+        assert agreed([np.array(v).tobytes() for v in model.optimizer.variables])
+
+
+def test_dropout_differs_by_rank_and_the_root_keeps_its_seed():
+    model = make_model(
+        regularised=True, optimizer=keras_dist.DistributedOptimizer(keras.optimizers.SGD())
+    )
+    generator = model.layers[2].seed_generator
+    before = np.array(generator.state)
+    x, y = make_data(8)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=keras_dist.callbacks())
+    seeds = keras_dist.allgather_object(int(np.array(generator.state)[0]))
+    assert len(set(seeds)) == keras_dist.size()
+    assert seeds[0] == before[0]
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=keras_dist.callbacks())
+    assert keras_dist.allgather_object(int(np.array(generator.state)[0])) == seeds
+
+
+@pytest.mark.parametrize("wrap_outside", [False, True])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(wrap_outside):
+    keras.utils.set_random_seed(1)
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        optimizer = keras.optimizers.SGD(0.1)
+        if wrap_outside:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        model = make_model(optimizer=keras_dist.DistributedOptimizer(optimizer))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    x, y = make_data(3 * BATCH)
+    if keras_dist.rank() == keras_dist.size() - 1:
+        x[BATCH : 2 * BATCH] = 1e30  # the second of three steps
+    fit_rows(model, x, y)
+    keras_dist.verify_replicas(model)
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert int(model.optimizer.inner_optimizer.iterations) == 2
+    assert all(np.isfinite(weight).all() for weight in weights_of(model))
+
+
+def test_one_rank_takes_the_steps_of_plain_keras_to_the_bit():
+    if keras_dist.size() > 1:
+        pytest.skip("with several ranks the sums are formed in another order")
+    model, plain = train_both(OPTIMIZERS["adam"])
+    for weight, expected in zip(weights_of(model), weights_of(plain), strict=True):
+        assert weight.tobytes() == expected.tobytes()
+
+
+# --- The optimizer stays the user's own
+
+
+def test_class_state_and_config_stay():
+    optimizer = keras.optimizers.Adam(0.01, clipnorm=1.0)
+    variables = [keras.Variable(np.ones(3, "float32"))]
+    optimizer.build(variables)
+    optimizer.apply([np.ones(3, "float32")], variables)
+    state = [np.array(variable) for variable in optimizer.variables]
+    config = optimizer.get_config()
+    wrapped = keras_dist.DistributedOptimizer(optimizer)
+    assert wrapped is optimizer
+    assert isinstance(wrapped, keras.optimizers.Adam)
+    assert type(wrapped).__name__ == "Adam"
+    assert wrapped.get_config() == config
+    for variable, before in zip(wrapped.variables, state, strict=True):
+        np.testing.assert_array_equal(np.array(variable), before)
+
+
+LOAD_PLAIN = """
+import sys
+sys.modules["keras_dist"] = None
+sys.modules["mpi4py"] = None
+import keras, numpy as np
+model = keras.saving.load_model(sys.argv[1])
+assert type(model.optimizer) is keras.optimizers.Adam, type(model.optimizer)
+assert int(model.optimizer.iterations) == int(sys.argv[2])
+weights = np.load(sys.argv[3])
+for i, weight in enumerate(model.get_weights()):
+    np.testing.assert_array_equal(weight, weights[f"w{i}"])
+for i, variable in enumerate(model.optimizer.variables):
+    np.testing.assert_array_equal(np.array(variable), weights[f"o{i}"])
+model.fit(np.zeros((4, 6)), np.zeros(4), verbose=0)
+"""
+
+
+def test_a_saved_model_loads_where_keras_dist_cannot_be_imported(shared_tmp_path):
+    model, _ = train_both(OPTIMIZERS["adam"])
+    path = shared_tmp_path / f"model{keras_dist.rank()}.keras"
+    model.save(path)
+    values = {f"w{i}": w for i, w in enumerate(weights_of(model))}
+    values |= {f"o{i}": np.array(v) for i, v in enumerate(model.optimizer.variables)}
+    np.savez(path.with_suffix(".npz"), **values)
+    if keras_dist.rank() == 0:
+        arguments = [str(path), str(STEPS), str(path.with_suffix(".npz"))]
+        subprocess.run([sys.executable, "-c", LOAD_PLAIN, *arguments], check=True)
+
+
+# --- Bad input
+
+
+def refused(kind, *arguments, **options):
+    with pytest.raises(kind) as caught:
+        keras_dist.DistributedOptimizer(*arguments, **options)
+    assert str(caught.value).startswith(f"[rank {keras_dist.rank()} of {keras_dist.size()}]")
+    return str(caught.value)
+
+
+def test_wrapping_twice_is_refused():
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
+    assert "not distributed yet" in refused(errors.ArgumentError, optimizer)
+    scaled = keras.optimizers.LossScaleOptimizer(optimizer)
+    assert "not distributed yet" in refused(errors.ArgumentError, scaled)
+
+
+@pytest.mark.parametrize("thing", ["sgd", keras.optimizers.SGD, None, 0.01])
+def test_what_is_no_optimizer_is_refused(thing):
+    assert "instance of a Keras optimizer" in refused(errors.ArgumentTypeError, thing)
+
+
+@pytest.mark.parametrize("op", ["mean", "max", 3])
+def test_ops_without_a_meaning_for_gradients_are_refused(op):
+    assert "Expected op to be" in refused(errors.ArgumentError, keras.optimizers.SGD(), op=op)
+
+
+def test_models_that_differ_are_found_before_the_first_step():
+    if keras_dist.size() == 1:
+        pytest.skip("ranks cannot differ when there is one")
+    odd = keras_dist.rank() == keras_dist.size() - 1
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.Input((FEATURES,)),
+        keras.layers.Dense(5 if odd else 4, name="hidden"),
+        keras.layers.Dense(3, activation="softmax", name="output"),
+    ]
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
+    model = compiled(keras.Sequential(layers), optimizer)
+    x, y = make_data(8)
+    with pytest.raises(errors.MismatchError) as caught:
+        model.fit(x, y, verbose=0, callbacks=keras_dist.callbacks())
+    last = keras_dist.size() - 1
+    assert agreed(str(caught.value))
+    assert str(caught.value) == (
+        f"[rank {last} of {last + 1}] Expected 'hidden/kernel' with shape (6, 4) as on rank 0. "
+        "Received: (6, 5). Build the same model, with the same optimizer, on every rank."
+    ).replace("'hidden/kernel'", repr(model.weights[0].path))
+
+
+def test_models_that_differ_are_found_without_callbacks_too():
+    if keras_dist.size() == 1:
+        pytest.skip("ranks cannot differ when there is one")
+    odd = keras_dist.rank() == keras_dist.size() - 1
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
+    layers = [
+        keras.Input((FEATURES,)),
+        keras.layers.Dense(3, use_bias=not odd, activation="softmax"),
+    ]
+    model = compiled(keras.Sequential(layers), optimizer)
+    x, y = make_data(8)
+    with pytest.raises(Exception, match=r"Expected .* as on rank 0. Received: ") as caught:
+        model.train_on_batch(x, y)
+    assert "Build the same model" in str(caught.value)

@@ -1,0 +1,61 @@
+"""What the training tests share: small models, the same data cut for any number of ranks."""
+
+import keras
+import numpy as np
+
+import keras_dist
+
+FEATURES, CLASSES = 6, 3
+
+
+def make_model(optimizer=None, regularised=False, **options):
+    """A small classifier; the same weights on every rank and every call."""
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((FEATURES,)), keras.layers.Dense(16, activation="relu")]
+    if regularised:
+        layers += [keras.layers.BatchNormalization(), keras.layers.Dropout(0.4)]
+    layers += [keras.layers.Dense(CLASSES, activation="softmax")]
+    return compiled(keras.Sequential(layers), optimizer, **options)
+
+
+def compiled(model, optimizer=None, **options):
+    optimizer = optimizer or keras.optimizers.SGD(0.1)
+    model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy", **options)
+    return model
+
+
+def make_data(samples, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((samples, FEATURES)).astype("float32")
+    y = (x @ rng.standard_normal((FEATURES, CLASSES))).argmax(axis=1)
+    return x, y
+
+
+def rows_of_rank(array, batch):
+    """The rows that this rank takes when each global batch is dealt out over the ranks."""
+    n = keras_dist.size()
+    steps = len(array) // (n * batch)
+    dealt = array[: steps * n * batch].reshape(steps, n, batch, *array.shape[1:])
+    return np.concatenate(dealt[:, keras_dist.rank()])
+
+
+def weights_of(model):
+    return [np.array(weight) for weight in model.get_weights()]
+
+
+def assert_close(weights, expected, relative=1e-6):
+    """Compares the weights of a model to a tolerance relative to their norm.
+
+    Each variable for itself has to hold ten times that: a bias that has gone up and down
+    near 0 is small beside the rounding of the steps that it has made.
+    """
+    for value, wanted in zip(weights, expected, strict=True):
+        near = 10 * relative * np.abs(wanted).max()
+        np.testing.assert_allclose(value, wanted, rtol=0, atol=near)
+    value, wanted = (np.concatenate([w.ravel() for w in ws]) for ws in (weights, expected))
+    assert np.linalg.norm(value - wanted) <= relative * np.linalg.norm(wanted)
+
+
+def agreed(value):
+    """Returns whether a value is equal on all ranks."""
+    return len({repr(other) for other in keras_dist.allgather_object(value)}) == 1

@@ -1,0 +1,43 @@
+"""Environment variables: parsed, and complained about when wrong."""
+
+import warnings
+
+import pytest
+
+from keras_dist import config, errors
+
+
+def test_defaults():
+    settings = config.parse({})
+    assert settings == config.Settings(25 * 2**20, 0, True, False)
+
+
+def test_values_are_parsed():
+    settings = config.parse({"KERAS_DIST_BUCKET_NBYTES": "1024", "KERAS_DIST_PIN_DEVICE": "no"})
+    assert settings.bucket_nbytes == 1024
+    assert settings.pin_device is False
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("BUCKET_NBYTES", "0"), ("BUCKET_NBYTES", "1.5"), ("THREADS", "-1"), ("PIN_DEVICE", "maybe")],
+)
+def test_a_value_that_cannot_be_parsed_is_an_error(name, text):
+    with pytest.raises(errors.ArgumentError, match=f"KERAS_DIST_{name} to be .*{text}"):
+        config.parse({f"KERAS_DIST_{name}": text})
+
+
+def test_an_unknown_name_is_warned_about():
+    with pytest.warns(UserWarning, match="does not know .* KERAS_DIST_TREADS"):
+        config.parse({"KERAS_DIST_TREADS": "2"})
+
+
+def test_names_of_others_are_left_alone():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config.parse({"OMP_NUM_THREADS": "2"})
+
+
+def test_every_variable_is_a_setting():
+    fields = list(config.Settings.__dataclass_fields__)
+    assert [variable.field for variable in config.VARIABLES] == fields

@@ -1,0 +1,204 @@
+"""Arrays shared out: over any number of ranks, as Keras asks for them."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_dist import errors
+from keras_dist.data.arrays import ArraySource
+from keras_dist.data.terms import Terms
+
+
+def parts_of(data, size, **arguments):
+    """The parts that the ranks of a job would get."""
+    sources = [
+        ArraySource(data, Terms(**arguments, rank=rank, size=size, where=f"[{rank} of {size}]"))
+        for rank in range(size)
+    ]
+    return [source.part([None] * size) for source in sources]
+
+
+def epoch_of(part):
+    """The samples of one epoch, batch by batch, as a list of lists."""
+    return [batch.tolist() for batch in part]
+
+
+def sample_numbers(parts):
+    return sorted(number for part in parts for batch in epoch_of(part) for number in batch)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_all_parts_are_the_whole(size, shuffle):
+    parts = parts_of(np.arange(41), size, batch_size=4, shuffle=shuffle)
+    assert {len(part) for part in parts} == {-(-(41 // size) // 4)}
+    for _ in range(2):
+        assert sample_numbers(parts) == list(range(41))
+        for part in parts:
+            part.on_epoch_end()
+
+
+def test_nested_arrays_stay_together():
+    numbers = np.arange(10)
+    data = ([numbers, {"half": numbers / 2}], numbers.astype("int8"), np.arange(20).reshape(10, 2))
+    [_, part] = parts_of(data, 2, batch_size=3)
+    for (whole, inner), small, pairs in part:
+        np.testing.assert_array_equal(inner["half"], whole / 2)
+        np.testing.assert_array_equal(small, whole)
+        np.testing.assert_array_equal(pairs[:, 0], whole * 2)
+        assert small.dtype == np.int8
+        assert set(whole % 2) == {1}
+
+
+def test_batch_size_is_32_unless_given():
+    [part] = parts_of(np.arange(100), 1)
+    assert [len(batch) for batch in part] == [32, 32, 32, 4]
+
+
+def test_a_dataset_is_indexed_like_a_list():
+    [part] = parts_of(np.arange(10), 1, batch_size=4, shuffle=False)
+    assert part[2].tolist() == part[-1].tolist() == [8, 9]
+    with pytest.raises(IndexError):
+        part[3]
+
+
+def test_data_on_disk_is_read_batch_by_batch(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(50).reshape(25, 2))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    batch = parts_of(mapped, 2, batch_size=4)[0][0]
+    assert type(batch) is np.ndarray
+    assert batch.shape == (4, 2)
+
+
+def test_steps_end_an_epoch_early():
+    parts = parts_of(np.arange(40), 2, batch_size=4, steps=3)
+    seen = set()
+    for _ in range(8):
+        assert [len(part) for part in parts] == [3, 3]
+        assert {len(batch) for part in parts for batch in part} == {4}
+        seen |= set(sample_numbers(parts))
+        for part in parts:
+            part.on_epoch_end()
+    assert seen == set(range(40))
+
+
+def test_batches_keep_their_order_when_keras_asks_for_them_in_another():
+    [part] = parts_of(np.arange(20), 1, batch_size=4)
+    part.on_epoch_end()
+    expected = epoch_of(part)
+    part.on_epoch_begin()
+    asked = [part[index].tolist() for index in (3, 0, 4, 1, 2)]
+    assert asked == expected
+    assert part[0].tolist() == expected[1]
+    part.on_epoch_end()
+    assert epoch_of(part) != expected
+    assert part[0].tolist() == epoch_of(part)[0]
+
+
+# --- In Keras
+
+
+def recorded(seen):
+    """A model that appends the samples of every batch to `seen`."""
+
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            seen.append(keras.ops.convert_to_numpy(data[0])[:, 0].astype(int).tolist())
+            return super().train_step(data)
+
+        def test_step(self, data):
+            seen.append(keras.ops.convert_to_numpy(data[0])[:, 0].astype(int).tolist())
+            return super().test_step(data)
+
+    model = Model([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    return model
+
+
+def numbered(count):
+    numbers = np.arange(count, dtype="float32").reshape(count, 1)
+    return numbers, numbers / count
+
+
+def flat(batches):
+    return [number for batch in batches for number in batch]
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_fit_sees_every_sample_once_an_epoch_in_an_order_of_its_own(validated):
+    def run():
+        seen = []
+        [train] = parts_of(numbered(22), 1, batch_size=5)
+        validation = parts_of(numbered(7), 1, batch_size=3)[0] if validated else None
+        model = recorded(seen)
+        epochs = []
+        model.fit(
+            train,
+            epochs=3,
+            verbose=0,
+            validation_data=validation,
+            callbacks=[
+                keras.callbacks.LambdaCallback(
+                    on_epoch_end=lambda epoch, logs: (epochs.append(list(seen)), seen.clear())
+                )
+            ],
+        )
+        return epochs
+
+    epochs = run()
+    for batches in epochs:
+        assert [len(batch) for batch in batches[:5]] == [5, 5, 5, 5, 2]
+        assert sorted(flat(batches[:5])) == list(range(22))
+        assert sorted(flat(batches[5:])) == (list(range(7)) if validated else [])
+    assert len({str(batches) for batches in epochs}) == 3
+    assert run() == epochs
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_evaluate_sees_every_sample_once(shuffle):
+    seen = []
+    [part] = parts_of(numbered(13), 1, batch_size=5, shuffle=shuffle)
+    recorded(seen).evaluate(part, verbose=0)
+    assert sorted(flat(seen)) == list(range(13))
+    assert (flat(seen) == list(range(13))) is not shuffle
+
+
+def test_unshuffled_batches_come_in_the_order_of_the_data():
+    seen = []
+    [part] = parts_of(numbered(13), 1, batch_size=5, shuffle=False)
+    recorded(seen).fit(part, epochs=2, verbose=0)
+    assert flat(seen) == 2 * list(range(13))
+
+
+def test_fit_in_a_graph_takes_class_weights():
+    x, y = np.ones((10, 3), "float32"), np.arange(10) % 2
+    [part] = parts_of((x, y), 1, batch_size=4)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, activation="softmax")])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    history = model.fit(part, epochs=2, class_weight={0: 1.0, 1: 2.0}, verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+    assert model.predict(part, verbose=0).shape == (10, 2)
+
+
+# --- Bad input
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "error", "culprit"),
+    [
+        (np.arange(3), {}, errors.DataError, "at least 4 samples"),
+        ((np.arange(8), np.arange(9)), {}, errors.DataError, "data[0] 8, data[1] 9"),
+        ({"x": np.arange(8), "y": np.ones(())}, {}, errors.DataError, "data['y'] a scalar"),
+        ([], {}, errors.DataError, "no array"),
+        ((np.arange(8), [1, 2]), {}, errors.ArgumentTypeError, "data[1][0]"),
+        (np.arange(8), {"steps": 2}, errors.DataError, "steps=2"),
+        (np.arange(8), {"reader": len}, errors.ArgumentError, "reader"),
+        (np.arange(8), {"shuffle_buffer": 9}, errors.ArgumentError, "shuffle_buffer=9"),
+    ],
+)
+def test_bad_input_is_refused_on_every_rank(data, arguments, error, culprit):
+    for rank in range(4):
+        terms = Terms(**arguments, rank=rank, size=4, where=f"[rank {rank} of 4]")
+        with pytest.raises(error, match=rf"^\[rank {rank} of 4\] Expected .* Received: ") as caught:
+            ArraySource(data, terms)
+        assert culprit in str(caught.value)

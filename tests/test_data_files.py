@@ -1,0 +1,199 @@
+"""Lists of files shared out: as names, file by file, and by the elements in them."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_dist import errors
+from keras_dist.data.files import are_files, source_of_files
+from keras_dist.data.terms import Terms
+
+
+def terms_of(rank, size, arguments):
+    return Terms(**arguments, rank=rank, size=size, where=f"[rank {rank} of {size}]")
+
+
+def parts_of(names, size, **arguments):
+    """The parts that the ranks of a job would get."""
+    sources = [source_of_files(names, terms_of(rank, size, arguments)) for rank in range(size)]
+    return [source.part([other.held for other in sources]) for source in sources]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """A function that writes files with so many lines each; the lines are numbered through."""
+
+    def write_files(*lengths):
+        numbers = iter(range(sum(lengths)))
+        paths = [tmp_path / f"{index}.txt" for index in range(len(lengths))]
+        for path, length in zip(paths, lengths, strict=True):
+            path.write_text("".join(f"{next(numbers)}\n" for _ in range(length)))
+        return paths
+
+    return write_files
+
+
+def reader(names):
+    return tf.data.TextLineDataset(names).map(tf.strings.to_number)
+
+
+def epoch_of(part):
+    batches = [batch.astype(int).tolist() for batch in part.as_numpy_iterator()]
+    assert len(batches) == int(part.cardinality())
+    return batches
+
+
+def sizes_of(epochs):
+    return [[len(batch) for batch in epoch] for epoch in epochs]
+
+
+def flat(epochs):
+    return sorted(number for epoch in epochs for batch in epoch for number in batch)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("lengths", [(7, 8, 9, 5), (30,), (6, 6, 6, 6, 6, 6, 6), (3, 9)])
+def test_uneven_hands_out_every_element_once(size, lengths, write):
+    parts = parts_of(write(*lengths), size, batch_size=4, reader=reader)
+    for _ in range(2):
+        epochs = [epoch_of(part) for part in parts]
+        assert len({len(epoch) for epoch in epochs}) == 1
+        assert flat(epochs) == list(range(sum(lengths)))
+
+
+def test_the_rank_with_most_elements_sets_the_steps(write):
+    parts = parts_of(write(20, 11, 7), 3, batch_size=6, reader=reader, shuffle=False)
+    epochs = [epoch_of(part) for part in parts]
+    assert sizes_of(epochs) == [[5, 5, 5, 5], [3, 3, 3, 2], [2, 2, 2, 1]]
+    assert epochs[1] == [[20, 21, 22], [23, 24, 25], [26, 27, 28], [29, 30]]
+
+
+def test_pad_fills_every_rank_up_to_the_largest(write):
+    parts = parts_of(write(9, 5, 2), 3, batch_size=4, reader=reader, remainder="pad")
+    epochs = [epoch_of(part) for part in parts]
+    assert sizes_of(epochs) == [[4, 4, 1]] * 3
+    assert set(flat(epochs)) == set(range(16))
+    counts = np.bincount(flat([epochs[2]]))[14:]
+    assert set(counts) == {4, 5}
+
+
+def test_drop_makes_full_batches_alone(write):
+    parts = parts_of(write(13, 9), 2, batch_size=4, reader=reader, remainder="drop")
+    epochs = [epoch_of(part) for part in parts]
+    assert sizes_of(epochs) == [[4, 4]] * 2
+    assert len(set(flat(epochs))) == 16
+    assert parts[0].element_spec.shape == (4,)
+
+
+def test_fewer_files_than_ranks_share_out_their_elements(write):
+    parts = parts_of(write(10, 11), 4, batch_size=2, reader=reader, shuffle=False)
+    epochs = [epoch_of(part) for part in parts]
+    assert epochs[1] == [[1, 5], [9, 13], [17]]
+    assert flat(epochs) == list(range(21))
+
+
+@pytest.mark.parametrize("lengths", [(20, 9, 8), (40,)])
+def test_with_steps_nothing_is_counted(lengths, write):
+    reads = []
+
+    def counting_reader(names):
+        def noted(line):
+            reads.append(line)
+            return line
+
+        dataset = tf.data.TextLineDataset(names)
+        return dataset.map(lambda line: tf.numpy_function(noted, [line], tf.string))
+
+    sources = [
+        source_of_files(
+            write(*lengths),
+            terms_of(rank, 2, {"batch_size": 2, "reader": counting_reader, "steps": 4}),
+        )
+        for rank in range(2)
+    ]
+    assert not reads
+    for source in sources:
+        part = source.part([None, None])
+        assert [len(batch) for batch in part.as_numpy_iterator()] == [2] * 4
+
+
+def test_a_known_number_of_elements_is_not_counted(write):
+    def known(names):
+        dataset = tf.data.Dataset.from_tensor_slices(names)
+        return dataset.map(lambda name: tf.py_function(pytest.fail, [name], tf.string))
+
+    source = source_of_files(write(1, 1, 1), terms_of(0, 2, {"reader": known}))
+    assert source.held == 2
+
+
+def test_without_a_reader_each_rank_has_its_names(write):
+    paths = write(1, 1, 1, 1, 1)
+    parts = parts_of(paths, 2)
+    assert parts == [[str(path) for path in paths[rank::2]] for rank in range(2)]
+
+
+def test_what_counts_as_files(tmp_path):
+    assert are_files([tmp_path, "a"])
+    assert are_files(("a", "b"))
+    assert not are_files([])
+    assert not are_files("a")
+    assert not are_files(["a", np.arange(3)])
+    assert not are_files(np.array(["a"]))
+
+
+def test_facts_tell_files_and_their_order_apart():
+    def facts(*names):
+        return [f.value for f in source_of_files(names, terms_of(0, 2, {})).facts]
+
+    assert facts("/one/a", "/one/b") == facts("/two/a", "/two/b")
+    assert facts("a", "b") != facts("b", "a")
+    assert facts("a", "b") != facts("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("names", "arguments", "error", "culprit"),
+    [
+        (["a"], {}, errors.DataError, "Pass reader"),
+        (["a", "b"], {"batch_size": 2}, errors.ArgumentError, "Pass reader"),
+        (["a", "b"], {"shuffle": True}, errors.ArgumentError, "Pass reader"),
+        (["a", "b"], {"reader": list}, errors.ArgumentTypeError, "reader to return"),
+        (["a", "b"], {"reader": "tfrecord"}, errors.ArgumentTypeError, "reader to be"),
+        (
+            ["a", "b"],
+            {"reader": lambda names: tf.data.Dataset.range(9).repeat()},
+            errors.DataError,
+            "no end",
+        ),
+        (
+            ["a"],
+            {"reader": lambda names: tf.data.Dataset.range(9).shuffle(9)},
+            errors.DataError,
+            "same order",
+        ),
+    ],
+)
+def test_bad_input_is_refused_on_every_rank(names, arguments, error, culprit):
+    tf.random.set_seed(None)
+    for rank in range(2):
+        with pytest.raises(error, match=rf"^\[rank {rank} of 2\] Expected .*") as caught:
+            source_of_files(names, terms_of(rank, 2, arguments))
+        assert culprit in str(caught.value)
+
+
+@pytest.mark.parametrize("remainder", ["uneven", "pad", "drop"])
+@pytest.mark.parametrize("lengths", [(0, 9), (9, 1)])
+def test_too_few_elements_for_the_steps(lengths, remainder, write):
+    if lengths == (9, 1) and remainder != "uneven":
+        parts = parts_of(write(*lengths), 2, batch_size=4, reader=reader, remainder=remainder)
+        assert len({part.cardinality().numpy() for part in parts}) == 1
+        return
+    sources = [
+        source_of_files(
+            write(*lengths),
+            terms_of(rank, 2, {"batch_size": 4, "reader": reader, "remainder": remainder}),
+        )
+        for rank in range(2)
+    ]
+    for rank, source in enumerate(sources):
+        with pytest.raises(errors.DataError, match=rf"^\[rank {rank} of 2\] Expected files with"):
+            source.part([other.held for other in sources])

@@ -1,0 +1,161 @@
+"""Who takes which samples: complete, without overlap, and in equally many steps."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keras_dist.data.partition import plan_deal, plan_samples, plan_spread
+
+SIZES = range(1, 9)
+batch_sizes = st.integers(1, 40)
+remainders = st.sampled_from(["uneven", "pad", "drop"])
+seeds = st.none() | st.integers(0, 5)
+
+
+@st.composite
+def totals_and_sizes(draw):
+    size = draw(st.sampled_from(SIZES))
+    return draw(st.integers(size, 200)), size
+
+
+def plans(total, size, batch_size, remainder):
+    return [plan_samples(total, size, rank, batch_size, remainder) for rank in range(size)]
+
+
+def epoch_of(plan, seed, epoch=0):
+    order = plan.order(seed, epoch)
+    return [order[slice(*plan.bounds(step))] for step in range(plan.steps)]
+
+
+# --- Single samples
+
+
+@given(totals_and_sizes(), batch_sizes, remainders)
+def test_every_rank_has_the_same_steps_and_no_batch_is_empty(shape, batch_size, remainder):
+    all_plans = plans(*shape, batch_size, remainder)
+    assert len({plan.steps for plan in all_plans}) == 1
+    for plan in all_plans:
+        assert plan.steps >= 1
+        assert sum(plan.sizes()) == plan.count
+        assert min(plan.sizes()) >= 1
+        assert [len(batch) for batch in epoch_of(plan, seed=None)] == plan.sizes()
+
+
+@given(totals_and_sizes(), batch_sizes, seeds, st.integers(0, 3))
+def test_uneven_hands_out_every_sample_once(shape, batch_size, seed, epoch):
+    total, size = shape
+    all_plans = plans(total, size, batch_size, "uneven")
+    taken = np.concatenate([plan.order(seed, epoch) for plan in all_plans])
+    assert sorted(taken) == list(range(total))
+    for plan in all_plans:
+        assert plan.steps == -(-(total // size) // batch_size)
+        assert plan.count - total // size in (0, 1)
+        assert plan.extra == 0
+        *others, last = plan.sizes()
+        assert set(others) <= {batch_size}
+        assert 1 <= last <= batch_size + 1
+
+
+@given(totals_and_sizes(), batch_sizes, seeds, st.integers(0, 3))
+def test_pad_repeats_the_stated_number_of_samples(shape, batch_size, seed, epoch):
+    total, size = shape
+    all_plans = plans(total, size, batch_size, "pad")
+    taken = np.concatenate([plan.order(seed, epoch) for plan in all_plans])
+    assert set(taken) == set(range(total))
+    assert len(taken) - total == size * -(-total // size) - total < size
+    assert sum(plan.extra for plan in all_plans) == len(taken) - total
+    assert len({tuple(plan.sizes()) for plan in all_plans}) == 1
+    assert max(all_plans[0].sizes()) <= batch_size
+    for plan in all_plans:
+        assert set(plan.order(seed, epoch) % size) == {plan.rank}
+
+
+@given(totals_and_sizes(), batch_sizes, seeds, st.integers(0, 3))
+def test_drop_makes_full_batches_alone(shape, batch_size, seed, epoch):
+    total, size = shape
+    all_plans = plans(total, size, batch_size, "drop")
+    taken = np.concatenate([plan.order(seed, epoch) for plan in all_plans])
+    assert len(set(taken)) == len(taken)
+    assert set(taken) <= set(range(total - total % size))
+    each = min(batch_size, total // size)
+    assert {count for plan in all_plans for count in plan.sizes()} == {each}
+    assert all_plans[0].steps == total // size // each
+
+
+@given(totals_and_sizes(), batch_sizes, remainders, st.data())
+def test_a_limited_plan_has_the_first_steps_of_the_whole_one(shape, batch_size, remainder, data):
+    for plan in plans(*shape, batch_size, remainder):
+        steps = data.draw(st.integers(1, plan.steps))
+        limited = plan.limited(steps)
+        assert limited.sizes() == plan.sizes()[:steps]
+        if steps < plan.steps:
+            assert len(set(limited.order(1, 0))) == limited.count
+        if plan.extra == 0:
+            assert list(limited.order(1, 0)) == list(plan.order(1, 0)[: limited.count])
+
+
+def test_without_a_seed_the_order_is_that_of_the_data():
+    assert list(plan_samples(10, 3, 1, 2, "uneven").order(None, 5)) == [1, 4, 7]
+    assert list(plan_samples(10, 3, 1, 2, "pad").order(None, 5)) == [1, 4, 7, 1]
+
+
+def test_orders_differ_by_rank_and_epoch_and_seed_and_can_be_had_again():
+    one, other = (plan_samples(400, 2, rank, 10, "uneven") for rank in range(2))
+    assert list(one.order(7, 0)) == list(one.order(7, 0))
+    assert list(one.order(7, 0)) != list(one.order(7, 1))
+    assert list(one.order(7, 0)) != list(one.order(8, 0))
+    assert list(one.order(7, 0) // 2) != list(other.order(7, 0) // 2)
+
+
+# --- Batches of the user
+
+
+def dealt_to(deal, rank, size):
+    """The batches that a rank takes whole: of the rounds, and of those lent."""
+    whole = list(range(rank, deal.dealt, size))
+    return whole + ([deal.dealt + rank % deal.lent] if deal.lent else [])
+
+
+@given(st.integers(1, 100), st.sampled_from(SIZES), remainders)
+def test_batches_are_dealt_out_in_equally_many_steps(total, size, remainder):
+    deal = plan_deal(total, size, remainder)
+    for rank in range(size):
+        assert len(dealt_to(deal, rank, size)) + (deal.pooled > 0) == deal.steps
+    taken = {i for rank in range(size) for i in dealt_to(deal, rank, size)}
+    taken |= set(range(deal.dealt, deal.dealt + deal.pooled))
+    assert taken == set(range(total - total % size if remainder == "drop" else total))
+    assert not (deal.pooled and deal.lent)
+
+
+@given(st.integers(1, 100), st.sampled_from(SIZES))
+def test_the_pool_has_a_batch_for_every_rank_whenever_there_are_enough(total, size):
+    pooled = plan_deal(total, size, "uneven").pooled
+    assert pooled == 0 or size < pooled < 2 * size or pooled == total < size
+
+
+# --- Ranks that hold different numbers of elements
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=8), batch_sizes, remainders)
+def test_held_elements_are_spread_over_equally_many_batches(counts, batch_size, remainder):
+    spreads = [plan_spread(counts, rank, batch_size, remainder) for rank in range(len(counts))]
+    if None in spreads:
+        assert set(spreads) == {None}
+        assert min(counts) == 0 or (
+            remainder == "uneven" and min(counts) < -(-max(counts) // batch_size)
+        )
+        return
+    assert len({len(spread.sizes) for spread in spreads}) == 1
+    for count, spread in zip(counts, spreads, strict=True):
+        assert sum(spread.sizes) == spread.count
+        assert 1 <= min(spread.sizes) <= max(spread.sizes) <= batch_size
+        if remainder == "uneven":
+            assert spread.count == count
+            assert max(spread.sizes) - min(spread.sizes) <= 1
+        elif remainder == "pad":
+            assert spread.count == max(counts)
+        else:
+            assert count >= spread.count
+            assert len(set(spread.sizes)) == 1
+    if remainder != "uneven":
+        assert len({spread.sizes for spread in spreads}) == 1

@@ -1,0 +1,345 @@
+"""tf.data pipelines shared out: of single samples and of batches, over any number of ranks."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_dist import errors
+from keras_dist.data import tf_order
+from keras_dist.data.terms import Terms
+from keras_dist.data.tf_dataset import TfSource
+
+SIZES = [1, 2, 3, 4]
+
+
+def numbers(count):
+    return tf.data.Dataset.range(count)
+
+
+def terms_of(rank, size, arguments):
+    return Terms(**arguments, rank=rank, size=size, where=f"[rank {rank} of {size}]")
+
+
+def parts_of(dataset, size, **arguments):
+    """The parts that the ranks of a job would get."""
+    sources = [TfSource(dataset, terms_of(rank, size, arguments)) for rank in range(size)]
+    return [source.part([None] * size) for source in sources]
+
+
+def parts_of_own(make, size, **arguments):
+    """The same, each of a pipeline of its own, as in processes of their own."""
+    return [
+        TfSource(make(), terms_of(rank, size, arguments)).part([None] * size)
+        for rank in range(size)
+    ]
+
+
+def epoch_of(part):
+    """The samples of one epoch, batch by batch; checks the number of steps Keras is told."""
+    batches = [batch.tolist() for batch in part.as_numpy_iterator()]
+    assert len(batches) == int(part.cardinality())
+    return batches
+
+
+def sizes_of(part):
+    return [len(batch) for batch in epoch_of(part)]
+
+
+def flat(epochs):
+    return sorted(number for epoch in epochs for batch in epoch for number in batch)
+
+
+# --- Single samples
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("total", "batch_size"), [(23, 4), (24, 4), (17, 4), (19, 1), (5, 9)])
+def test_uneven_hands_out_every_sample_once(size, total, batch_size):
+    parts = parts_of(numbers(total), size, batch_size=batch_size)
+    for _ in range(2):
+        epochs = [epoch_of(part) for part in parts]
+        assert {len(epoch) for epoch in epochs} == {-(-(total // size) // batch_size)}
+        assert flat(epochs) == list(range(total))
+        for epoch in epochs:
+            assert {len(batch) for batch in epoch[:-1]} <= {batch_size}
+            assert 1 <= len(epoch[-1]) <= batch_size + 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("total", "batch_size"), [(23, 4), (24, 4), (17, 4), (19, 1), (5, 9)])
+def test_pad_repeats_the_stated_number_of_samples(size, total, batch_size):
+    parts = parts_of(numbers(total), size, batch_size=batch_size, remainder="pad")
+    epochs = [epoch_of(part) for part in parts]
+    assert len(flat(epochs)) == size * -(-total // size)
+    assert set(flat(epochs)) == set(range(total))
+    assert len({str([len(batch) for batch in epoch]) for epoch in epochs}) == 1
+    assert max(len(batch) for batch in epochs[0]) <= batch_size
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("total", "batch_size"), [(23, 4), (24, 4), (17, 4), (19, 1), (5, 9)])
+def test_drop_makes_full_batches_of_a_known_shape(size, total, batch_size):
+    parts = parts_of(numbers(total), size, batch_size=batch_size, remainder="drop")
+    epochs = [epoch_of(part) for part in parts]
+    each = min(batch_size, total // size)
+    assert {part.element_spec.shape[0] for part in parts} == {each}
+    assert {len(epoch) for epoch in epochs} == {total // size // each}
+    assert len(set(flat(epochs))) == len(flat(epochs))
+    assert set(flat(epochs)) <= set(range(total - total % size))
+
+
+def test_orders_differ_by_epoch_and_rank_and_seed_and_can_be_had_again():
+    def run(seed):
+        parts = parts_of(numbers(60), 2, batch_size=30, seed=seed)
+        return [epoch_of(part)[0] for part in parts for _ in range(2)]
+
+    once = run(seed=3)
+    assert run(seed=3) == once
+    assert run(seed=4) != once
+    assert len({str([number // 2 for number in order]) for order in once}) == 4
+
+
+def test_unshuffled_samples_keep_their_order():
+    [_, part] = parts_of(numbers(9), 2, batch_size=3, shuffle=False)
+    assert epoch_of(part) == [[1, 3, 5], [7]]
+
+
+@pytest.mark.parametrize("remainder", ["uneven", "pad"])
+def test_remainders_of_nested_sparse_and_ragged_samples(remainder):
+    ragged = tf.ragged.constant([[i] * (i % 3) for i in range(9)])
+    sparse = tf.sparse.from_dense(np.eye(9))
+    dataset = tf.data.Dataset.from_tensor_slices(({"r": ragged, "s": sparse}, np.arange(9)))
+    parts = parts_of(dataset, 2, batch_size=2, remainder=remainder, shuffle=False)
+    shares = [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
+    if remainder == "pad":
+        shares[1].append(5)
+    for part, share in zip(parts, shares, strict=True):
+        assert [n for _, n in part.unbatch().as_numpy_iterator()] == share
+        for batch, labels in part:
+            rows = [[n] * (n % 3) for n in labels.numpy()]
+            assert batch["r"].to_list() == rows
+            dense = tf.sparse.to_dense(tf.sparse.reorder(batch["s"])).numpy()
+            np.testing.assert_array_equal(dense, np.eye(9)[labels])
+
+
+def test_the_shuffle_buffer_fits_into_memory():
+    from keras_dist.data import tf_dataset
+
+    image = tf.TensorSpec((512, 512, 4), tf.float32)
+    assert tf_dataset._buffer_count((image, tf.TensorSpec((), tf.int64))) == 63
+    assert tf_dataset._buffer_count(tf.TensorSpec((2,), tf.float32)) == 65536
+    assert tf_dataset._buffer_count(tf.TensorSpec(None, tf.string)) == 1024
+
+
+def test_the_shuffle_buffer_can_be_set():
+    [part] = parts_of(numbers(9), 1, batch_size=3, shuffle_buffer=1)
+    assert epoch_of(part) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+# --- Batches of the user
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("total", [16, 17, 23, 24, 31, 32])  # of batches of 4: 4 to 8
+@pytest.mark.parametrize("remainder", ["uneven", "pad", "drop"])
+def test_batches_are_dealt_out(size, total, remainder):
+    count = -(-total // 4)
+    parts = parts_of(numbers(total).batch(4), size, remainder=remainder)
+    epochs = [epoch_of(part) for part in parts]
+    steps = -(-count // size) if remainder == "pad" else count // size
+    assert {len(epoch) for epoch in epochs} == {steps}
+    assert epochs[-1][0] == list(range(4 * size - 4, min(4 * size, total))) or steps == 1
+    if remainder == "uneven":
+        assert flat(epochs) == list(range(total))
+        assert min(len(batch) for epoch in epochs for batch in epoch) >= 1
+        if count % size:
+            lasts = [len(epoch[-1]) for epoch in epochs]
+            assert max(lasts) - min(lasts) <= 1
+            assert max(lasts) < 8
+    elif remainder == "pad":
+        assert set(flat(epochs)) == set(range(total))
+        handed_out = sum(map(len, epochs))
+        assert handed_out - count == -count % size
+    else:
+        assert flat(epochs) == list(range(min(total, 4 * (count - count % size))))
+
+
+def test_fewer_batches_than_ranks_share_their_rows():
+    epochs = [epoch_of(part) for part in parts_of(numbers(9).batch(6), 4)]
+    assert flat(epochs) == list(range(9))
+    assert [[len(batch) for batch in epoch] for epoch in epochs] == [[2], [2], [2], [3]]
+    padded = [epoch_of(part) for part in parts_of(numbers(9).batch(6), 3, remainder="pad")]
+    assert [[len(batch) for batch in epoch] for epoch in padded] == [[6], [3], [6]]
+
+
+def test_a_pool_of_nested_and_sparse_rows():
+    rows = {"x": np.arange(14), "s": tf.sparse.from_dense(np.eye(14))}
+    dataset = tf.data.Dataset.from_tensor_slices(rows).batch(2)
+    taken = []
+    for part in parts_of(dataset, 4):
+        for batch in part:
+            taken += batch["x"].numpy().tolist()
+            np.testing.assert_array_equal(
+                tf.sparse.to_dense(batch["s"]).numpy(), np.eye(14)[batch["x"]]
+            )
+    assert sorted(taken) == list(range(14))
+
+
+@pytest.mark.parametrize("remainder", ["uneven", "pad", "drop"])
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_seeded_shuffle_upstream_stays_in_step_over_epochs(remainder, batched):
+    """A rank that read its pipeline more often than the others would fall out of step."""
+
+    def make():
+        dataset = numbers(22).shuffle(22, seed=5)
+        return dataset.batch(2) if batched else dataset
+
+    parts = parts_of_own(make, 4, remainder=remainder, batch_size=None if batched else 2)
+    for _ in range(3):
+        samples = flat([epoch_of(part) for part in parts])
+        if remainder == "pad":
+            assert set(samples) == set(range(22))
+        else:
+            assert len(set(samples)) == len(samples)
+        assert remainder != "uneven" or samples == list(range(22))
+
+
+# --- Steps
+
+
+@pytest.mark.parametrize("length", ["known", "unknown", "endless"])
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_steps_end_an_epoch(length, batch_size):
+    dataset = numbers(40)
+    if length == "unknown":
+        dataset = dataset.filter(lambda _: True)
+    elif length == "endless":
+        dataset = dataset.repeat()
+    dataset = dataset.batch(3) if batch_size is None else dataset
+    for part in parts_of(dataset, 2, batch_size=batch_size, steps=4):
+        assert [sizes_of(part) for _ in range(2)] == [[3, 3, 3, 3]] * 2
+
+
+def test_data_that_ends_before_its_steps_says_so():
+    dataset = numbers(20).filter(lambda _: True)
+    for batched, batch_size in ((dataset, 3), (dataset.batch(3), None)):
+        for part in parts_of(batched, 2, batch_size=batch_size, steps=5):
+            with pytest.raises(tf.errors.InvalidArgumentError, match="Received: data that ended"):
+                epoch_of(part)
+
+
+def test_all_steps_may_be_asked_for():
+    parts = parts_of(numbers(17), 2, batch_size=4, steps=2)
+    assert [sizes_of(part) for part in parts] == [[4, 5], [4, 4]]
+    assert [sizes_of(part) for part in parts_of(numbers(17).batch(4), 2, steps=2)] == [
+        [4, 4],
+        [4, 5],
+    ]
+
+
+# --- Bad input
+
+
+def filtered(_):
+    return True
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "error", "culprit"),
+    [
+        (lambda: numbers(3), {"batch_size": 2}, errors.DataError, "at least 4 samples"),
+        (lambda: numbers(0), {"batch_size": 2}, errors.DataError, "at least 4 samples"),
+        (lambda: numbers(0).batch(2), {}, errors.DataError, "at least 4 batches"),
+        (lambda: numbers(3).batch(2), {}, errors.DataError, "at least 4 samples"),
+        (lambda: numbers(6).batch(2), {"remainder": "drop"}, errors.DataError, "4 batches"),
+        (lambda: numbers(9).repeat(), {"batch_size": 2}, errors.DataError, ".repeat()"),
+        (lambda: numbers(9).repeat().batch(2), {}, errors.DataError, ".repeat()"),
+        (lambda: numbers(9).filter(filtered), {"batch_size": 2}, errors.DataError, "Pass steps"),
+        (lambda: numbers(9).batch(2).filter(filtered), {}, errors.DataError, "assert_card"),
+        (lambda: numbers(9), {}, errors.DataError, "Pass batch_size"),
+        (lambda: numbers(9), {"batch_size": 2, "steps": 2}, errors.DataError, "steps=2"),
+        (lambda: numbers(9).batch(1), {"steps": 3}, errors.DataError, "steps=3"),
+        (lambda: numbers(9).batch(1), {"shuffle": True}, errors.ArgumentError, "no shuffle"),
+        (lambda: numbers(9), {"batch_size": 2, "reader": len}, errors.ArgumentError, "reader"),
+    ],
+)
+def test_bad_input_is_refused_on_every_rank(make, arguments, error, culprit):
+    for rank in range(4):
+        place = rf"^\[rank {rank} of 4\] Expected .* Received: "
+        with pytest.raises(error, match=place) as caught:
+            TfSource(make(), terms_of(rank, 4, arguments))
+        assert culprit in str(caught.value)
+
+
+def racing_map(dataset):
+    return dataset.map(lambda x: x, num_parallel_calls=2, deterministic=False)
+
+
+def racing_interleave(dataset):
+    return dataset.interleave(numbers, num_parallel_calls=2, deterministic=False)
+
+
+def interleave(function):
+    return lambda dataset: dataset.interleave(function, num_parallel_calls=2)
+
+
+DISORDERED = {
+    "shuffle": lambda dataset: dataset.shuffle(5),
+    "shuffle within interleave": interleave(lambda n: numbers(n).shuffle(3)),
+    "random": lambda dataset: tf.data.Dataset.zip(dataset, tf.data.Dataset.random()),
+    "sample": lambda dataset: tf.data.Dataset.sample_from_datasets([dataset, dataset]),
+    "racing map": racing_map,
+    "racing interleave": racing_interleave,
+    "racing map within interleave": interleave(lambda n: racing_map(numbers(n))),
+}
+
+
+@pytest.mark.parametrize("disorder", DISORDERED)
+def test_an_order_of_its_own_is_refused(disorder):
+    tf.random.set_seed(None)
+    dataset = DISORDERED[disorder](numbers(20)).map(lambda *x: x[0]).prefetch(2)
+    with pytest.raises(errors.DataError, match="before it is shuffled"):
+        TfSource(dataset, terms_of(0, 2, {"batch_size": 2, "steps": 1}))
+    TfSource(dataset, terms_of(0, 1, {"batch_size": 2, "steps": 1}))
+
+
+def test_listed_files_are_refused_unless_sorted(tmp_path):
+    tf.random.set_seed(None)
+    for name in "abcd":
+        (tmp_path / name).touch()
+    listed = tf.data.Dataset.list_files(f"{tmp_path}/*")
+    with pytest.raises(errors.DataError, match="without a seed"):
+        TfSource(listed, terms_of(0, 2, {"batch_size": 1}))
+    TfSource(
+        tf.data.Dataset.list_files(f"{tmp_path}/*", shuffle=False),
+        terms_of(0, 2, {"batch_size": 1}),
+    )
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda dataset: dataset.shuffle(5, seed=1),
+        lambda dataset: dataset.map(lambda x: x, num_parallel_calls=2),
+        interleave(lambda n: numbers(n).shuffle(3, seed=2)),
+    ],
+)
+def test_a_fixed_order_is_accepted(order):
+    dataset = order(numbers(20))
+    TfSource(dataset, terms_of(0, 2, {"batch_size": 2, "steps": 1}))
+
+
+def test_seeds_are_found_so_that_ranks_can_compare_them():
+    tf.random.set_seed(None)
+    one, other = (numbers(9).shuffle(9, seed=seed).batch(2) for seed in (1, 2))
+    assert tf_order.seeds(one) == tf_order.seeds(numbers(9).shuffle(9, seed=1))
+    assert tf_order.seeds(one) != tf_order.seeds(other)
+    inner = numbers(9).interleave(lambda n: numbers(n).shuffle(3, seed=7))
+    assert [seed for _, seed in tf_order.seeds(inner)] == [7]
+
+
+def test_a_pipeline_that_may_be_unordered_is_ordered():
+    options = tf.data.Options()
+    options.deterministic = False
+    [part, _] = parts_of(numbers(9).with_options(options), 2, batch_size=2)
+    assert part.options().deterministic is True

@@ -1,0 +1,40 @@
+"""The examples run as their README says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+MNIST = Path(__file__).parents[1] / "examples" / "mnist"
+
+
+def last_line(job):
+    assert job.returncode == 0, job.stdout
+    return job.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mnist(run_ranks, tmp_path, ranks):
+    checkpoint = tmp_path / "mnist.keras"
+    options = ["--epochs", "2", "--checkpoint", str(checkpoint)]
+    job = run_ranks(ranks, str(MNIST / "train.py"), *options, timeout=600)
+    said = re.fullmatch(
+        r"Trained on .+ with (\d) ranks?: [\d,]+ images/s in total, "
+        r"test accuracy (\d+\.\d)%, all replicas are equal\.",
+        last_line(job),
+    )
+    assert said is not None, job.stdout
+    assert int(said[1]) == ranks
+    assert float(said[2]) > 25  # two epochs of scikit-learn's few digits; chance is 10
+    assert job.stdout.count("Epoch 2/2") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["mnist.keras"]
+
+
+def test_mnist_with_a_loop_by_hand(run_ranks):
+    job = run_ranks(2, str(MNIST / "train_custom_loop.py"), "--epochs", "2", timeout=600)
+    said = re.fullmatch(
+        r"Trained on .+ with 2 ranks: test accuracy (\d+\.\d)%, all replicas are equal\.",
+        last_line(job),
+    )
+    assert said is not None, job.stdout
+    assert float(said[1]) > 25

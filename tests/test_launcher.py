@@ -1,0 +1,41 @@
+"""What launchers say through the environment."""
+
+import pytest
+
+from keras_dist import launcher
+
+
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, 4),
+        ({"PMI_SIZE": "3", "MPI_LOCALNRANKS": "2"}, 3),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "16"}, 8),
+        ({"SLURM_NTASKS": "16"}, 16),
+        ({"PMIX_RANK": "5"}, 6),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_NTASKS": "16"}, 2),
+    ],
+)
+def test_the_number_of_ranks_is_read(environment, size):
+    announced = launcher.announced_size(environment)
+    assert announced is not None
+    assert announced.size == size
+    assert announced.variable in environment
+
+
+def test_no_launcher_says_nothing():
+    assert launcher.announced_size({"HOME": "/", "PMI_SIZE": "many"}) is None
+    assert launcher.announced_local_size({}) == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
+        ({"MPI_LOCALNRANKS": "2"}, 2),
+        ({"SLURM_STEP_NUM_TASKS": "10", "SLURM_STEP_TASKS_PER_NODE": "4(x2),2"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "4"}, 1),  # an allocation, but no srun around this process
+    ],
+)
+def test_the_number_of_ranks_on_the_node_is_read(environment, size):
+    assert launcher.announced_local_size(environment) == size

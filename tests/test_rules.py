@@ -1,0 +1,366 @@
+"""The rules of the house, held by reading the sources of keras_dist.
+
+Each rule is a function that takes a module's syntax tree and its dotted name, and yields the
+line and the text of every violation. Each is shown to find a planted one.
+"""
+
+import ast
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Who may import whom. Own rooms begin with a dot, and `.room.*` is the room with everything in
+# it; `.room` alone is its face. The last column may be imported inside functions only, so that
+# it costs nothing until it is used. The first row that fits counts.
+ENGINE = "numpy .config .errors ._engine.*"
+ON_KERAS = (
+    "keras numpy .runtime ._backends ._engine .config .errors .launcher "
+    ".callbacks .collectives .optimizer .reduce_op .reduction .replicas .trainer"
+)
+DATA = (
+    "numpy .runtime .collectives .errors "
+    ".data .data.agreement .data.arrays .data.files .data.partition .data.terms"
+)
+FACE = "numpy .runtime ._backends ._engine .errors"
+TABLE = [
+    # room                     may import                                     inside functions
+    (".",                      ".launcher ._version",                         ".*"),
+    ("._version",              "",                                            ""),
+    (".errors",                "",                                            ""),
+    (".config",                ".errors",                                     ""),
+    (".launcher",              ".errors",                                     ""),
+    (".runtime",     "numpy ._engine ._backends .config .errors .launcher",   ""),
+    ("._engine.communicator",  f"{ENGINE} mpi4py",                            ""),
+    ("._engine.collectives.*", f"{ENGINE} mpi4py",                            ""),
+    ("._engine.*",             ENGINE,                                        ""),
+    ("._backends",             "numpy .errors",                               "keras ._backends.*"),
+    ("._backends.tensorflow",  "tensorflow numpy .errors",                    ""),
+    ("._backends.jax",         "jax numpy .errors",                           ""),
+    ("._backends.torch",       "torch numpy .errors",                         ""),
+    (".data.array_dataset",    f"{DATA} keras",                               ""),
+    (".data.tf_dataset",       f"{DATA} tensorflow .data.tf_order",           ""),
+    (".data.tf_order",         f"{DATA} tensorflow",                          ""),
+    (".data.*",                DATA,               "tensorflow h5py mpi4py .data.*"),
+    (".tensorflow.*",          f"tensorflow {FACE} .tensorflow.*",            ""),
+    (".torch.*",               f"torch {FACE} .torch.*",                      ""),
+    (".cli.*",       "rich .config .errors .launcher ._version .cli.*",       "mpi4py"),
+    (".callbacks.*",           f"{ON_KERAS} .callbacks.*",                    ""),
+    (".collectives",           f"{FACE} .config .reduce_op",                  ""),
+    (".optimizer",             ON_KERAS,                                      ""),
+    (".reduce_op",             "._engine",                                    ""),
+    (".reduction",             ON_KERAS,                                      ""),
+    (".replicas",              ON_KERAS,                                      ""),
+    (".trainer",               ON_KERAS,                                      ""),
+]  # fmt: skip
+
+COLLECTIVES = set(
+    "allgather allgather_object allreduce alltoall barrier bcast broadcast broadcast_object "
+    "exchange gather grouped_allreduce meet reducescatter scatter verify_replicas "
+    "Allgather Allgatherv Allreduce Alltoall Barrier Bcast Dup Gather Ibarrier Split".split()
+)
+RANKS = {"rank", "local_rank", "cross_rank", "root", "is_root"}
+
+
+def sources():
+    """Returns the path of every module of keras_dist by its dotted name, `.` for the face."""
+    found = {}
+    for path in sorted((ROOT / "keras_dist").rglob("*.py")):
+        parts = path.relative_to(ROOT / "keras_dist").with_suffix("").parts
+        found["." + ".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+SOURCES = sources()
+
+
+# --- Rule 1: the import table
+
+
+def check_imports(tree, module):
+    row = next((row for row in TABLE if fits(module, row[0])), None)
+    if row is None:
+        yield 1, f"{module} has no row in the import table"
+        return
+    _, anywhere, in_functions = row
+    for line, name, in_function in imports(tree, module):
+        allowed = f"{anywhere} {in_functions}".split() if in_function else anywhere.split()
+        if not name.startswith(".") and name in sys.stdlib_module_names:
+            continue
+        if not any(fits(name, pattern) for pattern in allowed):
+            place = "in a function" if in_function else "at the top"
+            yield line, f"{module} may not import {name} {place} (the import table)"
+
+
+def fits(name, pattern):
+    room = pattern.removesuffix("*").removesuffix(".")
+    return name == pattern or (pattern.endswith("*") and f"{name}.".startswith(f"{room}."))
+
+
+def imports(node, module, in_function=False):
+    """Yields line, name and whether it waits until a function runs, of every import."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield child.lineno, room(alias.name), in_function
+        elif isinstance(child, ast.ImportFrom):
+            origin = room(child.module or "") if child.level == 0 else relative(child, module)
+            for alias in child.names:
+                inner = f"{origin.rstrip('.')}.{alias.name}"
+                yield child.lineno, inner if inner in SOURCES else origin, in_function
+        else:
+            waits = isinstance(child, ast.FunctionDef | ast.Lambda) or for_types_only(child)
+            yield from imports(child, module, in_function or waits)
+
+
+def room(name):
+    """Returns how the table spells an absolute name: own modules by path, others by package."""
+    package, _, rest = name.partition(".")
+    return f".{rest}" if package == "keras_dist" else package
+
+
+def relative(node, module):
+    package = module if SOURCES[module].name == "__init__.py" else module.rpartition(".")[0]
+    for _ in range(node.level - 1):
+        package = package.rpartition(".")[0]
+    return f".{package}.{node.module or ''}".replace("..", ".").rstrip(".") or "."
+
+
+def for_types_only(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+# --- Rule 2: __all__ is exactly the public names, each with a docstring
+
+
+def check_public_names(tree, module):
+    if module.rpartition(".")[2].startswith("_") and SOURCES[module].name != "__init__.py":
+        return
+    listed = names_in_all(tree)
+    defined = {node.name: node for node in tree.body if isinstance(node, DEFINITIONS)}
+    for name, node in defined.items():
+        if name.startswith("_"):
+            continue
+        if name not in listed:
+            yield node.lineno, f"{name} is public but not in __all__ (list it or rename it)"
+        elif not ast.get_docstring(node):
+            yield node.lineno, f"{name} is public and has no docstring"
+    known = set(defined) | bound_names(tree)
+    for name in listed:
+        if name not in known and "__getattr__" not in defined:
+            yield 1, f"__all__ names {name}, which the module does not have"
+
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def names_in_all(tree):
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def bound_names(tree):
+    """Returns the names that the module binds by import or assignment."""
+    bound = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+    return bound
+
+
+# --- Rule 3: no assert
+
+
+def check_no_assert(tree, module):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            yield node.lineno, "assert outside tests (it is gone under -O: raise an error)"
+
+
+# --- Rule 4: no branch on rank around a collective
+
+
+def check_no_branch_on_rank(tree, module):
+    why = "the ranks that do not come here let the others wait for ever"
+    for branch, guarded in branches(tree):
+        if not names(branch) & RANKS:
+            continue
+        for call in collective_calls(guarded):
+            yield call.lineno, f"{ast.unparse(call.func)} under a condition on the rank: {why}"
+
+
+def branches(tree):
+    """Yields every condition and the nodes that run, or do not, because of it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.While):
+            yield node.test, node.body + node.orelse
+        elif isinstance(node, ast.IfExp):
+            yield node.test, [node.body, node.orelse]
+        elif isinstance(node, ast.BoolOp):
+            yield node.values[0], node.values[1:]
+        for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
+            if isinstance(block, list):
+                yield from early_exits(block)
+
+
+def early_exits(block):
+    """Yields the conditions under which a block is left early, each with what follows."""
+    for index, statement in enumerate(block):
+        if isinstance(statement, ast.If) and isinstance(
+            statement.body[-1], ast.Return | ast.Continue | ast.Break
+        ):
+            yield statement.test, block[index + 1 :]
+
+
+def names(expression):
+    return {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(expression)}
+
+
+def collective_calls(nodes):
+    for node in nodes:
+        for call in ast.walk(node):
+            if isinstance(call, ast.Call):
+                name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+                if name in COLLECTIVES:
+                    yield call
+
+
+# --- The rules hold
+
+
+RULES = [check_imports, check_public_names, check_no_assert, check_no_branch_on_rank]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_holds(rule):
+    violations = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for module, path in SOURCES.items()
+        for line, text in rule(ast.parse(path.read_text()), module)
+    ]
+    assert not violations, "\n" + "\n".join(violations)
+
+
+# --- The rules can see
+
+
+def violations(rule, module, source):
+    return [text for _, text in rule(ast.parse(textwrap.dedent(source)), module)]
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "culprit"),
+    [
+        (".errors", "from keras_dist import config", ".config"),
+        (".config", "import numpy as np", "numpy"),
+        (".runtime", "import keras", "keras"),
+        (".runtime", "from keras_dist import _engine, callbacks", ".callbacks"),
+        (".runtime", "from keras_dist._engine.reduce import reduce_rows", "._engine.reduce"),
+        (".runtime", "from keras_dist._engine import buckets", "._engine.buckets"),
+        (".runtime", "from . import optimizer", ".optimizer"),
+        ("._engine.reduce", "import tensorflow as tf", "tensorflow"),
+        ("._engine.reduce", "from mpi4py import MPI", "mpi4py"),
+        ("._engine.reduce", "from .. import runtime", ".runtime"),
+        ("._backends.tensorflow", "import mpi4py.MPI", "mpi4py"),
+        ("._backends", "import tensorflow.python.keras", "tensorflow"),
+        (".optimizer", "if True:\n    import tensorflow", "tensorflow"),
+        (".optimizer", "def f():\n    from keras_dist._backends import tensorflow", "._backends"),
+        (".data.arrays", "from keras_dist.data import tf_dataset", ".data.tf_dataset"),
+        (".data.arrays", "import tensorflow as tf", "tensorflow"),
+        (".cli", "import rich\nfrom mpi4py import MPI", "mpi4py"),
+        (".cli", "def f():\n    import keras", "keras"),
+        (".", "from keras_dist import optimizer", ".optimizer"),
+        (".new_room", "", "no row"),
+    ],
+)
+def test_import_is_refused(module, source, culprit):
+    [text] = violations(check_imports, module, source)
+    assert culprit in text
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        (".config", "import os.path\nfrom keras_dist import errors"),
+        (".runtime", "import numpy as np\nfrom keras_dist import _engine\n"),
+        (".runtime", "from keras_dist._engine import Communicator\nfrom .errors import explain"),
+        ("._engine.communicator", "def f():\n    from mpi4py import MPI"),
+        ("._engine.collectives.barrier", "from keras_dist._engine.communicator import library"),
+        ("._backends.tensorflow", "import tensorflow as tf\nfrom keras_dist import errors"),
+        (".cli", "import argparse\ndef f():\n    from mpi4py import MPI"),
+        (".", "if TYPE_CHECKING:\n    from keras_dist.optimizer import DistributedOptimizer"),
+    ],
+)
+def test_import_is_allowed(module, source):
+    assert not violations(check_imports, module, source)
+
+
+@pytest.mark.parametrize(
+    ("source", "culprit"),
+    [
+        ("__all__ = []\ndef reduce(): 'Adds up.'", "not in __all__"),
+        ("def reduce(): 'Adds up.'", "not in __all__"),
+        ("__all__ = ['reduce']\ndef reduce(): pass", "no docstring"),
+        ("__all__ = ['Plan']\nclass Plan: pass", "no docstring"),
+        ("__all__ = ['missing']", "does not have"),
+    ],
+)
+def test_public_names_are_checked(source, culprit):
+    [text] = violations(check_public_names, ".runtime", source)
+    assert culprit in text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        "__all__ = ['reduce', 'LIMIT']\nLIMIT = 3\ndef reduce(): 'Adds up.'\ndef _add(): pass",
+        "from keras_dist.errors import explain\n__all__ = ['explain']",
+        "__all__ = ['late']\ndef __getattr__(name): pass",
+    ],
+)
+def test_public_names_are_accepted(source):
+    assert not violations(check_public_names, ".runtime", source)
+
+
+def test_assert_is_found():
+    assert violations(check_no_assert, ".runtime", "def f(x):\n    assert x, 'no x'")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if rank() == 0:\n    barrier()",
+        "if runtime.rank() == 0:\n    pass\nelse:\n    runtime.barrier()",
+        "if self.rank == root and x:\n    with open(path):\n        y = self.comm.allreduce(x)",
+        "while local_rank < 2:\n    exchange(x)",
+        "x = allgather(x) if rank else x",
+        "rank == 0 and broadcast_object(x)",
+        "def f():\n    if rank() != 0:\n        return\n    write()\n    barrier()",
+        "for x in y:\n    if is_root:\n        continue\n    allreduce(x)",
+    ],
+)
+def test_branch_on_rank_is_found(source):
+    [text] = violations(check_no_branch_on_rank, ".runtime", source)
+    assert "wait for ever" in text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if size() > 1:\n    barrier()",
+        "if rank() == 0:\n    write()\nbarrier()",
+        "value = load() if rank() == 0 else None\nvalue = broadcast_object(value, root=0)",
+        "if not 0 <= root < size:\n    raise ValueError(root)\nbroadcast(x, root)",
+        "text = ', '.join(names) if rank else ''",
+    ],
+)
+def test_branch_beside_a_collective_is_accepted(source):
+    assert not violations(check_no_branch_on_rank, ".runtime", source)
