@@ -5,44 +5,70 @@ import numpy as np
 import pytest
 
 from keras_dist import errors
+from keras_dist.data.array_dataset import ArrayDataset
 from keras_dist.data.arrays import ArraySource
 from keras_dist.data.terms import Terms
+from keras_dist.data.tf_arrays import pipeline_of
+
+FORMS = [ArrayDataset, pipeline_of]
 
 
-def parts_of(data, size, **arguments):
-    """The parts that the ranks of a job would get."""
-    sources = [
-        ArraySource(data, Terms(**arguments, rank=rank, size=size, where=f"[{rank} of {size}]"))
+def parts_of(data, size, form=ArrayDataset, **arguments):
+    """The parts that the ranks of a job would get, as one or the other kind of data set."""
+    return [
+        form(ArraySource(data, Terms(**arguments, rank=rank, size=size, where="")).batches)
         for rank in range(size)
     ]
-    return [source.part([None] * size) for source in sources]
 
 
 def epoch_of(part):
     """The samples of one epoch, batch by batch, as a list of lists."""
-    return [batch.tolist() for batch in part]
+    batches = part if isinstance(part, ArrayDataset) else part.as_numpy_iterator()
+    return [batch.tolist() for batch in batches]
 
 
-def sample_numbers(parts):
-    return sorted(number for part in parts for batch in epoch_of(part) for number in batch)
+def next_epoch(part):
+    if isinstance(part, ArrayDataset):
+        part.on_epoch_end()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_all_parts_are_the_whole(size, shuffle):
-    parts = parts_of(np.arange(41), size, batch_size=4, shuffle=shuffle)
+@pytest.mark.parametrize("form", FORMS)
+def test_all_parts_are_the_whole(size, shuffle, form):
+    parts = parts_of(np.arange(41), size, form, batch_size=4, shuffle=shuffle)
     assert {len(part) for part in parts} == {-(-(41 // size) // 4)}
     for _ in range(2):
-        assert sample_numbers(parts) == list(range(41))
+        samples = [number for part in parts for batch in epoch_of(part) for number in batch]
+        assert sorted(samples) == list(range(41))
         for part in parts:
-            part.on_epoch_end()
+            next_epoch(part)
 
 
-def test_nested_arrays_stay_together():
+def test_both_forms_have_the_same_orders():
+    [one], [other] = (parts_of(np.arange(20), 1, form, batch_size=3) for form in FORMS)
+    for _ in range(3):
+        assert epoch_of(one) == epoch_of(other)
+        next_epoch(one)
+
+
+def test_two_iterations_at_once_do_not_disturb_each_other():
+    [part] = parts_of(np.arange(20), 1, pipeline_of, batch_size=3)
+    once = epoch_of(part)
+    both = zip(part.as_numpy_iterator(), part.as_numpy_iterator(), strict=True)
+    batches = list(zip(*both, strict=True))
+    for epoch in batches:
+        assert sorted(np.concatenate(epoch)) == list(range(20))
+    assert once != [batch.tolist() for batch in batches[0]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nested_arrays_stay_together(form):
     numbers = np.arange(10)
     data = ([numbers, {"half": numbers / 2}], numbers.astype("int8"), np.arange(20).reshape(10, 2))
-    [_, part] = parts_of(data, 2, batch_size=3)
+    [_, part] = parts_of(data, 2, form, batch_size=3)
     for (whole, inner), small, pairs in part:
+        whole, small = np.asarray(whole), np.asarray(small)
         np.testing.assert_array_equal(inner["half"], whole / 2)
         np.testing.assert_array_equal(small, whole)
         np.testing.assert_array_equal(pairs[:, 0], whole * 2)
@@ -70,16 +96,30 @@ def test_data_on_disk_is_read_batch_by_batch(tmp_path):
     assert batch.shape == (4, 2)
 
 
-def test_steps_end_an_epoch_early():
-    parts = parts_of(np.arange(40), 2, batch_size=4, steps=3)
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_end_an_epoch_early(form):
+    parts = parts_of(np.arange(40), 2, form, batch_size=4, steps=3)
     seen = set()
     for _ in range(8):
-        assert [len(part) for part in parts] == [3, 3]
-        assert {len(batch) for part in parts for batch in part} == {4}
-        seen |= set(sample_numbers(parts))
+        epochs = [epoch_of(part) for part in parts]
+        assert [[len(batch) for batch in epoch] for epoch in epochs] == [[4, 4, 4]] * 2
+        seen |= {number for epoch in epochs for batch in epoch for number in batch}
         for part in parts:
-            part.on_epoch_end()
+            next_epoch(part)
     assert seen == set(range(40))
+
+
+def test_a_pipeline_knows_what_comes():
+    data = {"x": np.zeros((9, 2), "float16"), "name": np.array(list("abcdefghi"))}
+    [part] = parts_of(data, 1, pipeline_of, batch_size=4, remainder="drop", shuffle=False)
+    assert int(part.cardinality()) == 2
+    assert part.element_spec["x"].shape == (4, 2)
+    assert part.element_spec["x"].dtype == "float16"
+    assert [list(batch["name"]) for batch in part.as_numpy_iterator()][1] == [
+        *map(str.encode, "efgh")
+    ]
+    [uneven] = parts_of(data, 1, pipeline_of, batch_size=4)
+    assert uneven.element_spec["x"].shape == (None, 2)
 
 
 def test_batches_keep_their_order_when_keras_asks_for_them_in_another():
@@ -125,17 +165,19 @@ def flat(batches):
 
 
 @pytest.mark.parametrize("validated", [False, True])
-def test_fit_sees_every_sample_once_an_epoch_in_an_order_of_its_own(validated):
+@pytest.mark.parametrize("form", FORMS)
+def test_fit_sees_every_sample_once_an_epoch_in_an_order_of_its_own(validated, form):
     def run():
         seen = []
-        [train] = parts_of(numbered(22), 1, batch_size=5)
-        validation = parts_of(numbered(7), 1, batch_size=3)[0] if validated else None
+        [train] = parts_of(numbered(22), 1, form, batch_size=5)
+        validation = parts_of(numbered(7), 1, form, batch_size=3)[0] if validated else None
         model = recorded(seen)
         epochs = []
         model.fit(
             train,
             epochs=3,
             verbose=0,
+            shuffle=form is ArrayDataset,
             validation_data=validation,
             callbacks=[
                 keras.callbacks.LambdaCallback(
@@ -154,28 +196,31 @@ def test_fit_sees_every_sample_once_an_epoch_in_an_order_of_its_own(validated):
     assert run() == epochs
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_evaluate_sees_every_sample_once(shuffle):
+def test_evaluate_sees_every_sample_once(shuffle, form):
     seen = []
-    [part] = parts_of(numbered(13), 1, batch_size=5, shuffle=shuffle)
+    [part] = parts_of(numbered(13), 1, form, batch_size=5, shuffle=shuffle)
     recorded(seen).evaluate(part, verbose=0)
     assert sorted(flat(seen)) == list(range(13))
     assert (flat(seen) == list(range(13))) is not shuffle
 
 
-def test_unshuffled_batches_come_in_the_order_of_the_data():
+@pytest.mark.parametrize("form", FORMS)
+def test_unshuffled_batches_come_in_the_order_of_the_data(form):
     seen = []
-    [part] = parts_of(numbered(13), 1, batch_size=5, shuffle=False)
-    recorded(seen).fit(part, epochs=2, verbose=0)
+    [part] = parts_of(numbered(13), 1, form, batch_size=5, shuffle=False)
+    recorded(seen).fit(part, epochs=2, verbose=0, shuffle=form is ArrayDataset)
     assert flat(seen) == 2 * list(range(13))
 
 
-def test_fit_in_a_graph_takes_class_weights():
+@pytest.mark.parametrize("form", FORMS)
+def test_fit_in_a_graph_takes_class_weights(form):
     x, y = np.ones((10, 3), "float32"), np.arange(10) % 2
-    [part] = parts_of((x, y), 1, batch_size=4)
+    [part] = parts_of((x, y), 1, form, batch_size=4)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, activation="softmax")])
     model.compile("sgd", "sparse_categorical_crossentropy")
-    history = model.fit(part, epochs=2, class_weight={0: 1.0, 1: 2.0}, verbose=0)
+    history = model.fit(part, epochs=2, class_weight={0: 1.0, 1: 2.0}, verbose=0, shuffle=False)
     assert np.isfinite(history.history["loss"]).all()
     assert model.predict(part, verbose=0).shape == (10, 2)
 

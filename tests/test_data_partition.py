@@ -94,6 +94,16 @@ def test_a_limited_plan_has_the_first_steps_of_the_whole_one(shape, batch_size, 
             assert list(limited.order(1, 0)) == list(plan.order(1, 0)[: limited.count])
 
 
+@given(totals_and_sizes(), batch_sizes)
+def test_a_step_of_all_ranks_is_a_batch_of_one_process(shape, batch_size):
+    total, size = shape
+    epochs = [epoch_of(plan, seed=None) for plan in plans(total, size, batch_size, "uneven")]
+    for step, batches in enumerate(zip(*epochs, strict=True)):
+        start = step * size * batch_size
+        stop = total if step == len(epochs[0]) - 1 else start + size * batch_size
+        assert sorted(np.concatenate(batches)) == list(range(start, stop))
+
+
 def test_without_a_seed_the_order_is_that_of_the_data():
     assert list(plan_samples(10, 3, 1, 2, "uneven").order(None, 5)) == [1, 4, 7]
     assert list(plan_samples(10, 3, 1, 2, "pad").order(None, 5)) == [1, 4, 7, 1]

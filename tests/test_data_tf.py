@@ -9,7 +9,7 @@ from keras_dist.data import tf_order
 from keras_dist.data.terms import Terms
 from keras_dist.data.tf_dataset import TfSource
 
-SIZES = [1, 2, 3, 4]
+SIZES = [1, 3, 4]
 
 
 def numbers(count):
@@ -53,7 +53,7 @@ def flat(epochs):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("total", "batch_size"), [(23, 4), (24, 4), (17, 4), (19, 1), (5, 9)])
+@pytest.mark.parametrize(("total", "batch_size"), [(23, 4), (24, 4), (17, 4), (5, 9)])
 def test_uneven_hands_out_every_sample_once(size, total, batch_size):
     parts = parts_of(numbers(total), size, batch_size=batch_size)
     for _ in range(2):
@@ -66,7 +66,7 @@ def test_uneven_hands_out_every_sample_once(size, total, batch_size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("total", "batch_size"), [(23, 4), (24, 4), (17, 4), (19, 1), (5, 9)])
+@pytest.mark.parametrize(("total", "batch_size"), [(23, 4), (24, 4), (17, 4), (5, 9)])
 def test_pad_repeats_the_stated_number_of_samples(size, total, batch_size):
     parts = parts_of(numbers(total), size, batch_size=batch_size, remainder="pad")
     epochs = [epoch_of(part) for part in parts]
@@ -77,7 +77,7 @@ def test_pad_repeats_the_stated_number_of_samples(size, total, batch_size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("total", "batch_size"), [(23, 4), (24, 4), (17, 4), (19, 1), (5, 9)])
+@pytest.mark.parametrize(("total", "batch_size"), [(23, 4), (24, 4), (17, 4), (5, 9)])
 def test_drop_makes_full_batches_of_a_known_shape(size, total, batch_size):
     parts = parts_of(numbers(total), size, batch_size=batch_size, remainder="drop")
     epochs = [epoch_of(part) for part in parts]
@@ -140,7 +140,7 @@ def test_the_shuffle_buffer_can_be_set():
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("total", [16, 17, 23, 24, 31, 32])  # of batches of 4: 4 to 8
+@pytest.mark.parametrize("total", [16, 17, 23, 32])  # in batches of 4
 @pytest.mark.parametrize("remainder", ["uneven", "pad", "drop"])
 def test_batches_are_dealt_out(size, total, remainder):
     count = -(-total // 4)
@@ -172,17 +172,20 @@ def test_fewer_batches_than_ranks_share_their_rows():
     assert [[len(batch) for batch in epoch] for epoch in padded] == [[6], [3], [6]]
 
 
-def test_a_pool_of_nested_and_sparse_rows():
-    rows = {"x": np.arange(14), "s": tf.sparse.from_dense(np.eye(14))}
+@pytest.mark.parametrize("remainder", ["uneven", "pad"])
+def test_the_last_round_of_nested_sparse_and_ragged_rows(remainder):
+    ragged = tf.ragged.constant([[i] * (i % 3) for i in range(14)])
+    sparse = tf.sparse.from_dense(np.eye(14))
+    rows = ({"r": ragged, "s": sparse}, np.arange(14))
     dataset = tf.data.Dataset.from_tensor_slices(rows).batch(2)
     taken = []
-    for part in parts_of(dataset, 4):
-        for batch in part:
-            taken += batch["x"].numpy().tolist()
-            np.testing.assert_array_equal(
-                tf.sparse.to_dense(batch["s"]).numpy(), np.eye(14)[batch["x"]]
-            )
-    assert sorted(taken) == list(range(14))
+    for part in parts_of(dataset, 4, remainder=remainder):
+        for batch, labels in part:
+            taken += labels.numpy().tolist()
+            assert batch["r"].to_list() == [[n] * (n % 3) for n in labels.numpy()]
+            dense = tf.sparse.to_dense(batch["s"]).numpy()
+            np.testing.assert_array_equal(dense, np.eye(14)[labels])
+    assert sorted(taken) == sorted([*range(14), *([8, 9] if remainder == "pad" else [])])
 
 
 @pytest.mark.parametrize("remainder", ["uneven", "pad", "drop"])

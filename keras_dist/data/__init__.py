@@ -4,6 +4,7 @@ Knows which kind of data is handed to which module; imports no framework before 
 comes in.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,19 +58,21 @@ def shard(
       `ceil(floor(N / n) / b)` steps, the last with 1 to b + 1 samples on each rank.
       Batches of the user: the last round and what is left after it are pooled, and the last
       step has an even share of their rows, up to twice a batch; rows of differing shapes
-      need `"pad"` or `"drop"`. Files: the rank that holds most sets the number of steps,
-      and the others spread their samples over as many, in smaller batches.
+      need `"pad"` or `"drop"`. Single samples and a `batch_size` are cheaper. Files: the
+      rank that holds most sets the number of steps, and the others spread their samples
+      over as many, in smaller batches.
     - `"pad"`: every sample at least once, and the batches of a step are equally large on all
       ranks. Ranks with one sample less repeat one of theirs: `n * ceil(N / n) - N` in all.
-      Batches of the user: as many of the last batches are handed out again as ranks have
-      none. Files: every rank repeats its own until all have as many as the rank with most.
+      Batches of the user, whatever their size: as many of the last are handed out again as
+      ranks have none. Files: every rank repeats its own until all have as many as the rank
+      with most.
     - `"drop"`: all batches are full, on all ranks. The last `N % n` samples are left out,
       and of the rest what does not fill a batch, another choice each epoch when shuffled.
       With fewer than b samples a rank has one batch of `floor(N / n)`. Batches of the user:
       the last `N % n` are left out, whatever their size.
 
-    A model sees an exact average over all samples of a step where the batches of the step
-    are equally large on all ranks.
+    Unshuffled, the batches of all ranks at step k are together batch k of one process with
+    batch size `n * b`; only a last one with fewer samples than ranks joins the one before.
 
     Collective: every rank, with the same arguments; blocks, to make sure that all ranks have
     the same data in the same order. An error on one rank is raised on all.
@@ -97,7 +100,8 @@ def shard(
             to as many as fit into 256 MiB, at most 65536. Arrays are shuffled completely.
 
     Returns:
-        See the table.
+        See the table. Of a `tf.data.Dataset` Keras notes, as a warning, that `fit` does not
+        shuffle it; pass `shuffle=False` to `fit` to be spared.
 
     Raises:
         DataError: the data is too small, endless, of unknown length, of unequal lengths or
@@ -124,7 +128,12 @@ def shard(
         terms = Terms(batch_size, shuffle, seed, remainder, steps, reader, shuffle_buffer)
         return _source(data, terms)
 
-    return agreement.prepare(survey)
+    part = agreement.prepare(survey)
+    if _is_tf_dataset(part):
+        # `fit` shuffles arrays only and says so of every other data, on every rank and in
+        # every call; what comes from here has been shuffled as its caller wanted.
+        warnings.filterwarnings("ignore", "`shuffle=True` was passed, but will be ignored")
+    return part
 
 
 def _source(data: Any, terms: Terms) -> agreement.Source:

@@ -77,7 +77,8 @@ class Terms:
     def facts(self) -> list[Fact]:
         """Returns the arguments on which all ranks must agree."""
         names = ("batch_size", "shuffle", "seed", "remainder", "steps", "shuffle_buffer")
-        return [Fact(name, getattr(self, name)) for name in names]
+        facts = [Fact(name, getattr(self, name)) for name in names]
+        return [*facts, Fact("the use of a reader", self.reader is not None)]
 
     def explain(self, expected: str, received: str, remedy: str) -> str:
         """Returns the text of an error at this rank."""

@@ -262,37 +262,36 @@ def _with_first_again(rows: Any) -> Any:
 
 
 def _dealt(dataset: tf.data.Dataset, deal: Deal, terms: Terms) -> tf.data.Dataset:
-    """Returns this rank's batches; the last step is made of what does not come out even."""
-    size, rank = terms.size, terms.rank
-    if deal.lent:
-        mine = deal.dealt + rank % deal.lent
-        numbered = dataset.enumerate()
-        numbered = numbered.filter(
-            lambda i, _: tf.where(i < deal.dealt, i % size == rank, i == mine)
-        )
-        return numbered.map(lambda _, batch: batch)
-    if deal.pooled:
-        numbered = dataset.enumerate()
-        numbered = numbered.filter(lambda i, _: (i >= deal.dealt) | (i % size == rank))
-        return numbered.group_by_window(
-            key_func=lambda i, _: tf.minimum(i, deal.dealt),
-            reduce_func=lambda key, window: _pooled(key, window, deal, terms),
-            window_size_func=lambda key: tf.where(
-                key < deal.dealt, np.int64(1), np.int64(deal.pooled)
-            ),
-        )
-    return dataset.take(deal.dealt).shard(size, rank)
+    """Returns this rank's batches; the last step is made of what does not come out even.
+
+    A window of batches for each step: a round, and under the last one the pool as well.
+    """
+    if deal.pooled == deal.lent == 0:
+        return dataset.take(deal.dealt).shard(terms.size, terms.rank)
+    width = deal.pooled or terms.size
+    windows = dataset.window(width, shift=terms.size, drop_remainder=deal.pooled > 0)
+
+    def hand_out(step: tf.Tensor, window: Any) -> tf.data.Dataset:
+        batches = tf.data.Dataset.zip(window)
+        is_last = step == deal.steps - 1
+        if deal.lent:
+            return batches.skip(_either(is_last, terms.rank % deal.lent, terms.rank)).take(1)
+        whole = batches.skip(terms.rank).take(_either(is_last, 0, 1))
+        return whole.concatenate(_share_of_rows(batches, is_last, terms))
+
+    return windows.enumerate().flat_map(hand_out)
 
 
-def _pooled(key: tf.Tensor, window: tf.data.Dataset, deal: Deal, terms: Terms) -> tf.data.Dataset:
-    """Returns a batch of its own as it is, and of the pool this rank's share of the rows."""
-    batches = window.map(lambda _, batch: batch)
-    own = tf.cast(key < deal.dealt, tf.int64)
-    rows = batches.skip(own).unbatch()
-    count = _counted(rows)
+def _share_of_rows(batches: tf.data.Dataset, wanted: tf.Tensor, terms: Terms) -> tf.data.Dataset:
+    """Returns one batch of this rank's even share of the rows; none unless it is wanted."""
+    rows = batches.unbatch()
+    count = tf.cond(wanted, lambda: _counted(rows), lambda: np.int64(0))
     start, stop = count * terms.rank // terms.size, count * (terms.rank + 1) // terms.size
-    share = rows.skip(start).take(stop - start).batch(tf.maximum(stop - start, 1))
-    return batches.take(own).concatenate(share)
+    return rows.skip(start).take(stop - start).batch(tf.maximum(stop - start, 1))
+
+
+def _either(condition: tf.Tensor, count: int, otherwise: int) -> tf.Tensor:
+    return tf.where(condition, np.int64(count), np.int64(otherwise))
 
 
 # --- The end of an epoch
