@@ -15,7 +15,7 @@ Names are imported when they are used, so that importing keras_dist costs no fra
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from keras_dist import launcher
+from keras_dist import ending, launcher
 from keras_dist._version import __version__
 
 if TYPE_CHECKING:
@@ -91,7 +91,10 @@ _ROOMS = {
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}
 
+# Under a launcher two things cannot wait until keras_dist is used.
 launcher.limit_threads()
+if (announced := launcher.announced_size()) is not None and announced.size > 1:
+    ending.watch()
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist import _engine, config, runtime
+from keras_dist import _engine, config, errors, runtime
 
 __all__ = [
     "allgather",
@@ -76,7 +76,7 @@ def grouped_allreduce(
         ArgumentTypeError: `op` is not defined for a dtype.
     """
     comm = runtime.communicator()
-    arrays = [np.asarray(value) for value in values]
+    arrays = [_as_array(value) for value in values]
     names = [name or "value"] if len(arrays) == 1 else _numbered(name or "values", len(arrays))
     parsed = _engine.parse_op(op, comm.where())
     return _engine.allreduce(comm, arrays, names, parsed, config.settings().bucket_nbytes, name)
@@ -98,7 +98,7 @@ def allgather(value: Any, name: str | None = None) -> np.ndarray:
         MismatchError: the ranks differ; raised on every rank.
         ArgumentError: `value` is a scalar.
     """
-    return _engine.allgather(runtime.communicator(), np.asarray(value), name or "value", name)
+    return _engine.allgather(runtime.communicator(), _as_array(value), name or "value", name)
 
 
 def broadcast(value: Any, root_rank: int = 0, name: str | None = None) -> np.ndarray:
@@ -119,7 +119,7 @@ def broadcast(value: Any, root_rank: int = 0, name: str | None = None) -> np.nda
         ArgumentError: `root_rank` is not a rank.
     """
     comm = runtime.communicator()
-    return _engine.broadcast(comm, [np.asarray(value)], [name or "value"], root_rank, key=name)[0]
+    return _engine.broadcast(comm, [_as_array(value)], [name or "value"], root_rank, key=name)[0]
 
 
 def barrier() -> None:
@@ -157,6 +157,20 @@ def allgather_object(value: Any, name: str | None = None) -> list[Any]:
         MismatchError: the ranks differ; raised on every rank.
     """
     return _engine.allgather_object(runtime.communicator(), value, name)
+
+
+def _as_array(value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                "a number or an array of one shape",
+                f"{type(value).__name__} ({error})",
+                "Pass rows of equal length.",
+            )
+        ) from error
 
 
 def _numbered(name: str, count: int) -> list[str]:

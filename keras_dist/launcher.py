@@ -9,7 +9,13 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
-__all__ = ["Announcement", "announced_local_size", "announced_size", "limit_threads"]
+__all__ = [
+    "Announcement",
+    "announced_local_size",
+    "announced_size",
+    "has_sized_threads",
+    "limit_threads",
+]
 
 # Launcher, variable with the number of ranks. The first that is present wins: a process
 # started by mpirun inside a Slurm allocation carries both kinds.
@@ -19,7 +25,11 @@ SIZES = (
     ("srun", "SLURM_STEP_NUM_TASKS"),
     ("Slurm", "SLURM_NTASKS"),
 )
+THREADS = "TF_NUM_INTRAOP_THREADS"
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+
+
+_sized = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +79,19 @@ def limit_threads() -> None:
     `keras_dist.init()` in a script that leaves `init` to keras_dist; only an environment
     variable set at import reaches it in time.
     """
+    global _sized
     local_size = announced_local_size()
-    if local_size > 1:
+    if local_size > 1 and THREADS not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
         everything = os.cpu_count() or 1
         share = cores if 0 < cores < everything else max(1, everything // local_size)
-        os.environ.setdefault("TF_NUM_INTRAOP_THREADS", str(share))
+        os.environ[THREADS] = str(share)
+        _sized = True
+
+
+def has_sized_threads() -> bool:
+    """Tells whether the pool's size in the environment is ours, and not the user's choice."""
+    return _sized
 
 
 def _number(text: str | None) -> int | None:

@@ -70,9 +70,6 @@ class GradientReduction:
         self.variables: Sequence[Any] = ()
         self._plans: dict[Any, _engine.FusedAllreduce] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "GradientReduction":
-        return GradientReduction(self.op)
-
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Reduces gradients, one for each variable; `None` stays `None`."""
         if runtime.size() == 1:
@@ -94,7 +91,7 @@ class GradientReduction:
         self, names: Sequence[str], specs: Sequence[tuple[tuple[int, ...], np.dtype]]
     ) -> _engine.FusedAllreduce:
         comm = runtime.communicator()
-        key = (id(comm), tuple(names), tuple(specs))
+        key = (comm, tuple(names), tuple(specs))
         if key not in self._plans:
             self._plans[key] = _engine.FusedAllreduce(
                 comm,
@@ -117,6 +114,12 @@ class _Distributed:
     """The override that makes an optimizer distributed. Comes before the user's class."""
 
     _keras_dist: GradientReduction
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an optimizer of the user's class, not distributed, from a configuration."""
+        base: Any = cls.__bases__[1]
+        return base.from_config(*args, **kwargs)
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
         # `_clip_gradients`, the one call between accumulation and update, is not told of

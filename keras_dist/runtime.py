@@ -5,16 +5,13 @@ before `init` was called initialises keras_dist with its defaults. Knows how to 
 that was started wrongly; does not move data.
 """
 
-import atexit
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
-from keras_dist import _backends, _engine, config, errors, launcher
+from keras_dist import _backends, _engine, config, ending, errors, launcher
 
 __all__ = [
     "communicator",
@@ -72,17 +69,16 @@ def init(comm: Any | Sequence[int] | None = None) -> None:
         _engine.start_mpi(mpi)
     if comm is None and not alone:
         _check_ranks(mpi)
-    _communicator = _engine.Communicator(mpi, _as_comm(mpi, comm))
+    joined = _engine.Communicator(mpi, _as_comm(mpi, comm))
+    _take_device(joined)
+    _communicator = joined
     if mpi is None and not alone:
         notify(
             f"keras_dist runs as one process: no MPI library was found "
             f"({_engine.mpi_failure()}). For several ranks install one, for example "
             f"with: pip install 'keras_dist[mpich]'"
         )
-    if _communicator.size > 1:
-        _end_together()
-    _take_device(_communicator)
-    atexit.register(_forget)
+    ending.watch()
 
 
 def shutdown() -> None:
@@ -91,9 +87,10 @@ def shutdown() -> None:
     Collective: every rank. MPI itself stays up until the process ends. Does nothing when
     keras_dist is not initialised.
     """
+    global _communicator
     if _communicator is not None:
         _communicator.free()
-        _forget()
+        _communicator = None
 
 
 def is_initialized() -> bool:
@@ -247,8 +244,10 @@ def _take_device(comm: _engine.Communicator) -> None:
         if trouble is not None:
             _log.warning("%s %s", comm.where(), trouble)
     if comm.size > 1 or settings.threads:
+        # The size that was put into the environment at import was a guess, and no choice.
         backend.limit_threads(
-            settings.threads or _cores_of_this_rank(comm), override=settings.threads > 0
+            settings.threads or _cores_of_this_rank(comm),
+            override=settings.threads > 0 or launcher.has_sized_threads(),
         )
 
 
@@ -267,30 +266,3 @@ def _cores_of_this_rank(comm: _engine.Communicator) -> int:
         for core in mine
     )
     return max(1, int(share + 1e-6))
-
-
-def _end_together() -> None:
-    """Makes an uncaught exception on one rank end all ranks; the others would wait for ever.
-
-    An error that every rank raises is left to end each of them by itself, so that all can
-    say what they saw.
-    """
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if _communicator is None or _communicator.size == 1:
-            previous(kind, error, trace)
-            return
-        text = "".join(traceback.format_exception(kind, error, trace))
-        mark = f"[{_communicator.rank}] "
-        sys.stderr.write("".join(mark + line for line in text.splitlines(keepends=True)))
-        sys.stderr.flush()
-        if not isinstance(error, errors.MismatchError | errors.CheckpointError):
-            _communicator.abort()
-
-    sys.excepthook = hook
-
-
-def _forget() -> None:
-    global _communicator
-    _communicator = None

@@ -17,6 +17,9 @@ from keras_dist.reduction import is_distributed, move_outwards
 __all__ = ["watch_models"]
 
 
+TRACED_FOR = "_keras_dist_traced_for"
+
+
 @functools.cache
 def watch_models() -> None:
     """Makes every Keras model of this process ready for a distributed optimizer."""
@@ -25,7 +28,14 @@ def watch_models() -> None:
     @functools.wraps(original)
     def make_train_function(self: keras.Model, force: bool = False) -> Any:
         move_outwards(self.optimizer)
-        if runtime.size() == 1 or not is_distributed(self.optimizer) or not self.jit_compile:
+        if not is_distributed(self.optimizer):
+            return original(self, force)
+        # A step that was traced before the optimizer was wrapped, or for ranks that have
+        # been left since, holds no reduction, or one among those ranks.
+        reduction = (self.optimizer._keras_dist, runtime.communicator())
+        force = force or self.__dict__.get(TRACED_FOR) != reduction
+        self.__dict__[TRACED_FOR] = reduction
+        if runtime.size() == 1 or not self.jit_compile:
             return original(self, force)
         _say_once()
         # Only the train step meets the host; evaluate and predict may still be compiled.

@@ -145,6 +145,73 @@ collectives.allreduce(1.0)
     assert f"[{ranks - 1}] RuntimeError: this rank is broken" in job.stdout
 
 
+@pytest.mark.parametrize("ending", ["raise SystemExit(0)", "raise SystemExit(1)", "pass"])
+def test_a_rank_that_leaves_early_ends_the_job_with_the_reason(run_ranks, ending):
+    text = f"""
+from keras_dist import collectives
+if runtime.rank() == 1:
+    {ending}
+else:
+    collectives.allreduce(1.0, name="loss")
+"""
+    start = time.monotonic()
+    job = run_ranks(2, *script(text)[1:])
+    assert time.monotonic() - start < 30
+    assert job.returncode != 0
+    assert (
+        "[rank 1 of 2] Expected allreduce('loss') as on rank 0. Received: the end of the script. "
+        "Every rank must make the same calls and the same number of steps"
+    ) in job.stdout
+
+
+def test_ranks_that_end_at_different_times_end_well(run_ranks):
+    job = run_ranks(3, *script("import time; time.sleep(runtime.rank() * 0.3)")[1:])
+    assert (job.returncode, job.stdout) == (0, "")
+
+
+def test_an_exception_before_init_ends_the_others(run_ranks):
+    text = """
+import os
+if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+    raise RuntimeError("broken before init")
+runtime.init()
+"""
+    start = time.monotonic()
+    job = run_ranks(2, *script(text)[1:])
+    assert time.monotonic() - start < 30
+    assert job.returncode != 0
+    assert "RuntimeError: broken before init" in job.stdout
+
+
+BAD_TRAINING = {
+    "model": "keras.layers.Dense(4 + keras_dist.rank(), name='hidden')",
+    "samples": "keras.layers.Dense(4, name='hidden')",
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "samples", "message"),
+    [
+        ("model", 8, "as on rank 0. Received: (6, 5). Build the same model"),
+        ("samples", 1, "Expected at least "),
+    ],
+)
+def test_bad_training_ends_the_job_with_the_reason_on_every_rank(run_ranks, case, samples, message):
+    text = f"""
+import keras, numpy as np, keras_dist
+keras_dist.init()
+model = keras.Sequential([keras.Input((6,)), {BAD_TRAINING[case]}, keras.layers.Dense(1)])
+model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+data = keras_dist.data.shard((np.ones(({samples}, 6)), np.ones(({samples}, 1))))
+model.fit(data, verbose=0, callbacks=keras_dist.callbacks())
+"""
+    job = run_ranks(2, "-c", text)
+    assert job.returncode != 0
+    for rank in range(2):
+        last_words = [line for line in job.stdout.splitlines() if line.startswith(f"[{rank}] ")]
+        assert message in last_words[-1], job.stdout
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

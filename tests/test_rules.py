@@ -28,12 +28,13 @@ DATA = (
 FACE = "numpy .runtime ._backends ._engine .errors"
 TABLE = [
     # room                     may import                                     inside functions
-    (".",                      ".launcher ._version",                         ".*"),
+    (".",                      ".ending .launcher ._version",                         ".*"),
     ("._version",              "",                                            ""),
     (".errors",                "",                                            ""),
     (".config",                ".errors",                                     ""),
     (".launcher",              ".errors",                                     ""),
-    (".runtime",     "numpy ._engine ._backends .config .errors .launcher",   ""),
+    (".ending",                ".errors",               ".launcher .runtime ._engine"),
+    (".runtime",     "numpy ._engine ._backends .config .ending .errors .launcher",   ""),
     ("._engine.communicator",  f"{ENGINE} mpi4py",                            ""),
     ("._engine.collectives.*", f"{ENGINE} mpi4py",                            ""),
     ("._engine.*",             ENGINE,                                        ""),

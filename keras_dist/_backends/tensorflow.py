@@ -78,6 +78,8 @@ def reduce_gradients(
             outputs = tf.numpy_function(
                 fused.bound_to(bucket), inputs, [tensor.dtype for tensor in inputs]
             )
+            if len(members) == 1 and not isinstance(outputs, list | tuple):
+                outputs = [outputs]  # an eager call gives a single output bare
             for i, output in zip(members, outputs, strict=True):
                 output.set_shape(shapes[i])
                 reduced[i] = output

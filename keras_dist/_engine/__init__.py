@@ -8,6 +8,7 @@ from keras_dist._engine.collectives.allgather import allgather
 from keras_dist._engine.collectives.allreduce import FusedAllreduce, allreduce
 from keras_dist._engine.collectives.barrier import barrier
 from keras_dist._engine.collectives.broadcast import broadcast
+from keras_dist._engine.collectives.end import at_the_end
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
 from keras_dist._engine.collectives.slices import reduce_slices
 from keras_dist._engine.communicator import Communicator, library, load_mpi, mpi_failure, start_mpi
@@ -21,6 +22,7 @@ __all__ = [
     "allgather",
     "allgather_object",
     "allreduce",
+    "at_the_end",
     "barrier",
     "broadcast",
     "broadcast_object",

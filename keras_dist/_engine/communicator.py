@@ -17,7 +17,6 @@ __all__ = ["Communicator", "library", "load_mpi", "mpi_failure", "start_mpi"]
 
 SPIN_SECONDS = 100e-6  # poll this long before giving the core away
 NAP_SECONDS = 50e-6
-GRACE_SECONDS = 0.5  # an error of all ranks reaches them at about the same time
 
 _failure: str | None = None
 
@@ -81,6 +80,7 @@ class Communicator:
         self.local_rank, self.local_size = 0, 1
         self.cross_rank, self.cross_size = 0, 1
         self.is_homogeneous = True
+        self.mismatch: str | None = None  # the text of the last MismatchError
         if mpi is None:
             return
         self.world = (comm if comm is not None else mpi.COMM_WORLD).Dup()
@@ -98,11 +98,6 @@ class Communicator:
         """Gives the duplicate back. Collective: every rank must call it."""
         if self.mpi is not None:
             self.world.Free()
-
-    def abort(self) -> None:
-        """Ends every rank of the job, after a moment in which they may speak as well."""
-        time.sleep(GRACE_SECONDS)
-        self.mpi.COMM_WORLD.Abort(1)
 
     def where(self) -> str:
         """Returns the place of this rank for messages, such as `[rank 1 of 4]`."""

@@ -63,6 +63,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.staircase = staircase or not callable(multiplier)
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
+        self._steps = steps_per_epoch or 1
         self._epoch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -79,9 +80,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                     "Use either a schedule in the optimizer or this callback.",
                 )
             )
-        if self.steps_per_epoch is None:
-            self.steps_per_epoch = self.params.get("steps")
-        if self.steps_per_epoch is None and not self.staircase:
+        steps = self.steps_per_epoch or self.params.get("steps")
+        self._steps = steps or 1
+        if steps is None and not self.staircase:
             raise errors.ArgumentError(
                 errors.explain(
                     runtime.where(),
@@ -102,7 +103,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         ):
             return
         if not self.staircase:
-            self._set_rate(self._rate(self._epoch + batch / (self.steps_per_epoch or 1)))
+            self._set_rate(self._rate(self._epoch + batch / self._steps))
         elif batch == 0:
             self._set_rate(self._rate(self._epoch))
 
@@ -170,7 +171,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def _growth(self, epoch: float) -> float:
         ranks = runtime.size()
-        done = epoch + 1 / (self.steps_per_epoch or 1)
+        done = min(epoch + 1 / self._steps, self.warmup_epochs)
         return (1 + done * (ranks - 1) / self.warmup_epochs) / ranks
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

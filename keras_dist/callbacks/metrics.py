@@ -21,10 +21,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
     it. The states of all ranks are added, so loss, accuracy or AUC are exact also when the
     ranks hold different numbers of samples; an average of the ranks' results would not be.
     Every callback sees these logs, wherever it stands in the list. What a custom
-    `train_step` returns beside the model's metrics is averaged.
+    `train_step` returns beside the model's metrics is averaged, and so is a metric that
+    keeps its state in variables which are not to be added (`aggregation="none"`).
 
     Collective: every rank must pass it to `fit` or `evaluate`. It acts between the begin
-    and the end of these two, so `evaluate` without it is this rank's own affair.
+    and the end of these two, so `evaluate` without it is this rank's own affair; but after
+    a fit that ended in an exception it acts once more, until the next fit or evaluate with it.
 
     Args:
         device: accepted for scripts written for Horovod; has no effect.
@@ -74,11 +76,14 @@ def _exact(model: keras.Model, result: Callable[[Any], Any]) -> Callable[[Any], 
         for variable, value in zip(variables, _reduced(variables, own), strict=True):
             variable.assign(value)
         try:
-            combined = result(logs)
+            combined = dict(result(logs))
+            exact = model.get_metrics_result()
         finally:
             for variable, value in zip(variables, own, strict=True):
                 variable.assign(value)
-        return _averaged(combined) if combined is logs else combined
+        # A custom step may return more than metrics, or the values of its last batch.
+        combined.update({name: exact[name] for name in combined if name in exact})
+        return _averaged(combined)
 
     return exact_result
 
@@ -94,7 +99,11 @@ def _reduced(variables: list[Any], values: list[np.ndarray]) -> list[np.ndarray]
 
 
 def _averaged(logs: dict[str, Any]) -> dict[str, Any]:
-    """Averages the numbers of a log in the order of their names, the same on every rank."""
+    """Averages the numbers of a log, in the order of their names.
+
+    It leaves metrics that are exact, and so equal on all ranks, as they are; the others come
+    out equal as well, and callbacks that decide by them decide alike.
+    """
     arrays = {name: np.asarray(keras.ops.convert_to_numpy(logs[name])) for name in sorted(logs)}
     scalars = {n: a.astype(np.float64) for n, a in arrays.items() if a.ndim == 0}
     values = _reduce(list(scalars.values()), list(scalars), _engine.ReduceOp.AVERAGE)

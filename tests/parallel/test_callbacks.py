@@ -1,7 +1,6 @@
 """Callbacks on real ranks that see different data."""
 
 import io
-import math
 import os
 import stat
 from contextlib import redirect_stdout
@@ -122,8 +121,6 @@ def test_a_model_that_cannot_be_built_from_its_data_says_so():
 
 # --- Metrics
 
-METRICS = {"weighted_metrics": ["accuracy"], "metrics": ["accuracy"]}
-
 
 def binary_model(rate=0.0):
     keras.utils.set_random_seed(1)
@@ -140,36 +137,15 @@ def test_logs_equal_those_of_one_process_over_all_the_data(samples):
     y = (y > 0).astype("float32")
     model = binary_model()  # the rate is 0, so the weights do not change during the epoch
     expected = model.evaluate(x, y, verbose=0, return_dict=True)
-    own_x, own_y = part(x, y)
-    history = (
-        model.fit(
-            own_x,
-            own_y,
-            batch_size=8,
-            steps_per_epoch=None,
-            validation_data=(own_x, own_y),
-            verbose=0,
-            callbacks=[MetricAverageCallback()],
-        ).history
-        if steps_agree(len(x), 8)
-        else None
-    )
-    evaluated = model.evaluate(
-        own_x, own_y, batch_size=8, verbose=0, return_dict=True, callbacks=[MetricAverageCallback()]
-    )
+    own = keras_dist.data.shard((x, y), batch_size=8)
+    callbacks = [MetricAverageCallback()]
+    history = model.fit(own, validation_data=own, verbose=0, callbacks=callbacks).history
+    evaluated = model.evaluate(own, verbose=0, return_dict=True, callbacks=callbacks)
     for name, value in expected.items():
         assert evaluated[name] == pytest.approx(value, rel=1e-6), name
-        if history is not None:
-            assert history[name][0] == pytest.approx(value, rel=1e-6), name
-            assert history[f"val_{name}"][0] == pytest.approx(value, rel=1e-6), name
+        assert history[name][0] == pytest.approx(value, rel=1e-6), name
+        assert history[f"val_{name}"][0] == pytest.approx(value, rel=1e-6), name
     assert agreed(evaluated)
-
-
-def steps_agree(samples, batch):
-    """Whether ranks that deal out samples one by one make the same number of steps."""
-    n = keras_dist.size()
-    counts = {math.ceil(math.ceil((samples - rank) / n) / batch) for rank in range(n)}
-    return len(counts) == 1
 
 
 def test_own_states_are_put_back_and_evaluate_alone_is_local():
@@ -195,6 +171,46 @@ def test_what_a_custom_step_returns_is_averaged():
     model.compile(optimizer, "sparse_categorical_crossentropy")
     history = model.fit(*make_data(8), verbose=0, callbacks=keras_dist.callbacks()).history
     assert history["rank"] == [pytest.approx((keras_dist.size() - 1) / 2)]
+
+
+def test_a_custom_step_keeps_exact_metrics_beside_its_own_values():
+    class Custom(keras.Model):
+        def train_step(self, data):
+            return {**super().train_step(data), "rank": float(keras_dist.rank())}
+
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((6,))
+    model = Custom(inputs, keras.layers.Dense(1, activation="sigmoid")(inputs))
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    model.compile(optimizer, "binary_crossentropy", metrics=[keras.metrics.AUC(name="auc")])
+    x, y = make_data(8 * keras_dist.size() + 1)
+    y = (y > 0).astype("float32")
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    callbacks = keras_dist.callbacks()
+    own_x, own_y = part(x, y)  # one step on every rank, of 8 or 9 samples
+    history = model.fit(own_x, own_y, batch_size=9, verbose=0, callbacks=callbacks).history
+    assert history["auc"][0] == pytest.approx(expected["auc"], rel=1e-6)
+    assert history["loss"][0] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_a_metric_that_cannot_be_added_is_equal_on_all_ranks():
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="largest")
+            self.value = keras.Variable(0.0, trainable=False, aggregation="none")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_true)))
+
+        def result(self):
+            return self.value + 0
+
+    model = distributed(metrics=[Largest()])
+    x, y = make_data(8)
+    y[:] = keras_dist.rank() % CLASSES
+    result = model.evaluate(x, y, verbose=0, return_dict=True, callbacks=keras_dist.callbacks())
+    expected = np.mean([rank % CLASSES for rank in range(keras_dist.size())])
+    assert result["largest"] == pytest.approx(expected)
 
 
 def test_callbacks_that_decide_by_metrics_decide_alike():
@@ -244,7 +260,7 @@ def rates_of(*callbacks, epochs, steps=5, model=None, **fit_options):
     return np.array(recorder.rates).reshape(-1, steps)
 
 
-@pytest.mark.parametrize("warmup_epochs", [1, 3])
+@pytest.mark.parametrize("warmup_epochs", [0.5, 1, 2.5, 3])
 def test_warmup_rates_equal_the_formula_at_every_batch(warmup_epochs):
     n, steps, rate = keras_dist.size(), 5, 0.1 * keras_dist.size()
     rates = rates_of(LearningRateWarmupCallback(rate, warmup_epochs), epochs=4)
@@ -253,7 +269,13 @@ def test_warmup_rates_equal_the_formula_at_every_batch(warmup_epochs):
             done = min(epoch + (batch + 1) / steps, warmup_epochs)
             expected = rate / n * (1 + done * (n - 1) / warmup_epochs)
             assert rates[epoch, batch] == pytest.approx(expected, rel=1e-6)
-    assert rates[warmup_epochs - 1, -1] == pytest.approx(rate, rel=1e-7)
+    assert rates[-1, -1] == pytest.approx(rate, rel=1e-7)
+
+
+def test_the_steps_of_an_epoch_are_those_of_this_fit():
+    warmup = LearningRateWarmupCallback(0.4, 1)
+    for steps in (5, 2, 10):
+        assert rates_of(warmup, epochs=2, steps=steps)[-1, -1] == pytest.approx(0.4)
 
 
 def test_warmup_resumes_where_it_was():

@@ -1,5 +1,6 @@
 """n ranks with batch b train the weights of one rank with batch n*b."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -19,7 +20,7 @@ from training import (
 )
 
 import keras_dist
-from keras_dist import errors
+from keras_dist import config, errors
 
 BATCH, STEPS = 4, 6
 
@@ -82,11 +83,47 @@ def test_train_on_batch_needs_no_callbacks(options):
     assert_close(weights_of(model), weights_of(plain))
 
 
-def test_evaluate_and_predict_stay_compiled_under_jit_compile():
+@pytest.mark.parametrize("bucket_nbytes", [1, 10**9])
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=str)
+def test_buckets_of_any_size_give_the_same_weights(monkeypatch, bucket_nbytes, options):
+    settings = dataclasses.replace(config.settings(), bucket_nbytes=bucket_nbytes)
+    monkeypatch.setattr(config, "settings", lambda: settings)
+    model, plain = train_both(OPTIMIZERS["sgd"], **options)
+    assert_close(weights_of(model), weights_of(plain))
+
+
+def test_wrapping_after_a_step_was_traced_takes_effect():
+    x, y = data()
+    plain, model = make_model(), make_model()
+    for start in range(0, len(x), BATCH * keras_dist.size()):
+        rows = slice(start, start + BATCH * keras_dist.size())
+        plain.train_on_batch(x[rows], y[rows])
+    # Traced once without a reduction, on nothing that would change a weight.
+    model.optimizer.learning_rate = 0.0
+    model.train_on_batch(x[:BATCH], y[:BATCH])
+    model.optimizer.learning_rate = 0.1
+    keras_dist.DistributedOptimizer(model.optimizer)
+    train_on_batches(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
+    assert_close(weights_of(model), weights_of(plain))
+
+
+def test_a_model_goes_on_after_shutdown_and_init():
+    model = make_model(optimizer=keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    x, y = make_data(8, seed=keras_dist.rank())
+    for _ in range(2):
+        model.fit(x, y, verbose=0, callbacks=keras_dist.callbacks())
+        keras_dist.verify_replicas(model)
+        keras_dist.shutdown()
+        keras_dist.init()
+
+
+def test_jit_compile_stays_set_for_evaluate_and_predict():
     model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.SGD()), jit_compile=True)
     x, y = make_data(BATCH)
     model.train_on_batch(x, y)
     assert model.jit_compile is True
+    model.evaluate(x, y, verbose=0)
+    model.predict(x, verbose=0)
 
 
 def test_a_subclassed_model_that_is_not_built(monkeypatch):
@@ -258,6 +295,13 @@ def test_class_state_and_config_stay():
     assert wrapped.get_config() == config
     for variable, before in zip(wrapped.variables, state, strict=True):
         np.testing.assert_array_equal(np.array(variable), before)
+
+
+def test_a_configuration_makes_an_optimizer_of_the_users_class():
+    wrapped = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    other = type(wrapped).from_config(wrapped.get_config())
+    assert type(other) is keras.optimizers.Adam
+    assert other.get_config() == wrapped.get_config()
 
 
 LOAD_PLAIN = """

@@ -9,6 +9,12 @@ from keras_dist._engine.communicator import Communicator
 __all__ = ["meet"]
 
 
+SAME_STEPS = (
+    "Every rank must make the same calls and the same number of steps: share the data out "
+    "with keras_dist.data.shard, and let all ranks stop and leave alike."
+)
+
+
 def meet(comm: Communicator, call: Call) -> None:
     """Waits for all ranks and checks that they are about to do the same.
 
@@ -31,5 +37,8 @@ def meet(comm: Communicator, call: Call) -> None:
     found = difference(calls)
     if found is not None:
         rank, expected, received = found
+        same = calls[rank].operation == calls[0].operation
+        remedy = calls[0].remedy if same else SAME_STEPS
         where = f"[rank {rank} of {comm.size}]"
-        raise errors.MismatchError(errors.explain(where, expected, received, call.remedy))
+        comm.mismatch = errors.explain(where, expected, received, remedy)
+        raise errors.MismatchError(comm.mismatch)
