@@ -30,8 +30,11 @@ def watch() -> None:
             previous(kind, error, trace)
             return
         _report("".join(traceback.format_exception(kind, error, trace)))
-        # What all ranks raise by agreement ends each of them by itself.
-        if not isinstance(error, errors.MismatchError | errors.CheckpointError):
+        if isinstance(error, errors.MismatchError | errors.CheckpointError):
+            return  # raised by agreement: it ends each rank by itself
+        # A launcher ends the others as soon as one is gone; let them say the same first.
+        time.sleep(GRACE_SECONDS)
+        if not isinstance(error, errors.LaunchError):  # then MPI had better be left alone
             _end_all()
 
     sys.excepthook = hook
@@ -79,13 +82,13 @@ def _leave(pid: int) -> None:
         _engine.at_the_end(comm)
     except errors.MismatchError as error:
         _report(f"{error}\n")
+        time.sleep(GRACE_SECONDS)
         _end_all()
 
 
 def _end_all() -> None:
     from keras_dist import _engine
 
-    time.sleep(GRACE_SECONDS)
     mpi = _engine.load_mpi()
     if mpi is not None:
         _engine.start_mpi(mpi)

@@ -55,6 +55,7 @@ def test_mpirun_of_open_mpi_with_the_library_of_mpich():
     assert job.stdout.count("LaunchError: [keras_dist.init] Expected 2 ranks or more") == 2
     assert "as Open MPI's mpirun says (OMPI_COMM_WORLD_SIZE)" in job.stdout
     assert "Received: MPICH Version" in job.stdout
+    assert "Fatal error" not in job.stdout
     assert f"it may be {MPICH / 'mpiexec'}" in job.stdout
 
 
