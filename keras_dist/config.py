@@ -62,6 +62,10 @@ def _positive(text: str) -> int:
     return number
 
 
+def _one_of(*words: str) -> Callable[[str], str]:
+    return lambda text: words[words.index(text.strip().lower())]
+
+
 VARIABLES = (
     Variable(
         "bucket_nbytes",
@@ -85,6 +89,14 @@ VARIABLES = (
         "0 or 1",
     ),
     Variable(
+        "reduce",
+        _one_of("auto", "copy", "mpi"),
+        "auto",
+        "how ranks of one node reduce: each reads the others' memory where that is allowed "
+        "(auto), all copy into shared memory (copy), or through MPI (mpi)",
+        "auto, copy or mpi",
+    ),
+    Variable(
         "single_process",
         _flag,
         "0",
@@ -101,6 +113,7 @@ class Settings:
     bucket_nbytes: int
     threads: int
     pin_device: bool
+    reduce: str
     single_process: bool
 
 

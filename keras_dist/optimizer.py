@@ -68,6 +68,8 @@ def DistributedOptimizer(
                 where, "op to be Average or Sum for gradients", parsed.value, "Use Average."
             )
         )
-    attach(optimizer, GradientReduction(parsed))
+    # What Keras' own optimizers do with a gradient is known.
+    own = type(optimizer).__module__.startswith("keras.src.")
+    attach(optimizer, GradientReduction(parsed, lend=own))
     watch_models()
     return optimizer

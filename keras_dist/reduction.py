@@ -63,10 +63,14 @@ class GradientReduction:
 
     Args:
         op: `ReduceOp.AVERAGE` or `ReduceOp.SUM`.
+        lend: whether gradients may lie in memory that all ranks share, for an optimizer
+            that reads them and does not keep them. TensorFlow's `assign` takes the memory
+            of what it is given, so an optimizer that stores a gradient would store that.
     """
 
-    def __init__(self, op: _engine.ReduceOp):
+    def __init__(self, op: _engine.ReduceOp, lend: bool):
         self.op = op
+        self.lend = lend
         self.variables: Sequence[Any] = ()
         self._plans: dict[Any, _engine.FusedAllreduce] = {}
 
@@ -101,6 +105,7 @@ class GradientReduction:
                 config.settings().bucket_nbytes,
                 operation="the reduction of gradients",
                 remedy=SAME_MODEL,
+                lend=self.lend,
             )
         return self._plans[key]
 

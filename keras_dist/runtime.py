@@ -69,7 +69,7 @@ def init(comm: Any | Sequence[int] | None = None) -> None:
         _engine.start_mpi(mpi)
     if comm is None and not alone:
         _check_ranks(mpi)
-    joined = _engine.Communicator(mpi, _as_comm(mpi, comm))
+    joined = _engine.Communicator(mpi, _as_comm(mpi, comm), config.settings().reduce)
     _take_device(joined)
     _communicator = joined
     if mpi is None and not alone:

@@ -40,6 +40,11 @@ def test_names_of_arrays_are_shown_but_not_compared():
             "float64",
         ),
         (
+            changed(first=True),
+            "allreduce('a', 'b') not for the first time as on rank 0",
+            "for the first time",
+        ),
+        (
             changed(entries=CALL.entries[:1]),
             "2 arrays in allreduce('a', 'b') as on rank 0",
             "1 arrays in allreduce('a')",

@@ -9,7 +9,7 @@ from keras_dist import config, errors
 
 def test_defaults():
     settings = config.parse({})
-    assert settings == config.Settings(25 * 2**20, 0, True, False)
+    assert settings == config.Settings(25 * 2**20, 0, True, "auto", False)
 
 
 def test_values_are_parsed():
@@ -20,7 +20,13 @@ def test_values_are_parsed():
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("BUCKET_NBYTES", "0"), ("BUCKET_NBYTES", "1.5"), ("THREADS", "-1"), ("PIN_DEVICE", "maybe")],
+    [
+        ("BUCKET_NBYTES", "0"),
+        ("BUCKET_NBYTES", "1.5"),
+        ("THREADS", "-1"),
+        ("PIN_DEVICE", "maybe"),
+        ("REDUCE", "ring"),
+    ],
 )
 def test_a_value_that_cannot_be_parsed_is_an_error(name, text):
     with pytest.raises(errors.ArgumentError, match=f"KERAS_DIST_{name} to be .*{text}"):

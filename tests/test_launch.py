@@ -1,12 +1,14 @@
 """How jobs start and end: real processes, their exit codes, what they say, and how soon."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from conftest import launcher
 
 ROOT = Path(__file__).parents[1]
 MPICH = Path(sys.executable).parent
@@ -233,6 +235,27 @@ def test_bad_input_ends_the_job_with_the_reason_on_every_rank(run_ranks, text, m
     for rank in range(2):
         last_words = [line for line in job.stdout.splitlines() if line.startswith(f"[{rank}] ")]
         assert message in last_words[-1], job.stdout
+
+
+def test_killed_ranks_leave_nothing_in_shared_memory(tmp_path):
+    text = f"""
+import os, pathlib
+from keras_dist import collectives
+for turn in range(10**9):
+    collectives.allreduce([1.0] * 100_000)
+    pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()
+"""
+    with subprocess.Popen(
+        [*launcher(), "-n", "2", *script(text)], stderr=subprocess.DEVNULL
+    ) as job:
+        while len(pids := os.listdir(tmp_path)) < 2:
+            assert job.poll() is None
+            time.sleep(0.05)
+        for pid in pids:
+            os.kill(int(pid), signal.SIGKILL)
+        assert job.wait(timeout=30) != 0
+    left = [name for name in os.listdir("/dev/shm") if name.startswith("keras_dist-")]
+    assert not [name for name in left if name.split("-")[2] in pids]
 
 
 # --- The command line

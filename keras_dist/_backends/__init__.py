@@ -48,7 +48,7 @@ class Backend(Protocol):
             names: their variables' names, for messages.
             shapes: their variables' shapes.
             plan: takes names and (shape, dtype) pairs of the dense gradients, gives an
-                object with `buckets` and `bound_to(bucket)`, a numpy function.
+                object with `buckets` and `bound_to(number)`, a numpy function.
             reduce_slices: takes name, values and indices of a sparse gradient, gives
                 values and indices; a numpy function.
 

@@ -72,11 +72,11 @@ def reduce_gradients(
     if dense:
         specs = [(shapes[i], np.dtype(gradients[i].dtype.as_numpy_dtype)) for i in dense]
         fused = plan([names[i] for i in dense], specs)
-        for bucket in fused.buckets:
+        for number, bucket in enumerate(fused.buckets):
             members = [dense[slot.index] for slot in bucket.slots]
             inputs = [gradients[i] for i in members]
             outputs = tf.numpy_function(
-                fused.bound_to(bucket), inputs, [tensor.dtype for tensor in inputs]
+                fused.bound_to(number), inputs, [tensor.dtype for tensor in inputs]
             )
             if len(members) == 1 and not isinstance(outputs, list | tuple):
                 outputs = [outputs]  # an eager call gives a single output bare

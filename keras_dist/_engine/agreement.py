@@ -38,6 +38,7 @@ class Call:
         op: the reduction, when there is one.
         root: the root rank, when there is one.
         key: a name under which the ranks must meet, when the user gave one.
+        first: whether it is the first of its kind, before which memory is made for it.
         remedy: what to do when the ranks differ; shown, not compared.
     """
 
@@ -46,13 +47,14 @@ class Call:
     op: str | None = None
     root: int | None = None
     key: str | None = None
+    first: bool = False
     remedy: str = "Call the same operations in the same order on every rank."
 
     @functools.cached_property
     def digest(self) -> bytes:
         """16 bytes that are equal exactly when the ranks may go on together."""
         arrays = tuple((entry.shape, entry.dtype) for entry in self.entries)
-        meaning = (self.operation, self.op, self.root, self.key, arrays)
+        meaning = (self.operation, self.op, self.root, self.key, self.first, arrays)
         return hashlib.blake2b(repr(meaning).encode(), digest_size=16).digest()
 
     def __str__(self) -> str:
@@ -91,10 +93,13 @@ def _compare(first: Call, other: Call) -> tuple[str, str]:
             return f"{mine.name!r} with shape {mine.shape} as on rank 0", _seen(theirs, mine)
         if mine.dtype != theirs.dtype:
             return f"{mine.name!r} with dtype {mine.dtype} as on rank 0", theirs.dtype
-    return (
-        f"{len(first.entries)} arrays in {first} as on rank 0",
-        f"{len(other.entries)} arrays in {other}",
-    )
+    if len(first.entries) != len(other.entries):
+        return (
+            f"{len(first.entries)} arrays in {first} as on rank 0",
+            f"{len(other.entries)} arrays in {other}",
+        )
+    words = {True: "for the first time", False: "not for the first time"}
+    return f"{first} {words[first.first]} as on rank 0", words[other.first]
 
 
 def _seen(entry: Entry, expected: Entry) -> str:

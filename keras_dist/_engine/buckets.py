@@ -49,9 +49,13 @@ class Bucket:
     def pack(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Copies arrays, one for each slot and in their order, into a new fused buffer."""
         buffer = np.zeros(self.count, self.dtype)
+        self.pack_into(buffer, arrays)
+        return buffer
+
+    def pack_into(self, buffer: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+        """Copies arrays, one for each slot and in their order, into a fused buffer."""
         for slot, array in zip(self.slots, arrays, strict=True):
             buffer[slot.offset : slot.offset + slot.count] = array.reshape(-1)
-        return buffer
 
     def unpack(self, buffer: np.ndarray) -> list[np.ndarray]:
         """Returns the arrays of a fused buffer as views, in the order of the slots."""

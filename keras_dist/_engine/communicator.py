@@ -5,6 +5,7 @@ no message of ours can meet one of the user's. It also holds the node communicat
 that share memory) and, from it, the place of this rank among the nodes.
 """
 
+import logging
 import threading
 import time
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import numpy as np
 
 from keras_dist import errors
+from keras_dist._engine.node import Node, join_node
 
 __all__ = ["Communicator", "library", "load_mpi", "mpi_failure", "start_mpi"]
 
 SPIN_SECONDS = 100e-6  # poll this long before giving the core away
 NAP_SECONDS = 50e-6
 
+_log = logging.getLogger("keras_dist")
 _failure: str | None = None
 
 
@@ -70,17 +73,21 @@ class Communicator:
     Args:
         mpi: mpi4py's `MPI` module; `None` for one process without MPI.
         comm: the communicator to duplicate; `None` for the world.
+        reduce: how ranks of a node reduce: `"auto"`, `"copy"` or `"mpi"`.
     """
 
-    def __init__(self, mpi: Any | None = None, comm: Any | None = None):
+    def __init__(self, mpi: Any | None = None, comm: Any | None = None, reduce: str = "auto"):
         self.mpi: Any = mpi
         # One collective at a time: TensorFlow may call from any of its threads.
         self.lock = threading.RLock()
+        self._explained = False
         self.rank, self.size = 0, 1
         self.local_rank, self.local_size = 0, 1
         self.cross_rank, self.cross_size = 0, 1
         self.is_homogeneous = True
         self.mismatch: str | None = None  # the text of the last MismatchError
+        self.node: Node | None = None
+        self.plans: dict[Any, Any] = {}  # of recent single calls, oldest first
         if mpi is None:
             return
         self.world = (comm if comm is not None else mpi.COMM_WORLD).Dup()
@@ -93,11 +100,28 @@ class Communicator:
         cross.Free()
         sizes = self.world.allgather(self.local_size)
         self.is_homogeneous = len(set(sizes)) == 1
+        if 1 < self.size == self.local_size and reduce != "mpi":
+            self.node, trouble = join_node(
+                self.rank, self.size, self.world.allgather, copy=reduce == "copy"
+            )
+            if self.node is None:
+                self.explain_no_shared_memory(trouble)
 
     def free(self) -> None:
         """Gives the duplicate back. Collective: every rank must call it."""
         if self.mpi is not None:
             self.world.Free()
+
+    def explain_no_shared_memory(self, reason: str | None) -> None:
+        """Says once, on rank 0, why data goes through MPI although ranks share a node."""
+        if self.rank == 0 and not self._explained:
+            _log.warning(
+                "keras_dist sends data between the ranks of this node through MPI, which is "
+                "slower than shared memory: %s. A container gets more by --shm-size=1g "
+                "(Docker, Podman) or --bind /dev/shm (Apptainer).",
+                reason,
+            )
+        self._explained = True
 
     def where(self) -> str:
         """Returns the place of this rank for messages, such as `[rank 1 of 4]`."""
@@ -134,18 +158,20 @@ class Communicator:
         self.world.Allgatherv(mine, [everything, counts, self.mpi.BYTE])
         return np.split(everything, np.cumsum(counts)[:-1])
 
-    def exchange(self, digest: bytes) -> np.ndarray:
-        """Waits until every rank has come and shows each rank's digest to all.
+    def agree(self, digest: bytes) -> bool:
+        """Waits until every rank has come, and compares what they have come for.
 
-        The wait is polite: a short spin, then naps. A rank that comes early leaves its
+        The wait is polite: a short spin, then sleep. A rank that comes early leaves its
         core to whoever is still computing.
 
         Args:
             digest: 16 bytes.
 
         Returns:
-            uint8 array of shape (size, 16).
+            Whether all ranks have brought the same digest; the answer is the same on all.
         """
+        if self.node is not None:
+            return self.node.meet(digest)
         mine = np.frombuffer(digest, np.uint8)
         digests = np.empty((self.size, mine.size), np.uint8)
         request = self.world.Iallgather(mine, digests)
@@ -153,4 +179,4 @@ class Communicator:
         while not request.Test():
             if time.perf_counter() - start > SPIN_SECONDS:
                 time.sleep(NAP_SECONDS)
-        return digests
+        return bool((digests == digests[0]).all())

@@ -1,19 +1,25 @@
 """allreduce: one value from the contributions of all ranks, the same bits on each."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from keras_dist._engine.agreement import Call, Entry
-from keras_dist._engine.buckets import Bucket, plan_buckets
+from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.node import BucketReduction
 from keras_dist._engine.reduce import ReduceOp, check_dtype, reduce_rows
 
 __all__ = ["FusedAllreduce", "allreduce"]
 
 # Up to here every rank reduces everything itself: one message in place of two.
 SMALL_NBYTES = 32 * 1024
+# Of the plans of single calls so many are kept, in shared memory of so many bytes.
+KEPT_PLANS = 64
+KEPT_NBYTES = 256 * 2**20
 
 
 class FusedAllreduce:
@@ -31,6 +37,9 @@ class FusedAllreduce:
         operation: what the call is called in messages.
         key: a name under which the ranks must meet; `None` for none.
         remedy: what a user should do when the ranks differ.
+        lend: whether results may lie in memory that all ranks share: they must then be
+            neither written to nor kept, see `keras_dist._engine.node`. Otherwise they are
+            copied out of it.
 
     Raises:
         ArgumentTypeError: `op` is not defined for one of the dtypes.
@@ -46,46 +55,86 @@ class FusedAllreduce:
         operation: str = "allreduce",
         key: str | None = None,
         remedy: str = Call.remedy,
+        lend: bool = False,
     ):
         for name, (_, dtype) in zip(names, specs, strict=True):
             check_dtype(dtype, op, comm.where(), name)
         self.comm = comm
         self.op = op
+        self.lend = lend
         self.buckets = plan_buckets(specs, bucket_nbytes)
         entries = tuple(
             Entry(name, tuple(shape), str(dtype))
             for name, (shape, dtype) in zip(names, specs, strict=True)
         )
         self.call = Call(operation, entries, op=op.value, key=key, remedy=remedy)
+        self._start = dataclasses.replace(self.call, first=True)
+        self._shared: list[BucketReduction] | None = None
 
-    def reduce_bucket(self, bucket: Bucket, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def reduce_bucket(self, number: int, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Reduces the arrays of one bucket.
 
         Collective: every rank, bucket after bucket in the order of `buckets`; blocks.
 
         Args:
-            bucket: one of `buckets`.
+            number: which of `buckets`.
             arrays: this rank's arrays, in the order of the bucket's slots.
 
         Returns:
-            The reduced arrays, in the same order: views of one new buffer.
+            The reduced arrays, in the same order: views of one buffer.
         """
+        bucket = self.buckets[number]
         with self.comm.lock:
+            if self._shared is None:
+                self._shared = self._share_memory()
+            if not self._shared:
+                meet(self.comm, self.call)
+                return bucket.unpack(_reduce_flat(self.comm, bucket.pack(arrays), self.op))
+            reduction = self._shared[number]
+            reduction.publish(arrays)
             meet(self.comm, self.call)
-            return bucket.unpack(_reduce_flat(self.comm, bucket.pack(arrays), self.op))
+            flat = reduction.reduce()
+            if not self.lend and reduction.is_shared:
+                flat = flat.copy()
+        return bucket.unpack(flat)
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Reduces the whole list. Collective: every rank; blocks. Returns new arrays."""
+        """Reduces the whole list. Collective: every rank; blocks."""
         reduced: dict[int, np.ndarray] = {}
-        for bucket in self.buckets:
+        for number, bucket in enumerate(self.buckets):
             indices = [slot.index for slot in bucket.slots]
-            results = self.reduce_bucket(bucket, [arrays[index] for index in indices])
+            results = self.reduce_bucket(number, [arrays[index] for index in indices])
             reduced.update(zip(indices, results, strict=True))
         return [reduced[index] for index in range(len(arrays))]
 
-    def bound_to(self, bucket: Bucket) -> Callable[..., list[np.ndarray]]:
+    def bound_to(self, number: int) -> Callable[..., list[np.ndarray]]:
         """Returns `reduce_bucket` for one bucket, taking the arrays as its arguments."""
-        return lambda *arrays: self.reduce_bucket(bucket, arrays)
+        return lambda *arrays: self.reduce_bucket(number, arrays)
+
+    @property
+    def nbytes(self) -> int:
+        """How much shared memory it takes, in bytes, for all ranks of the node together."""
+        return sum(reduction.nbytes for reduction in self._shared or ())
+
+    def _share_memory(self) -> list[BucketReduction]:
+        """Makes the shared memory of all buckets; an empty list where there is none.
+
+        Collective: the ranks meet first, so that ranks that differ are told so.
+        """
+        node = self.comm.node
+        if node is None:
+            return []
+        meet(self.comm, self._start)
+        reductions = [BucketReduction(node, bucket, self.op) for bucket in self.buckets]
+        segment, trouble = node.segment(sum(reduction.nbytes for reduction in reductions) or 1)
+        if segment is None:
+            self.comm.explain_no_shared_memory(trouble)
+            return []
+        offset = 0
+        for reduction in reductions:
+            reduction.settle(segment, offset)
+            offset += reduction.nbytes
+        return reductions
 
 
 def allreduce(
@@ -96,7 +145,9 @@ def allreduce(
     bucket_nbytes: int,
     key: str | None = None,
 ) -> list[np.ndarray]:
-    """Reduces a list of arrays once. Collective: every rank; blocks.
+    """Reduces a list of arrays. Collective: every rank; blocks.
+
+    The plans of recent calls are kept: a call like an earlier one finds its memory ready.
 
     Args:
         comm: the ranks.
@@ -113,10 +164,28 @@ def allreduce(
         MismatchError: the ranks differ.
         ArgumentTypeError: `op` is not defined for a dtype.
     """
-    specs = [(array.shape, array.dtype) for array in arrays]
     if not arrays:
         meet(comm, Call("allreduce", op=op.value, key=key))
-    return FusedAllreduce(comm, names, specs, op, bucket_nbytes, key=key)(arrays)
+        return []
+    specs = tuple((array.shape, array.dtype) for array in arrays)
+    kind = (specs, tuple(names), op, bucket_nbytes, key)
+    with comm.lock:
+        fused = comm.plans.get(kind)
+        if fused is None:
+            fused = FusedAllreduce(comm, names, specs, op, bucket_nbytes, key=key)
+        results = fused(arrays)
+        # The list changes only after all ranks have agreed, so it is the same on all.
+        is_new = comm.plans.pop(kind, None) is None
+        comm.plans[kind] = fused
+        if is_new:
+            _forget_oldest(comm.plans)
+    return results
+
+
+def _forget_oldest(plans: dict[Any, FusedAllreduce]) -> None:
+    nbytes = sum(plan.nbytes for plan in plans.values())
+    while len(plans) > KEPT_PLANS or nbytes > KEPT_NBYTES:
+        nbytes -= plans.pop(next(iter(plans))).nbytes
 
 
 def _reduce_flat(comm: Communicator, flat: np.ndarray, op: ReduceOp) -> np.ndarray:

@@ -30,8 +30,7 @@ def meet(comm: Communicator, call: Call) -> None:
     """
     if comm.size == 1:
         return
-    digests = comm.exchange(call.digest)
-    if (digests == digests[0]).all():
+    if comm.agree(call.digest):
         return
     calls = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(pickle.dumps(call))]
     found = difference(calls)

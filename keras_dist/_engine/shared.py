@@ -1,0 +1,176 @@
+"""Memory that all ranks of a node see, and how they meet in it. Linux; knows no MPI.
+
+A segment is a file in `/dev/shm` that has a name only while the ranks open it. Its pages are
+reserved when it is made, so a full `/dev/shm` is an error at that moment and not a crash
+later; whatever end the job comes to, the kernel frees it with the last process.
+"""
+
+import contextlib
+import mmap
+import os
+import re
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from keras_dist._engine.wait import Counter
+
+__all__ = ["DIRECTORY", "MeetingPlace", "Segment", "clean_up", "make_segment"]
+
+DIRECTORY = "/dev/shm"
+PREFIX = "keras_dist"
+LINE = 64  # bytes of a cache line: what two ranks write lies on two
+DIGEST_NBYTES = 16
+
+
+class Segment:
+    """Shared memory of one node, mapped and touched.
+
+    Args:
+        handle: file descriptor of the file behind it; closed here.
+        nbytes: its size.
+    """
+
+    def __init__(self, handle: int, nbytes: int):
+        populate = getattr(mmap, "MAP_POPULATE", 0)
+        try:
+            mapping = mmap.mmap(handle, nbytes, mmap.MAP_SHARED | populate)
+        finally:
+            os.close(handle)
+        self.memory = np.frombuffer(mapping, np.uint8)
+
+    def array(self, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
+        """Returns `count` elements that start `offset` bytes into the segment."""
+        return self.memory[offset : offset + count * dtype.itemsize].view(dtype)
+
+
+def make_segment(
+    nbytes: int, rank: int, share: Callable[[Any], list[Any]]
+) -> tuple[Segment | None, str | None]:
+    """Makes a segment for all ranks of a node.
+
+    Collective: every rank of the node.
+
+    Args:
+        nbytes: its size, at least 1; the same on all ranks.
+        rank: this rank on the node; 0 makes the file.
+        share: gives every rank's object to all ranks of the node, in rank order.
+
+    Returns:
+        The segment and `None`; or `None` and the reason, on every rank alike.
+    """
+    path, handle, trouble = "", -1, None
+    if rank == 0:
+        path, handle, trouble = _create(nbytes)
+    path, trouble = share((path, trouble))[0]
+    if trouble is None and rank > 0:
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            trouble = f"{path} cannot be opened: {error.strerror}"
+    troubles = [text for text in share(trouble) if text is not None]
+    if rank == 0 and path:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    if troubles:
+        if handle >= 0:
+            os.close(handle)
+        return None, troubles[0]
+    return Segment(handle, nbytes), None
+
+
+def clean_up() -> None:
+    """Removes what a job left that was killed while it made a segment."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(DIRECTORY):
+            match = re.fullmatch(rf"{PREFIX}-(\d+)-(\d+)-[0-9a-f]+", name)
+            if match and int(match[1]) == os.getuid() and not _alive(int(match[2])):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(DIRECTORY, name))
+
+
+def _create(nbytes: int) -> tuple[str, int, str | None]:
+    path = os.path.join(DIRECTORY, f"{PREFIX}-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        return "", -1, f"no file can be made in {DIRECTORY}: {error.strerror}"
+    try:
+        # Takes the pages now: a page that is missing later would be a bus error.
+        os.posix_fallocate(handle, 0, nbytes)
+    except OSError as error:
+        os.unlink(path)
+        os.close(handle)
+        room = os.statvfs(DIRECTORY)
+        free = room.f_bavail * room.f_frsize
+        return (
+            "",
+            -1,
+            (
+                f"{DIRECTORY} has {free / 2**20:.0f} MiB of room, {nbytes / 2**20:.0f} MiB are "
+                f"needed ({error.strerror})"
+            ),
+        )
+    return path, handle, None
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+class MeetingPlace:
+    """Where the ranks of a node wait for each other and show what they are about to do.
+
+    Each rank has a counter of its meetings and two places for a digest, used in turn. A rank
+    that has left meeting k may write the digest of meeting k + 1 into the other place; it
+    comes back to this one only at meeting k + 2, and to get there all ranks must have left
+    meeting k, that is, have read its digests.
+
+    Args:
+        segment: at least `nbytes_for(size)` bytes.
+        rank: this rank on the node.
+        size: the number of ranks on the node.
+    """
+
+    LINES = 3  # counter, two digests
+
+    def __init__(self, segment: Segment, rank: int, size: int):
+        lines = segment.memory[: self.nbytes_for(size)].reshape(size, self.LINES, LINE)
+        self._counters = [Counter(lines[r, 0, :4].view(np.uint32)) for r in range(size)]
+        self._mine = self._counters[rank]
+        self._others = [c for r, c in enumerate(self._counters) if r != rank]
+        self._digests = [
+            [lines[r, 1 + turn, :DIGEST_NBYTES].data for r in range(size)] for turn in range(2)
+        ]
+        self._rank = rank
+        self._meetings = 0
+
+    @classmethod
+    def nbytes_for(cls, size: int) -> int:
+        """Returns how many bytes the meeting place of `size` ranks takes."""
+        return size * cls.LINES * LINE
+
+    def meet(self, digest: bytes) -> bool:
+        """Waits until all ranks of the node have come here.
+
+        Args:
+            digest: 16 bytes to show to the others.
+
+        Returns:
+            Whether all ranks have shown the same digest; the answer is the same on all.
+        """
+        self._meetings = (self._meetings + 1) % 2**32
+        digests = self._digests[self._meetings % 2]
+        digests[self._rank][:] = digest
+        self._mine.raise_to(self._meetings)
+        for counter in self._others:
+            counter.wait_for(self._meetings)
+        return all(other == digest for other in digests)

@@ -1,0 +1,72 @@
+"""Waiting for a number in shared memory to grow: spin briefly, then sleep in the kernel.
+
+Spinning answers within a microsecond but keeps a core busy that another rank, or this
+rank's own framework, may need; so it is short, and then the kernel wakes the waiter (a
+futex on Linux, naps elsewhere).
+"""
+
+import ctypes
+import os
+import platform
+import sys
+import time
+
+import numpy as np
+
+__all__ = ["Counter"]
+
+SPIN_SECONDS = 30e-6
+NAP_SECONDS = 50e-6
+PATIENCE_SECONDS = 1.0  # a sleeper looks again now and then, whatever happened to its waker
+
+# The system call has no wrapper in the C library; its number depends on the processor.
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+_HAS_FUTEX = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8 and _FUTEX is not None
+_WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1  # the forms for words shared between processes
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_patience = ctypes.byref(_Timespec(int(PATIENCE_SECONDS), 0))
+_syscall = ctypes.CDLL(None).syscall
+
+
+class Counter:
+    """A number that one process raises and others wait for.
+
+    Args:
+        word: uint32 array of shape (1,) in shared memory, alone on its cache line.
+    """
+
+    def __init__(self, word: np.ndarray):
+        self._view = word.data
+        self._address = ctypes.c_void_p(word.ctypes.data)
+
+    def raise_to(self, value: int) -> None:
+        """Sets the number and wakes who sleeps on it. Only its owner may call this.
+
+        The kernel is entered even when nobody sleeps: it costs a microsecond, is a full
+        memory barrier, and asking first would need one as well.
+        """
+        self._view[0] = value
+        if _HAS_FUTEX:
+            _syscall(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
+
+    def wait_for(self, value: int) -> None:
+        """Returns once the number has reached `value`, both counted modulo 2**32."""
+        deadline = None
+        while not _reached(seen := self._view[0], value):
+            if deadline is None:
+                deadline = time.perf_counter() + SPIN_SECONDS
+            elif time.perf_counter() < deadline:
+                os.sched_yield()
+            elif _HAS_FUTEX:
+                _syscall(_FUTEX, self._address, _WAIT, seen, _patience, None, 0)
+            else:
+                time.sleep(NAP_SECONDS)
+
+
+def _reached(seen: int, value: int) -> bool:
+    return (seen - value) % 2**32 < 2**31

@@ -1,0 +1,253 @@
+"""Reducing in the memory of a node: every way gives the same bits, and nothing is left over."""
+
+import os
+import resource
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+import keras_dist
+from keras_dist import _engine, errors
+from keras_dist._engine import node, shared
+from keras_dist._engine.reduce import ReduceOp
+
+WAYS = ("auto", "copy", "mpi")
+DTYPES = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16, np.int8, np.int64, np.complex64]
+# Around the sizes at which the way changes, in float32: small, then in place.
+COUNTS = [0, 1, 17, node.SMALL_NBYTES // 4, node.SMALL_NBYTES // 4 + 1, node.IN_PLACE_NBYTES // 4]
+
+
+@pytest.fixture(scope="module")
+def comms():
+    made = {way: _engine.Communicator(MPI, None, way) for way in WAYS}
+    yield made
+    for comm in made.values():
+        comm.free()
+
+
+def several():
+    if keras_dist.size() == 1:
+        pytest.skip("one rank shares memory with nobody")
+
+
+def draw(rng, shape, dtype):
+    values = rng.standard_normal(shape) * 50
+    if np.issubdtype(dtype, np.complexfloating):
+        values = values + 1j * rng.standard_normal(shape)
+    return values.astype(dtype)
+
+
+def reduced(comm, arrays, op, bucket_nbytes=2**23, lend=False):
+    specs = [(array.shape, array.dtype) for array in arrays]
+    names = [str(number) for number in range(len(arrays))]
+    return _engine.FusedAllreduce(comm, names, specs, op, bucket_nbytes, lend=lend)
+
+
+def assert_same_bits(comms, arrays, op, bucket_nbytes=2**23):
+    results = [
+        [result.tobytes() for result in reduced(comms[way], arrays, op, bucket_nbytes)(arrays)]
+        for way in WAYS
+    ]
+    assert results[0] == results[1] == results[2]
+    assert len(set(keras_dist.allgather_object(tuple(results[0])))) == 1
+
+
+def test_the_ways_are_what_they_are_called(comms):
+    several()
+    assert comms["auto"].node.in_place  # these machines allow it between one user's processes
+    assert not comms["copy"].node.in_place
+    assert comms["mpi"].node is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", COUNTS)
+def test_every_way_gives_the_same_bits(comms, dtype, count):
+    rng = np.random.default_rng([keras_dist.rank(), count])
+    for op in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        assert_same_bits(comms, [draw(rng, count, dtype)], op)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+def test_every_op_gives_the_same_bits(comms, op):
+    rng = np.random.default_rng(keras_dist.rank())
+    arrays = [draw(rng, count, np.float32) for count in (5, 100_000, node.IN_PLACE_NBYTES // 4)]
+    assert_same_bits(comms, arrays, op)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=8),
+    st.sampled_from([1, 4096, 2**23]),
+    st.sampled_from([2**8, 2**16]),
+)
+def test_lists_of_any_shapes_give_the_same_bits(comms, shapes, bucket_nbytes, limit):
+    # Low limits, so that small arrays take every way and chunks hold several of them.
+    before = node.SMALL_NBYTES, node.IN_PLACE_NBYTES, node.CHUNK_NBYTES
+    node.SMALL_NBYTES, node.IN_PLACE_NBYTES, node.CHUNK_NBYTES = limit // 4, limit, 4096
+    try:
+        rng = np.random.default_rng(keras_dist.rank())
+        arrays = [draw(rng, shape, np.float32) for shape in shapes]
+        assert_same_bits(comms, arrays, ReduceOp.AVERAGE, bucket_nbytes)
+    finally:
+        node.SMALL_NBYTES, node.IN_PLACE_NBYTES, node.CHUNK_NBYTES = before
+
+
+@pytest.mark.parametrize("way", ["auto", "copy"])
+def test_what_is_lent_holds_until_the_second_call_from_there(comms, way):
+    several()
+    mine = np.full(node.IN_PLACE_NBYTES // 4, keras_dist.rank(), np.float32)
+    fused = reduced(comms[way], [mine], ReduceOp.SUM, lend=True)
+    total = keras_dist.size() * (keras_dist.size() - 1) / 2
+    first = fused([mine])[0]
+    second = fused([mine + 1])[0]
+    assert (first == total).all()
+    assert (second == total + keras_dist.size()).all()
+    third = fused([mine])[0]
+    assert third.ctypes.data == first.ctypes.data
+    assert first.ctypes.data % 64 == 0
+    keras_dist.barrier()
+
+
+@pytest.mark.parametrize("way", ["auto", "copy"])
+def test_what_is_not_lent_is_the_callers_own(comms, way):
+    mine = np.full(node.IN_PLACE_NBYTES // 4, keras_dist.rank(), np.float32)
+    fused = reduced(comms[way], [mine], ReduceOp.SUM)
+    first = fused([mine])[0]
+    first += 1
+    kept = first.copy()
+    for _ in range(3):
+        fused([mine])
+    np.testing.assert_array_equal(first, kept)
+
+
+def test_ranks_that_arrive_late_are_waited_for(comms):
+    rng = np.random.default_rng(keras_dist.rank())
+    mine = draw(rng, 200_000, np.float32)
+    fused = reduced(comms["auto"], [mine], ReduceOp.AVERAGE)
+    expected = fused([mine])[0].tobytes()
+    for turn in range(2 * keras_dist.size()):
+        if turn % keras_dist.size() == keras_dist.rank():
+            time.sleep(0.02)
+        assert fused([mine])[0].tobytes() == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_difference_is_an_error_on_every_rank_and_turns_stay_in_step(comms, way):
+    several()
+    comm, odd = comms[way], keras_dist.rank() == keras_dist.size() - 1
+    mine = np.full(node.SMALL_NBYTES, keras_dist.rank(), np.float32)
+    plans = [reduced(comm, [mine[:count]], ReduceOp.SUM) for count in (1000, mine.size)]
+    total = keras_dist.size() * (keras_dist.size() - 1) / 2
+    for plan, count in zip(plans, (1000, mine.size), strict=True):
+        assert (plan([mine[:count]])[0] == total).all()
+    for _ in range(3):
+        with pytest.raises(errors.MismatchError, match=r"shape \(1000,\) as on rank 0"):
+            plans[odd]([mine[: 1000 if not odd else mine.size]])
+        for plan, count in zip(plans, (1000, mine.size), strict=True):
+            assert (plan([mine[:count]])[0] == total).all()
+
+
+# --- What is left over, and what is missing
+
+
+def entries():
+    return [name for name in os.listdir(shared.DIRECTORY) if name.startswith(shared.PREFIX)]
+
+
+def test_no_name_is_left_while_the_job_runs(comms):
+    several()
+    mine = np.ones(300_000, np.float32)
+    reduced(comms["copy"], [mine], ReduceOp.SUM)([mine])
+    keras_dist.barrier()
+    own = [name for name in entries() if f"-{os.getpid()}-" in name]
+    assert own == []
+
+
+def test_what_a_dead_job_left_is_removed():
+    dead = 2**22 + 7  # above the largest process number
+    left = f"{shared.DIRECTORY}/{shared.PREFIX}-{os.getuid()}-{dead}-{keras_dist.rank():016x}"
+    alive = f"{shared.DIRECTORY}/{shared.PREFIX}-{os.getuid()}-{os.getpid()}-{0:016x}"
+    for path in (left, alive):
+        with open(path, "w"):
+            pass
+    try:
+        shared.clean_up()
+        assert not os.path.exists(left)
+        assert os.path.exists(alive)
+    finally:
+        os.unlink(alive)
+
+
+@pytest.fixture
+def little_room():
+    """Lets no file of this process grow beyond 64 KiB, as a full /dev/shm would not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_without_room_data_goes_through_mpi_with_one_notice(comms, little_room, caplog):
+    several()
+    comm = _engine.Communicator(MPI)
+    assert comm.node is not None  # a meeting place is small enough
+    mine = np.full(200_000, keras_dist.rank(), np.float32)
+    total = keras_dist.size() * (keras_dist.size() - 1) / 2
+    for _ in range(2):
+        fused = reduced(comm, [mine], ReduceOp.SUM)
+        assert (fused([mine])[0] == total).all()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (1 if comm.rank == 0 else 0)
+    if said:
+        assert "MiB are needed" in said[0]
+        assert "--shm-size=1g" in said[0]
+    comm.free()
+
+
+def test_without_shared_memory_data_goes_through_mpi(monkeypatch, caplog):
+    several()
+    monkeypatch.setattr(shared, "DIRECTORY", "/nowhere/shm")
+    comm = _engine.Communicator(MPI)
+    assert comm.node is None
+    mine = np.full(200_000, keras_dist.rank(), np.float32)
+    total = keras_dist.size() * (keras_dist.size() - 1) / 2
+    assert (reduced(comm, [mine], ReduceOp.SUM)([mine])[0] == total).all()
+    if comm.rank == 0:
+        assert "no file can be made in /nowhere/shm" in caplog.text
+    comm.free()
+
+
+def test_many_operations_leave_nothing_behind():
+    def state():
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[1])
+        return len(os.listdir("/proc/self/fd")), pages * 4096
+
+    rng = np.random.default_rng(0)  # the same operations on every rank
+    delays = np.random.default_rng(keras_dist.rank())
+    before = state()
+    for turn in range(1500):
+        if turn == 700:  # as many plans are kept as ever will be
+            before = state()
+        if delays.random() < 0.02:
+            time.sleep(0.002)
+        count = int(10 ** rng.uniform(0, 5))
+        value = np.full(count, keras_dist.rank(), np.float32)
+        kind = rng.integers(4)
+        if kind == 0:
+            total = keras_dist.size() * (keras_dist.size() - 1) / 2
+            assert (keras_dist.allreduce(value, "sum") == total).all()
+        elif kind == 1:
+            assert len(keras_dist.allgather(value)) == count * keras_dist.size()
+        elif kind == 2:
+            assert (keras_dist.broadcast(value) == 0).all()
+        else:
+            keras_dist.barrier()
+    handles, nbytes = state()
+    assert handles == before[0]
+    assert nbytes < before[1] + 200 * 2**20
+    assert [name for name in entries() if f"-{os.getpid()}-" in name] == []
