@@ -92,25 +92,39 @@ class Communicator:
             return
         self.world = (comm if comm is not None else mpi.COMM_WORLD).Dup()
         self.rank, self.size = self.world.Get_rank(), self.world.Get_size()
-        node = self.world.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
-        self.local_rank, self.local_size = node.Get_rank(), node.Get_size()
-        node.Free()
-        cross = self.world.Split(color=self.local_rank, key=self.rank)
-        self.cross_rank, self.cross_size = cross.Get_rank(), cross.Get_size()
-        cross.Free()
-        sizes = self.world.allgather(self.local_size)
-        self.is_homogeneous = len(set(sizes)) == 1
-        if 1 < self.size == self.local_size and reduce != "mpi":
-            self.node, trouble = join_node(
-                self.rank, self.size, self.world.allgather, copy=reduce == "copy"
-            )
-            if self.node is None:
-                self.explain_no_shared_memory(trouble)
+        self._local = self.world.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
+        self.local_rank, self.local_size = self._local.Get_rank(), self._local.Get_size()
+        # The ranks of the same local rank, one on each node: they share out a slice.
+        self.across = self.world.Split(color=self.local_rank, key=self.rank)
+        self.cross_rank, self.cross_size = self.across.Get_rank(), self.across.Get_size()
+        self.is_homogeneous = len(set(self.world.allgather(self.local_size))) == 1
+        # Nodes of different sizes would cut a bucket into different slices.
+        if self.local_size > 1 and self.is_homogeneous and reduce != "mpi":
+            self._join_node(copy=reduce == "copy")
+
+    @property
+    def is_one_node(self) -> bool:
+        """Whether all ranks are on one node."""
+        return self.local_size == self.size
 
     def free(self) -> None:
         """Gives the duplicate back. Collective: every rank must call it."""
         if self.mpi is not None:
-            self.world.Free()
+            for comm in (self.across, self._local, self.world):
+                comm.Free()
+
+    def _join_node(self, copy: bool) -> None:
+        node, trouble = join_node(self.local_rank, self.local_size, self._local.allgather, copy)
+        trouble = self.first_trouble(trouble)
+        if trouble is None:
+            self.node = node
+        else:
+            self.explain_no_shared_memory(trouble)
+
+    def first_trouble(self, trouble: str | None) -> str | None:
+        """Returns what went wrong on the first rank on which something did. Collective."""
+        troubles = self.world.allgather(trouble)
+        return next((text for text in troubles if text is not None), None)
 
     def explain_no_shared_memory(self, reason: str | None) -> None:
         """Says once, on rank 0, why data goes through MPI although ranks share a node."""
@@ -170,7 +184,7 @@ class Communicator:
         Returns:
             Whether all ranks have brought the same digest; the answer is the same on all.
         """
-        if self.node is not None:
+        if self.node is not None and self.is_one_node:
             return self.node.meet(digest)
         mine = np.frombuffer(digest, np.uint8)
         digests = np.empty((self.size, mine.size), np.uint8)

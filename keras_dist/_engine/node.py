@@ -113,6 +113,11 @@ class BucketReduction:
         return not self._layout.small
 
     @property
+    def is_wide_float(self) -> bool:
+        """Whether the bucket holds real or complex numbers of 32 bits or more."""
+        return self._bucket.dtype.kind in "fc" and self._bucket.dtype.itemsize >= 4
+
+    @property
     def nbytes(self) -> int:
         """How much shared memory it takes, in bytes, for all ranks together."""
         return self._layout.nbytes
@@ -130,7 +135,7 @@ class BucketReduction:
             for turn in range(layout.results)
         ]
         bounds = _slice_bounds(count, size, dtype.itemsize)
-        start, stop = bounds[self._node.rank : self._node.rank + 2]
+        self._start, self._stop = start, stop = bounds[self._node.rank : self._node.rank + 2]
         step = CHUNK_NBYTES // dtype.itemsize
         self._chunks = [(low, min(low + step, stop)) for low in range(start, stop, step)]
         if layout.in_place:
@@ -149,8 +154,12 @@ class BucketReduction:
         else:
             self._bucket.pack_into(self._row(self._node.rank, self._turn ^ 1), arrays)
 
-    def reduce(self) -> np.ndarray:
+    def reduce(self, finish: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
         """Reduces, after the ranks have met. Collective: every rank of the node.
+
+        Args:
+            finish: what is left to do, in place, with this rank's slice of the result
+                before the others see it. Defaults to nothing.
 
         Returns:
             The fused result: this rank's own when the bucket is small, else shared memory
@@ -172,6 +181,8 @@ class BucketReduction:
         try:
             for number, (low, high) in enumerate(self._chunks):
                 reduce_into(result[low:high], self._parts(number, low, high), self._op)
+            if finish is not None:
+                finish(result[self._start : self._stop])
         except OSError as error:
             trouble = error
         together = self._node.meet(DONE if trouble is None else FAILED)

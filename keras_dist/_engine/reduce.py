@@ -13,7 +13,7 @@ import numpy as np
 
 from keras_dist import errors
 
-__all__ = ["ReduceOp", "check_dtype", "parse_op", "reduce_into", "reduce_rows"]
+__all__ = ["ReduceOp", "check_dtype", "divide", "parse_op", "reduce_into", "reduce_rows"]
 
 
 class ReduceOp(enum.Enum):
@@ -129,12 +129,18 @@ def reduce_into(result: np.ndarray, parts: Iterable[np.ndarray], op: ReduceOp) -
         if left is not total:
             total[...] = left
         if op is ReduceOp.AVERAGE and count > 1:
-            _divide(total, count)
+            divide(total, count)
         if narrow:
             result[...] = total.astype(result.dtype)
 
 
-def _divide(total: np.ndarray, count: int) -> None:
+def divide(total: np.ndarray, count: int) -> None:
+    """Divides a sum by the number of its contributions, in place.
+
+    Args:
+        total: the sum, in the dtype in which it was formed.
+        count: how many contributions it has.
+    """
     if np.issubdtype(total.dtype, np.integer):
         # Whole numbers stay whole numbers: a float64 in between would lose bits past 2**53.
         magnitude = np.abs(total) // np.asarray(count, total.dtype)

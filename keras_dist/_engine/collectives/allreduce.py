@@ -11,7 +11,7 @@ from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.node import BucketReduction
-from keras_dist._engine.reduce import ReduceOp, check_dtype, reduce_rows
+from keras_dist._engine.reduce import ReduceOp, check_dtype, divide, reduce_rows
 
 __all__ = ["FusedAllreduce", "allreduce"]
 
@@ -69,7 +69,7 @@ class FusedAllreduce:
         )
         self.call = Call(operation, entries, op=op.value, key=key, remedy=remedy)
         self._start = dataclasses.replace(self.call, first=True)
-        self._shared: list[BucketReduction] | None = None
+        self._shared: dict[int, BucketReduction] | None = None
 
     def reduce_bucket(self, number: int, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Reduces the arrays of one bucket.
@@ -87,13 +87,16 @@ class FusedAllreduce:
         with self.comm.lock:
             if self._shared is None:
                 self._shared = self._share_memory()
-            if not self._shared:
+            reduction = self._shared.get(number)
+            if reduction is None:
                 meet(self.comm, self.call)
-                return bucket.unpack(_reduce_flat(self.comm, bucket.pack(arrays), self.op))
-            reduction = self._shared[number]
+                world = self.comm.world if self.comm.size > 1 else None
+                return bucket.unpack(
+                    _reduce_flat(self.comm.mpi, world, bucket.pack(arrays), self.op)
+                )
             reduction.publish(arrays)
             meet(self.comm, self.call)
-            flat = reduction.reduce()
+            flat = reduction.reduce(None if self.comm.is_one_node else self._reduce_across)
             if not self.lend and reduction.is_shared:
                 flat = flat.copy()
         return bucket.unpack(flat)
@@ -114,27 +117,55 @@ class FusedAllreduce:
     @property
     def nbytes(self) -> int:
         """How much shared memory it takes, in bytes, for all ranks of the node together."""
-        return sum(reduction.nbytes for reduction in self._shared or ())
+        return sum(reduction.nbytes for reduction in (self._shared or {}).values())
 
-    def _share_memory(self) -> list[BucketReduction]:
-        """Makes the shared memory of all buckets; an empty list where there is none.
+    def _share_memory(self) -> dict[int, BucketReduction]:
+        """Makes the shared memory of the buckets that use it; returns them by number.
 
         Collective: the ranks meet first, so that ranks that differ are told so.
         """
         node = self.comm.node
         if node is None:
-            return []
+            return {}
         meet(self.comm, self._start)
-        reductions = [BucketReduction(node, bucket, self.op) for bucket in self.buckets]
-        segment, trouble = node.segment(sum(reduction.nbytes for reduction in reductions) or 1)
-        if segment is None:
+        op = self._op_on_node()
+        every = [BucketReduction(node, bucket, op) for bucket in self.buckets]
+        reductions = {n: one for n, one in enumerate(every) if self._is_for_nodes(one)}
+        total = sum(reduction.nbytes for reduction in reductions.values())
+        segment, trouble = node.segment(max(1, total))
+        trouble = self.comm.first_trouble(trouble)
+        if trouble is not None or segment is None:
             self.comm.explain_no_shared_memory(trouble)
-            return []
+            return {}
         offset = 0
-        for reduction in reductions:
+        for reduction in reductions.values():
             reduction.settle(segment, offset)
             offset += reduction.nbytes
         return reductions
+
+    def _is_for_nodes(self, reduction: BucketReduction) -> bool:
+        """Whether a bucket is reduced on each node first, and then over the nodes by slices.
+
+        Small ones are not worth two steps. Narrow floats and whole numbers must not be
+        rounded, or run over, before the division.
+        """
+        return self.comm.is_one_node or (reduction.is_shared and reduction.is_wide_float)
+
+    def _reduce_through_mpi(self, flat: np.ndarray) -> np.ndarray:
+        world = self.comm.world if self.comm.size > 1 else None
+        return _reduce_flat(self.comm.mpi, world, flat, self.op)
+
+    def _op_on_node(self) -> ReduceOp:
+        """An average over several nodes is a sum on each; the division comes last."""
+        whole = self.comm.is_one_node or self.op is not ReduceOp.AVERAGE
+        return self.op if whole else ReduceOp.SUM
+
+    def _reduce_across(self, part: np.ndarray) -> None:
+        """Reduces, in place, this rank's slice of the node's result over all nodes."""
+        op = self._op_on_node()
+        part[...] = _reduce_flat(self.comm.mpi, self.comm.across, part, op)
+        if op is not self.op:
+            divide(part, self.comm.size)
 
 
 def allreduce(
@@ -188,28 +219,34 @@ def _forget_oldest(plans: dict[Any, FusedAllreduce]) -> None:
         nbytes -= plans.pop(next(iter(plans))).nbytes
 
 
-def _reduce_flat(comm: Communicator, flat: np.ndarray, op: ReduceOp) -> np.ndarray:
-    """Reduces a flat array: each rank reduces its slice of all, then the slices are shared."""
-    if comm.size == 1:
+def _reduce_flat(mpi: Any, world: Any, flat: np.ndarray, op: ReduceOp) -> np.ndarray:
+    """Reduces a flat array through MPI: each rank its slice of all, then they are shared.
+
+    Args:
+        mpi: mpi4py's `MPI` module.
+        world: the MPI communicator of the ranks; `None` for this rank alone.
+        flat: this rank's contribution, contiguous.
+        op: the reduction.
+    """
+    size = 1 if world is None else world.Get_size()
+    if size == 1:
         return reduce_rows(flat[np.newaxis], op)
     if flat.nbytes <= SMALL_NBYTES:
-        rows = np.empty((comm.size, flat.size), flat.dtype)
-        comm.world.Allgather(_raw(flat), _raw(rows))
+        rows = np.empty((size, flat.size), flat.dtype)
+        world.Allgather(_raw(flat), _raw(rows))
         return reduce_rows(rows, op)
-    bounds = np.arange(comm.size + 1) * flat.size // comm.size
+    rank = world.Get_rank()
+    bounds = np.arange(size + 1) * flat.size // size
     counts = np.diff(bounds) * flat.itemsize
     starts = bounds[:-1] * flat.itemsize
-    mine = int(bounds[comm.rank + 1] - bounds[comm.rank])
-    rows = np.empty((comm.size, mine), flat.dtype)
-    received = np.full(comm.size, rows[0].nbytes)
-    comm.world.Alltoallv(
-        [_raw(flat), counts, starts, comm.mpi.BYTE],
-        [_raw(rows), received, np.arange(comm.size) * rows[0].nbytes, comm.mpi.BYTE],
+    rows = np.empty((size, int(bounds[rank + 1] - bounds[rank])), flat.dtype)
+    received = np.full(size, rows[0].nbytes)
+    world.Alltoallv(
+        [_raw(flat), counts, starts, mpi.BYTE],
+        [_raw(rows), received, np.arange(size) * rows[0].nbytes, mpi.BYTE],
     )
     result = np.empty_like(flat)
-    comm.world.Allgatherv(
-        _raw(reduce_rows(rows, op)), [_raw(result), counts, starts, comm.mpi.BYTE]
-    )
+    world.Allgatherv(_raw(reduce_rows(rows, op)), [_raw(result), counts, starts, mpi.BYTE])
     return result
 
 
