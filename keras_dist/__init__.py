@@ -24,13 +24,18 @@ if TYPE_CHECKING:
         allgather,
         allgather_object,
         allreduce,
+        alltoall,
         barrier,
         broadcast,
+        broadcast_,
         broadcast_object,
+        grouped_allgather,
         grouped_allreduce,
+        grouped_reducescatter,
+        reducescatter,
     )
     from keras_dist.optimizer import DistributedOptimizer
-    from keras_dist.reduce_op import Average, Max, Min, Product, ReduceOp, Sum
+    from keras_dist.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
     from keras_dist.replicas import verify_replicas
     from keras_dist.runtime import (
         cross_rank,
@@ -46,6 +51,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Adasum",
     "Average",
     "DistributedOptimizer",
     "Max",
@@ -57,21 +63,26 @@ __all__ = [
     "allgather",
     "allgather_object",
     "allreduce",
+    "alltoall",
     "barrier",
     "broadcast",
+    "broadcast_",
     "broadcast_object",
     "callbacks",
     "cross_rank",
     "cross_size",
     "data",
     "errors",
+    "grouped_allgather",
     "grouped_allreduce",
+    "grouped_reducescatter",
     "init",
     "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
     "rank",
+    "reducescatter",
     "shutdown",
     "size",
     "verify_replicas",
@@ -79,10 +90,11 @@ __all__ = [
 
 _ROOMS = {
     "collectives": (
-        "allgather allgather_object allreduce barrier broadcast broadcast_object grouped_allreduce"
+        "allgather allgather_object allreduce alltoall barrier broadcast broadcast_ "
+        "broadcast_object grouped_allgather grouped_allreduce grouped_reducescatter reducescatter"
     ),
     "optimizer": "DistributedOptimizer",
-    "reduce_op": "Average Max Min Product ReduceOp Sum",
+    "reduce_op": "Adasum Average Max Min Product ReduceOp Sum",
     "replicas": "verify_replicas",
     "runtime": (
         "cross_rank cross_size init is_homogeneous is_initialized local_rank local_size rank "

@@ -1,11 +1,12 @@
-"""The reductions by the names that users know: `Average`, `Sum`, `Min`, `Max`, `Product`."""
+"""The reductions by the names that users know: `Average`, `Sum`, `Min` and so on."""
 
 from keras_dist import _engine
 
-__all__ = ["Average", "Max", "Min", "Product", "ReduceOp", "Sum"]
+__all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum"]
 
 ReduceOp = _engine.ReduceOp
 
+Adasum = ReduceOp.ADASUM
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
 Min = ReduceOp.MIN

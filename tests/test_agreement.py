@@ -28,6 +28,11 @@ def test_names_of_arrays_are_shown_but_not_compared():
         (Call("barrier"), "allreduce('a', 'b') as on rank 0", "barrier"),
         (changed(op="max"), "op='sum' in allreduce('a', 'b') as on rank 0", "op='max'"),
         (changed(root=1), "root_rank=None in allreduce('a', 'b') as on rank 0", "root_rank=1"),
+        (
+            changed(postscale=0.5),
+            "postscale_factor=1.0 in allreduce('a', 'b') as on rank 0",
+            "postscale_factor=0.5",
+        ),
         (changed(key="n"), "name=None in allreduce('a', 'b') as on rank 0", "name='n'"),
         (
             changed(entries=(Entry("a", (3, 4), "float32"), CALL.entries[1])),

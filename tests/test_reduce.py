@@ -18,7 +18,7 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("op", list(ReduceOp))
+@pytest.mark.parametrize("op", WIDE)
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "u1", "i4", "i8", ml_dtypes.bfloat16])
 def test_equals_numpy_in_high_precision(op, dtype):
     rows = np.random.default_rng(0).integers(-3, 4, (3, 50)).astype(dtype)

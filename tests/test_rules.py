@@ -60,9 +60,12 @@ TABLE = [
 ]  # fmt: skip
 
 COLLECTIVES = set(
-    "allgather allgather_object allreduce alltoall barrier bcast broadcast broadcast_object "
-    "exchange gather grouped_allreduce meet reducescatter scatter verify_replicas "
-    "Allgather Allgatherv Allreduce Alltoall Barrier Bcast Dup Gather Ibarrier Split".split()
+    "adasum allgather allgather_object allreduce alltoall barrier bcast broadcast broadcast_ "
+    "broadcast_into broadcast_object exchange exchange_bytes exchange_rows gather gather_rows "
+    "grouped_allgather grouped_allreduce grouped_reducescatter meet reducescatter scatter "
+    "verify_replicas "
+    "Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Dup Gather Ibarrier "
+    "Split".split()
 )
 RANKS = {"rank", "local_rank", "cross_rank", "root", "is_root"}
 

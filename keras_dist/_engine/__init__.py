@@ -4,32 +4,41 @@ This is its face; other rooms import nothing from the modules behind it.
 """
 
 from keras_dist._engine.agreement import Call
-from keras_dist._engine.collectives.allgather import allgather
+from keras_dist._engine.collectives.adasum import adasum
+from keras_dist._engine.collectives.allgather import allgather, grouped_allgather
 from keras_dist._engine.collectives.allreduce import FusedAllreduce, allreduce
+from keras_dist._engine.collectives.alltoall import alltoall
 from keras_dist._engine.collectives.barrier import barrier
-from keras_dist._engine.collectives.broadcast import broadcast
+from keras_dist._engine.collectives.broadcast import broadcast, broadcast_into
 from keras_dist._engine.collectives.end import at_the_end
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
+from keras_dist._engine.collectives.reducescatter import reducescatter
 from keras_dist._engine.collectives.slices import reduce_slices
 from keras_dist._engine.communicator import Communicator, library, load_mpi, mpi_failure, start_mpi
-from keras_dist._engine.reduce import ReduceOp, parse_op
+from keras_dist._engine.reduce import ReduceOp, parse_factor, parse_op
 
 __all__ = [
     "Call",
     "Communicator",
     "FusedAllreduce",
     "ReduceOp",
+    "adasum",
     "allgather",
     "allgather_object",
     "allreduce",
+    "alltoall",
     "at_the_end",
     "barrier",
     "broadcast",
+    "broadcast_into",
     "broadcast_object",
+    "grouped_allgather",
     "library",
     "load_mpi",
     "mpi_failure",
+    "parse_factor",
     "parse_op",
     "reduce_slices",
+    "reducescatter",
     "start_mpi",
 ]

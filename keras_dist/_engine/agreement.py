@@ -38,6 +38,8 @@ class Call:
         op: the reduction, when there is one.
         root: the root rank, when there is one.
         key: a name under which the ranks must meet, when the user gave one.
+        prescale: factor for the contributions.
+        postscale: factor for the result.
         first: whether it is the first of its kind, before which memory is made for it.
         remedy: what to do when the ranks differ; shown, not compared.
     """
@@ -47,6 +49,8 @@ class Call:
     op: str | None = None
     root: int | None = None
     key: str | None = None
+    prescale: float = 1.0
+    postscale: float = 1.0
     first: bool = False
     remedy: str = "Call the same operations in the same order on every rank."
 
@@ -54,13 +58,24 @@ class Call:
     def digest(self) -> bytes:
         """16 bytes that are equal exactly when the ranks may go on together."""
         arrays = tuple((entry.shape, entry.dtype) for entry in self.entries)
-        meaning = (self.operation, self.op, self.root, self.key, self.first, arrays)
+        factors = (self.prescale, self.postscale)
+        meaning = (self.operation, self.op, self.root, self.key, factors, self.first, arrays)
         return hashlib.blake2b(repr(meaning).encode(), digest_size=16).digest()
 
     def __str__(self) -> str:
         names = ", ".join(repr(entry.name) for entry in self.entries[:3])
         more = f" and {len(self.entries) - 3} more" if len(self.entries) > 3 else ""
         return f"{self.operation}({names}{more})" if names else self.operation
+
+
+# The arguments that are compared one by one, as the user knows them.
+_LABELS = {
+    "key": "name",
+    "op": "op",
+    "root": "root_rank",
+    "prescale": "prescale_factor",
+    "postscale": "postscale_factor",
+}
 
 
 def difference(calls: Sequence[Call]) -> tuple[int, str, str] | None:
@@ -83,10 +98,9 @@ def difference(calls: Sequence[Call]) -> tuple[int, str, str] | None:
 def _compare(first: Call, other: Call) -> tuple[str, str]:
     if first.operation != other.operation:
         return f"{first} as on rank 0", str(other)
-    for field in ("key", "op", "root"):
+    for field, label in _LABELS.items():
         expected, received = getattr(first, field), getattr(other, field)
         if expected != received:
-            label = {"key": "name", "op": "op", "root": "root_rank"}[field]
             return f"{label}={expected!r} in {first} as on rank 0", f"{label}={received!r}"
     for mine, theirs in zip(first.entries, other.entries, strict=False):
         if mine.shape != theirs.shape:

@@ -7,13 +7,26 @@ float32 and rounded once, at the end.
 
 import enum
 import functools
+import math
+import numbers
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from keras_dist import errors
 
-__all__ = ["ReduceOp", "check_dtype", "divide", "parse_op", "reduce_into", "reduce_rows"]
+__all__ = [
+    "ReduceOp",
+    "check_dtype",
+    "check_factors",
+    "divide",
+    "parse_factor",
+    "parse_op",
+    "reduce_into",
+    "reduce_rows",
+    "scaled",
+]
 
 
 class ReduceOp(enum.Enum):
@@ -21,7 +34,8 @@ class ReduceOp(enum.Enum):
 
     `AVERAGE` is the sum divided by the number of ranks; for integers it is truncated
     towards zero. `PRODUCT` multiplies, `MIN` and `MAX` compare element by element; on
-    booleans they mean and, and, or.
+    booleans they mean and, and, or. `ADASUM` works on whole vectors, not element by element;
+    `keras_dist._engine.collectives.adasum` has its arithmetic.
     """
 
     AVERAGE = "average"
@@ -29,6 +43,7 @@ class ReduceOp(enum.Enum):
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
+    ADASUM = "adasum"
 
 
 _UFUNCS = {
@@ -60,9 +75,83 @@ def parse_op(op: ReduceOp | str, where: str = "[keras_dist]") -> ReduceOp:
             where,
             f"op to be one of {', '.join(names)}",
             repr(op),
-            "Use keras_dist.Average, Sum, Min, Max or Product.",
+            "Use keras_dist.Average, Sum, Min, Max, Product or Adasum.",
         )
     )
+
+
+def parse_factor(factor: Any, label: str, where: str) -> float:
+    """Returns a factor that a user gave.
+
+    Args:
+        factor: any finite real number.
+        label: the argument's name for the error message.
+        where: the place for the error message.
+
+    Raises:
+        ArgumentTypeError: it is no real number.
+        ArgumentError: it is infinite or not a number.
+    """
+    expected, remedy = f"{label} to be a finite number", "Pass a float; 1.0 changes nothing."
+    number = factor.item() if isinstance(factor, np.ndarray) and factor.ndim == 0 else factor
+    if not isinstance(number, numbers.Real):
+        received = f"{factor!r} of type {type(factor).__name__}"
+        raise errors.ArgumentTypeError(errors.explain(where, expected, received, remedy))
+    if not math.isfinite(number):
+        raise errors.ArgumentError(errors.explain(where, expected, repr(factor), remedy))
+    return float(number)
+
+
+def check_factors(
+    dtype: np.dtype, prescale: float, postscale: float, where: str, name: str
+) -> None:
+    """Checks that an array can be multiplied by the factors: booleans cannot.
+
+    Args:
+        dtype: the dtype of the array to scale.
+        prescale: factor for the contributions.
+        postscale: factor for the result.
+        where: the place for the error message.
+        name: the array's name for the error message.
+
+    Raises:
+        ArgumentTypeError: there is a factor, and the array does not hold numbers.
+    """
+    if prescale == postscale == 1 or ReduceOp.SUM in _ops_of(dtype):
+        return
+    raise errors.ArgumentTypeError(
+        errors.explain(
+            where,
+            f"{name} to have a dtype that prescale_factor and postscale_factor can multiply",
+            str(dtype),
+            "Cast it first, for example to float32 or int64.",
+        )
+    )
+
+
+def scaled(array: np.ndarray, factor: float) -> np.ndarray:
+    """Multiplies an array by a factor and keeps its dtype.
+
+    Whole numbers are multiplied in float64 and truncated towards zero, floats narrower than
+    32 bits in float32.
+
+    Args:
+        array: the array, of numbers; it is left alone.
+        factor: the factor.
+
+    Returns:
+        A new array; `array` itself when the factor is 1.
+    """
+    if factor == 1:
+        return array
+    if np.issubdtype(array.dtype, np.integer):
+        wide = np.dtype(np.float64)
+    else:
+        wide = _accumulator(array.dtype, ReduceOp.SUM)
+    # A product that the dtype cannot hold is the caller's to judge, as in a sum.
+    with np.errstate(all="ignore"):
+        product = np.multiply(array.astype(wide, copy=False), wide.type(factor))
+        return np.asarray(product).astype(array.dtype, copy=False)
 
 
 def check_dtype(dtype: np.dtype, op: ReduceOp, where: str, name: str) -> None:
@@ -163,13 +252,15 @@ def _accumulator(dtype: np.dtype, op: ReduceOp) -> np.dtype:
 
 @functools.cache
 def _ops_of(dtype: np.dtype) -> frozenset[ReduceOp]:
-    everything = frozenset(ReduceOp)
+    everything = frozenset(ReduceOp) - {ReduceOp.ADASUM}
     if dtype == np.bool_:
         return everything - {ReduceOp.SUM, ReduceOp.AVERAGE}
     if np.issubdtype(dtype, np.complexfloating):
         return everything - {ReduceOp.MIN, ReduceOp.MAX}
-    if np.issubdtype(dtype, np.integer) or _is_float(dtype):
+    if np.issubdtype(dtype, np.integer):
         return everything
+    if _is_float(dtype):
+        return frozenset(ReduceOp)
     return frozenset()
 
 

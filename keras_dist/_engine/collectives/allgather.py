@@ -1,13 +1,15 @@
 """allgather: the arrays of all ranks, one behind the other."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from keras_dist import errors
 from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.collectives.rows import check_rows, gather_rows
 from keras_dist._engine.communicator import Communicator
 
-__all__ = ["allgather"]
+__all__ = ["allgather", "grouped_allgather"]
 
 
 def allgather(
@@ -26,25 +28,42 @@ def allgather(
 
     Raises:
         ArgumentError: the array has no dimension.
+        ArgumentTypeError: it holds Python objects.
         MismatchError: the other dimensions or the dtypes differ.
     """
-    if array.ndim == 0:
-        raise errors.ArgumentError(
-            errors.explain(
-                comm.where(),
-                f"{name} to have at least one dimension, to gather along",
-                "a scalar",
-                "Reshape it to (1,).",
-            )
-        )
-    rest = array.shape[1:]
-    entry = Entry(name, (-1, *rest), str(array.dtype))
+    return grouped_allgather(comm, [array], [name], key)[0]
+
+
+def grouped_allgather(
+    comm: Communicator, arrays: Sequence[np.ndarray], names: Sequence[str], key: str | None = None
+) -> list[np.ndarray]:
+    """Does `allgather` for a list of arrays, in one message. Collective; blocks.
+
+    Args:
+        comm: the ranks.
+        arrays: this rank's arrays.
+        names: what they are called in messages.
+        key: a name under which the ranks must meet; `None` for none.
+
+    Returns:
+        A new array for each.
+
+    Raises:
+        ArgumentError: an array has no dimension.
+        ArgumentTypeError: one holds Python objects.
+        MismatchError: the other dimensions or the dtypes differ.
+    """
+    for name, array in zip(names, arrays, strict=True):
+        check_rows(comm, array, name, "to gather along")
+    entries = tuple(
+        Entry(name, (-1, *array.shape[1:]), str(array.dtype))
+        for name, array in zip(names, arrays, strict=True)
+    )
     with comm.lock:
-        meet(comm, Call("allgather", (entry,), key=key))
-        payload = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        parts = comm.allgather_bytes(payload)
-        # Rows are told, not computed: where `rest` holds a 0, bytes cannot tell them.
-        lengths = comm.allgather_bytes(np.int64(len(array)).tobytes())
-    rows = sum(int(length.view(np.int64)[0]) for length in lengths)
-    joined = np.concatenate(parts).view(array.dtype)
-    return joined.reshape((rows, *rest))
+        meet(comm, Call("allgather", entries, key=key))
+        if not arrays:
+            return []
+        mine = np.array([len(array) for array in arrays], np.int64)
+        told = comm.allgather_bytes(mine.tobytes())
+        lengths = [raw.view(np.int64).tolist() for raw in told]
+        return gather_rows(comm, arrays, lengths)

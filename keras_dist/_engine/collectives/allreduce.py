@@ -11,7 +11,14 @@ from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.node import BucketReduction
-from keras_dist._engine.reduce import ReduceOp, check_dtype, divide, reduce_rows
+from keras_dist._engine.reduce import (
+    ReduceOp,
+    check_dtype,
+    check_factors,
+    divide,
+    reduce_rows,
+    scaled,
+)
 
 __all__ = ["FusedAllreduce", "allreduce"]
 
@@ -40,6 +47,8 @@ class FusedAllreduce:
         lend: whether results may lie in memory that all ranks share: they must then be
             neither written to nor kept, see `keras_dist._engine.node`. Otherwise they are
             copied out of it.
+        prescale: factor for the contributions.
+        postscale: factor for the results.
 
     Raises:
         ArgumentTypeError: `op` is not defined for one of the dtypes.
@@ -56,9 +65,12 @@ class FusedAllreduce:
         key: str | None = None,
         remedy: str = Call.remedy,
         lend: bool = False,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
     ):
         for name, (_, dtype) in zip(names, specs, strict=True):
             check_dtype(dtype, op, comm.where(), name)
+            check_factors(dtype, prescale, postscale, comm.where(), name)
         self.comm = comm
         self.op = op
         self.lend = lend
@@ -67,7 +79,9 @@ class FusedAllreduce:
             Entry(name, tuple(shape), str(dtype))
             for name, (shape, dtype) in zip(names, specs, strict=True)
         )
-        self.call = Call(operation, entries, op=op.value, key=key, remedy=remedy)
+        self.call = Call(
+            operation, entries, op.value, None, key, prescale, postscale, remedy=remedy
+        )
         self._start = dataclasses.replace(self.call, first=True)
         self._shared: dict[int, BucketReduction] | None = None
 
@@ -84,22 +98,21 @@ class FusedAllreduce:
             The reduced arrays, in the same order: views of one buffer.
         """
         bucket = self.buckets[number]
+        arrays = [scaled(array, self.call.prescale) for array in arrays]
         with self.comm.lock:
             if self._shared is None:
                 self._shared = self._share_memory()
             reduction = self._shared.get(number)
             if reduction is None:
                 meet(self.comm, self.call)
-                world = self.comm.world if self.comm.size > 1 else None
-                return bucket.unpack(
-                    _reduce_flat(self.comm.mpi, world, bucket.pack(arrays), self.op)
-                )
-            reduction.publish(arrays)
-            meet(self.comm, self.call)
-            flat = reduction.reduce(None if self.comm.is_one_node else self._reduce_across)
-            if not self.lend and reduction.is_shared:
-                flat = flat.copy()
-        return bucket.unpack(flat)
+                flat = self._reduce_through_mpi(bucket.pack(arrays))
+            else:
+                reduction.publish(arrays)
+                meet(self.comm, self.call)
+                flat = reduction.reduce(None if self.comm.is_one_node else self._reduce_across)
+                if not self.lend and reduction.is_shared:
+                    flat = flat.copy()
+        return bucket.unpack(scaled(flat, self.call.postscale))
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Reduces the whole list. Collective: every rank; blocks."""
@@ -175,6 +188,8 @@ def allreduce(
     op: ReduceOp,
     bucket_nbytes: int,
     key: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> list[np.ndarray]:
     """Reduces a list of arrays. Collective: every rank; blocks.
 
@@ -187,6 +202,8 @@ def allreduce(
         op: the reduction.
         bucket_nbytes: the size, in bytes, at which a bucket is closed.
         key: a name under which the ranks must meet; `None` for none.
+        prescale: factor for the contributions.
+        postscale: factor for the results.
 
     Returns:
         New arrays of the same shapes and dtypes, bit-equal on all ranks.
@@ -196,14 +213,23 @@ def allreduce(
         ArgumentTypeError: `op` is not defined for a dtype.
     """
     if not arrays:
-        meet(comm, Call("allreduce", op=op.value, key=key))
+        meet(comm, Call("allreduce", (), op.value, None, key, prescale, postscale))
         return []
     specs = tuple((array.shape, array.dtype) for array in arrays)
-    kind = (specs, tuple(names), op, bucket_nbytes, key)
+    kind = (specs, tuple(names), op, bucket_nbytes, key, prescale, postscale)
     with comm.lock:
         fused = comm.plans.get(kind)
         if fused is None:
-            fused = FusedAllreduce(comm, names, specs, op, bucket_nbytes, key=key)
+            fused = FusedAllreduce(
+                comm,
+                names,
+                specs,
+                op,
+                bucket_nbytes,
+                key=key,
+                prescale=prescale,
+                postscale=postscale,
+            )
         results = fused(arrays)
         # The list changes only after all ranks have agreed, so it is the same on all.
         is_new = comm.plans.pop(kind, None) is None

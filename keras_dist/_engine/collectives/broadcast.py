@@ -8,7 +8,7 @@ from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.communicator import Communicator
 
-__all__ = ["broadcast"]
+__all__ = ["broadcast", "broadcast_into"]
 
 
 def broadcast(
@@ -46,7 +46,49 @@ def broadcast(
     with comm.lock:
         meet(comm, Call(operation, entries, root=int(root), key=key, remedy=remedy))
         copies = [np.array(array, order="C") for array in arrays]
-        if comm.size > 1:
-            for copy in copies:
-                comm.world.Bcast(copy.reshape(-1).view(np.uint8), root=root)
+        _send(comm, copies, root)
     return copies
+
+
+def broadcast_into(
+    comm: Communicator,
+    arrays: Sequence[np.ndarray],
+    names: Sequence[str],
+    root: int,
+    key: str | None = None,
+) -> None:
+    """Writes the root's values into the arrays of every rank. Collective: every rank; blocks.
+
+    Args:
+        comm: the ranks.
+        arrays: this rank's arrays, writeable; shapes and dtypes must agree over the ranks.
+        names: what they are called in messages.
+        root: the rank whose values all ranks receive.
+        key: a name under which the ranks must meet; `None` for none.
+
+    Raises:
+        ArgumentError: `root` is not a rank.
+        MismatchError: the ranks differ.
+    """
+    comm.check_root(root)
+    entries = tuple(
+        Entry(name, array.shape, str(array.dtype))
+        for name, array in zip(names, arrays, strict=True)
+    )
+    with comm.lock:
+        meet(comm, Call("broadcast_", entries, root=int(root), key=key))
+        # What lies in one piece is received where it lies.
+        buffers = [
+            array if array.flags.c_contiguous else np.array(array, order="C") for array in arrays
+        ]
+        _send(comm, buffers, root)
+    for array, buffer in zip(arrays, buffers, strict=True):
+        if buffer is not array:
+            array[...] = buffer
+
+
+def _send(comm: Communicator, arrays: Sequence[np.ndarray], root: int) -> None:
+    """Sends contiguous arrays of the root into those of the others."""
+    if comm.size > 1:
+        for array in arrays:
+            comm.world.Bcast(array.reshape(-1).view(np.uint8), root=root)

@@ -1,0 +1,92 @@
+"""alltoall: each rank sends some of its rows to each rank."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+
+from keras_dist import errors
+from keras_dist._engine.agreement import Call, Entry
+from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.collectives.rows import as_bytes, check_rows, exchange_bytes
+from keras_dist._engine.communicator import Communicator
+
+__all__ = ["alltoall"]
+
+
+def alltoall(
+    comm: Communicator, array: np.ndarray, splits: Any, name: str, key: str | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sends the first rows to rank 0, the next to rank 1, and so on. Collective; blocks.
+
+    Args:
+        comm: the ranks.
+        array: this rank's array; its first dimension may differ from rank to rank.
+        splits: how many rows each rank gets, one whole number a rank; rows behind their sum
+            are not sent. `None` for equal numbers.
+        name: what the array is called in messages.
+        key: a name under which the ranks must meet; `None` for none.
+
+    Returns:
+        A new array, the rows from rank 0, then from rank 1, and so on; and how many came from
+        each rank, int64 of shape (number of ranks,).
+
+    Raises:
+        ArgumentError: the array has no dimension, or `splits` do not fit it; raised on every
+            rank, whichever rank brought them.
+        ArgumentTypeError: the array holds Python objects.
+        MismatchError: the other dimensions or the dtypes differ.
+    """
+    rest = array.shape[1:]
+    entry = Entry(name, (-1, *rest), str(array.dtype))
+    with comm.lock:
+        meet(comm, Call("alltoall", (entry,), key=key))
+        table = _share_splits(comm, array, splits, name)
+        width = array.itemsize * int(np.prod(rest))
+        sent, received = table[comm.rank], table[:, comm.rank].copy()
+        flat = exchange_bytes(comm, as_bytes(array), sent * width, received * width)
+    return flat.view(array.dtype).reshape((int(received.sum()), *rest)), received
+
+
+def _share_splits(comm: Communicator, array: np.ndarray, splits: Any, name: str) -> np.ndarray:
+    """Returns how many rows each rank (first axis) sends to each rank.
+
+    Splits may differ from rank to rank and depend on data, so they may be wrong on one rank
+    alone. The ranks tell each other, and all raise: none is left waiting.
+    """
+    mine: Any
+    try:
+        check_rows(comm, array, name, "to split along")
+        mine = _parse_splits(comm, len(array), splits, name).tolist()
+    except errors.KerasDistError as error:
+        mine = error
+    raws = comm.allgather_bytes(pickle.dumps(mine))
+    table = [pickle.loads(raw.tobytes()) for raw in raws]
+    for row in table:
+        if isinstance(row, errors.KerasDistError):
+            raise row
+    return np.array(table, np.int64)
+
+
+def _parse_splits(comm: Communicator, rows: int, splits: Any, name: str) -> np.ndarray:
+    size = comm.size
+    if splits is None:
+        if rows % size:
+            raise _unfit(comm, f"the rows of {name} to be a multiple of {size}", f"{rows} rows")
+        return np.full(size, rows // size)
+    try:
+        counts = np.asarray(splits)
+    except Exception as error:  # whatever it is, the other ranks wait to be told
+        raise _unfit(comm, "splits to be a list of whole numbers", repr(error)) from error
+    if not np.issubdtype(counts.dtype, np.integer) or counts.shape != (size,):
+        received = f"shape {counts.shape} and dtype {counts.dtype}"
+        raise _unfit(comm, f"splits to be {size} whole numbers, one for each rank", received)
+    if counts.min() < 0 or sum(counts.tolist()) > rows:
+        expected = f"splits of {name} to be at least 0 each, and {rows} together at most"
+        raise _unfit(comm, expected, f"{counts.tolist()}")
+    return counts
+
+
+def _unfit(comm: Communicator, expected: str, received: str) -> errors.ArgumentError:
+    remedy = "Pass splits, a list that says how many rows each rank gets."
+    return errors.ArgumentError(errors.explain(comm.where(), expected, received, remedy))

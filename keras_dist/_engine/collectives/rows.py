@@ -1,0 +1,141 @@
+"""Rows of arrays on their way between ranks: who gets which, and how they travel as bytes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from keras_dist import errors
+from keras_dist._engine.communicator import Communicator
+
+__all__ = ["as_bytes", "check_rows", "exchange_bytes", "exchange_rows", "gather_rows", "row_bounds"]
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """Returns the bytes of an array in C order: MPI knows no bfloat16, but it knows bytes."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def check_rows(comm: Communicator, array: np.ndarray, name: str, purpose: str) -> None:
+    """Checks that an array has rows and that their bytes mean the same on another rank.
+
+    Args:
+        comm: the ranks.
+        array: the array.
+        name: what it is called in messages.
+        purpose: what the rows are for, such as `"to gather along"`.
+
+    Raises:
+        ArgumentError: the array has no dimension.
+        ArgumentTypeError: it holds Python objects.
+    """
+    if array.ndim == 0:
+        expected = f"{name} to have at least one dimension, {purpose}"
+        raise errors.ArgumentError(
+            errors.explain(comm.where(), expected, "a scalar", "Reshape it to (1,).")
+        )
+    if array.dtype.hasobject:
+        expected = f"{name} to hold numbers"
+        remedy = "Cast it first; objects travel by keras_dist.allgather_object."
+        raise errors.ArgumentTypeError(
+            errors.explain(comm.where(), expected, f"dtype {array.dtype}", remedy)
+        )
+
+
+def row_bounds(count: int, size: int) -> np.ndarray:
+    """Returns where the rows of each rank begin and end: the first ranks get one more.
+
+    Args:
+        count: number of rows.
+        size: number of ranks.
+
+    Returns:
+        `size + 1` whole numbers from 0 to `count`; rank r has rows `[r]` to `[r + 1]`.
+    """
+    ranks = np.arange(size + 1)
+    return ranks * (count // size) + np.minimum(ranks, count % size)
+
+
+def exchange_bytes(
+    comm: Communicator, payload: np.ndarray, sent: np.ndarray, received: np.ndarray
+) -> np.ndarray:
+    """Sends each rank its piece of a buffer. Collective: every rank; blocks.
+
+    Args:
+        comm: the ranks.
+        payload: uint8 array: the piece for rank 0, then that for rank 1, and so on.
+        sent: bytes of each piece; what is behind the last is not sent.
+        received: bytes that come from each rank.
+
+    Returns:
+        New uint8 array: the piece from rank 0, then that from rank 1, and so on.
+    """
+    if comm.size == 1:
+        return payload[: int(sent[0])].copy()
+    result = np.empty(int(received.sum()), np.uint8)
+    comm.world.Alltoallv(
+        [payload, sent, _starts(sent), comm.mpi.BYTE],
+        [result, received, _starts(received), comm.mpi.BYTE],
+    )
+    return result
+
+
+def exchange_rows(comm: Communicator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Gives each rank its rows of the arrays of all ranks, in one message.
+
+    Collective: every rank, with arrays of the same shapes and dtypes; blocks.
+
+    Args:
+        comm: the ranks.
+        arrays: this rank's arrays, each of at least one dimension.
+
+    Returns:
+        For each array one of shape (number of ranks, rows of this rank, ...), in rank order.
+    """
+    bounds = [row_bounds(len(array), comm.size) for array in arrays]
+    parts = [np.split(array, ends[1:-1]) for array, ends in zip(arrays, bounds, strict=True)]
+    pieces = [[as_bytes(part[rank]) for part in parts] for rank in range(comm.size)]
+    sent = np.array([sum(piece.size for piece in those) for those in pieces])
+    payload = np.concatenate([piece for those in pieces for piece in those])
+    received = np.full(comm.size, sent[comm.rank])
+    table = exchange_bytes(comm, payload, sent, received).reshape(comm.size, -1)
+    results, start = [], 0
+    for array, piece, ends in zip(arrays, pieces[comm.rank], bounds, strict=True):
+        rows = np.ascontiguousarray(table[:, start : start + piece.size])
+        shape = (comm.size, int(ends[comm.rank + 1] - ends[comm.rank]), *array.shape[1:])
+        results.append(rows.reshape(-1).view(array.dtype).reshape(shape))
+        start += piece.size
+    return results
+
+
+def gather_rows(
+    comm: Communicator, parts: Sequence[np.ndarray], lengths: Sequence[Sequence[int]]
+) -> list[np.ndarray]:
+    """Joins arrays of all ranks along their rows. Collective: every rank; blocks.
+
+    Args:
+        comm: the ranks.
+        parts: this rank's arrays, each of at least one dimension.
+        lengths: for each rank the number of rows of each of its arrays.
+
+    Returns:
+        For each array a new one: the rows of rank 0, then of rank 1, and so on.
+    """
+    pieces = [as_bytes(part) for part in parts]
+    # One array, the usual case, goes without being copied first.
+    payload = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    widths = [part.itemsize * int(np.prod(part.shape[1:])) for part in parts]
+    table = [
+        np.split(raw, np.cumsum(np.multiply(rows, widths))[:-1])
+        for raw, rows in zip(comm.allgather_bytes(payload), lengths, strict=True)
+    ]
+    results = []
+    for index, part in enumerate(parts):
+        joined = np.concatenate([pieces[index] for pieces in table]).view(part.dtype)
+        # Rows are told, not computed: where a row has no element, bytes cannot tell them.
+        count = sum(rows[index] for rows in lengths)
+        results.append(joined.reshape((count, *part.shape[1:])))
+    return results
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    return np.cumsum(counts) - counts
