@@ -1,0 +1,154 @@
+"""What the benchmarks share: starting ranks, timing contenders in turn, saying what came out."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+RESULTS = Path(__file__).with_name("results")
+MIB = 2**20
+
+
+def launcher():
+    """Returns the mpiexec beside this Python, with what it needs to run anywhere."""
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    if not mpiexec.exists():
+        mpiexec = Path("mpiexec")
+    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" in version:
+        # It would refuse to run as root and to start more ranks than there are cores.
+        return [str(mpiexec), "--allow-run-as-root", "--oversubscribe"]
+    return [str(mpiexec)]
+
+
+def start(script, ranks, task):
+    """Runs a script's worker on some ranks and returns what its rank 0 found.
+
+    Args:
+        script: path of the script; it is started with `--worker` and a file's path.
+        ranks: how many; 0 for one process without a launcher.
+        task: what the worker should do, as JSON can hold it.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "task.json"
+        path.write_text(json.dumps(task))
+        prefix = [*launcher(), "-n", str(ranks)] if ranks else []
+        subprocess.run(
+            [*prefix, sys.executable, str(script), "--worker", str(path)],
+            stdin=subprocess.DEVNULL,
+            env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
+            check=True,
+        )
+        return json.loads(path.with_suffix(".out").read_text())
+
+
+def answer(path, found):
+    """Hands what rank 0 found to `start`."""
+    Path(path).with_suffix(".out").write_text(json.dumps(found))
+
+
+def in_turn(contenders, rounds, measure):
+    """Measures contenders in turn, round after round, each round in another order.
+
+    Args:
+        contenders: names.
+        rounds: how many rounds.
+        measure: takes a name and returns a number.
+
+    Returns:
+        A dict of name to the numbers, one for each round.
+    """
+    names = list(contenders)
+    found = {name: [] for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            found[name].append(measure(name))
+    return found
+
+
+def ratio(numerators, denominators):
+    """Returns the median of the ratios of two lists of numbers, round by round."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def machine():
+    """Describes this machine in one line."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} cores {model}, {platform.system()} {platform.release().split('-')[0]}"
+
+
+def load():
+    """Returns how busy the machine was in the last minute; ask before ranks are started."""
+    return f"{os.getloadavg()[0]:.1f} processes were running before the start"
+
+
+def free_memory():
+    """Returns how many bytes of memory and of /dev/shm are free, whichever is less."""
+    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not os.path.isdir("/dev/shm"):
+        return memory
+    room = os.statvfs("/dev/shm")
+    return min(memory, room.f_bavail * room.f_frsize)
+
+
+def table(head, rows):
+    """Returns a Markdown table whose columns are aligned, so that it also reads as text."""
+    cells = [[str(cell) for cell in row] for row in [head, *rows]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+
+    def line(row):
+        first, *others = [*zip(row, widths, strict=True)]
+        texts = [first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]
+        return f"| {' | '.join(texts)} |"
+
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([line(cells[0]), line(rule), *(line(row) for row in cells[1:])])
+
+
+def verdicts(rows):
+    """Returns a table of what must be reached, and whether it was.
+
+    Args:
+        rows: what, the bound in words, the measured value in words, whether it holds.
+    """
+    return table(
+        ["must reach", "bound", "measured", ""],
+        [(*row[:3], "passed" if row[3] else "missed") for row in rows],
+    )
+
+
+def last_line(rows):
+    """Returns the line that ends a benchmark."""
+    return f"passed {sum(bool(row[3]) for row in rows)} of {len(rows)}"
+
+
+def write(directory, name, text):
+    """Writes a Markdown file among the results and says where."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.md"
+    path.write_text(text + "\n")
+    print(f"\nwritten: {path}")
+
+
+def plotter():
+    """Returns matplotlib's pyplot without a window, or `None` and a line that says so."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is missing (pip install 'keras_dist[benchmarks]')")
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
