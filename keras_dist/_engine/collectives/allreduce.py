@@ -9,6 +9,7 @@ import numpy as np
 from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.collectives.rows import as_bytes
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.node import BucketReduction
 from keras_dist._engine.reduce import (
@@ -259,7 +260,7 @@ def _reduce_flat(mpi: Any, world: Any, flat: np.ndarray, op: ReduceOp) -> np.nda
         return reduce_rows(flat[np.newaxis], op)
     if flat.nbytes <= SMALL_NBYTES:
         rows = np.empty((size, flat.size), flat.dtype)
-        world.Allgather(_raw(flat), _raw(rows))
+        world.Allgather(as_bytes(flat), as_bytes(rows))
         return reduce_rows(rows, op)
     rank = world.Get_rank()
     bounds = np.arange(size + 1) * flat.size // size
@@ -268,14 +269,9 @@ def _reduce_flat(mpi: Any, world: Any, flat: np.ndarray, op: ReduceOp) -> np.nda
     rows = np.empty((size, int(bounds[rank + 1] - bounds[rank])), flat.dtype)
     received = np.full(size, rows[0].nbytes)
     world.Alltoallv(
-        [_raw(flat), counts, starts, mpi.BYTE],
-        [_raw(rows), received, np.arange(size) * rows[0].nbytes, mpi.BYTE],
+        [as_bytes(flat), counts, starts, mpi.BYTE],
+        [as_bytes(rows), received, np.arange(size) * rows[0].nbytes, mpi.BYTE],
     )
     result = np.empty_like(flat)
-    world.Allgatherv(_raw(reduce_rows(rows, op)), [_raw(result), counts, starts, mpi.BYTE])
+    world.Allgatherv(as_bytes(reduce_rows(rows, op)), [as_bytes(result), counts, starts, mpi.BYTE])
     return result
-
-
-def _raw(array: np.ndarray) -> np.ndarray:
-    """Returns the bytes of a contiguous array: MPI knows no bfloat16, but it knows bytes."""
-    return array.reshape(-1).view(np.uint8)

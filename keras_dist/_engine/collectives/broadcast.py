@@ -39,10 +39,7 @@ def broadcast(
         MismatchError: the ranks differ.
     """
     comm.check_root(root)
-    entries = tuple(
-        Entry(name, array.shape, str(array.dtype))
-        for name, array in zip(names, arrays, strict=True)
-    )
+    entries = _entries(names, arrays)
     with comm.lock:
         meet(comm, Call(operation, entries, root=int(root), key=key, remedy=remedy))
         copies = [np.array(array, order="C") for array in arrays]
@@ -71,10 +68,7 @@ def broadcast_into(
         MismatchError: the ranks differ.
     """
     comm.check_root(root)
-    entries = tuple(
-        Entry(name, array.shape, str(array.dtype))
-        for name, array in zip(names, arrays, strict=True)
-    )
+    entries = _entries(names, arrays)
     with comm.lock:
         meet(comm, Call("broadcast_", entries, root=int(root), key=key))
         # What lies in one piece is received where it lies.
@@ -85,6 +79,11 @@ def broadcast_into(
     for array, buffer in zip(arrays, buffers, strict=True):
         if buffer is not array:
             array[...] = buffer
+
+
+def _entries(names: Sequence[str], arrays: Sequence[np.ndarray]) -> tuple[Entry, ...]:
+    pairs = zip(names, arrays, strict=True)
+    return tuple(Entry(name, array.shape, str(array.dtype)) for name, array in pairs)
 
 
 def _send(comm: Communicator, arrays: Sequence[np.ndarray], root: int) -> None:
