@@ -90,11 +90,12 @@ VARIABLES = (
     ),
     Variable(
         "reduce",
-        _one_of("auto", "copy", "mpi"),
-        "auto",
-        "how ranks of one node reduce: each reads the others' memory where that is allowed "
-        "(auto), all copy into shared memory (copy), or through MPI (mpi)",
-        "auto, copy or mpi",
+        _one_of("copy", "read", "mpi"),
+        "copy",
+        "how ranks of one node reduce: each copies into shared memory what others reduce "
+        "(copy), each reads large gradients from the others' memory where the kernel allows it "
+        "(read), or all goes through MPI (mpi)",
+        "copy, read or mpi",
     ),
     Variable(
         "single_process",

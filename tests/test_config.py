@@ -9,7 +9,7 @@ from keras_dist import config, errors
 
 def test_defaults():
     settings = config.parse({})
-    assert settings == config.Settings(25 * 2**20, 0, True, "auto", False)
+    assert settings == config.Settings(25 * 2**20, 0, True, "copy", False)
 
 
 def test_values_are_parsed():

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["Bucket", "Slot", "plan_buckets"]
+__all__ = ["ALIGNMENT", "Bucket", "Piece", "Slot", "aligned", "plan_buckets", "slice_bounds"]
 
 ALIGNMENT = 64  # bytes: a cache line, and what TensorFlow asks of a buffer it takes as it is
 
@@ -46,6 +46,11 @@ class Bucket:
     slots: tuple[Slot, ...]
     count: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the fused buffer."""
+        return self.count * self.dtype.itemsize
+
     def pack(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Copies arrays, one for each slot and in their order, into a new fused buffer."""
         buffer = np.zeros(self.count, self.dtype)
@@ -63,6 +68,50 @@ class Bucket:
             buffer[slot.offset : slot.offset + slot.count].reshape(slot.shape)
             for slot in self.slots
         ]
+
+
+class Piece:
+    """A range of a fused buffer, as parts of the arrays in it.
+
+    Args:
+        bucket: the bucket.
+        low: the first element.
+        high: the element behind the last.
+    """
+
+    def __init__(self, bucket: Bucket, low: int, high: int):
+        self.low = low
+        self.high = high
+        #: of each array: its slot, where its part begins in it and in the piece, elements
+        self.parts: list[tuple[int, int, int, int]] = []
+        for number, slot in enumerate(bucket.slots):
+            begin, end = max(slot.offset, low), min(slot.offset + slot.count, high)
+            if begin < end:
+                self.parts.append((number, begin - slot.offset, begin - low, end - begin))
+
+    def __len__(self) -> int:
+        return self.high - self.low
+
+    def of(self, arrays: Sequence[np.ndarray], scratch: np.ndarray) -> np.ndarray:
+        """Returns the piece of flat arrays: a view when it lies in one, else in `scratch`."""
+        if len(self.parts) == 1 and self.parts[0][3] == len(self):
+            slot, begin, _, count = self.parts[0]
+            return arrays[slot][begin : begin + count]
+        for slot, begin, at, count in self.parts:
+            scratch[at : at + count] = arrays[slot][begin : begin + count]
+        return scratch[: len(self)]
+
+
+def aligned(nbytes: int) -> int:
+    """Returns the next multiple of a cache line."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def slice_bounds(count: int, size: int, itemsize: int) -> list[int]:
+    """Returns where the slices of `size` ranks begin, on cache lines, and the end."""
+    step = max(1, ALIGNMENT // itemsize)
+    lines = -(-count // step)
+    return [min(count, lines * rank // size * step) for rank in range(size + 1)]
 
 
 def plan_buckets(

@@ -73,10 +73,10 @@ class Communicator:
     Args:
         mpi: mpi4py's `MPI` module; `None` for one process without MPI.
         comm: the communicator to duplicate; `None` for the world.
-        reduce: how ranks of a node reduce: `"auto"`, `"copy"` or `"mpi"`.
+        reduce: how ranks of a node reduce: `"copy"`, `"read"` or `"mpi"`.
     """
 
-    def __init__(self, mpi: Any | None = None, comm: Any | None = None, reduce: str = "auto"):
+    def __init__(self, mpi: Any | None = None, comm: Any | None = None, reduce: str = "copy"):
         self.mpi: Any = mpi
         # One collective at a time: TensorFlow may call from any of its threads.
         self.lock = threading.RLock()
@@ -100,7 +100,7 @@ class Communicator:
         self.is_homogeneous = len(set(self.world.allgather(self.local_size))) == 1
         # Nodes of different sizes would cut a bucket into different slices.
         if self.local_size > 1 and self.is_homogeneous and reduce != "mpi":
-            self._join_node(copy=reduce == "copy")
+            self._join_node(read=reduce == "read")
 
     @property
     def is_one_node(self) -> bool:
@@ -113,8 +113,8 @@ class Communicator:
             for comm in (self.across, self._local, self.world):
                 comm.Free()
 
-    def _join_node(self, copy: bool) -> None:
-        node, trouble = join_node(self.local_rank, self.local_size, self._local.allgather, copy)
+    def _join_node(self, read: bool) -> None:
+        node, trouble = join_node(self.local_rank, self.local_size, self._local.allgather, read)
         trouble = self.first_trouble(trouble)
         if trouble is None:
             self.node = node

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from keras_dist._engine.agreement import Call, Entry
+from keras_dist._engine.bucket_reduction import BucketReduction, bucket_reduction
 from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.rows import as_bytes
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.node import BucketReduction
 from keras_dist._engine.reduce import (
     ReduceOp,
     check_dtype,
@@ -46,8 +46,8 @@ class FusedAllreduce:
         key: a name under which the ranks must meet; `None` for none.
         remedy: what a user should do when the ranks differ.
         lend: whether results may lie in memory that all ranks share: they must then be
-            neither written to nor kept, see `keras_dist._engine.node`. Otherwise they are
-            copied out of it.
+            neither written to nor kept, see `keras_dist._engine.bucket_reduction`. Otherwise
+            they are copied out of it.
         prescale: factor for the contributions.
         postscale: factor for the results.
 
@@ -143,8 +143,8 @@ class FusedAllreduce:
             return {}
         meet(self.comm, self._start)
         op = self._op_on_node()
-        every = [BucketReduction(node, bucket, op) for bucket in self.buckets]
-        reductions = {n: one for n, one in enumerate(every) if self._is_for_nodes(one)}
+        every = [bucket_reduction(node, bucket, op) for bucket in self.buckets]
+        reductions = {n: one for n, one in enumerate(every) if self._is_for_nodes(n, one)}
         total = sum(reduction.nbytes for reduction in reductions.values())
         segment, trouble = node.segment(max(1, total))
         trouble = self.comm.first_trouble(trouble)
@@ -157,13 +157,15 @@ class FusedAllreduce:
             offset += reduction.nbytes
         return reductions
 
-    def _is_for_nodes(self, reduction: BucketReduction) -> bool:
+    def _is_for_nodes(self, number: int, reduction: BucketReduction) -> bool:
         """Whether a bucket is reduced on each node first, and then over the nodes by slices.
 
         Small ones are not worth two steps. Narrow floats and whole numbers must not be
         rounded, or run over, before the division.
         """
-        return self.comm.is_one_node or (reduction.is_shared and reduction.is_wide_float)
+        dtype = self.buckets[number].dtype
+        is_wide_float = dtype.kind in "fc" and dtype.itemsize >= 4
+        return self.comm.is_one_node or (reduction.is_shared and is_wide_float)
 
     def _reduce_through_mpi(self, flat: np.ndarray) -> np.ndarray:
         world = self.comm.world if self.comm.size > 1 else None

@@ -1,0 +1,172 @@
+"""A bucket reduced by the ranks of a node, in memory that they share. Knows no MPI.
+
+A small bucket is copied into shared memory by every rank and reduced whole by every rank: one
+meeting. Of a larger one each rank reduces a slice, in rank order, and writes it to a result
+that all ranks see and read in place; `ways` has the ways in which contributions come there.
+
+Why the result can be read in place. There are three results, used in turn. A rank writes to
+the result of call t again only in call t + 3, which it enters only after all ranks have met in
+call t + 2, and a rank comes to that meeting only after the code behind its call t and its
+call t + 1 has run. So the result of call t stays as it is until this rank itself calls for
+the second time from there; the same holds for calls on other buckets in between.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from keras_dist._engine.buckets import Bucket, Piece, aligned, slice_bounds
+from keras_dist._engine.node import Node
+from keras_dist._engine.reduce import ReduceOp, reduce_into
+from keras_dist._engine.shared import Segment
+from keras_dist._engine.ways import Copying, Reading
+
+__all__ = ["BucketReduction", "bucket_reduction"]
+
+SMALL_NBYTES = 128 * 1024  # up to here every rank reduces everything: one meeting, not two
+READ_NBYTES = 4 * 2**20  # from here on a bucket may be read where it lies
+CHUNK_NBYTES = 512 * 1024  # reduced in one go, while a core's cache holds it
+WHOLE_NBYTES = 32 * 1024  # a part of an array of this size or more is a chunk of its own
+RESULTS = 3
+DONE = b"slices are ready"  # 16 bytes, as a digest
+FAILED = b"a slice is not.."
+
+
+class BucketReduction(Protocol):
+    """One bucket's shared memory and the arithmetic in it.
+
+    A call is `publish`, a meeting and `reduce`; `FusedAllreduce` puts them together.
+    """
+
+    nbytes: int  # of shared memory, for all ranks together
+    is_shared: bool  # whether the result lies in memory that all ranks share
+
+    def settle(self, segment: Segment, offset: int) -> None:
+        """Takes its place in a segment, `offset` bytes from its start."""
+
+    def publish(self, arrays: Sequence[np.ndarray]) -> None:
+        """Makes this rank's arrays visible to the others, before the ranks meet."""
+
+    def reduce(self, finish: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
+        """Reduces, after the ranks have met. Collective: every rank of the node.
+
+        Args:
+            finish: what is left to do, in place, with this rank's slice of the result
+                before the others see it. Defaults to nothing.
+
+        Returns:
+            The fused result; when `is_shared`, it holds until the second call from here.
+
+        Raises:
+            OSError: another rank's memory could not be read; raised on every rank.
+        """
+
+
+def bucket_reduction(node: Node, bucket: Bucket, op: ReduceOp) -> BucketReduction:
+    """Returns the reduction that fits the size of a bucket."""
+    if bucket.nbytes <= SMALL_NBYTES:
+        return _Whole(node, bucket, op)
+    return _Sliced(node, bucket, op)
+
+
+class _Whole:
+    """Every rank reduces everything; two sets of rows, used in turn, as one meeting is saved."""
+
+    is_shared = False
+
+    def __init__(self, node: Node, bucket: Bucket, op: ReduceOp):
+        self._node, self._bucket, self._op = node, bucket, op
+        self._stride = aligned(bucket.nbytes)
+        self._turn = 0
+        self.nbytes = 2 * node.size * self._stride
+
+    def settle(self, segment: Segment, offset: int) -> None:
+        size, stride = self._node.size, self._stride
+        rows = [
+            segment.array(offset + row * stride, self._bucket.count, self._bucket.dtype)
+            for row in range(2 * size)
+        ]
+        self._rows = (rows[:size], rows[size:])
+
+    def publish(self, arrays: Sequence[np.ndarray]) -> None:
+        self._bucket.pack_into(self._rows[self._turn ^ 1][self._node.rank], arrays)
+
+    def reduce(self, finish: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
+        # Only now, when all have come for the same call: the turns of the ranks stay equal.
+        self._turn ^= 1
+        result = np.empty(self._bucket.count, self._bucket.dtype)
+        reduce_into(result, iter(self._rows[self._turn]), self._op)
+        return result
+
+
+class _Sliced:
+    """Each rank reduces a slice, chunk by chunk, into a result that all see."""
+
+    is_shared = True
+
+    def __init__(self, node: Node, bucket: Bucket, op: ReduceOp):
+        self._node, self._bucket, self._op = node, bucket, op
+        bounds = slice_bounds(bucket.count, node.size, bucket.dtype.itemsize)
+        self._mine = slice(*bounds[node.rank : node.rank + 2])
+        self._chunks = _chunks(bucket, self._mine)
+        self._stride = aligned(bucket.nbytes)
+        self._turn = 0
+        read = node.may_read and bucket.nbytes >= READ_NBYTES
+        scratch = np.empty((3, CHUNK_NBYTES // bucket.dtype.itemsize), bucket.dtype)
+        self._way = (Reading if read else Copying)(node, bucket, bounds, scratch)
+        self.nbytes = RESULTS * self._stride + aligned(self._way.nbytes)
+
+    def settle(self, segment: Segment, offset: int) -> None:
+        self._results = [
+            segment.array(offset + turn * self._stride, self._bucket.count, self._bucket.dtype)
+            for turn in range(RESULTS)
+        ]
+        self._way.settle(segment, offset + RESULTS * self._stride, self._results)
+
+    def publish(self, arrays: Sequence[np.ndarray]) -> None:
+        self._way.publish(arrays, self._next_turn())
+
+    def reduce(self, finish: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
+        # Only now, when all have come for the same call: the turns of the ranks stay equal.
+        self._turn = self._next_turn()
+        result = self._results[self._turn]
+        trouble = None
+        try:
+            for chunk in self._chunks:
+                parts = self._way.parts(chunk, self._turn)
+                reduce_into(result[chunk.low : chunk.high], parts, self._op)
+            if finish is not None:
+                finish(result[self._mine])
+        except OSError as error:
+            trouble = error
+        together = self._node.meet(DONE if trouble is None else FAILED)
+        self._way.forget()
+        if trouble is not None:
+            raise trouble
+        if not together:
+            raise OSError("another rank of this node could not read its peers' memory")
+        return result
+
+    def _next_turn(self) -> int:
+        return (self._turn + 1) % RESULTS
+
+
+def _chunks(bucket: Bucket, part: slice) -> list[Piece]:
+    """Cuts a slice of a bucket into chunks that a core's cache holds.
+
+    A large array's elements are a chunk by themselves, so that they are read where they lie;
+    small arrays are put together.
+    """
+    step, whole = CHUNK_NBYTES // bucket.dtype.itemsize, WHOLE_NBYTES // bucket.dtype.itemsize
+    cuts = {part.start, part.stop}
+    for slot in bucket.slots:
+        low, high = max(slot.offset, part.start), min(slot.offset + slot.count, part.stop)
+        if high - low >= whole:
+            cuts.update((low, high))
+    return [
+        Piece(bucket, low, min(low + step, end))
+        for begin, end in itertools.pairwise(sorted(cuts))
+        for low in range(begin, end, step)
+    ]
