@@ -258,7 +258,7 @@ def time_graph(rounds):
     """Returns milliseconds of reducing through a TensorFlow graph, and of one numpy copy."""
     import tensorflow as tf
 
-    from keras_dist import _engine, config, reduction, runtime
+    from keras_dist import _engine, reduction, runtime
 
     random = np.random.default_rng(runtime.rank())
     arrays = [random.random(shape, np.float32) for shape in resnet_shapes()]
@@ -281,7 +281,7 @@ def time_graph(rounds):
         [str(number) for number in range(len(arrays))],
         [(array.shape, array.dtype) for array in arrays],
         _engine.ReduceOp.AVERAGE,
-        config.settings().bucket_nbytes,
+        runtime.bucket_nbytes(),
         lend=True,
     )
     calls = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist import _engine, config, errors, runtime
+from keras_dist import _engine, errors, runtime
 
 __all__ = [
     "allgather",
@@ -104,7 +104,7 @@ def grouped_allreduce(
     factors = _factors(prescale_factor, postscale_factor)
     if parsed is ReduceOp.ADASUM:
         return _engine.adasum(comm, arrays, names, name, *factors)
-    nbytes = config.settings().bucket_nbytes
+    nbytes = runtime.bucket_nbytes()
     return _engine.allreduce(comm, arrays, names, parsed, nbytes, name, *factors)
 
 

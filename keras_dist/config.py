@@ -55,13 +55,6 @@ def _natural(text: str) -> int:
     return number
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number <= 0:
-        raise ValueError(text)
-    return number
-
-
 def _one_of(*words: str) -> Callable[[str], str]:
     return lambda text: words[words.index(text.strip().lower())]
 
@@ -69,10 +62,11 @@ def _one_of(*words: str) -> Callable[[str], str]:
 VARIABLES = (
     Variable(
         "bucket_nbytes",
-        _positive,
-        str(25 * 2**20),
-        "bytes of gradients that travel together; the last tensor may go over it",
-        "a whole number of bytes, 1 or more",
+        _natural,
+        "0",
+        "bytes of gradients that travel together; the last tensor may go over it. 0: 25 MiB, or "
+        "what a measurement on these ranks finds for gradients of more than that",
+        "a whole number of bytes, 1 or more, or 0",
     ),
     Variable(
         "threads",

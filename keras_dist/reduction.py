@@ -9,16 +9,20 @@ clipping norm is taken of the averaged gradient.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import keras
 import numpy as np
 
-from keras_dist import _backends, _engine, config, runtime
+from keras_dist import _backends, _engine, runtime
 from keras_dist.replicas import SAME_MODEL, variable_name
 
 __all__ = ["GradientReduction", "attach", "is_distributed", "move_outwards"]
+
+# The last gradients of a model are ready first: reducing begins before the rest has come.
+FIRST_NBYTES = 2**20
 
 
 def is_distributed(optimizer: Any) -> TypeGuard["_Distributed"]:
@@ -74,8 +78,16 @@ class GradientReduction:
         self.variables: Sequence[Any] = ()
         self._plans: dict[Any, _engine.FusedAllreduce] = {}
 
-    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Reduces gradients, one for each variable; `None` stays `None`."""
+    def __call__(
+        self, gradients: Sequence[Any], variables: Sequence[Any], when: Any = None
+    ) -> list[Any]:
+        """Reduces gradients, one for each variable; `None` stays `None`.
+
+        Args:
+            gradients: this rank's gradients.
+            variables: the variables that they are of.
+            when: see `Backend.reduce_gradients`.
+        """
         if runtime.size() == 1:
             return _backends.active().add_up_rows(gradients)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -85,6 +97,7 @@ class GradientReduction:
             [tuple(variables[index].shape) for index in present],
             self._plan,
             self._reduce_slices,
+            when,
         )
         result = list(gradients)
         for index, gradient in zip(present, reduced, strict=True):
@@ -97,12 +110,14 @@ class GradientReduction:
         comm = runtime.communicator()
         key = (comm, tuple(names), tuple(specs))
         if key not in self._plans:
+            nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
             self._plans[key] = _engine.FusedAllreduce(
                 comm,
                 names,
                 specs,
                 self.op,
-                config.settings().bucket_nbytes,
+                runtime.bucket_nbytes(nbytes),
+                first_nbytes=FIRST_NBYTES,
                 operation="the reduction of gradients",
                 remedy=SAME_MODEL,
                 lend=self.lend,
@@ -133,7 +148,12 @@ class _Distributed:
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
-        reduced = self._keras_dist(grads, self._keras_dist.variables)
+        when = None
+        if self.gradient_accumulation_steps and keras.backend.backend() == "jax":  # type: ignore[attr-defined]
+            # On JAX Keras comes here in every step and drops the result of those that only
+            # accumulate; elsewhere only in steps that update.
+            when = (self._iterations + 1) % self.gradient_accumulation_steps == 0  # type: ignore[attr-defined]
+        reduced = self._keras_dist(grads, self._keras_dist.variables, when)
         return super()._clip_gradients(reduced)  # type: ignore[misc]
 
 
@@ -144,3 +164,9 @@ class _LossScaled(_Distributed):
         variables = list(trainable_variables or self._trainable_variables)  # type: ignore[attr-defined]
         reduced = self._keras_dist(grads, variables)
         return super().apply(reduced, trainable_variables)  # type: ignore[misc]
+
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> Any:
+        reduced = self._keras_dist(grads, self._trainable_variables)  # type: ignore[attr-defined]
+        return super().stateless_apply(optimizer_variables, reduced, trainable_variables)  # type: ignore[misc]

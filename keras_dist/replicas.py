@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import _engine, config, errors, runtime
+from keras_dist import _engine, errors, runtime
 
 __all__ = [
     "average_statistics",
@@ -38,7 +38,8 @@ def state(model: keras.Model) -> list[Any]:
     """
     optimizer = getattr(model, "optimizer", None)
     variables = list(model.weights) + (list(optimizer.variables) if optimizer else [])
-    return list({id(variable): variable for variable in variables}.values())
+    own = {id(variable) for variable in _accumulators(optimizer)}
+    return list({id(v): v for v in variables if id(v) not in own}.values())
 
 
 def broadcast_state(model: keras.Model, root_rank: int = 0, exclude: Iterable[Any] = ()) -> None:
@@ -126,7 +127,7 @@ def average_statistics(model: keras.Model) -> None:
         [_to_numpy(weight) for weight in floats],
         [variable_name(weight) for weight in floats],
         _engine.ReduceOp.AVERAGE,
-        config.settings().bucket_nbytes,
+        runtime.bucket_nbytes(),
     )
     copied = _engine.broadcast(
         comm,
@@ -183,6 +184,15 @@ def variable_name(variable: Any) -> str:
     """Returns the path by which a user knows a variable, such as `dense/kernel`."""
     path = getattr(variable, "path", None) or variable.name
     return re.sub(r":\d+$", "", str(path))
+
+
+def _accumulators(optimizer: Any) -> list[Any]:
+    """Returns the variables in which a rank gathers its own gradients between two updates."""
+    if optimizer is None:
+        return []
+    inner = getattr(optimizer, "inner_optimizer", None)
+    own = getattr(optimizer, "_accumulated_gradients", None) or []
+    return [v for v in own if v is not None] + _accumulators(inner)
 
 
 def _to_numpy(variable: Any) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import Any
 from keras_dist import _backends, _engine, config, ending, errors, launcher
 
 __all__ = [
+    "bucket_nbytes",
     "communicator",
     "cross_rank",
     "cross_size",
@@ -31,6 +32,9 @@ __all__ = [
 
 _log = logging.getLogger("keras_dist")
 _communicator: _engine.Communicator | None = None
+_measured: tuple[_engine.Communicator, int] | None = None  # whose bucket size, and the size
+
+USUAL_BUCKET_NBYTES = 25 * 2**20
 
 
 def init(comm: Any | Sequence[int] | None = None) -> None:
@@ -105,6 +109,29 @@ def communicator() -> _engine.Communicator:
     if _communicator is None:
         raise errors.LaunchError("keras_dist could not be initialised.")
     return _communicator
+
+
+def bucket_nbytes(gradients_nbytes: int = 0) -> int:
+    """Returns the size in bytes at which a bucket is closed.
+
+    Collective when there are more gradients than one usual bucket holds: then the ranks
+    measure, once, unless `KERAS_DIST_BUCKET_NBYTES` is set.
+
+    Args:
+        gradients_nbytes: how many bytes are to be cut into buckets, again and again; equal on
+            all ranks. Defaults to 0, for what is reduced now and then.
+    """
+    global _measured
+    comm = communicator()
+    chosen = config.settings().bucket_nbytes
+    if chosen or comm.size == 1 or gradients_nbytes <= USUAL_BUCKET_NBYTES:
+        return chosen or USUAL_BUCKET_NBYTES
+    if _measured is None or _measured[0] is not comm:
+        nbytes, how = _engine.best_bucket_nbytes(comm)
+        _measured = comm, nbytes
+        if comm.rank == 0:
+            _log.info("keras_dist sends gradients in buckets of %d MiB, %s", nbytes >> 20, how)
+    return _measured[1]
 
 
 def rank() -> int:

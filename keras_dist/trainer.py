@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import runtime
+from keras_dist import _backends, runtime
 from keras_dist.reduction import is_distributed, move_outwards
 
 __all__ = ["watch_models"]
@@ -35,23 +35,12 @@ def watch_models() -> None:
         reduction = (self.optimizer._keras_dist, runtime.communicator())
         force = force or self.__dict__.get(TRACED_FOR) != reduction
         self.__dict__[TRACED_FOR] = reduction
-        if runtime.size() == 1 or not self.jit_compile:
+        if runtime.size() == 1:
             return original(self, force)
-        _say_once()
-        # Only the train step meets the host; evaluate and predict may still be compiled.
-        self.jit_compile = False
-        try:
+        backend = _backends.active()
+        backend.check_model(self)
+        # Only the train step meets the host; evaluate and predict are compiled as ever.
+        with backend.train_step_for_host(self):
             return original(self, force)
-        finally:
-            self.jit_compile = True
 
     keras.Model.make_train_function = make_train_function
-
-
-@functools.cache
-def _say_once() -> None:
-    runtime.notify(
-        "keras_dist trains this model without XLA (jit_compile): gradients are averaged on "
-        "the host, which an XLA program cannot call. Nothing needs to be changed; "
-        "compile(..., jit_compile=False) says the same."
-    )

@@ -34,6 +34,14 @@ def test_a_bucket_is_closed_once_it_is_large_enough(specs, bucket_nbytes):
         assert last.offset * bucket.dtype.itemsize <= bucket_nbytes + ALIGNMENT
 
 
+@given(specs, st.integers(1, 4096), st.integers(1, 4096))
+def test_the_first_bucket_may_be_smaller_and_changes_no_other_rule(specs, bucket_nbytes, first):
+    for number, bucket in enumerate(plan_buckets(specs, bucket_nbytes, first)):
+        limit = min(bucket_nbytes, first) if number == 0 else bucket_nbytes
+        *others, _ = bucket.slots
+        assert all((s.offset + s.count) * bucket.dtype.itemsize < limit for s in others)
+
+
 @given(specs, st.integers(1, 4096))
 def test_what_is_packed_comes_out_again(specs, bucket_nbytes):
     arrays = [

@@ -9,7 +9,7 @@ from keras_dist import config, errors
 
 def test_defaults():
     settings = config.parse({})
-    assert settings == config.Settings(25 * 2**20, 0, True, "copy", False)
+    assert settings == config.Settings(0, 0, True, "copy", False)
 
 
 def test_values_are_parsed():
@@ -21,7 +21,7 @@ def test_values_are_parsed():
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("BUCKET_NBYTES", "0"),
+        ("BUCKET_NBYTES", "-1"),
         ("BUCKET_NBYTES", "1.5"),
         ("THREADS", "-1"),
         ("PIN_DEVICE", "maybe"),

@@ -5,6 +5,7 @@ backend runs a numpy function on the host inside its own training step, and the 
 such a function.
 """
 
+import contextlib
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
@@ -15,7 +16,7 @@ from keras_dist import errors
 
 __all__ = ["Backend", "active"]
 
-SUPPORTED = ("tensorflow",)
+SUPPORTED = ("tensorflow", "jax", "torch")
 
 
 class Backend(Protocol):
@@ -40,6 +41,7 @@ class Backend(Protocol):
         shapes: Sequence[tuple[int, ...]],
         plan: Callable[[Sequence[str], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
         reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
+        when: Any = None,
     ) -> list[Any]:
         """Puts the reduction of a gradient list into the training step.
 
@@ -51,6 +53,8 @@ class Backend(Protocol):
                 object with `buckets` and `bound_to(number)`, a numpy function.
             reduce_slices: takes name, values and indices of a sparse gradient, gives
                 values and indices; a numpy function.
+            when: whether to reduce in this step, equal on all ranks, where that is known
+                only while the step runs; else gradients stay as they are. `None` for always.
 
         Returns:
             The reduced gradients, as the framework's tensors, in the order given.
@@ -61,6 +65,20 @@ class Backend(Protocol):
 
         Keras' optimizers take the square of each row, not of their sum, where a row occurs
         twice; several ranks add up rows anyway, and one rank must give the same steps.
+        """
+
+    def check_model(self, model: Any) -> None:
+        """Makes sure that nobody else averages a model's gradients over processes.
+
+        Raises:
+            ArgumentError: the framework does.
+        """
+
+    def train_step_for_host(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which Keras makes a train function that may call the host.
+
+        Args:
+            model: a compiled Keras model with a distributed optimizer.
         """
 
     def build_from(self, model: Any, batches: Any) -> None:

@@ -7,8 +7,9 @@ same on every rank; XLA cannot compile them.
 
 import contextlib
 import functools
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,17 @@ import tensorflow as tf
 
 from keras_dist import errors
 
-__all__ = ["add_up_rows", "build_from", "limit_threads", "pin_device", "reduce_gradients"]
+__all__ = [
+    "add_up_rows",
+    "build_from",
+    "check_model",
+    "limit_threads",
+    "pin_device",
+    "reduce_gradients",
+    "train_step_for_host",
+]
+
+_log = logging.getLogger("keras_dist")
 
 
 def pin_device(local_rank: int, local_size: int) -> str | None:
@@ -60,6 +71,7 @@ def reduce_gradients(
     shapes: Sequence[tuple[int, ...]],
     plan: Callable[[Sequence[str], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
     reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
+    when: Any = None,
 ) -> list[Any]:
     """Reduces dense gradients by bucket and `IndexedSlices` by rows.
 
@@ -112,6 +124,33 @@ def build_from(model: Any, batches: Any) -> None:
                 "Build it before fit: model.build(input_shape), or call it on one batch.",
             )
         ) from error
+
+
+def check_model(model: Any) -> None:
+    """Does nothing yet: strategies of TensorFlow do not train over processes in Keras 3."""
+
+
+@contextlib.contextmanager
+def train_step_for_host(model: Any) -> Iterator[None]:
+    """Leaves XLA out of the step, which cannot call the host. See `Backend.train_step_for_host`."""
+    if not model.jit_compile:
+        yield
+        return
+    _say_once()
+    model.jit_compile = False
+    try:
+        yield
+    finally:
+        model.jit_compile = True
+
+
+@functools.cache
+def _say_once() -> None:
+    _log.warning(
+        "keras_dist trains this model without XLA (jit_compile): gradients are averaged on "
+        "the host, which an XLA program cannot call. Nothing needs to be changed; "
+        "compile(..., jit_compile=False) says the same."
+    )
 
 
 def _add_up(slices: tf.IndexedSlices) -> tf.IndexedSlices:

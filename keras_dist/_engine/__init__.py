@@ -16,6 +16,7 @@ from keras_dist._engine.collectives.reducescatter import reducescatter
 from keras_dist._engine.collectives.slices import reduce_slices
 from keras_dist._engine.communicator import Communicator, library, load_mpi, mpi_failure, start_mpi
 from keras_dist._engine.reduce import ReduceOp, parse_factor, parse_op
+from keras_dist._engine.tuning import best_bucket_nbytes
 
 __all__ = [
     "Call",
@@ -29,6 +30,7 @@ __all__ = [
     "alltoall",
     "at_the_end",
     "barrier",
+    "best_bucket_nbytes",
     "broadcast",
     "broadcast_into",
     "broadcast_object",

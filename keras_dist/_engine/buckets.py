@@ -115,7 +115,9 @@ def slice_bounds(count: int, size: int, itemsize: int) -> list[int]:
 
 
 def plan_buckets(
-    specs: Sequence[tuple[tuple[int, ...], np.dtype]], bucket_nbytes: int
+    specs: Sequence[tuple[tuple[int, ...], np.dtype]],
+    bucket_nbytes: int,
+    first_nbytes: int | None = None,
 ) -> tuple[Bucket, ...]:
     """Cuts a list of arrays into buckets.
 
@@ -125,6 +127,7 @@ def plan_buckets(
     Args:
         specs: shape and dtype of each array.
         bucket_nbytes: the size, in bytes, at which a bucket is closed.
+        first_nbytes: the same for the first bucket, where it is less.
 
     Returns:
         The buckets, in the order in which they are closed. Together their slots hold every
@@ -135,7 +138,8 @@ def plan_buckets(
     for index, (shape, dtype) in enumerate(specs):
         slots = open_slots.setdefault(dtype, [])
         slots.append(Slot(index, tuple(shape), _end(slots, dtype), math.prod(shape)))
-        if _end(slots, dtype) * dtype.itemsize >= bucket_nbytes:
+        limit = bucket_nbytes if closed else min(bucket_nbytes, first_nbytes or bucket_nbytes)
+        if _end(slots, dtype) * dtype.itemsize >= limit:
             closed.append(_close(open_slots.pop(dtype), dtype))
     closed.extend(_close(slots, dtype) for dtype, slots in open_slots.items())
     return tuple(closed)

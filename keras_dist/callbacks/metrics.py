@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import _engine, config, runtime
+from keras_dist import _engine, runtime
 
 __all__ = ["MetricAverageCallback"]
 
@@ -111,5 +111,4 @@ def _averaged(logs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reduce(values: list[np.ndarray], names: list[str], op: _engine.ReduceOp) -> list[np.ndarray]:
-    nbytes = config.settings().bucket_nbytes
-    return _engine.allreduce(runtime.communicator(), values, names, op, nbytes)
+    return _engine.allreduce(runtime.communicator(), values, names, op, runtime.bucket_nbytes())

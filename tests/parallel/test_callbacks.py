@@ -9,7 +9,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from training import CLASSES, agreed, make_data, make_model, weights_of
+from training import CLASSES, agreed, make_data, make_model, weights_of, with_logs
 
 import keras_dist
 from keras_dist import errors
@@ -101,6 +101,8 @@ def test_a_root_that_is_no_rank_is_refused(root):
 def test_a_model_that_cannot_be_built_from_its_data_says_so():
     if keras_dist.size() == 1:
         pytest.skip("one rank has nothing to broadcast")
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("other backends build every model before fit calls callbacks")
 
     class Eager(keras.Model):
         def __init__(self):
@@ -159,14 +161,12 @@ def test_own_states_are_put_back_and_evaluate_alone_is_local():
 
 
 def test_what_a_custom_step_returns_is_averaged():
-    class Custom(keras.Model):
-        def train_step(self, data):
-            logs = super().train_step(data)
-            return {"rank": float(keras_dist.rank()), "loss": logs["loss"] * 0.0}
+    def change(logs):
+        return {"rank": float(keras_dist.rank()), "loss": logs["loss"] * 0.0}
 
     keras.utils.set_random_seed(1)
     inputs = keras.Input((6,))
-    model = Custom(inputs, keras.layers.Dense(CLASSES, activation="softmax")(inputs))
+    model = with_logs(change)(inputs, keras.layers.Dense(CLASSES, activation="softmax")(inputs))
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
     model.compile(optimizer, "sparse_categorical_crossentropy")
     history = model.fit(*make_data(8), verbose=0, callbacks=keras_dist.callbacks()).history
@@ -174,13 +174,12 @@ def test_what_a_custom_step_returns_is_averaged():
 
 
 def test_a_custom_step_keeps_exact_metrics_beside_its_own_values():
-    class Custom(keras.Model):
-        def train_step(self, data):
-            return {**super().train_step(data), "rank": float(keras_dist.rank())}
+    def change(logs):
+        return {**logs, "rank": float(keras_dist.rank())}
 
     keras.utils.set_random_seed(1)
     inputs = keras.Input((6,))
-    model = Custom(inputs, keras.layers.Dense(1, activation="sigmoid")(inputs))
+    model = with_logs(change)(inputs, keras.layers.Dense(1, activation="sigmoid")(inputs))
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0))
     model.compile(optimizer, "binary_crossentropy", metrics=[keras.metrics.AUC(name="auc")])
     x, y = make_data(8 * keras_dist.size() + 1)
@@ -365,10 +364,11 @@ def test_the_best_is_kept_and_weights_alone_can_be_written(shared_tmp_path):
     path = shared_tmp_path / "best.weights.h5"
     checkpoint = ModelCheckpoint(path, "loss", save_best_only=True, save_weights_only=True)
     x, y = make_data(8)
-    model.fit(x, y, verbose=0, callbacks=keras_dist.callbacks(checkpoint))
+    # In the same order, as another one may round to a loss that is better in the last bit.
+    model.fit(x, y, shuffle=False, verbose=0, callbacks=keras_dist.callbacks(checkpoint))
     first = path.stat().st_mtime_ns
     keras_dist.barrier()
-    model.fit(x, y, verbose=0, callbacks=keras_dist.callbacks(checkpoint))
+    model.fit(x, y, shuffle=False, verbose=0, callbacks=keras_dist.callbacks(checkpoint))
     assert path.stat().st_mtime_ns == first
     assert agreed(checkpoint.best)
 

@@ -1,5 +1,6 @@
 """n ranks with batch b train the weights of one rank with batch n*b."""
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -7,7 +8,6 @@ import sys
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from training import (
     FEATURES,
     agreed,
@@ -23,6 +23,10 @@ import keras_dist
 from keras_dist import config, errors
 
 BATCH, STEPS = 4, 6
+BACKEND = keras.backend.backend()
+on_tensorflow = pytest.mark.skipif(
+    BACKEND != "tensorflow", reason="only TensorFlow gives the gradient of an embedding as rows"
+)
 
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
@@ -73,6 +77,8 @@ def test_weights_equal_those_of_one_process(name):
     ids=str,
 )
 def test_every_way_to_make_a_step_gives_the_same_weights(options):
+    if BACKEND == "torch" and options != {"run_eagerly": True}:
+        pytest.skip("Keras on torch has no steps_per_execution, and compiles for minutes")
     model, plain = train_both(OPTIMIZERS["momentum and clipnorm"], **options)
     assert_close(weights_of(model), weights_of(plain))
 
@@ -168,9 +174,10 @@ class DenseAdam(keras.optimizers.Adam):
     """Adam on the dense gradient: where a row occurs twice Keras' own takes two squares."""
 
     def _clip_gradients(self, grads):
-        return super()._clip_gradients([tf.convert_to_tensor(grad) for grad in grads])
+        return super()._clip_gradients([keras.ops.convert_to_tensor(grad) for grad in grads])
 
 
+@on_tensorflow
 @pytest.mark.parametrize(
     ("optimizer", "dense"),
     [(keras.optimizers.SGD, keras.optimizers.SGD), (keras.optimizers.Adam, DenseAdam)],
@@ -182,6 +189,8 @@ def test_embedding_gradients_travel_as_rows(optimizer, dense):
     y = rng.integers(0, 3, len(x))
     plain = embedding_model(dense(0.01))
     plain.fit(x, y, batch_size=BATCH * n, shuffle=False, verbose=0)
+    import tensorflow as tf
+
     seen = []
 
     class Watched(optimizer):
@@ -215,7 +224,9 @@ def test_frozen_layers_and_variables_without_a_gradient():
         ]
         return compiled(keras.Sequential(layers), optimizer)
 
-    with pytest.warns(UserWarning, match="Gradients do not exist"):
+    # On JAX such a variable has a gradient of zeros, and nobody warns.
+    warned = pytest.warns(UserWarning, match="Gradients do not exist")
+    with contextlib.nullcontext() if BACKEND == "jax" else warned:
         model, plain = train_both(OPTIMIZERS["adam"], make)
     assert_close(weights_of(model), weights_of(plain))
 
@@ -261,12 +272,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(wrap_outside):
     finally:
         keras.config.set_dtype_policy("float32")
     x, y = make_data(3 * BATCH)
+    fit_rows(model, x, y)  # some backends overflow once before the scale fits
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    before = int(model.optimizer.inner_optimizer.iterations)
     if keras_dist.rank() == keras_dist.size() - 1:
         x[BATCH : 2 * BATCH] = 1e30  # the second of three steps
     fit_rows(model, x, y)
     keras_dist.verify_replicas(model)
-    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    assert int(model.optimizer.inner_optimizer.iterations) == 2
+    assert int(model.optimizer.inner_optimizer.iterations) == before + 2
     assert all(np.isfinite(weight).all() for weight in weights_of(model))
 
 
@@ -300,7 +313,7 @@ def test_class_state_and_config_stay():
 def test_a_configuration_makes_an_optimizer_of_the_users_class():
     wrapped = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01))
     other = type(wrapped).from_config(wrapped.get_config())
-    assert type(other) is keras.optimizers.Adam
+    assert type(other) is type(keras.optimizers.Adam())
     assert other.get_config() == wrapped.get_config()
 
 
@@ -310,7 +323,7 @@ sys.modules["keras_dist"] = None
 sys.modules["mpi4py"] = None
 import keras, numpy as np
 model = keras.saving.load_model(sys.argv[1])
-assert type(model.optimizer) is keras.optimizers.Adam, type(model.optimizer)
+assert type(model.optimizer) is type(keras.optimizers.Adam()), type(model.optimizer)
 assert int(model.optimizer.iterations) == int(sys.argv[2])
 weights = np.load(sys.argv[3])
 for i, weight in enumerate(model.get_weights()):

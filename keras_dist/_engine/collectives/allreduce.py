@@ -50,6 +50,7 @@ class FusedAllreduce:
             they are copied out of it.
         prescale: factor for the contributions.
         postscale: factor for the results.
+        first_nbytes: the size at which the first bucket is closed, where it is less.
 
     Raises:
         ArgumentTypeError: `op` is not defined for one of the dtypes.
@@ -68,6 +69,7 @@ class FusedAllreduce:
         lend: bool = False,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        first_nbytes: int | None = None,
     ):
         for name, (_, dtype) in zip(names, specs, strict=True):
             check_dtype(dtype, op, comm.where(), name)
@@ -75,7 +77,7 @@ class FusedAllreduce:
         self.comm = comm
         self.op = op
         self.lend = lend
-        self.buckets = plan_buckets(specs, bucket_nbytes)
+        self.buckets = plan_buckets(specs, bucket_nbytes, first_nbytes)
         entries = tuple(
             Entry(name, tuple(shape), str(dtype))
             for name, (shape, dtype) in zip(names, specs, strict=True)

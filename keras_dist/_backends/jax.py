@@ -1,0 +1,144 @@
+"""JAX: a primitive that marks where gradients are reduced, and steps that are cut there.
+
+A compiled program of JAX can call the host only by a callback, which copies what it is given
+and what it returns. So the train step is compiled in two programs, before and after the
+reduction, and between them the host works on the arrays where they lie (`jax_split`). Where a
+step cannot be cut, as in a `jax.jit` of the user's own, the primitive becomes a callback.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from keras_dist import errors
+from keras_dist._backends.jax_split import split_at
+
+__all__ = [
+    "add_up_rows",
+    "build_from",
+    "check_model",
+    "limit_threads",
+    "pin_device",
+    "reduce_gradients",
+    "train_step_for_host",
+]
+
+
+def pin_device(local_rank: int, local_size: int) -> str | None:
+    """Makes the GPU of the local rank the default device. See `Backend.pin_device`."""
+    gpus = [device for device in jax.local_devices() if device.platform != "cpu"]
+    if not gpus or jax.config.jax_default_device is not None:
+        return None
+    jax.config.update("jax_default_device", gpus[local_rank % len(gpus)])
+    if 1 < len(gpus) < local_size:
+        return f"shares its GPU: {local_size} ranks on this node, {len(gpus)} GPUs."
+    return None
+
+
+def limit_threads(count: int, override: bool) -> None:
+    """Sizes XLA's pool, unless JAX has been used already. See `Backend.limit_threads`."""
+    # XLA takes the size from this variable when the CPU client is made, and offers no other way.
+    if override or "NPROC" not in os.environ:
+        os.environ["NPROC"] = str(count)
+
+
+def reduce_gradients(
+    gradients: Sequence[Any],
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    plan: Callable[[Sequence[str], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
+    reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
+    when: Any = None,
+) -> list[Any]:
+    """Reduces gradients, the last one first. See `Backend.reduce_gradients`."""
+    backwards = [jax.numpy.asarray(gradient) for gradient in reversed(gradients)]
+    if not backwards:
+        return []
+    fused = plan(list(reversed(names)), [(g.shape, np.dtype(g.dtype)) for g in backwards])
+    now = np.bool_(True) if when is None else when
+    return list(reversed(_reduction.bind(now, *backwards, fused=fused)))
+
+
+def add_up_rows(gradients: Sequence[Any]) -> list[Any]:
+    """Returns them as they are: gradients of JAX are dense."""
+    return list(gradients)
+
+
+def build_from(model: Any, batches: Any) -> None:
+    """Does nothing: Keras builds a model of this backend before `fit` calls callbacks."""
+
+
+def check_model(model: Any) -> None:
+    """Refuses a model that JAX trains on several processes. See `Backend.check_model`."""
+    import keras
+
+    if keras.distribution.distribution() is not None and jax.process_count() > 1:
+        raise errors.ArgumentError(
+            errors.explain(
+                "[keras_dist]",
+                f"a model whose gradients keras_dist alone averages, {model.name!r}",
+                "keras.distribution over several processes of JAX",
+                "Leave out either keras.distribution or keras_dist.DistributedOptimizer.",
+            )
+        )
+
+
+@contextlib.contextmanager
+def train_step_for_host(model: Any) -> Iterator[None]:
+    """Compiles the step in two programs, around the reduction. See `Backend.train_step_for_host`.
+
+    Keras would compile the whole step; it is given one that is compiled already.
+    """
+    compiles = model.jit_compile and not model.run_eagerly
+    if not compiles:
+        yield
+        return
+    own = model.__dict__.get("train_step")
+    model.__dict__["train_step"] = split_at(_reduction, _on_host, model.train_step)
+    model.jit_compile = False
+    try:
+        yield
+    finally:
+        model.jit_compile = True
+        del model.__dict__["train_step"]
+        if own is not None:
+            model.__dict__["train_step"] = own
+
+
+# Takes whether to reduce now, and gradients; gives the reduced gradients.
+_reduction = Primitive("keras_dist_reduction")
+_reduction.multiple_results = True
+
+
+def _on_host(now: Any, *gradients: Any, fused: Any) -> list[Any]:
+    """Reduces arrays on the host, reading them and handing over results where they lie."""
+    if not now:
+        return list(gradients)
+    results = fused([np.asarray(gradient) for gradient in gradients])
+    return [
+        jax.device_put(result, gradient.sharding, may_alias=True)
+        for result, gradient in zip(results, gradients, strict=True)
+    ]
+
+
+def _in_callback(now: Any, *gradients: Any, fused: Any) -> Any:
+    def reduce(now: Any, *arrays: Any) -> tuple[np.ndarray, ...]:
+        host = [np.asarray(array) for array in arrays]
+        return tuple(np.array(result) for result in fused(host)) if now else tuple(host)
+
+    shapes = tuple(jax.ShapeDtypeStruct(g.shape, g.dtype) for g in gradients)
+    return io_callback(reduce, shapes, now, *gradients, ordered=True)
+
+
+# Calls of the host keep their order within a program: they have the effect that says so.
+_in_order = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+_reduction.def_impl(_on_host)
+_reduction.def_effectful_abstract_eval(lambda now, *gradients, fused: (list(gradients), _in_order))
+mlir.register_lowering(_reduction, mlir.lower_fun(_in_callback, multiple_results=True))

@@ -1,0 +1,176 @@
+"""Cutting a JAX function where it has to work on the host. Knows no gradients.
+
+The function is traced once. Its operations fall into stages: those that need no result of the
+host, those that need the first, and so on. Each stage is compiled as a program of its own; what
+a later stage needs of an earlier one stays on the device.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+__all__ = ["split_at"]
+
+Call = Callable[..., list[Any]]
+
+
+def split_at(marker: core.Primitive, on_host: Call, function: Callable[..., Any]) -> Any:
+    """Compiles a function in programs between which the host works.
+
+    Args:
+        marker: the primitive that stands for the host's work. Inside loops and branches it is
+            left to its own lowering.
+        on_host: does the work: takes the marker's inputs and parameters, gives its outputs.
+        function: of arrays in any containers; its first argument is used up, as by
+            `jax.jit(function, donate_argnums=0)`.
+
+    Returns:
+        A function of the same arguments and results.
+    """
+    programs: dict[Any, Any] = {}
+
+    def run(*arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+        kind = (structure, tuple(_kind(leaf) for leaf in leaves))
+        program = programs.get(kind)
+        if program is None:
+            program = programs[kind] = _Program(marker, on_host, function, arguments)
+        return program(leaves)
+
+    return run
+
+
+def _kind(leaf: Any) -> Any:
+    array = jax.api_util.shaped_abstractify(leaf)
+    return array.shape, array.dtype, array.weak_type
+
+
+class _Program:
+    """One function, traced and cut for arguments of certain shapes."""
+
+    def __init__(self, marker: core.Primitive, on_host: Call, function: Any, arguments: Any):
+        self._on_host = on_host
+        flat, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        while any(_is_call_of(marker, equation) for equation in flat.jaxpr.eqns):
+            flat = jax.make_jaxpr(_opened(flat, marker))(*jax.tree.leaves(arguments))
+        self._structure = jax.tree.structure(shapes)
+        self._inputs = flat.jaxpr.invars
+        self._outputs = flat.jaxpr.outvars
+        self._constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
+        used_up = set(self._inputs[: len(jax.tree.leaves(arguments[0]))])
+        # The host may take back the memory of what it gave, so results are copies of it.
+        given = {v for e in flat.jaxpr.eqns if e.primitive is marker for v in e.outvars}
+        self._copied = [_is_variable(v) and v in given for v in self._outputs]
+        self._stages = self._cut(flat.jaxpr, marker, used_up)
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        values: dict[Any, Any] = dict(zip(self._inputs, leaves, strict=True)) | self._constants
+        for compiled, inputs, outputs, markers in self._stages:
+            results = compiled(*[values[variable] for variable in inputs])
+            values.update(zip(outputs, results, strict=True))
+            for marker in markers:
+                given = [_value(values, variable) for variable in marker.invars]
+                done = self._on_host(*given, **marker.params)
+                values.update(zip(marker.outvars, done, strict=True))
+        results = [_value(values, variable) for variable in self._outputs]
+        results = [
+            jax.numpy.array(result) if copied else result
+            for result, copied in zip(results, self._copied, strict=True)
+        ]
+        return jax.tree.unflatten(self._structure, results)
+
+    def _cut(self, jaxpr: Any, marker: core.Primitive, used_up: set[Any]) -> list[Any]:
+        """Returns of each stage: the program, its inputs and outputs, the host's work after it."""
+        stage_of: dict[Any, int] = collections.defaultdict(int)
+        equations: dict[int, list[Any]] = collections.defaultdict(list)
+        markers: dict[int, list[Any]] = collections.defaultdict(list)
+        for equation in jaxpr.eqns:
+            stage = max((stage_of[v] for v in _variables(equation.invars)), default=0)
+            is_marker = equation.primitive is marker
+            (markers if is_marker else equations)[stage].append(equation)
+            stage_of.update((variable, stage + is_marker) for variable in equation.outvars)
+        last = max([0, *equations, *(stage + 1 for stage in markers)])
+        # From the last stage to the first: what is needed later must come out, and stay.
+        needed = set(_variables(self._outputs))
+        stages: list[Any] = []
+        for stage in range(last, -1, -1):
+            for equation in markers[stage]:
+                needed.update(_variables(equation.invars))
+            made = {v for equation in equations[stage] for v in equation.outvars}
+            outputs = [v for e in equations[stage] for v in e.outvars if v in needed]
+            read = [v for equation in equations[stage] for v in _variables(equation.invars)]
+            inputs = [v for v in dict.fromkeys(read) if v not in made]
+            free = [v in used_up and v not in needed for v in inputs]
+            compiled = _compiled(_part(jaxpr, equations[stage], inputs, outputs), free)
+            stages.append((compiled, inputs, outputs, markers[stage]))
+            needed.update(inputs)
+        return stages[::-1]
+
+
+def _part(
+    jaxpr: Any, equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
+) -> Any:
+    """Returns some operations of a traced function as a traced function."""
+    return jaxpr.replace(
+        constvars=[],
+        invars=list(inputs),
+        outvars=list(outputs),
+        eqns=list(equations),
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+
+
+def _compiled(jaxpr: Any, free: Sequence[bool]) -> Any:
+    """Compiles a traced function; inputs that are free give their memory to outputs like them."""
+    room = collections.Counter((v.aval.shape, v.aval.dtype) for v in jaxpr.outvars)
+    donated = []
+    for number, (variable, is_free) in enumerate(zip(jaxpr.invars, free, strict=True)):
+        kind = (variable.aval.shape, variable.aval.dtype)
+        if is_free and room[kind]:
+            room[kind] -= 1
+            donated.append(number)
+    return jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, [])), donate_argnums=donated)
+
+
+def _is_call_of(marker: core.Primitive, equation: Any) -> bool:
+    """Whether an operation calls a compiled function that holds the marker."""
+    return equation.primitive.name in ("jit", "pjit") and any(
+        inner.primitive is marker or _is_call_of(marker, inner)
+        for inner in equation.params["jaxpr"].jaxpr.eqns
+    )
+
+
+def _opened(closed: Any, marker: core.Primitive) -> Call:
+    """Returns a traced function with the compiled functions that hold the marker opened."""
+    jaxpr = closed.jaxpr
+
+    def run(*leaves: Any) -> list[Any]:
+        values = dict(zip(jaxpr.invars, leaves, strict=True))
+        values |= dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        for equation in jaxpr.eqns:
+            inputs = list(dict.fromkeys(_variables(equation.invars)))
+            if _is_call_of(marker, equation):
+                inner, given = equation.params["jaxpr"], equation.invars
+            else:
+                part = _part(jaxpr, [equation], inputs, equation.outvars)
+                inner, given = core.ClosedJaxpr(part, []), inputs
+            results = core.jaxpr_as_fun(inner)(*[_value(values, atom) for atom in given])
+            values.update(zip(equation.outvars, results, strict=True))
+        return [_value(values, atom) for atom in jaxpr.outvars]
+
+    return run
+
+
+def _value(values: dict[Any, Any], variable: Any) -> Any:
+    return values[variable] if _is_variable(variable) else variable.val
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if _is_variable(atom)]
+
+
+def _is_variable(atom: Any) -> bool:
+    return not isinstance(atom, core.Literal)

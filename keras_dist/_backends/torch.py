@@ -1,0 +1,123 @@
+"""torch: gradients are host arrays already, or are brought there; nothing is traced.
+
+`torch.distributed` is left alone: keras_dist neither starts it nor needs it.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from keras_dist import errors
+
+__all__ = [
+    "add_up_rows",
+    "build_from",
+    "check_model",
+    "limit_threads",
+    "pin_device",
+    "reduce_gradients",
+    "train_step_for_host",
+]
+
+
+def pin_device(local_rank: int, local_size: int) -> str | None:
+    """Makes "cuda" mean the GPU of the local rank. See `Backend.pin_device`."""
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        return None
+    torch.cuda.set_device(local_rank % gpus)
+    if 1 < gpus < local_size:
+        return f"shares its GPU: {local_size} ranks on this node, {gpus} GPUs."
+    return None
+
+
+def limit_threads(count: int, override: bool) -> None:
+    """Sizes the pool that computes inside an operation. See `Backend.limit_threads`."""
+    if override or not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ):
+        torch.set_num_threads(count)
+
+
+@torch.compiler.disable
+def reduce_gradients(
+    gradients: Sequence[Any],
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    plan: Callable[[Sequence[str], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
+    reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
+    when: Any = None,
+) -> list[Any]:
+    """Reduces dense gradients by bucket and sparse ones by rows, last gradient first.
+
+    See `Backend.reduce_gradients`.
+    """
+    reduced: dict[int, torch.Tensor] = {}
+    backwards = range(len(gradients) - 1, -1, -1)
+    dense = [i for i in backwards if not gradients[i].is_sparse]
+    if dense:
+        arrays = [_to_numpy(gradients[i]) for i in dense]
+        fused = plan([names[i] for i in dense], [(a.shape, a.dtype) for a in arrays])
+        for i, array in zip(dense, fused(arrays), strict=True):
+            reduced[i] = _to_torch(array, gradients[i])
+    for i in backwards:
+        if i not in reduced:
+            slices = gradients[i].coalesce()
+            rows, places = reduce_slices(
+                names[i], _to_numpy(slices.values()), _to_numpy(slices.indices()[0])
+            )
+            reduced[i] = torch.sparse_coo_tensor(
+                _to_torch(places, slices.indices()).reshape(1, -1),
+                _to_torch(rows, slices.values()),
+                gradients[i].shape,
+                is_coalesced=True,
+            )
+    return [reduced[i] for i in range(len(gradients))]
+
+
+def add_up_rows(gradients: Sequence[Any]) -> list[Any]:
+    """Adds up rows of equal index. See `Backend.add_up_rows`."""
+    return [g.coalesce() if g.is_sparse else g for g in gradients]
+
+
+def build_from(model: Any, batches: Any) -> None:
+    """Does nothing: Keras builds a model of this backend before `fit` calls callbacks."""
+
+
+def check_model(model: Any) -> None:
+    """Refuses a model whose gradients torch averages itself. See `Backend.check_model`."""
+    # Keras does not tell torch of the layers in its lists.
+    modules = (module for layer in model._flatten_layers() for module in layer.modules())
+    if any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in modules):
+        raise errors.ArgumentError(
+            errors.explain(
+                "[keras_dist]",
+                f"a model whose gradients keras_dist alone averages, {model.name!r}",
+                "torch's DistributedDataParallel in it",
+                "Leave out either it (and keras.distribution) or keras_dist.DistributedOptimizer.",
+            )
+        )
+
+
+def train_step_for_host(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Does nothing: a step of torch may call the host. See `Backend.train_step_for_host`."""
+    return contextlib.nullcontext()
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Returns a view of a tensor on the CPU, a copy of one elsewhere."""
+    host = tensor.detach().contiguous().cpu()
+    if host.dtype == torch.bfloat16:
+        import ml_dtypes  # numpy's own dtypes do not have it
+
+        return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return host.numpy()
+
+
+def _to_torch(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """Returns an array as a tensor of the dtype and device of `like`: a view on the CPU."""
+    if like.dtype == torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(like.device)
+    return torch.from_numpy(array).to(like.device)

@@ -1,0 +1,165 @@
+"""What is peculiar to the other backends: steps of JAX that are cut, tensors of torch."""
+
+import keras
+import numpy as np
+import pytest
+from training import assert_close, compiled, make_data, make_model, rows_of_rank, weights_of
+
+import keras_dist
+from keras_dist import errors
+
+BATCH, STEPS = 4, 3
+BACKEND = keras.backend.backend()
+on_jax = pytest.mark.skipif(BACKEND != "jax", reason="about JAX")
+on_torch = pytest.mark.skipif(BACKEND != "torch", reason="about torch")
+
+
+def expected_and_rows(optimizer):
+    """Trains plain Keras on all rows; returns its weights and the rows of this rank."""
+    x, y = make_data(BATCH * STEPS * keras_dist.size())
+    plain = make_model(optimizer)
+    plain.fit(x, y, batch_size=BATCH * keras_dist.size(), shuffle=False, verbose=0)
+    return weights_of(plain), rows_of_rank(x, BATCH), rows_of_rank(y, BATCH)
+
+
+# --- JAX
+
+
+def jax_loop(compile_step):
+    """Trains by a loop on stateless functions; returns the weights and what was expected."""
+    import jax
+
+    expected, x, y = expected_and_rows(keras.optimizers.Adam(0.01))
+    model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+    model.optimizer.build(model.trainable_variables)
+    loss = keras.losses.SparseCategoricalCrossentropy()
+
+    def compute(trainable, other, x, y):
+        predicted, other = model.stateless_call(trainable, other, x, training=True)
+        return loss(y, predicted), other
+
+    @compile_step
+    def step(trainable, other, optimizer, x, y):
+        (_, other), gradients = jax.value_and_grad(compute, has_aux=True)(trainable, other, x, y)
+        trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
+        return trainable, other, optimizer
+
+    state = (
+        [v.value for v in model.trainable_variables],
+        [v.value for v in model.non_trainable_variables],
+        [v.value for v in model.optimizer.variables],
+    )
+    for start in range(0, len(x), BATCH):
+        state = step(*state, x[start : start + BATCH], y[start : start + BATCH])
+    return [np.array(value) for value in state[0]], expected
+
+
+@on_jax
+def test_a_loop_of_ones_own_in_jit_and_out_of_it():
+    import jax
+
+    for compile_step in (jax.jit, lambda step: step):
+        weights, expected = jax_loop(compile_step)
+        assert_close(weights, expected)
+        assert len({tuple(w.tobytes() for w in ws) for ws in everyones(weights)}) == 1
+
+
+def everyones(value):
+    return keras_dist.allgather_object(value)
+
+
+@on_jax
+def test_fit_reduces_between_two_programs_and_by_no_callback(monkeypatch):
+    from keras_dist._backends import jax as backend
+
+    if keras_dist.size() == 1:
+        pytest.skip("one rank reduces nothing")
+    monkeypatch.setattr(backend, "io_callback", None)  # a call would fail
+    expected, x, y = expected_and_rows(keras.optimizers.SGD(0.1))
+    model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=keras_dist.callbacks())
+    assert_close(weights_of(model), expected)
+    assert model.jit_compile is True
+    assert "train_step" not in vars(model)
+
+
+@on_jax
+def test_steps_that_only_accumulate_do_not_communicate(monkeypatch):
+    from keras_dist import _engine
+
+    if keras_dist.size() == 1:
+        pytest.skip("one rank reduces nothing")
+    calls = []
+    original = _engine.FusedAllreduce.__call__
+
+    def counted(self, arrays):
+        calls.append(len(arrays))
+        return original(self, arrays)
+
+    monkeypatch.setattr(_engine.FusedAllreduce, "__call__", counted)
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
+    model = make_model(keras_dist.DistributedOptimizer(optimizer))
+    x, y = make_data(6 * BATCH)
+    for start in range(0, len(x), BATCH):
+        model.train_on_batch(x[start : start + BATCH], y[start : start + BATCH])
+    assert calls == [4, 4]
+
+
+# --- torch
+
+
+@on_torch
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_tensors_of_every_float_come_back_as_they_went(dtype):
+    import torch
+
+    kind = getattr(torch, dtype)
+    variables = [keras.Variable(np.zeros((2, 3)), dtype=dtype), keras.Variable(0.0, dtype=dtype)]
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    rank, size = keras_dist.rank(), keras_dist.size()
+    # Not contiguous, as the gradient of a transposed kernel is not.
+    gradients = [torch.full((3, 2), float(rank), dtype=kind).T, torch.tensor(rank, dtype=kind)]
+    optimizer.apply(gradients, variables)
+    for variable in variables:
+        assert variable.value.dtype == kind
+        np.testing.assert_allclose(
+            variable.value.detach().float().numpy(), -(size - 1) / 2, rtol=1e-2
+        )
+
+
+@on_torch
+def test_sparse_gradients_travel_as_rows():
+    import torch
+
+    from keras_dist import _backends, _engine, reduction
+
+    rank, size = keras_dist.rank(), keras_dist.size()
+    gradient = torch.sparse_coo_tensor([[rank, rank, 7]], [[1.0, 2], [3, 4], [6, 6]], (9, 2))
+    table = keras.Variable(np.zeros((9, 2)), name="table")
+    reduce = reduction.GradientReduction(_engine.ReduceOp.AVERAGE, lend=True)
+    (result,) = reduce([gradient], [table])
+    expected = np.zeros((9, 2))
+    expected[:size] = [4 / size, 6 / size]
+    expected[7] = 6
+    assert result.is_sparse
+    np.testing.assert_allclose(result.to_dense().numpy(), expected, rtol=1e-6)
+    assert _backends.active().add_up_rows([gradient])[0].indices().shape == (1, 2)
+
+
+@on_torch
+def test_a_model_that_torch_distributes_is_refused(shared_tmp_path):
+    import torch
+
+    if keras_dist.size() == 1:
+        pytest.skip("with one rank nobody averages")
+    store = torch.distributed.FileStore(str(shared_tmp_path / f"{keras_dist.rank()}"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        inner = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 3))
+        layers = [keras.Input((6,)), keras.layers.TorchModuleWrapper(inner)]
+        optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
+        model = compiled(keras.Sequential(layers), optimizer)
+        with pytest.raises(errors.ArgumentError, match="DistributedDataParallel in it"):
+            model.fit(*make_data(8), verbose=0)
+    finally:
+        torch.distributed.destroy_process_group()

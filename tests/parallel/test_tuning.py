@@ -1,0 +1,44 @@
+"""The bucket size that the ranks measure, agree on and remember."""
+
+import json
+
+import pytest
+
+import keras_dist
+from keras_dist import _engine, runtime
+from keras_dist._engine import tuning
+
+
+@pytest.fixture
+def cache(shared_tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_tmp_path))
+    monkeypatch.setattr(tuning, "PROBE_NBYTES", 2**14)
+    return shared_tmp_path / "keras_dist" / "bucket_nbytes.json"
+
+
+def test_it_is_measured_once_and_equal_on_all_ranks(cache):
+    comm = runtime.communicator()
+    chosen, how = _engine.best_bucket_nbytes(comm)
+    assert chosen in tuning.CANDIDATES
+    assert "measured for" in how
+    assert len(set(keras_dist.allgather_object(chosen))) == 1
+    assert _engine.best_bucket_nbytes(comm) == (chosen, "as measured earlier on this machine")
+    keras_dist.barrier()
+    assert list(json.loads(cache.read_text()).values()) == [chosen]
+    assert [path.name for path in cache.parent.iterdir()] == [cache.name]
+    keras_dist.barrier()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{1", "null"])
+def test_a_file_that_cannot_be_read_is_measured_over(cache, text):
+    if keras_dist.rank() == 0:
+        cache.parent.mkdir()
+        cache.write_text(text)
+    keras_dist.barrier()
+    _, how = _engine.best_bucket_nbytes(runtime.communicator())
+    assert "measured for" in how
+
+
+def test_few_gradients_are_not_worth_measuring(monkeypatch):
+    monkeypatch.setattr(_engine, "best_bucket_nbytes", None)  # a call would fail
+    assert runtime.bucket_nbytes() == runtime.bucket_nbytes(2**20) == 25 * 2**20

@@ -1,0 +1,117 @@
+"""A JAX function cut where the host works gives what it gives uncut."""
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+from jax import numpy as jnp  # noqa: E402
+from jax.extend.core import Primitive  # noqa: E402
+from jax.interpreters import mlir  # noqa: E402
+
+from keras_dist._backends.jax_split import split_at  # noqa: E402
+
+double = Primitive("double")
+double.multiple_results = True
+double.def_impl(lambda *arrays: [2 * array for array in arrays])
+double.def_abstract_eval(lambda *arrays: list(arrays))
+mlir.register_lowering(
+    double, mlir.lower_fun(lambda *arrays: [2 * array for array in arrays], multiple_results=True)
+)
+
+
+def on_host(seen):
+    def work(*arrays):
+        seen.append([type(array) for array in arrays])
+        return [jax.device_put(2 * np.asarray(array)) for array in arrays]
+
+    return work
+
+
+def once(state, x):
+    gradients = jax.grad(lambda w: (jnp.sin(x @ w["a"]) * w["b"]).sum())(state)
+    a, b = double.bind(gradients["a"], gradients["b"])
+    return {"a": state["a"] - a, "b": state["b"] - b}, (x.sum(), 3, None)
+
+
+def twice(state, x):
+    first, logs = once(state, x)
+    second, more = once(first, x + 1)
+    return second, (logs, more)
+
+
+def inside_jit(state, x):
+    return jax.jit(once)(state, x)
+
+
+def nested(state, x):
+    return jax.jit(lambda *arguments: jax.jit(twice)(*arguments))(state, x)
+
+
+def of_the_host_alone(state, x):
+    return double.bind(state["a"])[0], x
+
+
+def inside_a_loop(state, x):
+    return jax.lax.fori_loop(0, 3, lambda _, w: double.bind(w)[0], x), state["a"]
+
+
+def without(state, x):
+    return state["a"] + x.sum()
+
+
+def arguments():
+    return {"a": jnp.arange(6.0).reshape(3, 2), "b": jnp.ones(2)}, jnp.arange(12.0).reshape(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("function", "calls"),
+    [
+        (once, 1),
+        (twice, 2),
+        (inside_jit, 1),
+        (nested, 2),
+        (of_the_host_alone, 1),
+        (inside_a_loop, 0),
+        (without, 0),
+    ],
+)
+def test_a_cut_function_gives_what_it_gives_uncut(function, calls):
+    expected = function(*arguments())
+    seen = []
+    cut = split_at(double, on_host(seen), function)
+    for repeat in range(1, 3):
+        result = cut(*arguments())
+        assert jax.tree.structure(result) == jax.tree.structure(expected)
+        for value, wanted in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(value, wanted, rtol=1e-6)
+        assert len(seen) == calls * repeat
+
+
+def test_arguments_of_other_shapes_are_traced_anew():
+    cut = split_at(double, on_host([]), once)
+    for rows in (4, 1, 4):
+        state, _ = arguments()
+        x = jnp.ones((rows, 3))
+        expected, _ = once(arguments()[0], x)
+        np.testing.assert_allclose(cut(state, x)[0]["a"], expected["a"], rtol=1e-6)
+
+
+def test_the_first_argument_gives_its_memory():
+    cut = split_at(double, on_host([]), once)
+    state, x = arguments()
+    cut(state, x)
+    assert state["a"].is_deleted()
+    assert not x.is_deleted()
+
+
+def test_what_the_host_gave_may_change_afterwards():
+    memory = np.zeros((3, 2), np.float32)
+
+    def lend(array):
+        memory[...] = np.asarray(array)
+        return [jax.device_put(memory, may_alias=True)]
+
+    result, _ = split_at(double, lend, of_the_host_alone)(*arguments())
+    memory[...] = -1
+    np.testing.assert_array_equal(result, np.arange(6.0).reshape(3, 2))
