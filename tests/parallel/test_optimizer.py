@@ -174,7 +174,9 @@ class DenseAdam(keras.optimizers.Adam):
     """Adam on the dense gradient: where a row occurs twice Keras' own takes two squares."""
 
     def _clip_gradients(self, grads):
-        return super()._clip_gradients([keras.ops.convert_to_tensor(grad) for grad in grads])
+        import tensorflow as tf
+
+        return super()._clip_gradients([tf.convert_to_tensor(grad) for grad in grads])
 
 
 @on_tensorflow
