@@ -152,11 +152,11 @@ def reading_way():
 
     @contextlib.contextmanager
     def context():
-        runtime._communicator = reading
+        runtime._sets.job = reading
         try:
             yield
         finally:
-            runtime._communicator = usual
+            runtime._sets.job = usual
 
     return context
 
@@ -281,7 +281,7 @@ def time_graph(rounds):
         [str(number) for number in range(len(arrays))],
         [(array.shape, array.dtype) for array in arrays],
         _engine.ReduceOp.AVERAGE,
-        runtime.bucket_nbytes(),
+        runtime.bucket_nbytes(runtime.communicator()),
         lend=True,
     )
     calls = {

@@ -35,9 +35,11 @@ if TYPE_CHECKING:
         reducescatter,
     )
     from keras_dist.optimizer import DistributedOptimizer
+    from keras_dist.process_sets import ProcessSet, global_process_set
     from keras_dist.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
     from keras_dist.replicas import verify_replicas
     from keras_dist.runtime import (
+        add_process_set,
         cross_rank,
         cross_size,
         init,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
         local_rank,
         local_size,
         rank,
+        remove_process_set,
         shutdown,
         size,
     )
@@ -56,10 +59,12 @@ __all__ = [
     "DistributedOptimizer",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "ReduceOp",
     "Sum",
     "__version__",
+    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -73,6 +78,7 @@ __all__ = [
     "cross_size",
     "data",
     "errors",
+    "global_process_set",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
@@ -83,6 +89,7 @@ __all__ = [
     "local_size",
     "rank",
     "reducescatter",
+    "remove_process_set",
     "shutdown",
     "size",
     "verify_replicas",
@@ -94,11 +101,12 @@ _ROOMS = {
         "broadcast_object grouped_allgather grouped_allreduce grouped_reducescatter reducescatter"
     ),
     "optimizer": "DistributedOptimizer",
+    "process_sets": "ProcessSet global_process_set",
     "reduce_op": "Adasum Average Max Min Product ReduceOp Sum",
     "replicas": "verify_replicas",
     "runtime": (
-        "cross_rank cross_size init is_homogeneous is_initialized local_rank local_size rank "
-        "shutdown size"
+        "add_process_set cross_rank cross_size init is_homogeneous is_initialized local_rank "
+        "local_size rank remove_process_set shutdown size"
     ),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}

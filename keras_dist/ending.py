@@ -75,11 +75,11 @@ def _leave(pid: int) -> None:
     # A forked child is no rank.
     if os.getpid() != pid or not runtime.is_initialized() or runtime.size() == 1:
         return
-    comm = runtime.communicator()
-    if comm.mpi.Is_finalized():
+    comms = runtime.communicators()
+    if comms[0].mpi.Is_finalized():
         return
     try:
-        _engine.at_the_end(comm)
+        _engine.at_the_end(comms)
     except errors.MismatchError as error:
         _report(f"{error}\n")
         time.sleep(GRACE_SECONDS)

@@ -3,6 +3,7 @@
 import keras
 
 from keras_dist import _engine, errors, runtime
+from keras_dist.process_sets import ProcessSet
 from keras_dist.reduction import GradientReduction, attach, is_distributed
 from keras_dist.trainer import watch_models
 
@@ -12,8 +13,9 @@ __all__ = ["DistributedOptimizer"]
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
     op: _engine.ReduceOp | str = _engine.ReduceOp.AVERAGE,
+    process_set: ProcessSet | None = None,
 ) -> keras.optimizers.Optimizer:
-    """Makes an optimizer average its gradients over all ranks before it applies them.
+    """Makes an optimizer average its gradients over the ranks before it applies them.
 
     The optimizer itself is changed and returned; its class, state and configuration stay
     as they are. With one rank its steps are those of plain Keras; but rows of an embedding's
@@ -27,13 +29,18 @@ def DistributedOptimizer(
         optimizer: an instance of a Keras optimizer, built or not; a `LossScaleOptimizer`
             reduces the scaled gradients, so that all ranks skip the same steps.
         op: `Average` or `Sum`, or its name. Defaults to `Average`.
+        process_set: the ranks that average among themselves, a `ProcessSet`; the others apply
+            their own gradients. Then models differ between the set and the rest, while the
+            callbacks go on to speak for all ranks. Defaults to all ranks.
 
     Returns:
         `optimizer`.
 
     Raises:
-        ArgumentTypeError: `optimizer` is not a Keras optimizer.
-        ArgumentError: it is distributed already, or `op` is another one.
+        ArgumentTypeError: `optimizer` is not a Keras optimizer, or `process_set` no
+            `ProcessSet`.
+        ArgumentError: it is distributed already, `op` is another one, or `process_set` has no
+            id.
 
     Example:
     ```python
@@ -68,8 +75,9 @@ def DistributedOptimizer(
                 where, "op to be Average or Sum for gradients", parsed.value, "Use Average."
             )
         )
+    runtime.includes_me(process_set)  # raises where there is no such set
     # What Keras' own optimizers do with a gradient is known.
     own = type(optimizer).__module__.startswith("keras.src.")
-    attach(optimizer, GradientReduction(parsed, lend=own))
+    attach(optimizer, GradientReduction(parsed, own, process_set))
     watch_models()
     return optimizer

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 from keras_dist import _backends, _engine, runtime
+from keras_dist.process_sets import ProcessSet
 from keras_dist.replicas import SAME_MODEL, variable_name
 
 __all__ = ["GradientReduction", "attach", "is_distributed", "move_outwards"]
@@ -70,13 +71,26 @@ class GradientReduction:
         lend: whether gradients may lie in memory that all ranks share, for an optimizer
             that reads them and does not keep them. TensorFlow's `assign` takes the memory
             of what it is given, so an optimizer that stores a gradient would store that.
+        process_set: the ranks that reduce among themselves; `None` for all.
     """
 
-    def __init__(self, op: _engine.ReduceOp, lend: bool):
+    def __init__(self, op: _engine.ReduceOp, lend: bool, process_set: ProcessSet | None = None):
         self.op = op
         self.lend = lend
+        self.process_set = process_set
         self.variables: Sequence[Any] = ()
         self._plans: dict[Any, _engine.FusedAllreduce] = {}
+
+    def communicator(self) -> _engine.Communicator | None:
+        """Returns that of the ranks with whom this one reduces; `None` when there are none.
+
+        Raises:
+            ArgumentError: the process set has no id any more.
+        """
+        if not runtime.includes_me(self.process_set):
+            return None
+        comm = runtime.communicator(self.process_set)
+        return comm if comm.size > 1 else None
 
     def __call__(
         self, gradients: Sequence[Any], variables: Sequence[Any], when: Any = None
@@ -88,15 +102,16 @@ class GradientReduction:
             variables: the variables that they are of.
             when: see `Backend.reduce_gradients`.
         """
-        if runtime.size() == 1:
+        comm = self.communicator()
+        if comm is None:
             return _backends.active().add_up_rows(gradients)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         reduced = _backends.active().reduce_gradients(
             [gradients[index] for index in present],
             [f"the gradient of {variable_name(variables[index])}" for index in present],
             [tuple(variables[index].shape) for index in present],
-            self._plan,
-            self._reduce_slices,
+            functools.partial(self._plan, comm),
+            functools.partial(self._reduce_slices, comm),
             when,
         )
         result = list(gradients)
@@ -105,9 +120,11 @@ class GradientReduction:
         return result
 
     def _plan(
-        self, names: Sequence[str], specs: Sequence[tuple[tuple[int, ...], np.dtype]]
+        self,
+        comm: _engine.Communicator,
+        names: Sequence[str],
+        specs: Sequence[tuple[tuple[int, ...], np.dtype]],
     ) -> _engine.FusedAllreduce:
-        comm = runtime.communicator()
         key = (comm, tuple(names), tuple(specs))
         if key not in self._plans:
             nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
@@ -116,7 +133,7 @@ class GradientReduction:
                 names,
                 specs,
                 self.op,
-                runtime.bucket_nbytes(nbytes),
+                runtime.bucket_nbytes(comm, nbytes),
                 first_nbytes=FIRST_NBYTES,
                 operation="the reduction of gradients",
                 remedy=SAME_MODEL,
@@ -125,9 +142,9 @@ class GradientReduction:
         return self._plans[key]
 
     def _reduce_slices(
-        self, name: str, values: np.ndarray, indices: np.ndarray
+        self, comm: _engine.Communicator, name: str, values: np.ndarray, indices: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        return _engine.reduce_slices(runtime.communicator(), values, indices, self.op, name)
+        return _engine.reduce_slices(comm, values, indices, self.op, name)
 
 
 class _Distributed:

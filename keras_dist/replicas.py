@@ -127,7 +127,7 @@ def average_statistics(model: keras.Model) -> None:
         [_to_numpy(weight) for weight in floats],
         [variable_name(weight) for weight in floats],
         _engine.ReduceOp.AVERAGE,
-        runtime.bucket_nbytes(),
+        runtime.bucket_nbytes(comm),
     )
     copied = _engine.broadcast(
         comm,

@@ -1,23 +1,28 @@
 """Who am I: the ranks of this job, this rank's place among them, and its device.
 
-Holds the one communicator of the process. Whoever asks for a rank or runs a collective
-before `init` was called initialises keras_dist with its defaults. Knows how to tell a job
-that was started wrongly; does not move data.
+Holds the communicator of the job and those of its process sets. Whoever asks for a rank or
+runs a collective before `init` was called initialises keras_dist with its defaults. Knows how
+to tell a job that was started wrongly; does not move data.
 """
 
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_dist import _backends, _engine, config, ending, errors, launcher
+from keras_dist.process_sets import ProcessSet, as_set, check_list, without_id
+from keras_dist.set_table import SetTable
 
 __all__ = [
+    "add_process_set",
     "bucket_nbytes",
     "communicator",
+    "communicators",
     "cross_rank",
     "cross_size",
+    "includes_me",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -25,35 +30,47 @@ __all__ = [
     "local_size",
     "notify",
     "rank",
+    "remove_process_set",
     "shutdown",
     "size",
     "where",
 ]
 
 _log = logging.getLogger("keras_dist")
-_communicator: _engine.Communicator | None = None
-_measured: tuple[_engine.Communicator, int] | None = None  # whose bucket size, and the size
+_sets: SetTable | None = None  # with the communicator of all ranks
 
 USUAL_BUCKET_NBYTES = 25 * 2**20
 
 
-def init(comm: Any | Sequence[int] | None = None) -> None:
+def init(
+    comm: Any | Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
+) -> None:
     """Joins the ranks of the job and takes this rank's device and cores.
 
     Call it once, at the top of the script and before the first model is built: a device can
     be pinned and thread pools can be sized only before the framework has used them. A second
-    call does nothing. Without it keras_dist initialises itself at the first use.
+    call does nothing but add `process_sets` that have no id yet. Without it keras_dist
+    initialises itself at the first use.
 
-    Collective: every rank of the world, or of `comm`; blocks.
+    Collective: every rank of the world, or of `comm`; `process_sets` must agree; blocks.
 
     Args:
         comm: the ranks that train together: an `mpi4py.MPI.Comm`, which is duplicated, or a
             list of ranks of the world. Defaults to the whole world.
+        process_sets: list of `ProcessSet`, which get the ids 1, 2, ... in this order; or
+            `"dynamic"`, which is accepted for the sake of scripts that know Horovod: sets can
+            always be added later. After an error in them init may be called again. Defaults
+            to no set but that of all ranks.
 
     Raises:
         LaunchError: the launcher speaks of more ranks than MPI sees, or MPI does not allow
             calls from several threads.
-        ArgumentTypeError: `comm` is neither a communicator nor a list of ranks.
+        ArgumentTypeError: `comm` is neither a communicator nor a list of ranks, or
+            `process_sets` no list of `ProcessSet`; the latter is raised on every rank, as are
+            the next two.
+        ArgumentError: two process sets have the same ranks, or one has a rank that is not there.
+        MismatchError: the ranks pass different process sets.
 
     Example:
     ```python
@@ -63,8 +80,11 @@ def init(comm: Any | Sequence[int] | None = None) -> None:
     print(keras_dist.rank(), "of", keras_dist.size())
     ```
     """
-    global _communicator
-    if _communicator is not None:
+    global _sets
+    wanted: Any = [] if process_sets is None or process_sets == "dynamic" else process_sets
+    if _sets is not None:
+        if new := without_id(wanted):
+            _sets.add(lambda: check_list(new), "init")
         return
     alone = config.settings().single_process
     mpi = None if alone else _engine.load_mpi()
@@ -74,8 +94,14 @@ def init(comm: Any | Sequence[int] | None = None) -> None:
     if comm is None and not alone:
         _check_ranks(mpi)
     joined = _engine.Communicator(mpi, _as_comm(mpi, comm), config.settings().reduce)
+    sets = SetTable(joined, comm if _engine.is_communicator(comm) else None)
+    try:
+        sets.add(lambda: check_list(wanted), "init")
+    except errors.KerasDistError:
+        sets.free()
+        raise
     _take_device(joined)
-    _communicator = joined
+    _sets = sets
     if mpi is None and not alone:
         notify(
             f"keras_dist runs as one process: no MPI library was found "
@@ -86,52 +112,118 @@ def init(comm: Any | Sequence[int] | None = None) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the ranks of the job; a later `init` may join others.
+    """Leaves the ranks of the job; a later `init` may join others. Process sets lose their ids.
 
     Collective: every rank. MPI itself stays up until the process ends. Does nothing when
     keras_dist is not initialised.
     """
-    global _communicator
-    if _communicator is not None:
-        _communicator.free()
-        _communicator = None
+    global _sets
+    if _sets is not None:
+        _sets.free()
+        _sets = None
 
 
 def is_initialized() -> bool:
     """Tells whether `init` has been called, by the user or by keras_dist itself."""
-    return _communicator is not None
+    return _sets is not None
 
 
-def communicator() -> _engine.Communicator:
-    """Returns the communicator, after initialising keras_dist when the user has not."""
-    if _communicator is None:
-        init()
-    if _communicator is None:
-        raise errors.LaunchError("keras_dist could not be initialised.")
-    return _communicator
+def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
+    """Makes a process set that collectives can be called on.
+
+    Collective: every rank of the job, in the set or not; the ranks of the set must agree;
+    blocks.
+
+    Args:
+        process_set: a `ProcessSet`, or what one can be made from: a list of ranks.
+
+    Returns:
+        The set, with an id: the lowest that is free, the same on every rank.
+
+    Raises:
+        MismatchError: the ranks pass different sets; raised on every rank.
+        ArgumentError: there is a set of the same ranks, or it has ranks that the job has not;
+            raised on every rank.
+
+    Example:
+    ```python
+    first = keras_dist.add_process_set([0, 1])
+    ```
+    """
+    return _process_sets().add(lambda: [as_set(process_set)], "add_process_set")[0]
 
 
-def bucket_nbytes(gradients_nbytes: int = 0) -> int:
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Takes a process set's id away, which a later set may get.
+
+    Sets that were made together, from communicators of different ranks, go together.
+
+    Collective: every rank of the job, in the set or not, with the same set; blocks.
+
+    Args:
+        process_set: the set.
+
+    Returns:
+        Whether there was such a set; `False` for `global_process_set`, which stays.
+
+    Raises:
+        MismatchError: the ranks pass different sets; raised on every rank.
+        ArgumentTypeError: it is no `ProcessSet`; raised on every rank.
+    """
+    return _process_sets().remove(process_set, "remove_process_set")
+
+
+def communicator(process_set: ProcessSet | None = None) -> _engine.Communicator:
+    """Returns the communicator, after initialising keras_dist when the user has not.
+
+    Args:
+        process_set: the set whose communicator it is. Defaults to that of all ranks.
+
+    Raises:
+        ArgumentTypeError: `process_set` is no `ProcessSet`.
+        ArgumentError: it has no id, or this rank is not in it.
+    """
+    sets = _process_sets()
+    return sets.job if process_set is None else sets.communicator(process_set)
+
+
+def communicators() -> list[_engine.Communicator]:
+    """Returns the communicators of all ranks and of every process set that this rank is in."""
+    sets = _process_sets()
+    return [sets.job, *sets.communicators()]
+
+
+def includes_me(process_set: ProcessSet | None) -> bool:
+    """Tells whether this rank is in a process set; `None` is that of all ranks.
+
+    Raises:
+        ArgumentTypeError: `process_set` is no `ProcessSet`.
+        ArgumentError: it has no id.
+    """
+    return process_set is None or _process_sets().includes_me(process_set)
+
+
+def bucket_nbytes(comm: _engine.Communicator, gradients_nbytes: int = 0) -> int:
     """Returns the size in bytes at which a bucket is closed.
 
     Collective when there are more gradients than one usual bucket holds: then the ranks
     measure, once, unless `KERAS_DIST_BUCKET_NBYTES` is set.
 
     Args:
+        comm: the ranks.
         gradients_nbytes: how many bytes are to be cut into buckets, again and again; equal on
             all ranks. Defaults to 0, for what is reduced now and then.
     """
-    global _measured
-    comm = communicator()
     chosen = config.settings().bucket_nbytes
     if chosen or comm.size == 1 or gradients_nbytes <= USUAL_BUCKET_NBYTES:
         return chosen or USUAL_BUCKET_NBYTES
-    if _measured is None or _measured[0] is not comm:
-        nbytes, how = _engine.best_bucket_nbytes(comm)
-        _measured = comm, nbytes
+    if comm.bucket_nbytes is None:
+        comm.bucket_nbytes, how = _engine.best_bucket_nbytes(comm)
         if comm.rank == 0:
-            _log.info("keras_dist sends gradients in buckets of %d MiB, %s", nbytes >> 20, how)
-    return _measured[1]
+            _log.info(
+                "keras_dist sends gradients in buckets of %d MiB, %s", comm.bucket_nbytes >> 20, how
+            )
+    return comm.bucket_nbytes
 
 
 def rank() -> int:
@@ -178,6 +270,14 @@ def notify(message: str) -> None:
     """Tells the user something, once for the job: only rank 0 logs it, as a warning."""
     if rank() == 0:
         _log.warning(message)
+
+
+def _process_sets() -> SetTable:
+    if _sets is None:
+        init()
+    if _sets is None:
+        raise errors.LaunchError("keras_dist could not be initialised.")
+    return _sets
 
 
 def _as_comm(mpi: Any | None, comm: Any) -> Any | None:

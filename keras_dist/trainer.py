@@ -32,10 +32,11 @@ def watch_models() -> None:
             return original(self, force)
         # A step that was traced before the optimizer was wrapped, or for ranks that have
         # been left since, holds no reduction, or one among those ranks.
-        reduction = (self.optimizer._keras_dist, runtime.communicator())
+        comm = self.optimizer._keras_dist.communicator()
+        reduction = (self.optimizer._keras_dist, comm)
         force = force or self.__dict__.get(TRACED_FOR) != reduction
         self.__dict__[TRACED_FOR] = reduction
-        if runtime.size() == 1:
+        if comm is None:
             return original(self, force)
         backend = _backends.active()
         backend.check_model(self)

@@ -167,6 +167,37 @@ else:
     ) in job.stdout
 
 
+SETS = """
+from keras_dist import collectives
+from keras_dist.process_sets import ProcessSet
+first, last = ProcessSet([0, 1]), ProcessSet([1, 2])
+runtime.init(process_sets=[first, last])
+"""
+
+
+@pytest.mark.parametrize("way", ["copy", "mpi"])
+def test_a_rank_that_leaves_while_others_call_on_a_process_set(run_ranks, way):
+    text = f"""{SETS}
+if runtime.rank() == 1:
+    collectives.allreduce(1.0, name="loss", process_set=last)
+"""
+    start = time.monotonic()
+    job = run_ranks(3, *script(text)[1:], env={**os.environ, "KERAS_DIST_REDUCE": way})
+    assert time.monotonic() - start < 30
+    assert job.returncode != 0
+    assert (
+        "[rank 2 of 3] Expected allreduce('loss') as on rank 1. Received: the end of the script. "
+        "Every rank must make the same calls"
+    ) in job.stdout
+
+
+@pytest.mark.parametrize("way", ["copy", "mpi"])
+def test_ranks_with_process_sets_end_well(run_ranks, way):
+    text = f"{SETS}\nimport time; time.sleep(runtime.rank() * 0.3)"
+    job = run_ranks(3, *script(text)[1:], env={**os.environ, "KERAS_DIST_REDUCE": way})
+    assert (job.returncode, job.stdout) == (0, "")
+
+
 def test_ranks_that_end_at_different_times_end_well(run_ranks):
     job = run_ranks(3, *script("import time; time.sleep(runtime.rank() * 0.3)")[1:])
     assert (job.returncode, job.stdout) == (0, "")

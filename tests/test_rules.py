@@ -19,12 +19,13 @@ ROOT = Path(__file__).parents[1]
 ENGINE = "numpy .config .errors ._engine.*"
 ON_KERAS = (
     "keras numpy .runtime ._backends ._engine .config .errors .launcher "
-    ".callbacks .collectives .optimizer .reduce_op .reduction .replicas .trainer"
+    ".callbacks .collectives .optimizer .process_sets .reduce_op .reduction .replicas .trainer"
 )
 DATA = (
     "numpy .runtime .collectives .errors "
     ".data .data.agreement .data.arrays .data.files .data.partition .data.terms"
 )
+SETS = "numpy ._engine .errors .process_sets"
 FACE = "numpy .runtime ._backends ._engine .errors"
 TABLE = [
     # room                     may import                                     inside functions
@@ -34,7 +35,9 @@ TABLE = [
     (".config",                ".errors",                                     ""),
     (".launcher",              ".errors",                                     ""),
     (".ending",                ".errors",               ".launcher .runtime ._engine"),
-    (".runtime",     "numpy ._engine ._backends .config .ending .errors .launcher",   ""),
+    (".runtime",               f"{SETS} ._backends .config .ending .launcher .set_table", ""),
+    (".process_sets",          "numpy ._engine .errors",                      ""),
+    (".set_table",             SETS,                                          ""),
     ("._engine.communicator",  f"{ENGINE} mpi4py",                            ""),
     ("._engine.collectives.*", f"{ENGINE} mpi4py",                            ""),
     ("._engine.*",             ENGINE,                                        ""),
@@ -52,7 +55,7 @@ TABLE = [
     (".torch.*",               f"torch {FACE} .torch.*",                      ""),
     (".cli.*",       "rich .config .errors .launcher ._version .cli.*",       "mpi4py"),
     (".callbacks.*",           f"{ON_KERAS} .callbacks.*",                    ""),
-    (".collectives",           f"{FACE} .config .reduce_op",                  ""),
+    (".collectives.*",  f"{FACE} .config .process_sets .reduce_op .collectives.*",    ""),
     (".optimizer",             ON_KERAS,                                      ""),
     (".reduce_op",             "._engine",                                    ""),
     (".reduction",             ON_KERAS,                                      ""),

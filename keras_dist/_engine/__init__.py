@@ -14,7 +14,14 @@ from keras_dist._engine.collectives.end import at_the_end
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
 from keras_dist._engine.collectives.reducescatter import reducescatter
 from keras_dist._engine.collectives.slices import reduce_slices
-from keras_dist._engine.communicator import Communicator, library, load_mpi, mpi_failure, start_mpi
+from keras_dist._engine.communicator import (
+    Communicator,
+    is_communicator,
+    library,
+    load_mpi,
+    mpi_failure,
+    start_mpi,
+)
 from keras_dist._engine.reduce import ReduceOp, parse_factor, parse_op
 from keras_dist._engine.tuning import best_bucket_nbytes
 
@@ -35,6 +42,7 @@ __all__ = [
     "broadcast_into",
     "broadcast_object",
     "grouped_allgather",
+    "is_communicator",
     "library",
     "load_mpi",
     "mpi_failure",

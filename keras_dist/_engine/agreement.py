@@ -78,42 +78,43 @@ _LABELS = {
 }
 
 
-def difference(calls: Sequence[Call]) -> tuple[int, str, str] | None:
-    """Finds the first rank whose call differs from that of rank 0, and in what.
+def difference(calls: Sequence[Call], ranks: Sequence[int]) -> tuple[int, str, str] | None:
+    """Finds the first rank whose call differs from that of the first of them, and in what.
 
     Args:
-        calls: the calls of all ranks, in rank order.
+        calls: the calls of all ranks that meet, in rank order.
+        ranks: what these ranks are called in messages.
 
     Returns:
         The rank, what was expected of it and what it brought, both in words; `None` when
         all calls agree.
     """
-    first = calls[0]
-    for rank, call in enumerate(calls):
+    first, standard = calls[0], f"as on rank {ranks[0]}"
+    for rank, call in zip(ranks, calls, strict=True):
         if call.digest != first.digest:
-            return (rank, *_compare(first, call))
+            return (rank, *_compare(first, call, standard))
     return None
 
 
-def _compare(first: Call, other: Call) -> tuple[str, str]:
+def _compare(first: Call, other: Call, standard: str) -> tuple[str, str]:
     if first.operation != other.operation:
-        return f"{first} as on rank 0", str(other)
+        return f"{first} {standard}", str(other)
     for field, label in _LABELS.items():
         expected, received = getattr(first, field), getattr(other, field)
         if expected != received:
-            return f"{label}={expected!r} in {first} as on rank 0", f"{label}={received!r}"
+            return f"{label}={expected!r} in {first} {standard}", f"{label}={received!r}"
     for mine, theirs in zip(first.entries, other.entries, strict=False):
         if mine.shape != theirs.shape:
-            return f"{mine.name!r} with shape {mine.shape} as on rank 0", _seen(theirs, mine)
+            return f"{mine.name!r} with shape {mine.shape} {standard}", _seen(theirs, mine)
         if mine.dtype != theirs.dtype:
-            return f"{mine.name!r} with dtype {mine.dtype} as on rank 0", theirs.dtype
+            return f"{mine.name!r} with dtype {mine.dtype} {standard}", theirs.dtype
     if len(first.entries) != len(other.entries):
         return (
-            f"{len(first.entries)} arrays in {first} as on rank 0",
+            f"{len(first.entries)} arrays in {first} {standard}",
             f"{len(other.entries)} arrays in {other}",
         )
     words = {True: "for the first time", False: "not for the first time"}
-    return f"{first} {words[first.first]} as on rank 0", words[other.first]
+    return f"{first} {words[first.first]} {standard}", words[other.first]
 
 
 def _seen(entry: Entry, expected: Entry) -> str:

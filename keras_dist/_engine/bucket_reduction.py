@@ -114,8 +114,9 @@ class _Sliced:
         self._stride = aligned(bucket.nbytes)
         self._turn = 0
         read = node.may_read and bucket.nbytes >= READ_NBYTES
-        scratch = np.empty((3, CHUNK_NBYTES // bucket.dtype.itemsize), bucket.dtype)
-        self._way = (Reading if read else Copying)(node, bucket, bounds, scratch)
+        scratch = node.scratch(3 * CHUNK_NBYTES).view(bucket.dtype)
+        way = Reading if read else Copying
+        self._way = way(node, bucket, bounds, scratch.reshape(3, -1))
         self.nbytes = RESULTS * self._stride + aligned(self._way.nbytes)
 
     def settle(self, segment: Segment, offset: int) -> None:

@@ -2,12 +2,15 @@
 
 A `Communicator` is a private duplicate of the world or of the user's communicator, so that
 no message of ours can meet one of the user's. It also holds the node communicator (ranks
-that share memory) and, from it, the place of this rank among the nodes.
+that share memory) and, from it, the place of this rank among the nodes. A communicator of
+some of the ranks is made by `subset`; it is like the others, but knows the job it is part of.
 """
 
 import logging
+import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._engine.node import Node, join_node
 
-__all__ = ["Communicator", "library", "load_mpi", "mpi_failure", "start_mpi"]
+__all__ = ["Communicator", "is_communicator", "library", "load_mpi", "mpi_failure", "start_mpi"]
 
 SPIN_SECONDS = 100e-6  # poll this long before giving the core away
 NAP_SECONDS = 50e-6
@@ -67,6 +70,12 @@ def library(mpi: Any) -> str:
     return " ".join(lines[0].split())
 
 
+def is_communicator(value: Any) -> bool:
+    """Tells whether a value is an mpi4py communicator; imports nothing to find out."""
+    module = sys.modules.get("mpi4py.MPI")
+    return module is not None and isinstance(value, module.Comm)
+
+
 class Communicator:
     """The ranks that train together.
 
@@ -74,24 +83,40 @@ class Communicator:
         mpi: mpi4py's `MPI` module; `None` for one process without MPI.
         comm: the communicator to duplicate; `None` for the world.
         reduce: how ranks of a node reduce: `"copy"`, `"read"` or `"mpi"`.
+        job: the communicator of all ranks of the job; `None` when it is this one.
+        ranks: what the ranks are called there, ascending. Defaults to 0, 1, 2, ...
     """
 
-    def __init__(self, mpi: Any | None = None, comm: Any | None = None, reduce: str = "copy"):
+    def __init__(
+        self,
+        mpi: Any | None = None,
+        comm: Any | None = None,
+        reduce: str = "copy",
+        job: "Communicator | None" = None,
+        ranks: Sequence[int] | None = None,
+    ):
         self.mpi: Any = mpi
+        self.reduce = reduce
+        self.job = job or self
         # One collective at a time: TensorFlow may call from any of its threads.
         self.lock = threading.RLock()
+        if job is not None and mpi is not None and mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+            self.lock = job.lock  # MPI itself must then be called by one thread at a time
         self._explained = False
         self.rank, self.size = 0, 1
         self.local_rank, self.local_size = 0, 1
         self.cross_rank, self.cross_size = 0, 1
         self.is_homogeneous = True
+        self.bucket_nbytes: int | None = None  # what has been measured on these ranks
         self.mismatch: str | None = None  # the text of the last MismatchError
         self.node: Node | None = None
         self.plans: dict[Any, Any] = {}  # of recent single calls, oldest first
+        self.ranks: Sequence[int] = ranks or (0,)
         if mpi is None:
             return
         self.world = (comm if comm is not None else mpi.COMM_WORLD).Dup()
         self.rank, self.size = self.world.Get_rank(), self.world.Get_size()
+        self.ranks = ranks or range(self.size)
         self._local = self.world.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
         self.local_rank, self.local_size = self._local.Get_rank(), self._local.Get_size()
         # The ranks of the same local rank, one on each node: they share out a slice.
@@ -112,6 +137,47 @@ class Communicator:
         if self.mpi is not None:
             for comm in (self.across, self._local, self.world):
                 comm.Free()
+
+    def subset(self, ranks: Sequence[int]) -> "Communicator":
+        """Makes a communicator of some of these ranks. Collective: those ranks alone; blocks.
+
+        Args:
+            ranks: numbers of ranks here, ascending, this one among them.
+        """
+        if self.mpi is None:
+            return Communicator(job=self, ranks=ranks)
+        everyone = self.world.Get_group()
+        group = everyone.Incl(ranks)
+        comm = self.world.Create_group(group)
+        made = Communicator(self.mpi, comm, self.reduce, self, ranks)
+        comm.Free()
+        group.Free()
+        everyone.Free()
+        return made
+
+    def places(self, comm: Any) -> tuple[int, ...]:
+        """Returns which of these ranks a user's communicator holds, ascending.
+
+        Raises:
+            ArgumentError: it holds others as well.
+        """
+        if self.mpi is None or comm == self.mpi.COMM_NULL:
+            return ()
+        theirs, ours = comm.Get_group(), self.world.Get_group()
+        places = theirs.Translate_ranks(None, ours)
+        theirs.Free()
+        ours.Free()
+        if self.mpi.UNDEFINED not in places:
+            return tuple(sorted(places))
+        raise errors.ArgumentError(
+            errors.explain(
+                "[keras_dist.ProcessSet]",
+                "an MPI communicator of ranks of this job",
+                f"one of {len(places)} ranks, not all of which are",
+                "Make it from the communicator that was passed to keras_dist.init, or from "
+                "COMM_WORLD.",
+            )
+        )
 
     def _join_node(self, read: bool) -> None:
         node, trouble = join_node(self.local_rank, self.local_size, self._local.allgather, read)
@@ -138,19 +204,26 @@ class Communicator:
         self._explained = True
 
     def where(self) -> str:
-        """Returns the place of this rank for messages, such as `[rank 1 of 4]`."""
-        return f"[rank {self.rank} of {self.size}]"
+        """Returns the place of this rank in the job for messages, such as `[rank 1 of 4]`."""
+        return f"[rank {self.job.rank} of {self.job.size}]"
 
-    def check_root(self, root: int) -> None:
-        """Raises `ArgumentError` unless `root` is one of the ranks."""
-        if isinstance(root, int | np.integer) and 0 <= root < self.size:
-            return
+    def place_of_root(self, root: int) -> int:
+        """Returns the place of a rank of the job among these ranks.
+
+        Raises:
+            ArgumentError: it is none of them.
+        """
+        if isinstance(root, int | np.integer) and root in self.ranks:
+            return self.ranks.index(root)
+        ranks = f"this job, 0 to {self.size - 1}"
+        if self.job is not self:
+            ranks = f"the process set, one of {', '.join(map(str, self.ranks))}"
         raise errors.ArgumentError(
             errors.explain(
                 self.where(),
-                f"root_rank to be a rank of this job, 0 to {self.size - 1}",
+                f"root_rank to be a rank of {ranks}",
                 repr(root),
-                "Pass one of them; 0 is the usual choice.",
+                f"Pass one of them; {self.ranks[0]} is the usual choice.",
             )
         )
 
@@ -186,11 +259,25 @@ class Communicator:
         """
         if self.node is not None and self.is_one_node:
             return self.node.meet(digest)
+        answer = self.come(digest)
+        start = time.perf_counter()
+        while (same := answer()) is None:
+            if time.perf_counter() - start > SPIN_SECONDS:
+                time.sleep(NAP_SECONDS)
+        return same
+
+    def come(self, digest: bytes) -> Callable[[], bool | None]:
+        """Comes to a meeting as `agree` does, and does not wait for it.
+
+        Args:
+            digest: 16 bytes.
+
+        Returns:
+            What tells the answer of `agree`; `None` as long as a rank is missing.
+        """
+        if self.node is not None and self.is_one_node:
+            return self.node.come(digest)
         mine = np.frombuffer(digest, np.uint8)
         digests = np.empty((self.size, mine.size), np.uint8)
         request = self.world.Iallgather(mine, digests)
-        start = time.perf_counter()
-        while not request.Test():
-            if time.perf_counter() - start > SPIN_SECONDS:
-                time.sleep(NAP_SECONDS)
-        return bool((digests == digests[0]).all())
+        return lambda: bool((digests == digests[0]).all()) if request.Test() else None

@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from keras_dist._engine import peers
 from keras_dist._engine.shared import MeetingPlace, Segment, clean_up, make_segment
 
@@ -32,9 +34,16 @@ class Node:
         self.rank = rank
         self.size = size
         self.share = share
-        self.meet = place.meet
+        self.meet, self.come = place.meet, place.come
         self.may_read = may_read
+        self._scratch = np.empty(0, np.uint8)
         self.pids = share(os.getpid())
+
+    def scratch(self, nbytes: int) -> np.ndarray:
+        """Returns private memory for what lasts no longer than a call; always the same."""
+        if self._scratch.nbytes < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        return self._scratch[:nbytes]
 
     def segment(self, nbytes: int) -> tuple[Segment | None, str | None]:
         """Makes a segment for all ranks of the node. Collective. See `make_segment`."""

@@ -167,10 +167,29 @@ class MeetingPlace:
         Returns:
             Whether all ranks have shown the same digest; the answer is the same on all.
         """
-        self._meetings = (self._meetings + 1) % 2**32
-        digests = self._digests[self._meetings % 2]
-        digests[self._rank][:] = digest
-        self._mine.raise_to(self._meetings)
+        self._arrive(digest)
         for counter in self._others:
             counter.wait_for(self._meetings)
-        return all(other == digest for other in digests)
+        return self._agree(digest)
+
+    def come(self, digest: bytes) -> Callable[[], bool | None]:
+        """Comes to a meeting as `meet` does, and does not wait for it.
+
+        Returns:
+            What tells the answer of `meet`; `None` as long as a rank is missing.
+        """
+        self._arrive(digest)
+
+        def answer() -> bool | None:
+            everyone = all(counter.has_reached(self._meetings) for counter in self._others)
+            return self._agree(digest) if everyone else None
+
+        return answer
+
+    def _arrive(self, digest: bytes) -> None:
+        self._meetings = (self._meetings + 1) % 2**32
+        self._digests[self._meetings % 2][self._rank][:] = digest
+        self._mine.raise_to(self._meetings)
+
+    def _agree(self, digest: bytes) -> bool:
+        return all(other == digest for other in self._digests[self._meetings % 2])

@@ -54,6 +54,10 @@ class Counter:
         if _HAS_FUTEX:
             _syscall(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
 
+    def has_reached(self, value: int) -> bool:
+        """Tells whether the number has reached `value`, both counted modulo 2**32."""
+        return _reached(self._view[0], value)
+
     def wait_for(self, value: int) -> None:
         """Returns once the number has reached `value`, both counted modulo 2**32."""
         deadline = None

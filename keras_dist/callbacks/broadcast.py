@@ -35,7 +35,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self, root_rank: int = 0, device: str = "", local_variables: Any | Iterable[Any] = ()
     ):
         super().__init__()
-        runtime.communicator().check_root(root_rank)
+        runtime.communicator().place_of_root(root_rank)
         self.root_rank = root_rank
         single = isinstance(local_variables, keras.Variable)
         self.local_variables = [local_variables] if single else list(local_variables or ())

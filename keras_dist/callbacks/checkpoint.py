@@ -39,7 +39,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     def __init__(self, filepath: str, *args: Any, root_rank: int = 0, **kwargs: Any):
         super().__init__(filepath, *args, **kwargs)
-        runtime.communicator().check_root(root_rank)
+        runtime.communicator().place_of_root(root_rank)
         self.root_rank = root_rank
         if runtime.rank() != root_rank:
             self.verbose = 0

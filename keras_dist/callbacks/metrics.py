@@ -111,4 +111,5 @@ def _averaged(logs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reduce(values: list[np.ndarray], names: list[str], op: _engine.ReduceOp) -> list[np.ndarray]:
-    return _engine.allreduce(runtime.communicator(), values, names, op, runtime.bucket_nbytes())
+    comm = runtime.communicator()
+    return _engine.allreduce(comm, values, names, op, runtime.bucket_nbytes(comm))

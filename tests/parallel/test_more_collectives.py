@@ -316,7 +316,7 @@ def test_adasum_takes_each_value_of_a_group_by_itself():
 def test_adasum_is_refused_where_it_has_no_meaning():
     if SIZE() & (SIZE() - 1):
         texts = raised(errors.ArgumentError, lambda: keras_dist.allreduce(1.0, "adasum"))
-        assert "a power of two for Adasum. Received: 3 ranks. Start 2 or 4 ranks" in texts[0]
+        assert "a power of two for Adasum. Received: 3 ranks. Take 2 or 4 ranks" in texts[0]
     else:
         texts = raised(errors.ArgumentTypeError, lambda: keras_dist.allreduce(1, "adasum"))
         assert "adasum is defined for. Received: int64" in texts[0]

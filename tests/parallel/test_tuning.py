@@ -41,4 +41,5 @@ def test_a_file_that_cannot_be_read_is_measured_over(cache, text):
 
 def test_few_gradients_are_not_worth_measuring(monkeypatch):
     monkeypatch.setattr(_engine, "best_bucket_nbytes", None)  # a call would fail
-    assert runtime.bucket_nbytes() == runtime.bucket_nbytes(2**20) == 25 * 2**20
+    comm = runtime.communicator()
+    assert runtime.bucket_nbytes(comm) == runtime.bucket_nbytes(comm, 2**20) == 25 * 2**20

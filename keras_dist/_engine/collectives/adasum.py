@@ -112,7 +112,7 @@ def _check(comm: Communicator, arrays: Sequence[np.ndarray], names: Sequence[str
                 comm.where(),
                 "the number of ranks to be a power of two for Adasum",
                 f"{comm.size} ranks",
-                f"Start {2 ** (comm.size.bit_length() - 1)} or {2 ** comm.size.bit_length()} "
+                f"Take {2 ** (comm.size.bit_length() - 1)} or {2 ** comm.size.bit_length()} "
                 "ranks, or use Average.",
             )
         )

@@ -26,7 +26,7 @@ def broadcast(
         comm: the ranks.
         arrays: this rank's arrays; shapes and dtypes must agree over the ranks.
         names: what they are called in messages.
-        root: the rank whose values all ranks receive.
+        root: the rank of the job whose values all ranks receive.
         operation: what the call is called in messages.
         key: a name under which the ranks must meet; `None` for none.
         remedy: what a user should do when the ranks differ.
@@ -35,15 +35,15 @@ def broadcast(
         New arrays that hold the root's values.
 
     Raises:
-        ArgumentError: `root` is not a rank.
+        ArgumentError: `root` is not one of the ranks.
         MismatchError: the ranks differ.
     """
-    comm.check_root(root)
+    source = comm.place_of_root(root)
     entries = _entries(names, arrays)
     with comm.lock:
         meet(comm, Call(operation, entries, root=int(root), key=key, remedy=remedy))
         copies = [np.array(array, order="C") for array in arrays]
-        _send(comm, copies, root)
+        _send(comm, copies, source)
     return copies
 
 
@@ -60,14 +60,14 @@ def broadcast_into(
         comm: the ranks.
         arrays: this rank's arrays, writeable; shapes and dtypes must agree over the ranks.
         names: what they are called in messages.
-        root: the rank whose values all ranks receive.
+        root: the rank of the job whose values all ranks receive.
         key: a name under which the ranks must meet; `None` for none.
 
     Raises:
-        ArgumentError: `root` is not a rank.
+        ArgumentError: `root` is not one of the ranks.
         MismatchError: the ranks differ.
     """
-    comm.check_root(root)
+    source = comm.place_of_root(root)
     entries = _entries(names, arrays)
     with comm.lock:
         meet(comm, Call("broadcast_", entries, root=int(root), key=key))
@@ -75,7 +75,7 @@ def broadcast_into(
         buffers = [
             array if array.flags.c_contiguous else np.array(array, order="C") for array in arrays
         ]
-        _send(comm, buffers, root)
+        _send(comm, buffers, source)
     for array, buffer in zip(arrays, buffers, strict=True):
         if buffer is not array:
             array[...] = buffer
@@ -86,8 +86,8 @@ def _entries(names: Sequence[str], arrays: Sequence[np.ndarray]) -> tuple[Entry,
     return tuple(Entry(name, array.shape, str(array.dtype)) for name, array in pairs)
 
 
-def _send(comm: Communicator, arrays: Sequence[np.ndarray], root: int) -> None:
-    """Sends contiguous arrays of the root into those of the others."""
+def _send(comm: Communicator, arrays: Sequence[np.ndarray], source: int) -> None:
+    """Sends contiguous arrays of the root, by its place in `comm`, into those of the others."""
     if comm.size > 1:
         for array in arrays:
-            comm.world.Bcast(array.reshape(-1).view(np.uint8), root=root)
+            comm.world.Bcast(array.reshape(-1).view(np.uint8), root=source)

@@ -1,17 +1,38 @@
 """The end of the script: the last meeting, at which no rank may be missing."""
 
+import contextlib
+import time
+from collections.abc import Sequence
+
 from keras_dist._engine.agreement import Call
-from keras_dist._engine.collectives.meet import meet
-from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.collectives.meet import tell_difference
+from keras_dist._engine.communicator import NAP_SECONDS, Communicator
 
 __all__ = ["at_the_end"]
 
 
-def at_the_end(comm: Communicator) -> None:
+def at_the_end(comms: Sequence[Communicator]) -> None:
     """Waits until every rank has come to the end of its script. Collective; blocks.
+
+    A rank that is still at work waits in one of its communicators, nobody knows which; so
+    this one comes to all of them at once.
+
+    Args:
+        comms: all communicators that this rank is in.
 
     Raises:
         MismatchError: another rank is in a collective, for which this one has gone.
     """
-    with comm.lock:
-        meet(comm, Call("the end of the script"))
+    call = Call("the end of the script")
+    with contextlib.ExitStack() as locks:
+        for comm in comms:
+            locks.enter_context(comm.lock)
+        answers = {comm: comm.come(call.digest) for comm in comms if comm.size > 1}
+        while answers:
+            for comm, answer in list(answers.items()):
+                same = answer()
+                if same is not None:
+                    del answers[comm]
+                if same is False:
+                    tell_difference(comm, call)
+            time.sleep(NAP_SECONDS)

@@ -6,7 +6,7 @@ from keras_dist import errors
 from keras_dist._engine.agreement import Call, difference
 from keras_dist._engine.communicator import Communicator
 
-__all__ = ["meet"]
+__all__ = ["meet", "tell_difference"]
 
 
 SAME_STEPS = (
@@ -30,14 +30,24 @@ def meet(comm: Communicator, call: Call) -> None:
     """
     if comm.size == 1:
         return
-    if comm.agree(call.digest):
-        return
+    if not comm.agree(call.digest):
+        tell_difference(comm, call)
+
+
+def tell_difference(comm: Communicator, call: Call) -> None:
+    """Finds out in what the calls of the ranks differ.
+
+    Collective: every rank of `comm`, when the digests of their calls were not equal.
+
+    Raises:
+        MismatchError: says which rank differs, and in what.
+    """
     calls = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(pickle.dumps(call))]
-    found = difference(calls)
+    found = difference(calls, comm.ranks)
     if found is not None:
         rank, expected, received = found
-        same = calls[rank].operation == calls[0].operation
+        same = calls[comm.ranks.index(rank)].operation == calls[0].operation
         remedy = calls[0].remedy if same else SAME_STEPS
-        where = f"[rank {rank} of {comm.size}]"
-        comm.mismatch = errors.explain(where, expected, received, remedy)
-        raise errors.MismatchError(comm.mismatch)
+        where = f"[rank {rank} of {comm.job.size}]"
+        comm.job.mismatch = errors.explain(where, expected, received, remedy)
+        raise errors.MismatchError(comm.job.mismatch)

@@ -16,35 +16,38 @@ def broadcast_object(comm: Communicator, value: Any, root: int, key: str | None 
     Args:
         comm: the ranks.
         value: the object; only the root's counts, others may pass anything.
-        root: the rank whose object all ranks receive.
+        root: the rank of the job whose object all ranks receive.
         key: a name under which the ranks must meet; `None` for none.
 
     Raises:
-        ArgumentError: `root` is not a rank.
+        ArgumentError: `root` is not one of the ranks.
         MismatchError: the ranks differ in operation, root or key.
     """
-    comm.check_root(root)
+    source = comm.place_of_root(root)
     # Pickled before the ranks meet: an object that cannot be must not leave others waiting.
-    payload = pickle.dumps(value) if comm.rank == root else b""
+    payload = pickle.dumps(value) if comm.rank == source else b""
     with comm.lock:
         meet(comm, Call("broadcast_object", root=int(root), key=key))
         parts = comm.allgather_bytes(payload)
-    return value if comm.rank == root else pickle.loads(parts[root].tobytes())
+    return value if comm.rank == source else pickle.loads(parts[source].tobytes())
 
 
-def allgather_object(comm: Communicator, value: Any, key: str | None = None) -> list[Any]:
+def allgather_object(
+    comm: Communicator, value: Any, key: str | None = None, operation: str = "allgather_object"
+) -> list[Any]:
     """Returns the objects of all ranks, in rank order. Collective: every rank; blocks.
 
     Args:
         comm: the ranks.
         value: this rank's object.
         key: a name under which the ranks must meet; `None` for none.
+        operation: what the call is called in messages.
 
     Raises:
         MismatchError: the ranks differ in operation or key.
     """
     payload = pickle.dumps(value)
     with comm.lock:
-        meet(comm, Call("allgather_object", key=key))
+        meet(comm, Call(operation, key=key))
         parts = comm.allgather_bytes(payload)
     return [pickle.loads(part.tobytes()) for part in parts]

@@ -1,0 +1,38 @@
+"""Collectives on values: what a script calls by hand. numpy in, numpy out.
+
+Each takes whatever numpy can make an array of (numbers, lists, arrays, eager tensors on the
+CPU) and gives new numpy arrays. Every rank must call the same operations in the same order;
+a difference is an error on every rank. With a `process_set` all of this holds for the ranks of
+the set: they alone call, they alone are counted, and results are in their order.
+"""
+
+from keras_dist.collectives.exchanges import (
+    allgather,
+    alltoall,
+    barrier,
+    broadcast,
+    broadcast_,
+    grouped_allgather,
+)
+from keras_dist.collectives.objects import allgather_object, broadcast_object
+from keras_dist.collectives.reductions import (
+    allreduce,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
+)
+
+__all__ = [
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "reducescatter",
+]

@@ -1,0 +1,57 @@
+"""Python objects that go from rank to rank, pickled."""
+
+from typing import Any
+
+from keras_dist import _engine, runtime
+from keras_dist.process_sets import ProcessSet
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+]
+
+
+def broadcast_object(
+    value: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> Any:
+    """Returns the root's Python object on every rank. It travels pickled.
+
+    Collective: every rank; `root_rank` and `name` must agree; blocks.
+
+    Args:
+        value: any object that can be pickled; only the root's counts.
+        root_rank: the rank whose object all receive, by its number in the job, also in a
+            process set. Defaults to 0.
+        name: a name for messages; ranks that pass different names get an error.
+        process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
+            an `ArgumentError`. Defaults to `None`.
+
+    Raises:
+        MismatchError: the ranks differ; raised on every rank.
+        ArgumentError: `root_rank` is not one of the ranks.
+    """
+    return _engine.broadcast_object(runtime.communicator(process_set), value, root_rank, name)
+
+
+def allgather_object(
+    value: Any,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> list[Any]:
+    """Returns the Python objects of all ranks, in rank order. They travel pickled.
+
+    Collective: every rank; `name` must agree; blocks.
+
+    Args:
+        value: any object that can be pickled.
+        name: a name for messages; ranks that pass different names get an error.
+        process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
+            an `ArgumentError`. Defaults to `None`.
+
+    Raises:
+        MismatchError: the ranks differ; raised on every rank.
+    """
+    return _engine.allgather_object(runtime.communicator(process_set), value, name)

@@ -1,0 +1,173 @@
+"""Reductions of values: one result from the contributions of all ranks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_dist import _engine, runtime
+from keras_dist.collectives.values import as_array, names_of, parse_factors
+from keras_dist.process_sets import ProcessSet
+from keras_dist.reduce_op import ReduceOp
+
+__all__ = [
+    "allreduce",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "reducescatter",
+]
+
+
+def allreduce(
+    value: Any,
+    op: ReduceOp | str = ReduceOp.AVERAGE,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> np.ndarray:
+    """Combines the values of all ranks into one, the same bits on every rank.
+
+    Collective: every rank; shape, dtype, `op`, `name` and the factors must agree; blocks.
+
+    Args:
+        value: number or array of any shape, of any numeric dtype, bfloat16 included.
+            float16 and bfloat16 are summed in float32.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`, or its name. Booleans have
+            `Min`, `Max` and `Product`; `Adasum` is for floats, on 1, 2, 4, 8, ... ranks: it
+            adds what differs in the values and averages what they have in common. Defaults
+            to `Average`.
+        name: a name for messages; ranks that pass different names get an error.
+        prescale_factor: every rank's value is multiplied by it first. Whole numbers are
+            multiplied in float64 and truncated, float16 and bfloat16 in float32. Defaults to
+            1.0.
+        postscale_factor: the result is multiplied by it, in the same way. Defaults to 1.0.
+        process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
+            an `ArgumentError`. Defaults to `None`.
+
+    Returns:
+        New array of the shape and dtype of `value`.
+
+    Raises:
+        MismatchError: the ranks differ; raised on every rank.
+        ArgumentError: there is no such `op`, a factor is not finite, or the number of ranks is
+            not a power of two for `Adasum`.
+        ArgumentTypeError: `op` or a factor is not defined for the dtype.
+
+    Example:
+    ```python
+    loss = keras_dist.allreduce(loss)
+    ```
+    """
+    factors = prescale_factor, postscale_factor
+    return grouped_allreduce([value], op, name, *factors, process_set)[0]
+
+
+def grouped_allreduce(
+    values: Sequence[Any],
+    op: ReduceOp | str = ReduceOp.AVERAGE,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> list[np.ndarray]:
+    """Does `allreduce` for a list of values at once: small ones travel together.
+
+    Collective: every rank; shapes, dtypes, `op`, `name` and the factors must agree; blocks.
+
+    Args:
+        values: list of numbers or arrays; dtypes may differ within the list.
+        op: as for `allreduce`. `Adasum` combines each value by itself.
+        name: as for `allreduce`.
+        prescale_factor: as for `allreduce`.
+        postscale_factor: as for `allreduce`.
+        process_set: as for `allreduce`.
+
+    Returns:
+        List of new arrays.
+
+    Raises:
+        MismatchError: the ranks differ; raised on every rank.
+        ArgumentError: as for `allreduce`.
+        ArgumentTypeError: `op` or a factor is not defined for a dtype.
+    """
+    comm = runtime.communicator(process_set)
+    arrays = [as_array(value) for value in values]
+    names = names_of(name, len(arrays))
+    parsed = _engine.parse_op(op, comm.where())
+    factors = parse_factors(prescale_factor, postscale_factor)
+    if parsed is ReduceOp.ADASUM:
+        return _engine.adasum(comm, arrays, names, name, *factors)
+    nbytes = runtime.bucket_nbytes(comm)
+    return _engine.allreduce(comm, arrays, names, parsed, nbytes, name, *factors)
+
+
+def reducescatter(
+    value: Any,
+    op: ReduceOp | str = ReduceOp.AVERAGE,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> np.ndarray:
+    """Combines the arrays of all ranks and gives each rank its part of the rows.
+
+    Collective: every rank; shape, dtype, `op`, `name` and the factors must agree; blocks.
+
+    The rows are shared out in rank order. Where they do not divide, the first ranks get one
+    more. On one node the bits are those of the same rows of `allreduce`.
+
+    Args:
+        value: array with at least one dimension, of any numeric dtype, bfloat16 included.
+        op: `Average` or `Sum`, or its name. Defaults to `Average`.
+        name: a name for messages; ranks that pass different names get an error.
+        prescale_factor: as for `allreduce`.
+        postscale_factor: as for `allreduce`.
+        process_set: as for `allreduce`.
+
+    Returns:
+        New array: this rank's rows of the result; none, where there are more ranks than rows.
+
+    Raises:
+        MismatchError: the ranks differ; raised on every rank.
+        ArgumentError: `value` is a scalar, `op` another one, or a factor not finite.
+        ArgumentTypeError: `op` is not defined for the dtype.
+    """
+    factors = prescale_factor, postscale_factor
+    return grouped_reducescatter([value], op, name, *factors, process_set)[0]
+
+
+def grouped_reducescatter(
+    values: Sequence[Any],
+    op: ReduceOp | str = ReduceOp.AVERAGE,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> list[np.ndarray]:
+    """Does `reducescatter` for a list of values at once: they travel together.
+
+    Collective: every rank; shapes, dtypes, `op`, `name` and the factors must agree; blocks.
+
+    Args:
+        values: list of arrays; dtypes may differ within the list.
+        op: as for `reducescatter`.
+        name: as for `reducescatter`.
+        prescale_factor: as for `allreduce`.
+        postscale_factor: as for `allreduce`.
+        process_set: as for `allreduce`.
+
+    Returns:
+        List of new arrays: this rank's rows of each.
+
+    Raises:
+        MismatchError: the ranks differ; raised on every rank.
+        ArgumentError: as for `reducescatter`.
+        ArgumentTypeError: `op` is not defined for a dtype.
+    """
+    comm = runtime.communicator(process_set)
+    arrays = [as_array(value) for value in values]
+    names = names_of(name, len(arrays))
+    parsed = _engine.parse_op(op, comm.where())
+    factors = parse_factors(prescale_factor, postscale_factor)
+    return _engine.reducescatter(comm, arrays, names, parsed, name, *factors)

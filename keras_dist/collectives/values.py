@@ -1,0 +1,69 @@
+"""What users pass to collectives: values, names, factors; checked and made into arrays."""
+
+from typing import Any
+
+import numpy as np
+
+from keras_dist import _engine, errors, runtime
+
+__all__ = ["as_array", "check_writeable", "names_of", "parse_factors"]
+
+
+def as_array(value: Any) -> np.ndarray:
+    """Returns a value as an array.
+
+    Raises:
+        ArgumentError: its rows have different lengths.
+    """
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                "a number or an array of one shape",
+                f"{type(value).__name__} ({error})",
+                "Pass rows of equal length.",
+            )
+        ) from error
+
+
+def names_of(name: str | None, count: int) -> list[str]:
+    """Returns what the values of a list are called in messages."""
+    if count == 1:
+        return [name or "value"]
+    return [f"{name or 'values'}[{index}]" for index in range(count)]
+
+
+def parse_factors(prescale: float, postscale: float) -> tuple[float, float]:
+    """Returns the two factors, checked. See `keras_dist._engine.parse_factor`."""
+    where = runtime.where()
+    return (
+        _engine.parse_factor(prescale, "prescale_factor", where),
+        _engine.parse_factor(postscale, "postscale_factor", where),
+    )
+
+
+def check_writeable(variable: Any, name: str) -> None:
+    """Checks that a collective can write into a value.
+
+    Args:
+        variable: the value.
+        name: what it is called in messages.
+
+    Raises:
+        ArgumentError: it is a read-only array.
+        ArgumentTypeError: it is not a numpy array of numbers.
+    """
+    where = runtime.where()
+    if not isinstance(variable, np.ndarray) or variable.dtype.hasobject:
+        kind = getattr(variable, "dtype", None) or type(variable).__name__
+        remedy = "Use keras_dist.broadcast, which returns a new array."
+        raise errors.ArgumentTypeError(
+            errors.explain(where, f"{name} to be a numpy array of numbers", str(kind), remedy)
+        )
+    if not variable.flags.writeable:
+        expected, received = f"{name} to be writeable", "a read-only array"
+        raise errors.ArgumentError(
+            errors.explain(where, expected, received, "Pass a copy, and use that.")
+        )
