@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         grouped_allreduce,
         grouped_reducescatter,
         reducescatter,
+        sparse_allreduce,
     )
     from keras_dist.optimizer import DistributedOptimizer
     from keras_dist.process_sets import ProcessSet, global_process_set
@@ -92,13 +93,15 @@ __all__ = [
     "remove_process_set",
     "shutdown",
     "size",
+    "sparse_allreduce",
     "verify_replicas",
 ]
 
 _ROOMS = {
     "collectives": (
         "allgather allgather_object allreduce alltoall barrier broadcast broadcast_ "
-        "broadcast_object grouped_allgather grouped_allreduce grouped_reducescatter reducescatter"
+        "broadcast_object grouped_allgather grouped_allreduce grouped_reducescatter reducescatter "
+        "sparse_allreduce"
     ),
     "optimizer": "DistributedOptimizer",
     "process_sets": "ProcessSet global_process_set",

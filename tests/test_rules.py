@@ -65,9 +65,9 @@ TABLE = [
 
 COLLECTIVES = set(
     "adasum allgather allgather_object allreduce alltoall barrier bcast broadcast broadcast_ "
-    "broadcast_into broadcast_object exchange exchange_bytes exchange_rows gather gather_rows "
-    "grouped_allgather grouped_allreduce grouped_reducescatter meet reducescatter scatter "
-    "verify_replicas "
+    "broadcast_into broadcast_object exchange exchange_bytes exchange_or_raise exchange_rows "
+    "gather gather_rows grouped_allgather grouped_allreduce grouped_reducescatter meet "
+    "reduce_slices reducescatter scatter sparse_allreduce verify_replicas "
     "Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Dup Gather Ibarrier "
     "Split".split()
 )

@@ -18,8 +18,10 @@ from keras_dist import errors
 
 __all__ = [
     "ReduceOp",
+    "accumulator",
     "check_dtype",
     "check_factors",
+    "check_sum",
     "divide",
     "parse_factor",
     "parse_op",
@@ -147,7 +149,7 @@ def scaled(array: np.ndarray, factor: float) -> np.ndarray:
     if np.issubdtype(array.dtype, np.integer):
         wide = np.dtype(np.float64)
     else:
-        wide = _accumulator(array.dtype, ReduceOp.SUM)
+        wide = accumulator(array.dtype, ReduceOp.SUM)
     # A product that the dtype cannot hold is the caller's to judge, as in a sum.
     with np.errstate(all="ignore"):
         product = np.multiply(array.astype(wide, copy=False), wide.type(factor))
@@ -178,6 +180,23 @@ def check_dtype(dtype: np.dtype, op: ReduceOp, where: str, name: str) -> None:
     )
 
 
+def check_sum(op: ReduceOp, where: str, operation: str, remedy: str) -> None:
+    """Checks that an op is a sum, divided or not.
+
+    Args:
+        op: the reduction.
+        where: the place for the error message.
+        operation: what knows no other.
+        remedy: what to do about another one.
+
+    Raises:
+        ArgumentError: it is another one.
+    """
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        expected = f"op to be Average or Sum in {operation}"
+        raise errors.ArgumentError(errors.explain(where, expected, op.value, remedy))
+
+
 def reduce_rows(rows: np.ndarray, op: ReduceOp) -> np.ndarray:
     """Reduces the first axis.
 
@@ -204,11 +223,11 @@ def reduce_into(result: np.ndarray, parts: Iterable[np.ndarray], op: ReduceOp) -
             so an iterator may reuse their memory in turn.
         op: the reduction.
     """
-    accumulator = _accumulator(result.dtype, op)
-    narrow = accumulator != result.dtype
-    total = np.empty(result.shape, accumulator) if narrow else result
+    wide = accumulator(result.dtype, op)
+    narrow = wide != result.dtype
+    total = np.empty(result.shape, wide) if narrow else result
     ufunc = _UFUNCS[op]
-    each = (part.astype(accumulator) if narrow else part for part in parts)
+    each = (part.astype(wide) if narrow else part for part in parts)
     # Infinities and overflow are the caller's to judge: they travel to every rank alike.
     with np.errstate(all="ignore"):
         left, count = next(each), 1
@@ -242,7 +261,8 @@ def divide(total: np.ndarray, count: int) -> None:
 
 
 @functools.cache
-def _accumulator(dtype: np.dtype, op: ReduceOp) -> np.dtype:
+def accumulator(dtype: np.dtype, op: ReduceOp) -> np.dtype:
+    """Returns the dtype in which contributions of `dtype` are combined."""
     if _is_float(dtype):
         return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
     if op is ReduceOp.AVERAGE and np.issubdtype(dtype, np.integer):

@@ -20,6 +20,7 @@ from keras_dist.collectives.reductions import (
     grouped_allreduce,
     grouped_reducescatter,
     reducescatter,
+    sparse_allreduce,
 )
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "grouped_allreduce",
     "grouped_reducescatter",
     "reducescatter",
+    "sparse_allreduce",
 ]

@@ -15,6 +15,7 @@ __all__ = [
     "grouped_allreduce",
     "grouped_reducescatter",
     "reducescatter",
+    "sparse_allreduce",
 ]
 
 
@@ -171,3 +172,51 @@ def grouped_reducescatter(
     parsed = _engine.parse_op(op, comm.where())
     factors = parse_factors(prescale_factor, postscale_factor)
     return _engine.reducescatter(comm, arrays, names, parsed, name, *factors)
+
+
+def sparse_allreduce(
+    values: Any,
+    indices: Any,
+    op: ReduceOp | str = ReduceOp.AVERAGE,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Combines rows of a table, of which each rank holds a few, as an embedding's gradient.
+
+    Collective: every rank; dtypes, `op`, `name` and all dimensions of `values` but the first
+    must agree; blocks.
+
+    Rows of equal index are added up, those of one rank and those of several, in rank order: the
+    bits are the same on every rank.
+
+    Args:
+        values: array of rows, of any numeric dtype, bfloat16 included; their number may differ
+            from rank to rank.
+        indices: whole numbers, shape (number of rows,): which row of the table each is. An
+            index may occur several times.
+        op: `Average` or `Sum`, or its name. An average divides by the number of ranks, as that
+            of the whole table does, not by the number of ranks that hold the row. Defaults to
+            `Average`.
+        name: a name for messages; ranks that pass different names get an error.
+        process_set: as for `allreduce`. Defaults to `None`.
+
+    Returns:
+        Pair of new arrays: the rows, and their indices in ascending order, each once.
+
+    Raises:
+        MismatchError: the ranks differ; raised on every rank.
+        ArgumentError: `values` is a scalar, `indices` do not fit it, or `op` is another one;
+            raised on every rank, whichever rank passed it.
+        ArgumentTypeError: `indices` are no whole numbers, or `op` is not defined for the dtype;
+            raised on every rank, whichever rank passed it.
+
+    Example:
+    ```python
+    rows, places = keras_dist.sparse_allreduce(rows, places)
+    table[places] -= rate * rows
+    ```
+    """
+    comm = runtime.communicator(process_set)
+    parsed = _engine.parse_op(op, comm.where())
+    label = name or "values"
+    return _engine.reduce_slices(comm, as_array(values), as_array(indices), parsed, label, name)

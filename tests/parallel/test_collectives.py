@@ -153,22 +153,6 @@ def test_barrier_waits_for_the_last():
     assert left >= max(keras_dist.allgather_object(came))
 
 
-def test_rows_of_a_table_are_summed_by_index():
-    rank, size = keras_dist.rank(), keras_dist.size()
-    # Every rank holds row 7 twice and a row of its own; the last one holds nothing else.
-    indices = np.array([7, 10 + rank, 7], np.int64)
-    values = np.array([[1.0, 2.0], [3.0, 4.0], [10.0, 20.0]], np.float32) * (rank + 1)
-    comm = runtime.communicator()
-    total = sum(r + 1 for r in range(size))
-    for op, share in ((_engine.ReduceOp.SUM, 1), (_engine.ReduceOp.AVERAGE, size)):
-        rows, places = _engine.reduce_slices(comm, values, indices, op, "table")
-        np.testing.assert_array_equal(places, [7] + [10 + r for r in range(size)])
-        np.testing.assert_allclose(rows[0], np.array([11.0, 22.0]) * total / share)
-        for r in range(size):
-            np.testing.assert_allclose(rows[1 + r], np.array([3.0, 4.0]) * (r + 1) / share)
-        assert rows.dtype == np.float32
-
-
 # --- Bad input: the same error on every rank, and the job goes on
 
 

@@ -476,3 +476,76 @@ def test_objects_in_alltoall_are_an_error_on_every_rank():
     assert len(set(texts)) == 1
     assert "hold numbers" in texts[0]
     assert runtime.communicator().size == SIZE()
+
+
+# --- sparse_allreduce
+
+
+@pytest.mark.parametrize("op", ["sum", "average"])
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, np.complex64])
+def test_sparse_allreduce_is_the_allreduce_of_the_table(dtype, op):
+    # Ranks have different numbers of rows, the first none, and meet some indices twice.
+    count = 5 * RANK()
+    values = contribution(RANK(), (count, 3), dtype)
+    indices = np.random.default_rng(RANK()).integers(0, 8, count).astype(np.int32)
+    table = np.zeros((8, 3), dtype)
+    np.add.at(table, indices, values)
+    rows, places = keras_dist.sparse_allreduce(values, indices, op)
+    everywhere = np.unique(keras_dist.allgather(indices))
+    np.testing.assert_array_equal(places, everywhere)
+    assert (rows.dtype, places.dtype) == (dtype, np.int32)
+    np.testing.assert_array_equal(rows, keras_dist.allreduce(table, op)[everywhere])
+    assert len(set(keras_dist.allgather_object(rows.tobytes()))) == 1
+
+
+def test_sparse_allreduce_adds_up_narrow_floats_in_float32():
+    # In float16, 2048 + 1 is 2048.
+    count = 3 if RANK() == 0 else 0
+    values, indices = np.array([2048, 1, 1], np.float16)[:count], np.full(count, 4)
+    rows, _ = keras_dist.sparse_allreduce(values, indices, "sum")
+    np.testing.assert_array_equal(rows, np.array([2050], np.float16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "indices", "op", "text"),
+    [
+        (errors.ArgumentError, np.zeros((2, 3)), [1], "sum", "to have shape (2,)"),
+        (errors.ArgumentError, np.zeros((2, 3)), [[1], [2]], "sum", "shape (2, 1)"),
+        (errors.ArgumentError, np.zeros((2, 3)), [1, 2], "max", "Average or Sum"),
+        (errors.ArgumentError, np.float64(1), np.zeros((), int), "sum", "at least one dimension"),
+        (errors.ArgumentTypeError, np.zeros((2, 3)), [1.0, 2.0], "sum", "whole numbers"),
+        (errors.ArgumentTypeError, np.zeros((2, 3), bool), [1, 2], "sum", "dtype that sum"),
+    ],
+)
+def test_sparse_allreduce_refuses_what_is_no_table(kind, values, indices, op, text):
+    texts = raised(kind, lambda: keras_dist.sparse_allreduce(values, indices, op, "table"))
+    assert len(set(texts)) == 1
+    assert text in texts[0]
+    assert keras_dist.sparse_allreduce([1.0], [3], "sum")[0] == SIZE()
+
+
+def test_indices_that_are_wrong_on_one_rank_are_an_error_on_every_rank():
+    indices = odd_one([1, 2], [1, 2, 3])
+    texts = raised(
+        errors.ArgumentError, lambda: keras_dist.sparse_allreduce(np.zeros((2, 3)), indices)
+    )
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(f"[rank {SIZE() - 1} of {SIZE()}] Expected the indices of values")
+    assert "Received: shape (3,)." in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "op", "text"),
+    [
+        (4, "i8", "sum", "with shape (-1, 3)"),
+        (3, "i4", "sum", "dtype int64"),
+        (3, "i8", "average", "op='sum'"),
+    ],
+)
+def test_sparse_allreduce_finds_differences(width, dtype, op, text):
+    several()
+    values, indices = np.zeros((2, odd_one(3, width))), np.array([1, 2], odd_one("i8", dtype))
+    op = odd_one("sum", op)
+    texts = raised(errors.MismatchError, lambda: keras_dist.sparse_allreduce(values, indices, op))
+    assert len(set(texts)) == 1
+    assert text in texts[0]

@@ -1,6 +1,5 @@
 """alltoall: each rank sends some of its rows to each rank."""
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -8,6 +7,7 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.collectives.objects import exchange_or_raise
 from keras_dist._engine.collectives.rows import as_bytes, check_rows, exchange_bytes
 from keras_dist._engine.communicator import Communicator
 
@@ -51,8 +51,7 @@ def alltoall(
 def _share_splits(comm: Communicator, array: np.ndarray, splits: Any, name: str) -> np.ndarray:
     """Returns how many rows each rank (first axis) sends to each rank.
 
-    Splits may differ from rank to rank and depend on data, so they may be wrong on one rank
-    alone. The ranks tell each other, and all raise: none is left waiting.
+    Splits may differ from rank to rank and depend on data, so they may be wrong on one alone.
     """
     mine: Any
     try:
@@ -60,12 +59,7 @@ def _share_splits(comm: Communicator, array: np.ndarray, splits: Any, name: str)
         mine = _parse_splits(comm, len(array), splits, name).tolist()
     except errors.KerasDistError as error:
         mine = error
-    raws = comm.allgather_bytes(pickle.dumps(mine))
-    table = [pickle.loads(raw.tobytes()) for raw in raws]
-    for row in table:
-        if isinstance(row, errors.KerasDistError):
-            raise row
-    return np.array(table, np.int64)
+    return np.array(exchange_or_raise(comm, mine), np.int64)
 
 
 def _parse_splits(comm: Communicator, rows: int, splits: Any, name: str) -> np.ndarray:

@@ -3,11 +3,12 @@
 import pickle
 from typing import Any
 
+from keras_dist import errors
 from keras_dist._engine.agreement import Call
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.communicator import Communicator
 
-__all__ = ["allgather_object", "broadcast_object"]
+__all__ = ["allgather_object", "broadcast_object", "exchange_or_raise"]
 
 
 def broadcast_object(comm: Communicator, value: Any, root: int, key: str | None = None) -> Any:
@@ -51,3 +52,24 @@ def allgather_object(
         meet(comm, Call(operation, key=key))
         parts = comm.allgather_bytes(payload)
     return [pickle.loads(part.tobytes()) for part in parts]
+
+
+def exchange_or_raise(comm: Communicator, found: Any) -> list[Any]:
+    """Returns what all ranks have found, in rank order, unless one has found an error.
+
+    Data may be wrong on one rank alone. The ranks tell each other, and all raise: none is
+    left waiting. Collective: every rank, behind a meeting; blocks.
+
+    Args:
+        comm: the ranks.
+        found: an object; or a `KerasDistError`, not raised.
+
+    Raises:
+        KerasDistError: that of the first rank that has one; raised on every rank.
+    """
+    parts = comm.allgather_bytes(pickle.dumps(found))
+    everything = [pickle.loads(part.tobytes()) for part in parts]
+    for each in everything:
+        if isinstance(each, errors.KerasDistError):
+            raise each
+    return everything

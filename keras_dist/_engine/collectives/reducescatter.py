@@ -4,12 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_dist import errors
 from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.rows import check_rows, exchange_rows
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.reduce import ReduceOp, check_dtype, reduce_rows, scaled
+from keras_dist._engine.reduce import ReduceOp, check_dtype, check_sum, reduce_rows, scaled
 
 __all__ = ["reducescatter"]
 
@@ -65,13 +64,7 @@ def reducescatter(
 def _check(
     comm: Communicator, arrays: Sequence[np.ndarray], names: Sequence[str], op: ReduceOp
 ) -> None:
-    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-        remedy = "Use allreduce for other ops, and take this rank's rows."
-        raise errors.ArgumentError(
-            errors.explain(
-                comm.where(), "op to be Average or Sum in reducescatter", op.value, remedy
-            )
-        )
+    check_sum(op, comm.where(), "reducescatter", "Use allreduce for others; take this rank's rows.")
     for name, array in zip(names, arrays, strict=True):
         check_dtype(array.dtype, op, comm.where(), name)
         check_rows(comm, array, name, "to scatter along")

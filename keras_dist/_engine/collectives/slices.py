@@ -1,16 +1,27 @@
 """Rows of a table: the gradient of an embedding, of which each rank holds a few rows."""
 
+from typing import Any
+
 import numpy as np
 
-from keras_dist._engine.collectives.allgather import allgather
+from keras_dist import errors
+from keras_dist._engine.agreement import Call, Entry
+from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.collectives.objects import exchange_or_raise
+from keras_dist._engine.collectives.rows import check_rows, gather_rows
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.reduce import ReduceOp, check_dtype
+from keras_dist._engine.reduce import ReduceOp, accumulator, check_dtype, check_sum, divide
 
 __all__ = ["reduce_slices"]
 
 
 def reduce_slices(
-    comm: Communicator, values: np.ndarray, indices: np.ndarray, op: ReduceOp, name: str
+    comm: Communicator,
+    values: np.ndarray,
+    indices: np.ndarray,
+    op: ReduceOp,
+    name: str,
+    key: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sums or averages rows that carry their index. Collective: every rank; blocks.
 
@@ -25,25 +36,67 @@ def reduce_slices(
         indices: the index of each row, shape (count,), whole numbers.
         op: `ReduceOp.SUM` or `ReduceOp.AVERAGE`.
         name: what the table is called in messages.
+        key: a name under which the ranks must meet; `None` for none.
 
     Returns:
-        The rows and their indices, each index once, in ascending order.
+        The rows and their indices, new, each index once, in ascending order.
+
+    Raises:
+        ArgumentError: `values` is a scalar, `indices` do not fit it, or `op` is another one;
+            raised on every rank, whichever rank brought it.
+        ArgumentTypeError: `indices` are no whole numbers, or `op` is not defined for the
+            dtype of `values`; raised on every rank, whichever rank brought it.
+        MismatchError: the other dimensions, the dtypes or the ops differ.
     """
-    check_dtype(values.dtype, op, comm.where(), name)
-    rows, places = _add_up(values, indices)
+    entries = (
+        Entry(name, (-1, *values.shape[1:]), str(values.dtype)),
+        Entry(f"the indices of {name}", (-1,), str(indices.dtype)),
+    )
+    mine: Any
+    try:
+        _check(comm, values, indices, op, name)
+        rows, places = _add_up(values, indices, op)
+        mine = (len(rows), len(rows))
+    except errors.KerasDistError as error:
+        mine = error
     with comm.lock:
-        all_rows = allgather(comm, rows, name)
-        all_places = allgather(comm, places, f"the indices of {name}")
-    total, places = _add_up(all_rows, all_places)
+        meet(comm, Call("sparse_allreduce", entries, op=op.value, key=key))
+        lengths = exchange_or_raise(comm, mine)
+        rows, places = gather_rows(comm, [rows, places], lengths)
+    total, places = _add_up(rows, places, op)
     if op is ReduceOp.AVERAGE and comm.size > 1:
-        total /= total.dtype.type(comm.size)
+        divide(total, comm.size)
     return total.astype(values.dtype, copy=False), places
 
 
-def _add_up(values: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Adds up the rows of each index, in float32 where they are narrower."""
+def _check(
+    comm: Communicator, values: np.ndarray, indices: np.ndarray, op: ReduceOp, name: str
+) -> None:
+    check_sum(op, comm.where(), "sparse_allreduce", "Make dense arrays for others: allreduce.")
+    check_dtype(values.dtype, op, comm.where(), name)
+    check_rows(comm, values, name, "each with its index")
+    if not np.issubdtype(indices.dtype, np.integer):
+        expected = f"the indices of {name} to be whole numbers"
+        raise errors.ArgumentTypeError(
+            errors.explain(
+                comm.where(), expected, f"dtype {indices.dtype}", "Cast them, for example to int64."
+            )
+        )
+    if indices.shape != values.shape[:1]:
+        expected = f"the indices of {name} to have shape {values.shape[:1]}, one for each row"
+        raise errors.ArgumentError(
+            errors.explain(
+                comm.where(), expected, f"shape {indices.shape}", "Pass one index for each row."
+            )
+        )
+
+
+def _add_up(values: np.ndarray, indices: np.ndarray, op: ReduceOp) -> tuple[np.ndarray, np.ndarray]:
+    """Adds up the rows of each index, in the dtype in which `op` combines them."""
     places, inverse = np.unique(indices, return_inverse=True)
-    wide = np.float32 if values.dtype.itemsize < 4 else values.dtype
+    wide = accumulator(values.dtype, op)
     total = np.zeros((len(places), *values.shape[1:]), wide)
-    np.add.at(total, inverse.reshape(-1), values.astype(wide, copy=False))
+    # Infinities and overflow are the caller's to judge: they travel to every rank alike.
+    with np.errstate(all="ignore"):
+        np.add.at(total, inverse.reshape(-1), values.astype(wide, copy=False))
     return total, places
