@@ -20,6 +20,20 @@ from keras_dist._version import __version__
 
 if TYPE_CHECKING:
     from keras_dist import callbacks, data, errors
+    from keras_dist.asynchronous import (
+        Handle,
+        allgather_async,
+        allreduce_async,
+        alltoall_async,
+        broadcast_async,
+        grouped_allgather_async,
+        grouped_allreduce_async,
+        grouped_reducescatter_async,
+        poll,
+        reducescatter_async,
+        sparse_allreduce_async,
+        synchronize,
+    )
     from keras_dist.collectives import (
         allgather,
         allgather_object,
@@ -58,6 +72,7 @@ __all__ = [
     "Adasum",
     "Average",
     "DistributedOptimizer",
+    "Handle",
     "Max",
     "Min",
     "ProcessSet",
@@ -67,12 +82,16 @@ __all__ = [
     "__version__",
     "add_process_set",
     "allgather",
+    "allgather_async",
     "allgather_object",
     "allreduce",
+    "allreduce_async",
     "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
+    "broadcast_async",
     "broadcast_object",
     "callbacks",
     "cross_rank",
@@ -81,23 +100,35 @@ __all__ = [
     "errors",
     "global_process_set",
     "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
+    "grouped_allreduce_async",
     "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
+    "poll",
     "rank",
     "reducescatter",
+    "reducescatter_async",
     "remove_process_set",
     "shutdown",
     "size",
     "sparse_allreduce",
+    "sparse_allreduce_async",
+    "synchronize",
     "verify_replicas",
 ]
 
 _ROOMS = {
+    "asynchronous": (
+        "Handle allgather_async allreduce_async alltoall_async broadcast_async "
+        "grouped_allgather_async grouped_allreduce_async grouped_reducescatter_async poll "
+        "reducescatter_async sparse_allreduce_async synchronize"
+    ),
     "collectives": (
         "allgather allgather_object allreduce alltoall barrier broadcast broadcast_ "
         "broadcast_object grouped_allgather grouped_allreduce grouped_reducescatter reducescatter "

@@ -73,10 +73,10 @@ def _leave(pid: int) -> None:
     from keras_dist import _engine, runtime
 
     # A forked child is no rank.
-    if os.getpid() != pid or not runtime.is_initialized() or runtime.size() == 1:
+    if os.getpid() != pid or not runtime.is_initialized():
         return
     comms = runtime.communicators()
-    if comms[0].mpi.Is_finalized():
+    if comms[0].mpi is not None and comms[0].mpi.Is_finalized():
         return
     try:
         _engine.at_the_end(comms)

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import _backends, runtime
+from keras_dist import _backends
 from keras_dist.reduction import is_distributed, move_outwards
 
 __all__ = ["watch_models"]

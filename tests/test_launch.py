@@ -105,7 +105,7 @@ def test_one_process_on_purpose(name):
 
 def test_one_process_without_mpi_says_so_once():
     text = """
-from keras_dist import collectives
+from keras_dist import asynchronous, collectives
 for _ in range(3):
     assert runtime.size() == 1 and runtime.local_size() == 1
 assert collectives.allreduce([1.0, 2.0]).tolist() == [1.0, 2.0]
@@ -113,6 +113,7 @@ assert collectives.allgather_object("x") == ["x"]
 assert collectives.broadcast_object("x") == "x"
 assert collectives.allgather([[1], [2]]).tolist() == [[1], [2]]
 collectives.barrier()
+assert asynchronous.synchronize(asynchronous.allreduce_async(3.0)) == 3
 runtime.shutdown()
 """
     job = run(script(text), WITHOUT_MPI)
@@ -287,6 +288,69 @@ for turn in range(10**9):
         assert job.wait(timeout=30) != 0
     left = [name for name in os.listdir("/dev/shm") if name.startswith("keras_dist-")]
     assert not [name for name in left if name.split("-")[2] in pids]
+
+
+# --- Operations that are queued
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_nobody_waits_for_runs_before_the_end(run_ranks, ranks):
+    text = """
+import sys, time
+from keras_dist import asynchronous
+class Value:
+    def __array__(self, dtype=None, copy=None):
+        import numpy
+        time.sleep(0.1 * runtime.rank())
+        sys.stderr.write("read\\n")
+        return numpy.ones(3)
+handles = [asynchronous.allreduce_async(Value()) for _ in range(3)]
+handles.append(asynchronous.allreduce_async(1.0, "mean", name="loss"))
+asynchronous.allreduce_async("text", name="words")
+"""
+    job = run_ranks(ranks, *script(text)[1:])
+    assert job.returncode == 0, job.stdout
+    assert job.stdout.count("read") == 3 * ranks
+    assert job.stdout.count("A queued allreduce that nobody waited for failed") == 2 * ranks
+    for rank in range(ranks):
+        assert f"[rank {rank} of {ranks}] Expected op to be one of average" in job.stdout
+        assert f"[rank {rank} of {ranks}] Expected words to have a dtype" in job.stdout
+
+
+@pytest.mark.parametrize("handles", ["dropped", "kept"])
+def test_an_exception_on_one_rank_ends_all_whatever_is_queued(run_ranks, handles):
+    text = f"""
+from keras_dist import asynchronous
+if runtime.rank() == 1:
+    handle = asynchronous.allreduce_async(1.0)
+    {"handle.wait()" if handles == "kept" else ""}
+    asynchronous.allreduce_async(1.0)
+    raise RuntimeError("this rank is broken")
+handle = asynchronous.allreduce_async(1.0)
+asynchronous.allreduce_async(1.0)
+asynchronous.synchronize(asynchronous.allreduce_async(1.0))
+"""
+    start = time.monotonic()
+    job = run_ranks(2, *script(text)[1:])
+    assert time.monotonic() - start < 30
+    assert job.returncode != 0
+    assert "[1] RuntimeError: this rank is broken" in job.stdout
+
+
+def test_a_rank_that_leaves_while_others_have_more_queued_ends_the_job(run_ranks):
+    text = """
+from keras_dist import asynchronous
+asynchronous.allreduce_async(1.0)
+if runtime.rank() == 0:
+    asynchronous.allreduce_async(1.0, name="loss")
+"""
+    start = time.monotonic()
+    job = run_ranks(2, *script(text)[1:])
+    assert time.monotonic() - start < 30
+    assert job.returncode != 0
+    assert (
+        "[rank 1 of 2] Expected allreduce('loss') as on rank 0. Received: the end of the script."
+    ) in job.stdout
 
 
 # --- The command line

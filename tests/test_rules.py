@@ -56,6 +56,7 @@ TABLE = [
     (".cli.*",       "rich .config .errors .launcher ._version .cli.*",       "mpi4py"),
     (".callbacks.*",           f"{ON_KERAS} .callbacks.*",                    ""),
     (".collectives.*",  f"{FACE} .config .process_sets .reduce_op .collectives.*",    ""),
+    (".asynchronous", ".runtime ._engine .collectives .errors .process_sets",         ""),
     (".optimizer",             ON_KERAS,                                      ""),
     (".reduce_op",             "._engine",                                    ""),
     (".reduction",             ON_KERAS,                                      ""),
@@ -64,10 +65,12 @@ TABLE = [
 ]  # fmt: skip
 
 COLLECTIVES = set(
-    "adasum allgather allgather_object allreduce alltoall barrier bcast broadcast broadcast_ "
-    "broadcast_into broadcast_object exchange exchange_bytes exchange_or_raise exchange_rows "
-    "gather gather_rows grouped_allgather grouped_allreduce grouped_reducescatter meet "
-    "reduce_slices reducescatter scatter sparse_allreduce verify_replicas "
+    "adasum allgather allgather_async allgather_object allreduce allreduce_async alltoall "
+    "alltoall_async barrier bcast broadcast broadcast_ broadcast_async broadcast_into "
+    "broadcast_object exchange exchange_bytes exchange_or_raise exchange_rows gather gather_rows "
+    "grouped_allgather grouped_allgather_async grouped_allreduce grouped_allreduce_async "
+    "grouped_reducescatter grouped_reducescatter_async meet reduce_slices reducescatter "
+    "reducescatter_async scatter sparse_allreduce sparse_allreduce_async verify_replicas "
     "Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Dup Gather Ibarrier "
     "Split".split()
 )

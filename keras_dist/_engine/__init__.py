@@ -22,6 +22,7 @@ from keras_dist._engine.communicator import (
     mpi_failure,
     start_mpi,
 )
+from keras_dist._engine.line import Handle
 from keras_dist._engine.reduce import ReduceOp, parse_factor, parse_op
 from keras_dist._engine.tuning import best_bucket_nbytes
 
@@ -29,6 +30,7 @@ __all__ = [
     "Call",
     "Communicator",
     "FusedAllreduce",
+    "Handle",
     "ReduceOp",
     "adasum",
     "allgather",

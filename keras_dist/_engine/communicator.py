@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist import errors
+from keras_dist._engine.line import Handle, Line
 from keras_dist._engine.node import Node, join_node
 
 __all__ = ["Communicator", "is_communicator", "library", "load_mpi", "mpi_failure", "start_mpi"]
@@ -99,9 +100,10 @@ class Communicator:
         self.reduce = reduce
         self.job = job or self
         # One collective at a time: TensorFlow may call from any of its threads.
-        self.lock = threading.RLock()
+        self.lock: Any = threading.RLock()
         if job is not None and mpi is not None and mpi.Query_thread() < mpi.THREAD_MULTIPLE:
             self.lock = job.lock  # MPI itself must then be called by one thread at a time
+        self._line: Line | None = None  # takes the lock's place once something is queued
         self._explained = False
         self.rank, self.size = 0, 1
         self.local_rank, self.local_size = 0, 1
@@ -133,10 +135,35 @@ class Communicator:
         return self.local_size == self.size
 
     def free(self) -> None:
-        """Gives the duplicate back. Collective: every rank must call it."""
+        """Gives the duplicate back. Collective: every rank must call it.
+
+        What is queued runs first, and the thread that runs it ends.
+        """
+        if self._line is not None:
+            self._line.close()
         if self.mpi is not None:
             for comm in (self.across, self._local, self.world):
                 comm.Free()
+
+    def queue(self, work: Callable[[], Any], what: str) -> Handle:
+        """Queues a collective; a thread runs it in its turn. Does not block.
+
+        Collectives that are called or queued later, from any thread, run after it.
+
+        Args:
+            work: calls the collective.
+            what: what it is called in messages.
+        """
+        if self._line is None:
+            with self.lock:  # of two threads that come here one makes the line
+                if self._line is None:
+                    self.lock = self._line = Line(self.lock)
+        return self._line.queue(work, what)
+
+    def finish_queued(self) -> None:
+        """Waits until what is queued has run; logs the errors nobody has asked for."""
+        if self._line is not None:
+            self._line.drain()
 
     def subset(self, ranks: Sequence[int]) -> "Communicator":
         """Makes a communicator of some of these ranks. Collective: those ranks alone; blocks.

@@ -15,7 +15,7 @@ def at_the_end(comms: Sequence[Communicator]) -> None:
     """Waits until every rank has come to the end of its script. Collective; blocks.
 
     A rank that is still at work waits in one of its communicators, nobody knows which; so
-    this one comes to all of them at once.
+    this one comes to all of them at once. What is queued runs first.
 
     Args:
         comms: all communicators that this rank is in.
@@ -24,6 +24,8 @@ def at_the_end(comms: Sequence[Communicator]) -> None:
         MismatchError: another rank is in a collective, for which this one has gone.
     """
     call = Call("the end of the script")
+    for comm in comms:
+        comm.finish_queued()
     with contextlib.ExitStack() as locks:
         for comm in comms:
             locks.enter_context(comm.lock)

@@ -1,0 +1,299 @@
+"""Collectives that are queued: the same results, one order on all ranks, no error lost."""
+
+import gc
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+from test_collectives import contribution, odd_one, raised, several
+
+import keras_dist
+from keras_dist import errors, runtime
+
+RANK, SIZE = keras_dist.rank, keras_dist.size
+
+
+def bits(result):
+    """Returns a result as something that can be compared to the bit."""
+    if isinstance(result, tuple | list):
+        return [bits(each) for each in result]
+    return result.dtype, result.shape, result.tobytes()
+
+
+def nap(rng):
+    """Sleeps now and then: a rank is late, and another one the next time."""
+    if rng.random() < 0.3:
+        time.sleep(rng.uniform(0, 0.003))
+
+
+def values_of(dtype):
+    """Arrays of this rank: a scalar, small ones, and one that is reduced by slices."""
+    shapes = [(), (4 * SIZE(), 3), (0, 2), (40_001,)]
+    return [(contribution(RANK(), shape, dtype) / 3).astype(dtype) for shape in shapes]
+
+
+def sparse(dtype):
+    count = 3 * RANK() + 1
+    return contribution(RANK(), (count, 2), dtype), np.arange(count) % 4
+
+
+# Each takes a function by name and a dtype, and calls it.
+CALLS = {
+    "allreduce": lambda f, dtype: f(values_of(dtype)[3], "average", "loss", 0.5, 2.0),
+    "grouped_allreduce": lambda f, dtype: f(values_of(dtype), op="sum"),
+    "allgather": lambda f, dtype: f(values_of(dtype)[1][: RANK() + 1], name="rows"),
+    "grouped_allgather": lambda f, dtype: f(values_of(dtype)[1:], "rows"),
+    "broadcast": lambda f, dtype: f(values_of(dtype)[3], SIZE() - 1, "weights"),
+    "alltoall": lambda f, dtype: f(values_of(dtype)[1], [RANK() % 3] * SIZE(), name="rows"),
+    "reducescatter": lambda f, dtype: f(values_of(dtype)[3], "sum", prescale_factor=3.0),
+    "grouped_reducescatter": lambda f, dtype: f(values_of(dtype)[1:], "average"),
+    "sparse_allreduce": lambda f, dtype: f(*sparse(dtype), "sum", "table"),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int64])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_queued_has_the_bits_of_its_blocking_sister(name, dtype):
+    expected = bits(CALLS[name](getattr(keras_dist, name), dtype))
+    handle = CALLS[name](getattr(keras_dist, f"{name}_async"), dtype)
+    assert bits(keras_dist.synchronize(handle)) == expected
+    assert bits(handle.wait()) == expected
+    assert keras_dist.poll(handle)
+    assert handle.done()
+
+
+def test_every_sister_is_public():
+    queued = {name for name in keras_dist.__all__ if name.endswith("_async")}
+    assert queued == {f"{name}_async" for name in CALLS}
+
+
+def test_results_are_the_callers_own():
+    mine = np.full(200_000, RANK(), np.float32)
+    handles = [keras_dist.allreduce_async(mine, "sum") for _ in range(5)]
+    total = SIZE() * (SIZE() - 1) / 2
+    for handle in handles:
+        result = keras_dist.synchronize(handle)
+        assert (result == total).all()
+        result[...] = -1
+    np.testing.assert_array_equal(mine, RANK())
+
+
+def test_queueing_does_not_wait_for_other_ranks():
+    several()
+    # Beside keras_dist the others wait for rank 0, which queues first.
+    first = RANK() == 0
+    handle = keras_dist.allreduce_async(1.0, "sum") if first else None
+    ended = MPI.COMM_WORLD.bcast(first and keras_dist.poll(handle))
+    assert ended is False
+    handle = handle or keras_dist.allreduce_async(1.0, "sum")
+    assert keras_dist.synchronize(handle) == SIZE()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocking_and_queued_ones_run_in_the_order_of_their_calls(seed):
+    # Operations are told apart by their shapes: whatever overtakes meets another one.
+    plan, late = np.random.default_rng(seed), np.random.default_rng([seed, RANK()])
+    total = SIZE() * (SIZE() - 1) / 2
+    waiting = []
+    for count in range(1, 80):
+        value = np.full(count, RANK() + count, np.float64)
+        nap(late)
+        if plan.random() < 0.5:
+            waiting.append((count, keras_dist.allreduce_async(value, "sum")))
+        else:
+            assert (keras_dist.allreduce(value, "sum") == total + count * SIZE()).all()
+            # What was queued before has run before.
+            assert all(keras_dist.poll(handle) for _, handle in waiting)
+    late.shuffle(waiting)  # in another order on each rank
+    for count, handle in waiting:
+        nap(late)
+        assert (keras_dist.synchronize(handle) == total + count * SIZE()).all()
+
+
+def test_ranks_wait_in_different_orders():
+    handles = [keras_dist.broadcast_async(float(n), n % SIZE()) for n in range(6)]
+    for n in np.roll(np.arange(6), RANK()):
+        assert keras_dist.synchronize(handles[n]) == n
+
+
+def test_training_waits_for_what_is_queued():
+    import keras
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    late = np.random.default_rng(RANK())
+    x = np.random.default_rng(RANK()).standard_normal((8, 3)).astype("float32")
+    handles = []
+
+    class Queue(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            handles.append(keras_dist.allreduce_async(np.full(batch + 1, 1.0), "sum"))
+            nap(late)
+
+    model.fit(x, x[:, :1], batch_size=2, epochs=2, verbose=0, callbacks=[Queue()])
+    assert len(handles) == 8
+    assert all((keras_dist.synchronize(handle) == SIZE()).all() for handle in handles)
+    weights = [weight.tobytes() for weight in model.get_weights()]
+    assert len(set(keras_dist.allgather_object(tuple(weights)))) == 1
+
+
+def test_a_collective_within_a_collective_does_not_wait_for_its_own_end():
+    class Value:
+        """Asks the other ranks before it says what it is."""
+
+        def __array__(self, dtype=None, copy=None):
+            return keras_dist.allgather(np.array([RANK()]))
+
+    ranks = np.arange(SIZE())
+    handle = keras_dist.allreduce_async(Value(), "sum")
+    behind = keras_dist.allreduce_async(1.0, "sum")
+    np.testing.assert_array_equal(keras_dist.synchronize(handle), ranks * SIZE())
+    assert keras_dist.synchronize(behind) == SIZE()
+
+
+def test_threads_of_one_rank_take_turns():
+    # Which thread comes first is another matter on each rank: all do the same.
+    def work():
+        for _ in range(20):
+            results.append(float(keras_dist.synchronize(keras_dist.allreduce_async(1.0, "sum"))))
+            results.append(float(keras_dist.allreduce(1.0, "sum")))
+
+    results = []
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [SIZE()] * 120
+
+
+# --- Errors
+
+
+def test_an_error_is_raised_where_the_result_is_asked_for():
+    before = keras_dist.allreduce_async(1.0, "sum")
+    bad = keras_dist.allreduce_async(1.0, "mean")
+    worse = keras_dist.sparse_allreduce_async(np.zeros(2), odd_one([1, 2], [1, 2, 3]))
+    after = keras_dist.allreduce_async(2.0, "sum")
+    assert keras_dist.synchronize(after) == 2 * SIZE()
+    assert keras_dist.synchronize(before) == SIZE()
+    for _ in range(2):  # it is raised at every call
+        texts = raised(errors.ArgumentError, lambda: keras_dist.synchronize(bad))
+        assert all("op to be one of average" in text for text in texts)
+        texts = raised(errors.ArgumentError, worse.wait)
+        assert len(set(texts)) == 1
+    assert keras_dist.poll(bad)
+    assert keras_dist.allreduce(1.0, "sum") == SIZE()
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_difference_is_an_error_on_every_rank_and_the_queue_goes_on(blocking):
+    several()
+    before = keras_dist.allreduce_async(1.0, "sum")
+    value = np.zeros(odd_one(3, 4))
+    if blocking:  # on the last rank alone: how a rank calls it is its own affair
+        call = odd_one(
+            lambda: keras_dist.synchronize(keras_dist.allreduce_async(value, name="loss")),
+            lambda: keras_dist.allreduce(value, name="loss"),
+        )
+    else:
+        handle = keras_dist.allreduce_async(value, name="loss")
+        call = handle.wait
+    texts = raised(errors.MismatchError, call)
+    assert len(set(texts)) == 1
+    assert f"[rank {SIZE() - 1} of {SIZE()}] Expected 'loss' with shape (3,)" in texts[0]
+    after = keras_dist.allreduce_async(2.0, "sum")
+    assert keras_dist.synchronize(before) == SIZE()
+    assert keras_dist.synchronize(after) == 2 * SIZE()
+
+
+def test_another_order_on_one_rank_is_an_error_on_every_rank():
+    several()
+    queue = [lambda: keras_dist.allreduce_async([1.0]), lambda: keras_dist.allgather_async([1.0])]
+    handles = [call() for call in odd_one(queue, queue[::-1])]
+    for handle in handles:
+        texts = raised(errors.MismatchError, handle.wait)
+        assert len(set(texts)) == 1
+        assert "same calls" in texts[0]
+
+
+@pytest.mark.parametrize("dropped", ["at once", "after its end"])
+def test_an_error_that_nobody_asks_for_is_logged(caplog, dropped):
+    handle = keras_dist.broadcast_async(1.0, root_rank=SIZE())
+    if dropped == "after its end":
+        while not handle.done():
+            time.sleep(0.001)
+        assert not caplog.records
+    del handle
+    keras_dist.barrier()
+    for _ in range(1000):  # the thread of the engine may still be letting go of it
+        if not caplog.records:
+            time.sleep(0.005)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "A queued broadcast that nobody waited for failed: ArgumentError: " in caplog.text
+    assert f"[rank {RANK()} of {SIZE()}] Expected root_rank to be a rank of this" in caplog.text
+
+
+def test_an_error_that_was_raised_is_not_logged(caplog):
+    handle = keras_dist.broadcast_async(1.0, root_rank=SIZE())
+    with pytest.raises(errors.ArgumentError):
+        handle.wait()
+    del handle
+    gc.collect()
+    assert not caplog.records
+
+
+def test_something_that_is_no_handle():
+    for ask in (keras_dist.poll, keras_dist.synchronize):
+        texts = raised(errors.ArgumentTypeError, lambda ask=ask: ask(np.zeros(3)))
+        assert all("a handle, as keras_dist.allreduce_async returns" in text for text in texts)
+
+
+# --- Begin and end
+
+
+@pytest.fixture
+def fresh():
+    """A communicator on which nothing was queued; the test ends where it began."""
+    keras_dist.shutdown()
+    yield
+    keras_dist.shutdown()
+    keras_dist.init()
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate()].count("keras_dist")
+
+
+def test_the_thread_begins_with_the_first_and_ends_with_shutdown(fresh):
+    size = SIZE()
+    keras_dist.allreduce(1.0)
+    assert threads() == 0
+    assert isinstance(runtime.communicator().lock, type(threading.RLock()))
+    for _ in range(2):  # `allreduce_async` joins the ranks anew
+        handles = [keras_dist.allreduce_async(float(n), "sum") for n in range(20)]
+        assert threads() == 1
+        keras_dist.shutdown()
+        assert threads() == 0
+        assert [float(handle.wait()) for handle in handles] == [n * size for n in range(20)]
+
+
+def test_shutdown_logs_what_nobody_asked_for(fresh, caplog):
+    handle = keras_dist.broadcast_async(1.0, root_rank=-1)
+    keras_dist.shutdown()
+    assert "A queued broadcast that nobody waited for failed" in caplog.text
+    assert handle.done()
+
+
+def test_operations_of_a_process_set_have_a_line_of_their_own():
+    size, rank = keras_dist.size(), keras_dist.rank()
+    first = keras_dist.add_process_set(list(range((size + 1) // 2)))
+    everyone = keras_dist.allreduce_async(float(rank), "Sum")
+    if first.included():
+        among = keras_dist.allreduce_async(float(rank), "Sum", process_set=first)
+        assert keras_dist.synchronize(among) == sum(first.ranks)
+    assert keras_dist.synchronize(everyone) == sum(range(size))
+    keras_dist.remove_process_set(first)

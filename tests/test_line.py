@@ -1,0 +1,93 @@
+"""Who is next: turns come as they were asked for, whoever asks."""
+
+import functools
+import threading
+import time
+import weakref
+
+import pytest
+
+from keras_dist._engine.line import Line
+
+
+@pytest.fixture
+def line():
+    made = Line(threading.RLock())
+    yield made
+    made.close()
+
+
+def stand(line, done, label):
+    """Starts a thread that takes its turn; returns once it stands in the line."""
+
+    def take():
+        with line, line:  # a collective within a collective
+            done.append(label)
+
+    before = len(line._line)
+    thread = threading.Thread(target=take)
+    thread.start()
+    while len(line._line) == before:
+        time.sleep(0.001)
+    return thread
+
+
+def test_turns_come_in_the_order_of_asking(line):
+    done, threads = [], []
+    with line:
+        for number in range(0, 12, 2):
+            threads.append(stand(line, done, number))
+            line.queue(lambda number=number: done.append(number + 1), "append")
+        assert done == []
+    line.drain()
+    assert done == list(range(12))
+    for thread in threads:
+        thread.join()
+
+
+def test_who_is_interrupted_holds_up_nobody(line, monkeypatch):
+    wait_for, main, gate = line._moved.wait_for, threading.current_thread(), threading.Event()
+
+    def interrupted(predicate):
+        if threading.current_thread() is main:
+            raise KeyboardInterrupt
+        return wait_for(predicate)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(line._moved, "wait_for", interrupted)
+        line.queue(gate.wait, "wait")
+        with pytest.raises(KeyboardInterrupt), line:
+            pass
+    behind = line.queue(lambda: "ran", "nothing")
+    gate.set()
+    assert behind.wait() == "ran"
+
+
+def test_the_lock_may_be_held_when_the_line_takes_its_place():
+    lock, done = threading.RLock(), []
+    with lock:
+        line = Line(lock)
+        line.queue(lambda: done.append("queued"), "append")
+        with line:  # a part of the collective that held the lock
+            done.append("part")
+    line.close()
+    assert done == ["part", "queued"]
+
+
+def test_results_and_values_are_let_go(line):
+    class Value:
+        pass
+
+    value = Value()
+    there = weakref.ref(value)
+    handle = line.queue(functools.partial(lambda given: 1 / 0, value), "division")
+    del value
+    with pytest.raises(ZeroDivisionError):
+        handle.wait()
+    gone = weakref.ref(handle)
+    del handle
+    line.drain()
+    for _ in range(1000):  # the thread may still be letting go of it
+        if there() or gone():
+            time.sleep(0.005)
+    assert (there(), gone()) == (None, None)
