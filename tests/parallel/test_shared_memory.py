@@ -223,35 +223,3 @@ def test_without_shared_memory_data_goes_through_mpi(monkeypatch, caplog):
     if comm.rank == 0:
         assert "no file can be made in /nowhere/shm" in caplog.text
     comm.free()
-
-
-def test_many_operations_leave_nothing_behind():
-    def state():
-        with open("/proc/self/statm") as file:
-            pages = int(file.read().split()[1])
-        return len(os.listdir("/proc/self/fd")), pages * 4096
-
-    rng = np.random.default_rng(0)  # the same operations on every rank
-    delays = np.random.default_rng(keras_dist.rank())
-    before = state()
-    for turn in range(1500):
-        if turn == 700:  # as many plans are kept as ever will be
-            before = state()
-        if delays.random() < 0.02:
-            time.sleep(0.002)
-        count = int(10 ** rng.uniform(0, 5))
-        value = np.full(count, keras_dist.rank(), np.float32)
-        kind = rng.integers(4)
-        if kind == 0:
-            total = keras_dist.size() * (keras_dist.size() - 1) / 2
-            assert (keras_dist.allreduce(value, "sum") == total).all()
-        elif kind == 1:
-            assert len(keras_dist.allgather(value)) == count * keras_dist.size()
-        elif kind == 2:
-            assert (keras_dist.broadcast(value) == 0).all()
-        else:
-            keras_dist.barrier()
-    handles, nbytes = state()
-    assert handles == before[0]
-    assert nbytes < before[1] + 200 * 2**20
-    assert [name for name in entries() if f"-{os.getpid()}-" in name] == []
