@@ -290,6 +290,8 @@ def test_shutdown_logs_what_nobody_asked_for(fresh, caplog):
 
 def test_operations_of_a_process_set_have_a_line_of_their_own():
     size, rank = keras_dist.size(), keras_dist.rank()
+    if size == 1:
+        pytest.skip("all ranks are a set already")
     first = keras_dist.add_process_set(list(range((size + 1) // 2)))
     everyone = keras_dist.allreduce_async(float(rank), "Sum")
     if first.included():
