@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         reducescatter,
         sparse_allreduce,
     )
+    from keras_dist.compression import Compression, Compressor
     from keras_dist.optimizer import DistributedOptimizer
     from keras_dist.process_sets import ProcessSet, global_process_set
     from keras_dist.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
@@ -71,6 +72,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Adasum",
     "Average",
+    "Compression",
+    "Compressor",
     "DistributedOptimizer",
     "Handle",
     "Max",
@@ -134,6 +137,7 @@ _ROOMS = {
         "broadcast_object grouped_allgather grouped_allreduce grouped_reducescatter reducescatter "
         "sparse_allreduce"
     ),
+    "compression": "Compression Compressor",
     "optimizer": "DistributedOptimizer",
     "process_sets": "ProcessSet global_process_set",
     "reduce_op": "Adasum Average Max Min Product ReduceOp Sum",

@@ -82,6 +82,7 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    compression: _engine.Compressor | str | None = None,
 ) -> Handle:
     """Queues `allreduce`.
 
@@ -95,12 +96,14 @@ def allreduce_async(
         postscale_factor: as for `allreduce`.
         process_set: as for `allreduce`; the order is that of the calls on the set. Defaults to
             `None`.
+        compression: as for `allreduce`.
 
     Returns:
         The handle; `synchronize` gives what `allreduce` returns, or raises its error.
     """
+    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     return _queue(
-        process_set, collectives.allreduce, value, op, name, prescale_factor, postscale_factor
+        process_set, collectives.allreduce, value, op, name, **factors, compression=compression
     )
 
 
@@ -111,6 +114,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    compression: _engine.Compressor | str | None = None,
 ) -> Handle:
     """Queues `grouped_allreduce`.
 
@@ -125,19 +129,14 @@ def grouped_allreduce_async(
         postscale_factor: as for `allreduce`.
         process_set: as for `allreduce`; the order is that of the calls on the set. Defaults to
             `None`.
+        compression: as for `allreduce`.
 
     Returns:
         The handle; `synchronize` gives what `grouped_allreduce` returns, or raises its error.
     """
-    return _queue(
-        process_set,
-        collectives.grouped_allreduce,
-        values,
-        op,
-        name,
-        prescale_factor,
-        postscale_factor,
-    )
+    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    call = collectives.grouped_allreduce
+    return _queue(process_set, call, values, op, name, **factors, compression=compression)
 
 
 def reducescatter_async(
@@ -311,9 +310,9 @@ def broadcast_async(
 
 
 def _queue(
-    process_set: ProcessSet | None, operation: Callable[..., Any], *arguments: Any
+    process_set: ProcessSet | None, operation: Callable[..., Any], *arguments: Any, **options: Any
 ) -> Handle:
-    work = functools.partial(operation, *arguments, process_set=process_set)
+    work = functools.partial(operation, *arguments, process_set=process_set, **options)
     return runtime.communicator(process_set).queue(work, operation.__name__)
 
 

@@ -92,6 +92,14 @@ VARIABLES = (
         "copy, read or mpi",
     ),
     Variable(
+        "compression",
+        _one_of("none", "fp16", "bf16"),
+        "none",
+        "what float32 and float64 look like on their way between nodes, in gradients and "
+        "allreduce, unless the call says",
+        "none, fp16 or bf16",
+    ),
+    Variable(
         "single_process",
         _flag,
         "0",
@@ -109,6 +117,7 @@ class Settings:
     threads: int
     pin_device: bool
     reduce: str
+    compression: str
     single_process: bool
 
 

@@ -14,6 +14,7 @@ def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
     op: _engine.ReduceOp | str = _engine.ReduceOp.AVERAGE,
     process_set: ProcessSet | None = None,
+    compression: _engine.Compressor | str | None = None,
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer average its gradients over the ranks before it applies them.
 
@@ -32,6 +33,9 @@ def DistributedOptimizer(
         process_set: the ranks that average among themselves, a `ProcessSet`; the others apply
             their own gradients. Then models differ between the set and the rest, while the
             callbacks go on to speak for all ranks. Defaults to all ranks.
+        compression: what gradients of float32 and float64 look like between nodes, as for
+            `allreduce`; rows of an embedding's gradient travel as they are. Defaults to
+            `KERAS_DIST_COMPRESSION`, that is `none`.
 
     Returns:
         `optimizer`.
@@ -39,8 +43,8 @@ def DistributedOptimizer(
     Raises:
         ArgumentTypeError: `optimizer` is not a Keras optimizer, or `process_set` no
             `ProcessSet`.
-        ArgumentError: it is distributed already, `op` is another one, or `process_set` has no
-            id.
+        ArgumentError: it is distributed already, `op` is another one, `process_set` has no id,
+            or there is no such `compression`.
 
     Example:
     ```python
@@ -76,8 +80,9 @@ def DistributedOptimizer(
             )
         )
     runtime.includes_me(process_set)  # raises where there is no such set
+    compressor = _engine.parse_compression(compression, where)
     # What Keras' own optimizers do with a gradient is known.
     own = type(optimizer).__module__.startswith("keras.src.")
-    attach(optimizer, GradientReduction(parsed, own, process_set))
+    attach(optimizer, GradientReduction(parsed, own, process_set, compressor))
     watch_models()
     return optimizer

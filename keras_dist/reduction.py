@@ -72,12 +72,20 @@ class GradientReduction:
             that reads them and does not keep them. TensorFlow's `assign` takes the memory
             of what it is given, so an optimizer that stores a gradient would store that.
         process_set: the ranks that reduce among themselves; `None` for all.
+        compression: what gradients look like between nodes.
     """
 
-    def __init__(self, op: _engine.ReduceOp, lend: bool, process_set: ProcessSet | None = None):
+    def __init__(
+        self,
+        op: _engine.ReduceOp,
+        lend: bool,
+        process_set: ProcessSet | None = None,
+        compression: _engine.Compressor = _engine.Compression.none,
+    ):
         self.op = op
         self.lend = lend
         self.process_set = process_set
+        self.compression = compression
         self.variables: Sequence[Any] = ()
         self._plans: dict[Any, _engine.FusedAllreduce] = {}
 
@@ -138,6 +146,7 @@ class GradientReduction:
                 operation="the reduction of gradients",
                 remedy=SAME_MODEL,
                 lend=self.lend,
+                compression=self.compression,
             )
         return self._plans[key]
 

@@ -33,6 +33,11 @@ def test_names_of_arrays_are_shown_but_not_compared():
             "postscale_factor=1.0 in allreduce('a', 'b') as on rank 0",
             "postscale_factor=0.5",
         ),
+        (
+            changed(compression="fp16"),
+            "compression='none' in allreduce('a', 'b') as on rank 0",
+            "compression='fp16'",
+        ),
         (changed(key="n"), "name=None in allreduce('a', 'b') as on rank 0", "name='n'"),
         (
             changed(entries=(Entry("a", (3, 4), "float32"), CALL.entries[1])),

@@ -9,7 +9,7 @@ from keras_dist import config, errors
 
 def test_defaults():
     settings = config.parse({})
-    assert settings == config.Settings(0, 0, True, "copy", False)
+    assert settings == config.Settings(0, 0, True, "copy", "none", False)
 
 
 def test_values_are_parsed():
@@ -26,6 +26,7 @@ def test_values_are_parsed():
         ("THREADS", "-1"),
         ("PIN_DEVICE", "maybe"),
         ("REDUCE", "ring"),
+        ("COMPRESSION", "zip"),
     ],
 )
 def test_a_value_that_cannot_be_parsed_is_an_error(name, text):

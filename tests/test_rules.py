@@ -40,6 +40,7 @@ TABLE = [
     (".set_table",             SETS,                                          ""),
     ("._engine.communicator",  f"{ENGINE} mpi4py",                            ""),
     ("._engine.collectives.*", f"{ENGINE} mpi4py",                            ""),
+    ("._engine.compression",   ENGINE,                                        "ml_dtypes"),
     ("._engine.*",             ENGINE,                                        ""),
     ("._backends",             "numpy .errors",                               "keras ._backends.*"),
     ("._backends.tensorflow",  "tensorflow numpy .errors",                    ""),
@@ -58,6 +59,7 @@ TABLE = [
     (".collectives.*",  f"{FACE} .config .process_sets .reduce_op .collectives.*",    ""),
     (".asynchronous", ".runtime ._engine .collectives .errors .process_sets",         ""),
     (".optimizer",             ON_KERAS,                                      ""),
+    (".compression",           "._engine",                                    ""),
     (".reduce_op",             "._engine",                                    ""),
     (".reduction",             ON_KERAS,                                      ""),
     (".replicas",              ON_KERAS,                                      ""),
@@ -71,7 +73,9 @@ COLLECTIVES = set(
     "grouped_allgather grouped_allgather_async grouped_allreduce grouped_allreduce_async "
     "grouped_reducescatter grouped_reducescatter_async meet reduce_slices reducescatter "
     "reducescatter_async scatter sparse_allreduce sparse_allreduce_async verify_replicas "
-    "Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Dup Gather Ibarrier "
+    "allgather_parts alltoall_parts broadcast_bytes reduce_through_mpi "
+    "Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Dup Gather Iallgather "
+    "Iallgatherv Ialltoallv Ibarrier "
     "Split".split()
 )
 RANKS = {"rank", "local_rank", "cross_rank", "root", "is_root"}

@@ -22,6 +22,7 @@ from keras_dist._engine.communicator import (
     mpi_failure,
     start_mpi,
 )
+from keras_dist._engine.compression import Compression, Compressor, parse_compression
 from keras_dist._engine.line import Handle
 from keras_dist._engine.reduce import ReduceOp, parse_factor, parse_op
 from keras_dist._engine.tuning import best_bucket_nbytes
@@ -29,6 +30,8 @@ from keras_dist._engine.tuning import best_bucket_nbytes
 __all__ = [
     "Call",
     "Communicator",
+    "Compression",
+    "Compressor",
     "FusedAllreduce",
     "Handle",
     "ReduceOp",
@@ -48,6 +51,7 @@ __all__ = [
     "library",
     "load_mpi",
     "mpi_failure",
+    "parse_compression",
     "parse_factor",
     "parse_op",
     "reduce_slices",

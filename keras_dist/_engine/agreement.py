@@ -40,6 +40,7 @@ class Call:
         key: a name under which the ranks must meet, when the user gave one.
         prescale: factor for the contributions.
         postscale: factor for the result.
+        compression: what numbers look like between nodes.
         first: whether it is the first of its kind, before which memory is made for it.
         remedy: what to do when the ranks differ; shown, not compared.
     """
@@ -51,6 +52,7 @@ class Call:
     key: str | None = None
     prescale: float = 1.0
     postscale: float = 1.0
+    compression: str = "none"
     first: bool = False
     remedy: str = "Call the same operations in the same order on every rank."
 
@@ -59,7 +61,8 @@ class Call:
         """16 bytes that are equal exactly when the ranks may go on together."""
         arrays = tuple((entry.shape, entry.dtype) for entry in self.entries)
         factors = (self.prescale, self.postscale)
-        meaning = (self.operation, self.op, self.root, self.key, factors, self.first, arrays)
+        how = (self.op, self.root, self.key, factors, self.compression)
+        meaning = (self.operation, how, self.first, arrays)
         return hashlib.blake2b(repr(meaning).encode(), digest_size=16).digest()
 
     def __str__(self) -> str:
@@ -75,6 +78,7 @@ _LABELS = {
     "root": "root_rank",
     "prescale": "prescale_factor",
     "postscale": "postscale_factor",
+    "compression": "compression",
 }
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._engine.line import Handle, Line
 from keras_dist._engine.node import Node, join_node
+from keras_dist._engine.transfer import allgather_parts
 
 __all__ = ["Communicator", "is_communicator", "library", "load_mpi", "mpi_failure", "start_mpi"]
 
@@ -269,7 +270,7 @@ class Communicator:
         counts = np.empty(self.size, np.int64)
         self.world.Allgather(np.array([mine.size], np.int64), counts)
         everything = np.empty(int(counts.sum()), np.uint8)
-        self.world.Allgatherv(mine, [everything, counts, self.mpi.BYTE])
+        allgather_parts(self.world, mine, everything, counts)
         return np.split(everything, np.cumsum(counts)[:-1])
 
     def agree(self, digest: bytes) -> bool:

@@ -26,10 +26,12 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    compression: _engine.Compressor | str | None = None,
 ) -> np.ndarray:
     """Combines the values of all ranks into one, the same bits on every rank.
 
-    Collective: every rank; shape, dtype, `op`, `name` and the factors must agree; blocks.
+    Collective: every rank; shape, dtype, `op`, `name`, the factors and `compression` must
+    agree; blocks.
 
     Args:
         value: number or array of any shape, of any numeric dtype, bfloat16 included.
@@ -45,14 +47,18 @@ def allreduce(
         postscale_factor: the result is multiplied by it, in the same way. Defaults to 1.0.
         process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
             an `ArgumentError`. Defaults to `None`.
+        compression: what float32 and float64 look like between nodes, of `Compression`, its
+            name or a `Compressor` of your own; not for `Adasum`, nor up to 32 KiB. Contributions
+            are rounded to it before they are combined, and so is the result. Defaults to
+            `KERAS_DIST_COMPRESSION`, that is `none`.
 
     Returns:
         New array of the shape and dtype of `value`.
 
     Raises:
         MismatchError: the ranks differ; raised on every rank.
-        ArgumentError: there is no such `op`, a factor is not finite, or the number of ranks is
-            not a power of two for `Adasum`.
+        ArgumentError: there is no such `op` or `compression`, a factor is not finite, or the
+            number of ranks is not a power of two for `Adasum`.
         ArgumentTypeError: `op` or a factor is not defined for the dtype.
 
     Example:
@@ -61,7 +67,7 @@ def allreduce(
     ```
     """
     factors = prescale_factor, postscale_factor
-    return grouped_allreduce([value], op, name, *factors, process_set)[0]
+    return grouped_allreduce([value], op, name, *factors, process_set, compression)[0]
 
 
 def grouped_allreduce(
@@ -71,10 +77,12 @@ def grouped_allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    compression: _engine.Compressor | str | None = None,
 ) -> list[np.ndarray]:
     """Does `allreduce` for a list of values at once: small ones travel together.
 
-    Collective: every rank; shapes, dtypes, `op`, `name` and the factors must agree; blocks.
+    Collective: every rank; shapes, dtypes, `op`, `name`, the factors and `compression` must
+    agree; blocks.
 
     Args:
         values: list of numbers or arrays; dtypes may differ within the list.
@@ -83,6 +91,7 @@ def grouped_allreduce(
         prescale_factor: as for `allreduce`.
         postscale_factor: as for `allreduce`.
         process_set: as for `allreduce`.
+        compression: as for `allreduce`.
 
     Returns:
         List of new arrays.
@@ -97,10 +106,11 @@ def grouped_allreduce(
     names = names_of(name, len(arrays))
     parsed = _engine.parse_op(op, comm.where())
     factors = parse_factors(prescale_factor, postscale_factor)
+    compressor = _engine.parse_compression(compression, comm.where())
     if parsed is ReduceOp.ADASUM:
         return _engine.adasum(comm, arrays, names, name, *factors)
     nbytes = runtime.bucket_nbytes(comm)
-    return _engine.allreduce(comm, arrays, names, parsed, nbytes, name, *factors)
+    return _engine.allreduce(comm, arrays, names, parsed, nbytes, name, *factors, compressor)
 
 
 def reducescatter(

@@ -10,21 +10,13 @@ from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.bucket_reduction import BucketReduction, bucket_reduction
 from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives.meet import meet
-from keras_dist._engine.collectives.rows import as_bytes
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.reduce import (
-    ReduceOp,
-    check_dtype,
-    check_factors,
-    divide,
-    reduce_rows,
-    scaled,
-)
+from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
+from keras_dist._engine.mpi_reduction import SMALL_NBYTES, reduce_through_mpi
+from keras_dist._engine.reduce import ReduceOp, check_dtype, check_factors, scaled
 
 __all__ = ["FusedAllreduce", "allreduce"]
 
-# Up to here every rank reduces everything itself: one message in place of two.
-SMALL_NBYTES = 32 * 1024
 # Of the plans of single calls so many are kept, in shared memory of so many bytes.
 KEPT_PLANS = 64
 KEPT_NBYTES = 256 * 2**20
@@ -51,6 +43,8 @@ class FusedAllreduce:
         prescale: factor for the contributions.
         postscale: factor for the results.
         first_nbytes: the size at which the first bucket is closed, where it is less.
+        compression: what float32 and float64 look like between nodes, in buckets of more
+            than `SMALL_NBYTES`: below, the number of messages counts, not their size.
 
     Raises:
         ArgumentTypeError: `op` is not defined for one of the dtypes.
@@ -70,6 +64,7 @@ class FusedAllreduce:
         prescale: float = 1.0,
         postscale: float = 1.0,
         first_nbytes: int | None = None,
+        compression: Compressor = Compression.none,
     ):
         for name, (_, dtype) in zip(names, specs, strict=True):
             check_dtype(dtype, op, comm.where(), name)
@@ -77,13 +72,22 @@ class FusedAllreduce:
         self.comm = comm
         self.op = op
         self.lend = lend
+        self._compression = compression
+        self._wires: dict[int, Wire] = {}
         self.buckets = plan_buckets(specs, bucket_nbytes, first_nbytes)
         entries = tuple(
             Entry(name, tuple(shape), str(dtype))
             for name, (shape, dtype) in zip(names, specs, strict=True)
         )
         self.call = Call(
-            operation, entries, op.value, None, key, prescale, postscale, remedy=remedy
+            operation,
+            entries,
+            op.value,
+            key=key,
+            prescale=prescale,
+            postscale=postscale,
+            compression=compression.name,
+            remedy=remedy,
         )
         self._start = dataclasses.replace(self.call, first=True)
         self._shared: dict[int, BucketReduction] | None = None
@@ -108,11 +112,13 @@ class FusedAllreduce:
             reduction = self._shared.get(number)
             if reduction is None:
                 meet(self.comm, self.call)
-                flat = self._reduce_through_mpi(bucket.pack(arrays))
+                flat = bucket.pack(arrays)
+                if self.comm.size > 1:
+                    reduce_through_mpi(self.comm.world, flat, self.op, self._wire(number))
             else:
                 reduction.publish(arrays)
                 meet(self.comm, self.call)
-                flat = reduction.reduce(None if self.comm.is_one_node else self._reduce_across)
+                flat = reduction.reduce(self._across(number))
                 if not self.lend and reduction.is_shared:
                     flat = flat.copy()
         return bucket.unpack(scaled(flat, self.call.postscale))
@@ -169,21 +175,32 @@ class FusedAllreduce:
         is_wide_float = dtype.kind in "fc" and dtype.itemsize >= 4
         return self.comm.is_one_node or (reduction.is_shared and is_wide_float)
 
-    def _reduce_through_mpi(self, flat: np.ndarray) -> np.ndarray:
-        world = self.comm.world if self.comm.size > 1 else None
-        return _reduce_flat(self.comm.mpi, world, flat, self.op)
-
     def _op_on_node(self) -> ReduceOp:
         """An average over several nodes is a sum on each; the division comes last."""
         whole = self.comm.is_one_node or self.op is not ReduceOp.AVERAGE
         return self.op if whole else ReduceOp.SUM
 
-    def _reduce_across(self, part: np.ndarray) -> None:
-        """Reduces, in place, this rank's slice of the node's result over all nodes."""
+    def _across(self, number: int) -> Callable[[np.ndarray], None] | None:
+        """Returns what reduces, in place, this rank's slice of a bucket over all nodes."""
+        if self.comm.is_one_node:
+            return None
         op = self._op_on_node()
-        part[...] = _reduce_flat(self.comm.mpi, self.comm.across, part, op)
-        if op is not self.op:
-            divide(part, self.comm.size)
+        divisor = 1 if op is self.op else self.comm.size
+        wire = self._wire(number)
+        return lambda part: reduce_through_mpi(self.comm.across, part, op, wire, divisor)
+
+    def _wire(self, number: int) -> Wire:
+        """Returns how a bucket travels between nodes.
+
+        Asked for only after the ranks have met: a compressor that does not do what it must
+        is the same on all, so all raise.
+        """
+        if number not in self._wires:
+            bucket = self.buckets[number]
+            travels = not self.comm.is_one_node and bucket.nbytes > SMALL_NBYTES
+            compressor = self._compression if travels else Compression.none
+            self._wires[number] = wire_for(compressor, bucket.dtype, self.comm.where())
+        return self._wires[number]
 
 
 def allreduce(
@@ -195,6 +212,7 @@ def allreduce(
     key: str | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    compression: Compressor = Compression.none,
 ) -> list[np.ndarray]:
     """Reduces a list of arrays. Collective: every rank; blocks.
 
@@ -209,6 +227,7 @@ def allreduce(
         key: a name under which the ranks must meet; `None` for none.
         prescale: factor for the contributions.
         postscale: factor for the results.
+        compression: what float32 and float64 look like between nodes.
 
     Returns:
         New arrays of the same shapes and dtypes, bit-equal on all ranks.
@@ -218,10 +237,12 @@ def allreduce(
         ArgumentTypeError: `op` is not defined for a dtype.
     """
     if not arrays:
-        meet(comm, Call("allreduce", (), op.value, None, key, prescale, postscale))
+        name = compression.name
+        meet(comm, Call("allreduce", (), op.value, None, key, prescale, postscale, name))
         return []
     specs = tuple((array.shape, array.dtype) for array in arrays)
-    kind = (specs, tuple(names), op, bucket_nbytes, key, prescale, postscale)
+    factors = (prescale, postscale)
+    kind = (specs, tuple(names), op, bucket_nbytes, key, factors, compression.name)
     with comm.lock:
         fused = comm.plans.get(kind)
         if fused is None:
@@ -234,6 +255,7 @@ def allreduce(
                 key=key,
                 prescale=prescale,
                 postscale=postscale,
+                compression=compression,
             )
         results = fused(arrays)
         # The list changes only after all ranks have agreed, so it is the same on all.
@@ -248,34 +270,3 @@ def _forget_oldest(plans: dict[Any, FusedAllreduce]) -> None:
     nbytes = sum(plan.nbytes for plan in plans.values())
     while len(plans) > KEPT_PLANS or nbytes > KEPT_NBYTES:
         nbytes -= plans.pop(next(iter(plans))).nbytes
-
-
-def _reduce_flat(mpi: Any, world: Any, flat: np.ndarray, op: ReduceOp) -> np.ndarray:
-    """Reduces a flat array through MPI: each rank its slice of all, then they are shared.
-
-    Args:
-        mpi: mpi4py's `MPI` module.
-        world: the MPI communicator of the ranks; `None` for this rank alone.
-        flat: this rank's contribution, contiguous.
-        op: the reduction.
-    """
-    size = 1 if world is None else world.Get_size()
-    if size == 1:
-        return reduce_rows(flat[np.newaxis], op)
-    if flat.nbytes <= SMALL_NBYTES:
-        rows = np.empty((size, flat.size), flat.dtype)
-        world.Allgather(as_bytes(flat), as_bytes(rows))
-        return reduce_rows(rows, op)
-    rank = world.Get_rank()
-    bounds = np.arange(size + 1) * flat.size // size
-    counts = np.diff(bounds) * flat.itemsize
-    starts = bounds[:-1] * flat.itemsize
-    rows = np.empty((size, int(bounds[rank + 1] - bounds[rank])), flat.dtype)
-    received = np.full(size, rows[0].nbytes)
-    world.Alltoallv(
-        [as_bytes(flat), counts, starts, mpi.BYTE],
-        [as_bytes(rows), received, np.arange(size) * rows[0].nbytes, mpi.BYTE],
-    )
-    result = np.empty_like(flat)
-    world.Allgatherv(as_bytes(reduce_rows(rows, op)), [as_bytes(result), counts, starts, mpi.BYTE])
-    return result

@@ -8,8 +8,9 @@ from keras_dist import errors
 from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.objects import exchange_or_raise
-from keras_dist._engine.collectives.rows import as_bytes, check_rows, exchange_bytes
+from keras_dist._engine.collectives.rows import check_rows, exchange_bytes
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.transfer import as_bytes
 
 __all__ = ["alltoall"]
 
@@ -43,8 +44,8 @@ def alltoall(
         meet(comm, Call("alltoall", (entry,), key=key))
         table = _share_splits(comm, array, splits, name)
         width = array.itemsize * int(np.prod(rest))
-        sent, received = table[comm.rank], table[:, comm.rank].copy()
-        flat = exchange_bytes(comm, as_bytes(array), sent * width, received * width)
+        received = table[:, comm.rank].copy()
+        flat = exchange_bytes(comm, as_bytes(array), table * width)
     return flat.view(array.dtype).reshape((int(received.sum()), *rest)), received
 
 

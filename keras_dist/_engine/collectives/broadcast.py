@@ -7,6 +7,7 @@ import numpy as np
 from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.transfer import as_bytes, broadcast_bytes
 
 __all__ = ["broadcast", "broadcast_into"]
 
@@ -90,4 +91,4 @@ def _send(comm: Communicator, arrays: Sequence[np.ndarray], source: int) -> None
     """Sends contiguous arrays of the root, by its place in `comm`, into those of the others."""
     if comm.size > 1:
         for array in arrays:
-            comm.world.Bcast(array.reshape(-1).view(np.uint8), root=source)
+            broadcast_bytes(comm.world, as_bytes(array), source)

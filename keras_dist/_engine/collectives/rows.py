@@ -6,13 +6,9 @@ import numpy as np
 
 from keras_dist import errors
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.transfer import alltoall_parts, as_bytes
 
-__all__ = ["as_bytes", "check_rows", "exchange_bytes", "exchange_rows", "gather_rows", "row_bounds"]
-
-
-def as_bytes(array: np.ndarray) -> np.ndarray:
-    """Returns the bytes of an array in C order: MPI knows no bfloat16, but it knows bytes."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+__all__ = ["check_rows", "exchange_bytes", "exchange_rows", "gather_rows", "row_bounds"]
 
 
 def check_rows(comm: Communicator, array: np.ndarray, name: str, purpose: str) -> None:
@@ -55,27 +51,23 @@ def row_bounds(count: int, size: int) -> np.ndarray:
     return ranks * (count // size) + np.minimum(ranks, count % size)
 
 
-def exchange_bytes(
-    comm: Communicator, payload: np.ndarray, sent: np.ndarray, received: np.ndarray
-) -> np.ndarray:
+def exchange_bytes(comm: Communicator, payload: np.ndarray, table: np.ndarray) -> np.ndarray:
     """Sends each rank its piece of a buffer. Collective: every rank; blocks.
 
     Args:
         comm: the ranks.
         payload: uint8 array: the piece for rank 0, then that for rank 1, and so on.
-        sent: bytes of each piece; what is behind the last is not sent.
-        received: bytes that come from each rank.
+        table: how many bytes each rank (first axis) sends to each rank, the same on all
+            ranks; what is behind the last piece is not sent.
 
     Returns:
         New uint8 array: the piece from rank 0, then that from rank 1, and so on.
     """
+    payload = payload[: int(table[comm.rank].sum())]
     if comm.size == 1:
-        return payload[: int(sent[0])].copy()
-    result = np.empty(int(received.sum()), np.uint8)
-    comm.world.Alltoallv(
-        [payload, sent, _starts(sent), comm.mpi.BYTE],
-        [result, received, _starts(received), comm.mpi.BYTE],
-    )
+        return payload.copy()
+    result = np.empty(int(table[:, comm.rank].sum()), np.uint8)
+    alltoall_parts(comm.world, payload, result, table)
     return result
 
 
@@ -96,8 +88,9 @@ def exchange_rows(comm: Communicator, arrays: Sequence[np.ndarray]) -> list[np.n
     pieces = [[as_bytes(part[rank]) for part in parts] for rank in range(comm.size)]
     sent = np.array([sum(piece.size for piece in those) for those in pieces])
     payload = np.concatenate([piece for those in pieces for piece in those])
-    received = np.full(comm.size, sent[comm.rank])
-    table = exchange_bytes(comm, payload, sent, received).reshape(comm.size, -1)
+    # Every rank sends the same: all hold arrays of the same shapes.
+    flat = exchange_bytes(comm, payload, np.tile(sent, (comm.size, 1)))
+    table = flat.reshape(comm.size, -1)
     results, start = [], 0
     for array, piece, ends in zip(arrays, pieces[comm.rank], bounds, strict=True):
         rows = np.ascontiguousarray(table[:, start : start + piece.size])
@@ -135,7 +128,3 @@ def gather_rows(
         count = sum(rows[index] for rows in lengths)
         results.append(joined.reshape((count, *part.shape[1:])))
     return results
-
-
-def _starts(counts: np.ndarray) -> np.ndarray:
-    return np.cumsum(counts) - counts

@@ -1,0 +1,212 @@
+"""What numbers look like between nodes: as they are, or in fewer bits. Knows no MPI."""
+
+from typing import Any
+
+import numpy as np
+
+from keras_dist import config, errors
+
+__all__ = ["Compression", "Compressor", "Wire", "parse_compression", "wire_for"]
+
+
+class Compressor:
+    """The base of a compression of one's own: arrays to fewer bits and back.
+
+    Works element by element, because arrays are cut anywhere on their way; the dtype that it
+    compresses to depends on the dtype it is given alone. Both methods leave their argument
+    alone and raise for no value: one that a narrow dtype cannot hold becomes infinite.
+
+    Example:
+    ```python
+    class Half(keras_dist.Compressor):
+        \"\"\"float16, for values that would be lost at its lower end.\"\"\"
+
+        def __init__(self, factor=1024.0):
+            self.factor = factor
+
+        def compress(self, array):
+            return (array * self.factor).astype("float16")
+
+        def decompress(self, array, dtype):
+            return array.astype(dtype) / self.factor
+
+    total = keras_dist.allreduce(gradient, compression=Half())
+    ```
+    """
+
+    @property
+    def name(self) -> str:
+        """What the ranks compare: compressors of equal name must give equal results.
+
+        By default the class and the instance's attributes, such as `Half(factor=1024.0)`.
+        """
+        fields = ", ".join(f"{field}={value!r}" for field, value in vars(self).items())
+        return f"{type(self).__qualname__}({fields})"
+
+    def compress(self, array: np.ndarray) -> np.ndarray:
+        """Returns what travels: an array of the same shape and another numeric dtype.
+
+        Args:
+            array: of float32 or float64.
+        """
+        raise NotImplementedError
+
+    def decompress(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """Returns what is summed.
+
+        Args:
+            array: a result of `compress`, or a part of several.
+            dtype: the dtype to return, that of the array which was compressed.
+        """
+        raise NotImplementedError
+
+
+class _AsItIs(Compressor):
+    name = "none"
+
+    def compress(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def decompress(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        return array
+
+
+class _Float16(Compressor):
+    name = "fp16"
+
+    def compress(self, array: np.ndarray) -> np.ndarray:
+        return array.astype(np.float16)
+
+    def decompress(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        return array.astype(dtype)
+
+
+class _BFloat16(Compressor):
+    name = "bf16"
+
+    def compress(self, array: np.ndarray) -> np.ndarray:
+        import ml_dtypes
+
+        return array.astype(ml_dtypes.bfloat16)
+
+    def decompress(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        return array.astype(dtype)
+
+
+class Compression:
+    """What numbers look like between nodes; within a node nothing is compressed.
+
+    `none` leaves them as they are. `fp16` sends float16: 11 significant bits, infinite from
+    65520 on. `bf16` sends bfloat16: 8 significant bits, the range of float32. A class derived
+    from `Compressor` does what it likes.
+    """
+
+    none: Compressor = _AsItIs()
+    fp16: Compressor = _Float16()
+    bf16: Compressor = _BFloat16()
+
+
+def parse_compression(compression: Any, where: str) -> Compressor:
+    """Returns the compressor that a user named.
+
+    Args:
+        compression: a `Compressor` or the name of one of `Compression`'s; `None` for that of
+            `KERAS_DIST_COMPRESSION`.
+        where: the place for the error message.
+
+    Raises:
+        ArgumentError: there is no such compression, or bfloat16 is not installed.
+        ArgumentTypeError: it is neither.
+    """
+    if compression is None:
+        compression = config.settings().compression
+    if isinstance(compression, str):
+        known = {one.name: one for one in (Compression.none, Compression.fp16, Compression.bf16)}
+        compression = known.get(compression.lower(), compression)
+    if compression is Compression.bf16:
+        _check_bfloat16(where)
+    if isinstance(compression, Compressor):
+        return compression
+    kind = errors.ArgumentError if isinstance(compression, str) else errors.ArgumentTypeError
+    raise kind(
+        errors.explain(
+            where,
+            "compression to be none, fp16, bf16 or an instance of keras_dist.Compressor",
+            repr(compression),
+            "Use keras_dist.Compression.none, .fp16 or .bf16.",
+        )
+    )
+
+
+class Wire:
+    """How numbers of one dtype travel; each compressed array is checked.
+
+    Args:
+        compressor: what is done to them.
+        original: their dtype.
+        where: the place for error messages.
+
+    Raises:
+        ArgumentError: the compressor does not do what it must.
+    """
+
+    def __init__(self, compressor: Compressor, original: np.dtype, where: str):
+        self._compressor, self._original, self._where = compressor, original, where
+        self.is_plain = compressor is Compression.none
+        self.dtype = original
+        if not self.is_plain:
+            probe = np.asarray(compressor.compress(np.zeros(3, original)))
+            self.dtype = probe.dtype
+            if probe.dtype.hasobject:
+                raise self._wrong("compress", "numbers", f"dtype {probe.dtype}")
+            self.unpack(self.pack(np.zeros(3, original)))
+
+    def pack(self, array: np.ndarray) -> np.ndarray:
+        """Returns what travels."""
+        # What the narrow dtype cannot hold is the caller's to judge: it reaches every rank.
+        with np.errstate(all="ignore"):
+            packed = np.asarray(self._compressor.compress(array))
+        return self._checked("compress", packed, array.shape, self.dtype)
+
+    def unpack(self, array: np.ndarray) -> np.ndarray:
+        """Returns the numbers of what travelled."""
+        with np.errstate(all="ignore"):
+            numbers = np.asarray(self._compressor.decompress(array, self._original))
+        return self._checked("decompress", numbers, array.shape, self._original)
+
+    def _checked(
+        self, method: str, array: np.ndarray, shape: tuple[int, ...], dtype: np.dtype
+    ) -> np.ndarray:
+        if array.shape != shape or array.dtype != dtype:
+            expected = f"an array of shape {shape} and dtype {dtype}"
+            raise self._wrong(method, expected, f"shape {array.shape} and dtype {array.dtype}")
+        return array
+
+    def _wrong(self, method: str, expected: str, received: str) -> errors.ArgumentError:
+        return errors.ArgumentError(
+            errors.explain(
+                self._where,
+                f"{method} of {self._compressor.name} to return {expected}",
+                received,
+                "It works element by element, and its dtype depends on the dtype it is given.",
+            )
+        )
+
+
+def wire_for(compressor: Compressor, dtype: np.dtype, where: str) -> Wire:
+    """Returns how numbers of a dtype travel: only float32 and float64 are compressed.
+
+    Narrower floats have few bits already, whole numbers must stay exact.
+    """
+    compressed = dtype.kind == "f" and dtype.itemsize in (4, 8)
+    return Wire(compressor if compressed else Compression.none, dtype, where)
+
+
+def _check_bfloat16(where: str) -> None:
+    try:
+        import ml_dtypes  # noqa: F401
+    except ImportError as error:
+        remedy = "Install it with: pip install ml_dtypes, or use fp16."
+        raise errors.ArgumentError(
+            errors.explain(where, "the package ml_dtypes for bf16", f"none ({error})", remedy)
+        ) from error

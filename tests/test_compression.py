@@ -1,0 +1,99 @@
+"""Compression by itself: what it does to numbers, and what a wrong one is told."""
+
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from keras_dist import config, errors
+from keras_dist._engine.compression import Compression, Compressor, parse_compression, wire_for
+
+VALUES = np.array([0.0, -0.0, 1.0, 1 / 3, -2.5e-3, 1e-9, 65504.0, np.inf, -np.inf, np.nan])
+
+
+class Half(Compressor):
+    def __init__(self, factor=1024.0):
+        self.factor = factor
+
+    def compress(self, array):
+        return (array * self.factor).astype(np.float16)
+
+    def decompress(self, array, dtype):
+        return array.astype(dtype) / self.factor
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("name", "narrow"), [("fp16", np.float16), ("bf16", ml_dtypes.bfloat16), ("none", None)]
+)
+def test_numbers_are_rounded_once(name, narrow, dtype):
+    numbers = VALUES.astype(dtype)
+    wire = wire_for(parse_compression(name, "[test]"), numbers.dtype, "[test]")
+    packed = wire.pack(numbers)
+    assert wire.dtype == packed.dtype == np.dtype(narrow or dtype)
+    expected = numbers.astype(narrow or dtype).astype(dtype)
+    assert wire.unpack(packed).dtype == dtype
+    assert wire.unpack(packed).tobytes() == expected.tobytes()
+
+
+def test_what_float16_cannot_hold_is_infinite():
+    wire = wire_for(Compression.fp16, np.dtype(np.float32), "[test]")
+    assert wire.unpack(wire.pack(np.float32([65519, 65520, -1e6]))).tolist() == [
+        65504,
+        np.inf,
+        -np.inf,
+    ]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int32, np.complex64, bool])
+def test_other_dtypes_are_left_as_they_are(dtype):
+    assert wire_for(Compression.fp16, np.dtype(dtype), "[test]").is_plain
+
+
+def test_the_name_tells_compressors_apart():
+    assert Half().name == "Half(factor=1024.0)"
+    assert Half(2.0).name != Half().name == Half().name
+
+
+def test_the_default_is_that_of_the_environment(monkeypatch):
+    monkeypatch.setattr(config, "settings", lambda: config.parse({}))
+    assert parse_compression(None, "[test]") is Compression.none
+    environment = {"KERAS_DIST_COMPRESSION": "BF16"}
+    monkeypatch.setattr(config, "settings", lambda: config.parse(environment))
+    assert parse_compression(None, "[test]") is Compression.bf16
+    assert parse_compression(Compression.none, "[test]") is Compression.none
+
+
+@pytest.mark.parametrize(
+    ("compression", "kind"),
+    [
+        ("zip", errors.ArgumentError),
+        (16, errors.ArgumentTypeError),
+        (Half, errors.ArgumentTypeError),
+    ],
+)
+def test_another_compression_is_refused(compression, kind):
+    with pytest.raises(kind, match=r"\[test\] Expected compression to be none, fp16, bf16"):
+        parse_compression(compression, "[test]")
+
+
+def test_bf16_without_its_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(errors.ArgumentError, match="pip install ml_dtypes, or use fp16"):
+        parse_compression("bf16", "[test]")
+    assert parse_compression("fp16", "[test]") is Compression.fp16
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        ({"compress": lambda self, array: array[:1]}, r"compress of .* shape \(3,\)"),
+        ({"compress": lambda self, array: array.astype(object)}, "to return numbers"),
+        ({"decompress": lambda self, array, dtype: array}, "decompress of .* dtype float32"),
+    ],
+)
+def test_a_compressor_that_does_not_what_it_must_is_refused(methods, message):
+    wrong = type("Wrong", (Half,), methods)()
+    with pytest.raises(errors.ArgumentError, match=message):
+        wire_for(wrong, np.dtype(np.float32), "[test]")
