@@ -276,14 +276,20 @@ def time_graph(rounds):
         raise SystemExit(f"{runtime.where()} the graph is wrong")
     source = np.concatenate([array.reshape(-1) for array in arrays])
     target = np.zeros_like(source)
-    fused = _engine.FusedAllreduce(
+    plan = (
         runtime.communicator(),
         [str(number) for number in range(len(arrays))],
         [(array.shape, array.dtype) for array in arrays],
         _engine.ReduceOp.AVERAGE,
         runtime.bucket_nbytes(runtime.communicator()),
-        lend=True,
     )
+    fused = _engine.FusedAllreduce(*plan, lend=True)
+    fused(arrays)
+    before = own_memory()
+    more = _engine.FusedAllreduce(*plan, lend=True)
+    more(arrays)
+    memory = max(row[0] for row in everyones([own_memory() - before]))
+    del more
     calls = {
         "graph": lambda: step(gradients).numpy(),
         "engine": lambda: fused(arrays),
@@ -299,7 +305,13 @@ def time_graph(rounds):
     for name in calls:
         milliseconds(name)
     found = in_turn(calls, rounds, milliseconds)
-    return {**found, "tensors": len(arrays), "nbytes": source.nbytes}
+    return {**found, "tensors": len(arrays), "nbytes": source.nbytes, "memory": memory}
+
+
+def own_memory():
+    """Returns the bytes of memory of this rank; what ranks share counts by its share."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def everyones(numbers):
@@ -381,6 +393,10 @@ def judge(ranks, fits, ones, graph, crowds):
     value = ratio(graph["graph"], graph["copy"])
     what = f"{graph['nbytes'] / MIB:.0f} MiB through a graph to one copy"
     rows.append((what, "<= 1.60", f"{value:.3f}", value <= 1.6))
+    bound = graph["nbytes"] * (1 + 2 / ranks) + 16 * MIB
+    what = f"memory for {graph['nbytes'] / MIB:.0f} MiB of gradients, each rank"
+    measured = f"{graph['memory'] / MIB:.0f} MiB"
+    rows.append((what, f"<= {bound / MIB:.0f} MiB", measured, graph["memory"] <= bound))
     for model, found in crowds.items():
         value = ratio(found[2 * ranks], found[ranks])
         at_least(f"{MODELS[model]}: {2 * ranks} ranks to {ranks} ranks", value, 0.9)

@@ -39,6 +39,7 @@ __all__ = [
 _log = logging.getLogger("keras_dist")
 _sets: SetTable | None = None  # with the communicator of all ranks
 
+ALIKE = ("bucket_nbytes", "reduce", "compression")  # the settings that all ranks must share
 USUAL_BUCKET_NBYTES = 25 * 2**20
 
 
@@ -70,7 +71,8 @@ def init(
             `process_sets` no list of `ProcessSet`; the latter is raised on every rank, as are
             the next two.
         ArgumentError: two process sets have the same ranks, or one has a rank that is not there.
-        MismatchError: the ranks pass different process sets.
+        MismatchError: the ranks pass different process sets, or `KERAS_DIST_*` variables that
+            decide how data travels are not set alike; raised on every rank.
 
     Example:
     ```python
@@ -93,7 +95,10 @@ def init(
         _engine.start_mpi(mpi)
     if comm is None and not alone:
         _check_ranks(mpi)
-    joined = _engine.Communicator(mpi, _as_comm(mpi, comm), config.settings().reduce)
+    members = _as_comm(mpi, comm)
+    if mpi is not None:
+        _check_settings(members or mpi.COMM_WORLD)
+    joined = _engine.Communicator(mpi, members, config.settings().reduce)
     sets = SetTable(joined, comm if _engine.is_communicator(comm) else None)
     try:
         sets.add(lambda: check_list(wanted), "init")
@@ -345,6 +350,24 @@ def _check_ranks(mpi: Any | None) -> None:
                 "Do not lower mpi4py.rc.thread_level, and let mpi4py initialise MPI.",
             )
         )
+
+
+def _check_settings(comm: Any) -> None:
+    """Makes sure that what decides how data travels is set alike. Collective."""
+    everyone = comm.allgather([(name, getattr(config.settings(), name)) for name in ALIKE])
+    for rank, theirs in enumerate(everyone):
+        for (name, expected), (_, received) in zip(everyone[0], theirs, strict=True):
+            if received != expected:
+                variable = config.PREFIX + name.upper()
+                raise errors.MismatchError(
+                    errors.explain(
+                        f"[rank {rank} of {len(everyone)}]",
+                        f"{variable}={expected} as on rank 0",
+                        repr(received),
+                        "Set it alike on every rank; mpiexec passes variables on with -x "
+                        "(Open MPI) or -genv (MPICH).",
+                    )
+                )
 
 
 def _not_together(announced: launcher.Announcement, found: str) -> errors.LaunchError:

@@ -1,12 +1,13 @@
 """Ranks, sizes, communicators."""
 
+import dataclasses
 import os
 
 import pytest
 from mpi4py import MPI
 
 import keras_dist
-from keras_dist import errors, runtime
+from keras_dist import config, errors, runtime
 
 world = MPI.COMM_WORLD
 
@@ -101,3 +102,23 @@ def test_threads_are_this_ranks_share_of_the_cores():
     if world.size > 1:
         chosen = tf.config.threading.get_intra_op_parallelism_threads()
         assert (chosen or int(os.environ["TF_NUM_INTRAOP_THREADS"])) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [("bucket_nbytes", (1, 2)), ("reduce", ("copy", "mpi")), ("compression", ("none", "fp16"))],
+)
+def test_settings_that_differ_are_found_before_anything_travels(monkeypatch, field, values):
+    if world.size == 1:
+        pytest.skip("one rank cannot differ")
+    keras_dist.shutdown()
+    value = values[world.rank == world.size - 1]
+    settings = dataclasses.replace(config.settings(), **{field: value})
+    with monkeypatch.context() as patch:
+        patch.setattr(config, "settings", lambda: settings)
+        variable = f"KERAS_DIST_{field.upper()}"
+        with pytest.raises(errors.MismatchError, match=f"{variable}={values[0]} as on rank 0"):
+            keras_dist.init()
+        assert not keras_dist.is_initialized()
+    keras_dist.init()
+    assert keras_dist.allreduce(1.0, "sum") == world.size
