@@ -276,13 +276,13 @@ def time_graph(rounds):
     """Returns milliseconds of reducing through a TensorFlow graph, and of one numpy copy."""
     import tensorflow as tf
 
-    from keras_dist import _engine, reduction, runtime
+    from keras_dist import _engine, reduction, runtime, terms
 
     random = np.random.default_rng(runtime.rank())
     arrays = [random.random(shape, np.float32) for shape in resnet_shapes()]
     gradients = [tf.constant(array) for array in arrays]
     variables = [tf.Variable(tf.zeros(shape)) for shape in resnet_shapes()]
-    reduce = reduction.GradientReduction(_engine.ReduceOp.AVERAGE, lend=True)
+    reduce = reduction.GradientReduction(terms.Terms(), lend=True)
 
     @tf.function(autograph=False)
     def step(gradients):

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         sparse_allreduce,
     )
     from keras_dist.compression import Compression, Compressor
-    from keras_dist.optimizer import DistributedOptimizer
+    from keras_dist.optimizer import DistributedOptimizer, PartialDistributedOptimizer
     from keras_dist.process_sets import ProcessSet, global_process_set
     from keras_dist.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
     from keras_dist.replicas import verify_replicas
@@ -78,6 +78,7 @@ __all__ = [
     "Handle",
     "Max",
     "Min",
+    "PartialDistributedOptimizer",
     "ProcessSet",
     "Product",
     "ReduceOp",
@@ -138,7 +139,7 @@ _ROOMS = {
         "sparse_allreduce"
     ),
     "compression": "Compression Compressor",
-    "optimizer": "DistributedOptimizer",
+    "optimizer": "DistributedOptimizer PartialDistributedOptimizer",
     "process_sets": "ProcessSet global_process_set",
     "reduce_op": "Adasum Average Max Min Product ReduceOp Sum",
     "replicas": "verify_replicas",

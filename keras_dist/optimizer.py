@@ -1,13 +1,23 @@
 """DistributedOptimizer: the user's own optimizer, with its gradients averaged over ranks."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import keras
 
 from keras_dist import _engine, errors, runtime
 from keras_dist.process_sets import ProcessSet
-from keras_dist.reduction import GradientReduction, attach, is_distributed
+from keras_dist.reduction import GradientReduction, attach, check_local, is_distributed
+from keras_dist.terms import (
+    Terms,
+    parse_groups,
+    parse_layers,
+    parse_passes,
+    parse_predivide,
+)
 from keras_dist.trainer import watch_models
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer"]
 
 
 def DistributedOptimizer(
@@ -15,6 +25,14 @@ def DistributedOptimizer(
     op: _engine.ReduceOp | str = _engine.ReduceOp.AVERAGE,
     process_set: ProcessSet | None = None,
     compression: _engine.Compressor | str | None = None,
+    *,
+    name: str | None = None,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    sparse_as_dense: bool = False,
+    groups: int | list[list[keras.Variable]] | None = None,
+    scale_local_gradients: bool = True,
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer average its gradients over the ranks before it applies them.
 
@@ -24,27 +42,51 @@ def DistributedOptimizer(
     number of ranks, as in the dense gradient.
 
     Collective: not this call, but every step that the optimizer makes: every rank must make
-    the same steps, with the same variables.
+    the same steps, with the same variables and the same arguments here.
+
+    The method `register_local_var(variable)` of what is returned leaves a variable out: each
+    rank keeps its own gradient of it.
 
     Args:
         optimizer: an instance of a Keras optimizer, built or not; a `LossScaleOptimizer`
             reduces the scaled gradients, so that all ranks skip the same steps.
-        op: `Average` or `Sum`, or its name. Defaults to `Average`.
+        op: `Average`, `Sum` or `Adasum`, or its name; `Adasum` combines the dense gradient of
+            each variable by itself, on 1, 2, 4, 8, ... ranks. Defaults to `Average`.
         process_set: the ranks that average among themselves, a `ProcessSet`; the others apply
             their own gradients. Then models differ between the set and the rest, while the
             callbacks go on to speak for all ranks. Defaults to all ranks.
         compression: what gradients of float32 and float64 look like between nodes, as for
             `allreduce`; rows of an embedding's gradient travel as they are. Defaults to
             `KERAS_DIST_COMPRESSION`, that is `none`.
+        name: accepted for scripts written for Horovod; has no effect.
+        backward_passes_per_step: gradients of so many batches are added up on each rank; then
+            the ranks reduce and the optimizer makes one step. It becomes the optimizer's
+            `gradient_accumulation_steps`. Defaults to 1.
+        average_aggregated_gradients: whether those are averaged, not added up, as Keras does
+            without keras_dist. Defaults to `False`.
+        gradient_predivide_factor: an average divides by it before the sum over the ranks, and
+            by `size / gradient_predivide_factor` after it; for narrow floats that overflow or
+            underflow. Rows of an embedding's gradient need no such care: they are averaged as
+            ever. Defaults to 1.0.
+        sparse_as_dense: whether an embedding's gradient is reduced, and applied, as a whole in
+            place of its rows. Defaults to `False`.
+        groups: which gradients travel together: a number of groups of about equal length, or
+            lists of variables, those of no list going as ever. It changes no bit. Defaults to
+            `None`: by size, see `KERAS_DIST_BUCKET_NBYTES`.
+        scale_local_gradients: whether gradients of local variables are divided by the number
+            of ranks, as averaged ones are. Defaults to `True`.
 
     Returns:
         `optimizer`.
 
     Raises:
-        ArgumentTypeError: `optimizer` is not a Keras optimizer, or `process_set` no
-            `ProcessSet`.
+        ArgumentTypeError: `optimizer` is not a Keras optimizer, `process_set` no
+            `ProcessSet`, or another argument of a kind that it cannot be.
         ArgumentError: it is distributed already, `op` is another one, `process_set` has no id,
-            or there is no such `compression`.
+            there is no such `compression`, a number is out of range, the optimizer accumulates
+            another number of batches, the number of ranks is not a power of two for `Adasum`,
+            or `op` goes neither with `gradient_predivide_factor` nor
+            `average_aggregated_gradients`.
 
     Example:
     ```python
@@ -73,16 +115,101 @@ def DistributedOptimizer(
             )
         )
     parsed = _engine.parse_op(op, where)
-    if parsed not in (_engine.ReduceOp.AVERAGE, _engine.ReduceOp.SUM):
+    if parsed not in (_engine.ReduceOp.AVERAGE, _engine.ReduceOp.SUM, _engine.ReduceOp.ADASUM):
         raise errors.ArgumentError(
             errors.explain(
-                where, "op to be Average or Sum for gradients", parsed.value, "Use Average."
+                where,
+                "op to be Average, Sum or Adasum for gradients",
+                parsed.value,
+                "Use Average.",
             )
         )
-    runtime.includes_me(process_set)  # raises where there is no such set
+    adds_up = parsed is _engine.ReduceOp.ADASUM
+    if adds_up and average_aggregated_gradients:
+        raise errors.ArgumentError(
+            errors.explain(
+                where,
+                "op to be Average or Sum where average_aggregated_gradients is set",
+                parsed.value,
+                "Leave average_aggregated_gradients out.",
+            )
+        )
+    predivide = parse_predivide(gradient_predivide_factor, parsed, where)
+    passes = parse_passes(backward_passes_per_step, where)
+    grouped = parse_groups(groups, where)
     compressor = _engine.parse_compression(compression, where)
+    # Raises where there is no such set.
+    if runtime.includes_me(process_set) and adds_up:
+        _engine.check_power_of_two(runtime.communicator(process_set))
+    _accumulate(optimizer, passes, where)
+    terms = Terms(
+        parsed,
+        process_set,
+        compressor,
+        predivide,
+        dense=sparse_as_dense or adds_up,
+        groups=grouped,
+        factor=1.0 if average_aggregated_gradients else float(passes),
+        scale_local=scale_local_gradients,
+    )
     # What Keras' own optimizers do with a gradient is known.
     own = type(optimizer).__module__.startswith("keras.src.")
-    attach(optimizer, GradientReduction(parsed, own, process_set, compressor))
+    attach(optimizer, GradientReduction(terms, own))
     watch_models()
     return optimizer
+
+
+def PartialDistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer,
+    *,
+    local_layers: keras.Layer | Iterable[keras.Layer] | None = None,
+    **options: Any,
+) -> keras.optimizers.Optimizer:
+    """Makes a `DistributedOptimizer` that leaves some layers to each rank.
+
+    Args:
+        optimizer: as for `DistributedOptimizer`.
+        local_layers: a layer or a list of layers, built or not, the gradients of whose
+            trainable variables are not reduced. Pass the variables to
+            `BroadcastGlobalVariablesCallback(local_variables=...)` as well. Defaults to none.
+        **options: the other arguments of `DistributedOptimizer`, by name.
+
+    Returns:
+        `optimizer`.
+
+    Raises:
+        ArgumentTypeError: `local_layers` holds something else, or as `DistributedOptimizer`.
+        ArgumentError: the optimizer has a `global_clipnorm` or a loss scale, by which variables
+            of a rank would act on those of all; or as `DistributedOptimizer`.
+    """
+    layers = parse_layers(local_layers)
+    if layers and isinstance(optimizer, keras.optimizers.Optimizer):
+        check_local(optimizer)
+    distributed = DistributedOptimizer(optimizer, **options)
+    distributed._keras_dist.local_layers = layers
+    return distributed
+
+
+def _accumulate(optimizer: Any, passes: int, where: str) -> None:
+    """Makes Keras accumulate gradients, in the optimizer that applies them.
+
+    Raises:
+        ArgumentError: it accumulates another number of batches, or has been built without.
+    """
+    applying = getattr(optimizer, "inner_optimizer", optimizer)
+    given = applying.gradient_accumulation_steps
+    # An optimizer that was loaded from a file accumulates already, as it did when it was saved.
+    if passes == 1 or given == passes:
+        return
+    if given:
+        expected = "either backward_passes_per_step or gradient_accumulation_steps"
+        received = f"{passes} and {given}"
+        remedy = "Leave out one: gradient_accumulation_steps averages the batches."
+    elif applying.built:
+        expected = "an optimizer that is not built yet, for backward_passes_per_step"
+        received = f"a {type(applying).__name__} with {len(applying.variables)} variables"
+        remedy = "Wrap it before it makes its first step."
+    else:
+        applying.gradient_accumulation_steps = passes
+        return
+    raise errors.ArgumentError(errors.explain(where, expected, received, remedy))

@@ -10,17 +10,17 @@ clipping norm is taken of the averaged gradient.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import keras
 import numpy as np
 
-from keras_dist import _backends, _engine, runtime
-from keras_dist.process_sets import ProcessSet
+from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.replicas import SAME_MODEL, variable_name
+from keras_dist.terms import Terms
 
-__all__ = ["GradientReduction", "attach", "is_distributed", "move_outwards"]
+__all__ = ["GradientReduction", "attach", "check_local", "is_distributed", "move_outwards"]
 
 # The last gradients of a model are ready first: reducing begins before the rest has come.
 FIRST_NBYTES = 2**20
@@ -41,6 +41,8 @@ def move_outwards(optimizer: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", None)
     if is_distributed(inner) and not is_distributed(optimizer):
         reduction = inner._keras_dist
+        if reduction.local_variables():
+            check_local(optimizer)
         inner.__class__ = type(inner).__bases__[1]
         object.__delattr__(inner, "_keras_dist")
         attach(optimizer, reduction)
@@ -52,6 +54,26 @@ def attach(optimizer: Any, reduction: "GradientReduction") -> None:
     mixin = _LossScaled if scaled else _Distributed
     object.__setattr__(optimizer, "_keras_dist", reduction)
     optimizer.__class__ = _distributed_class(optimizer.__class__, mixin)
+
+
+def check_local(optimizer: Any) -> None:
+    """Checks that an optimizer treats each variable by itself.
+
+    Raises:
+        ArgumentError: it does not: what it does to a shared variable would depend on the
+            gradients of those that each rank keeps for itself.
+    """
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if scaled or optimizer.global_clipnorm:
+        received = "a LossScaleOptimizer" if scaled else "one with a global_clipnorm"
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                "an optimizer that treats each variable by itself, for local variables",
+                received,
+                "Use clipnorm in place of global_clipnorm, bfloat16 in place of float16.",
+            )
+        )
 
 
 @functools.cache
@@ -67,25 +89,18 @@ class GradientReduction:
     """The reduction of one optimizer's gradients; holds the plans it has made.
 
     Args:
-        op: `ReduceOp.AVERAGE` or `ReduceOp.SUM`.
+        terms: how they are reduced.
         lend: whether gradients may lie in memory that all ranks share, for an optimizer
             that reads them and does not keep them. TensorFlow's `assign` takes the memory
             of what it is given, so an optimizer that stores a gradient would store that.
-        process_set: the ranks that reduce among themselves; `None` for all.
-        compression: what gradients look like between nodes.
+        local_layers: layers whose variables each rank keeps for itself.
     """
 
-    def __init__(
-        self,
-        op: _engine.ReduceOp,
-        lend: bool,
-        process_set: ProcessSet | None = None,
-        compression: _engine.Compressor = _engine.Compression.none,
-    ):
-        self.op = op
+    def __init__(self, terms: Terms, lend: bool, local_layers: Sequence[keras.Layer] = ()):
+        self.terms = terms
         self.lend = lend
-        self.process_set = process_set
-        self.compression = compression
+        self.local_layers = local_layers
+        self.registered: list[Any] = []
         self.variables: Sequence[Any] = ()
         self._plans: dict[Any, _engine.FusedAllreduce] = {}
 
@@ -95,9 +110,9 @@ class GradientReduction:
         Raises:
             ArgumentError: the process set has no id any more.
         """
-        if not runtime.includes_me(self.process_set):
+        if not runtime.includes_me(self.terms.process_set):
             return None
-        comm = runtime.communicator(self.process_set)
+        comm = runtime.communicator(self.terms.process_set)
         return comm if comm.size > 1 else None
 
     def __call__(
@@ -111,49 +126,84 @@ class GradientReduction:
             when: see `Backend.reduce_gradients`.
         """
         comm = self.communicator()
-        if comm is None:
-            return _backends.active().add_up_rows(gradients)
-        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        reduced = _backends.active().reduce_gradients(
-            [gradients[index] for index in present],
-            [f"the gradient of {variable_name(variables[index])}" for index in present],
-            [tuple(variables[index].shape) for index in present],
-            functools.partial(self._plan, comm),
-            functools.partial(self._reduce_slices, comm),
-            when,
-        )
+        terms, backend = self.terms, _backends.active()
+        local = {id(variable) for variable in self.local_variables()}
+        mine = [id(variable) in local or comm is None for variable in variables]
         result = list(gradients)
-        for index, gradient in zip(present, reduced, strict=True):
-            result[index] = gradient
+
+        def replace(positions: Sequence[int], change: Callable[[list[Any]], list[Any]]) -> None:
+            changed = change([result[position] for position in positions])
+            for position, gradient in zip(positions, changed, strict=True):
+                result[position] = gradient
+
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        alone = [i for i in present if mine[i]]
+        shared = [i for i in present if not mine[i]]
+        if terms.dense:
+            replace(present, backend.as_dense)
+        if terms.factor != 1:
+            replace(present, functools.partial(backend.multiply, factor=terms.factor))
+        replace(alone, backend.add_up_rows)
+        if comm is None:
+            return result
+        if terms.scale_local:
+            replace(alone, functools.partial(backend.multiply, factor=1 / comm.size))
+        of = [variables[i] for i in shared]
+        replace(
+            shared,
+            lambda those: backend.reduce_gradients(
+                those,
+                [_name(variable) for variable in of],
+                [tuple(variable.shape) for variable in of],
+                functools.partial(self._plan, comm, of),
+                functools.partial(self._reduce_slices, comm),
+                when,
+            ),
+        )
         return result
+
+    def local_variables(self) -> list[Any]:
+        """Returns the variables that each rank keeps for itself, as far as they are built."""
+        return self.registered + [v for one in self.local_layers for v in one.trainable_variables]
 
     def _plan(
         self,
         comm: _engine.Communicator,
-        names: Sequence[str],
+        variables: Sequence[Any],
+        positions: Sequence[int],
         specs: Sequence[tuple[tuple[int, ...], np.dtype]],
     ) -> _engine.FusedAllreduce:
-        key = (comm, tuple(names), tuple(specs))
+        names = tuple(_name(variables[position]) for position in positions)
+        groups = self.terms.grouped([variables[position] for position in positions])
+        key = (comm, names, tuple(specs), tuple(map(tuple, groups)))
         if key not in self._plans:
             nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
+            op, prescale, postscale = self.terms.scaling(comm.size)
             self._plans[key] = _engine.FusedAllreduce(
                 comm,
                 names,
                 specs,
-                self.op,
+                op,
                 runtime.bucket_nbytes(comm, nbytes),
                 first_nbytes=FIRST_NBYTES,
                 operation="the reduction of gradients",
                 remedy=SAME_MODEL,
                 lend=self.lend,
-                compression=self.compression,
+                prescale=prescale,
+                postscale=postscale,
+                compression=self.terms.compression,
+                groups=groups,
             )
         return self._plans[key]
 
     def _reduce_slices(
         self, comm: _engine.Communicator, name: str, values: np.ndarray, indices: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        return _engine.reduce_slices(comm, values, indices, self.op, name)
+        return _engine.reduce_slices(comm, values, indices, self.terms.op, name)
+
+
+def _name(variable: Any) -> str:
+    return f"the gradient of {variable_name(variable)}"
 
 
 class _Distributed:
@@ -166,6 +216,46 @@ class _Distributed:
         """Makes an optimizer of the user's class, not distributed, from a configuration."""
         base: Any = cls.__bases__[1]
         return base.from_config(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Pickles what the user's class would: an optimizer that is not distributed."""
+        arguments = super().__reduce__()[1]
+        return type(self).__bases__[1]._unpickle_model, arguments  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copies as Keras does, and makes the copy distributed on the same terms."""
+        make, arguments = self.__reduce__()
+        copied = make(*arguments)
+        mine = self._keras_dist
+        attach(copied, GradientReduction(mine.terms, mine.lend, mine.local_layers))
+        copied._keras_dist.registered.extend(mine.registered)
+        return copied
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leaves a variable's gradient out of the reduction: each rank keeps its own.
+
+        Call it on every rank, before training; the callback that broadcasts the initial state
+        has a `register_local_var` as well.
+
+        Args:
+            variable: a Keras variable of the model.
+
+        Raises:
+            ArgumentTypeError: `variable` is none.
+            ArgumentError: the optimizer looks at all gradients together, as for a
+                `global_clipnorm` or a loss scale: ranks would no longer take the same steps.
+        """
+        if not isinstance(variable, keras.Variable):
+            raise errors.ArgumentTypeError(
+                errors.explain(
+                    runtime.where(),
+                    "a Keras variable to keep local",
+                    f"{variable!r} of type {type(variable).__name__}",
+                    "Pass for example layer.kernel; local_layers= takes layers.",
+                )
+            )
+        check_local(self)
+        self._keras_dist.registered.append(variable)
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
         # `_clip_gradients`, the one call between accumulation and update, is not told of

@@ -50,15 +50,15 @@ def broadcast_state(model: keras.Model, root_rank: int = 0, exclude: Iterable[An
     Args:
         model: a built Keras model.
         root_rank: the rank whose state all receive. Defaults to 0.
-        exclude: variables that each rank keeps for itself.
+        exclude: variables that each rank keeps for itself, with what the optimizer keeps
+            for each of them.
 
     Raises:
         MismatchError: the models differ; raised on every rank.
         ArgumentError: `root_rank` is not a rank.
     """
     comm = runtime.communicator()
-    kept = {id(variable) for variable in exclude}
-    variables = [variable for variable in state(model) if id(variable) not in kept]
+    variables = _without(model, exclude)
     received = _engine.broadcast(
         comm,
         [_to_numpy(variable) for variable in variables],
@@ -142,7 +142,8 @@ def average_statistics(model: keras.Model) -> None:
 def verify_replicas(model: keras.Model) -> None:
     """Checks that weights and optimizer state have the same bits on all ranks.
 
-    Only digests travel, 16 bytes a variable.
+    Variables that the optimizer keeps local, and their optimizer state, are left out. Only
+    digests travel, 16 bytes a variable.
 
     Collective: every rank; blocks.
 
@@ -160,7 +161,8 @@ def verify_replicas(model: keras.Model) -> None:
     ```
     """
     comm = runtime.communicator()
-    variables = state(model)
+    reduction = getattr(getattr(model, "optimizer", None), "_keras_dist", None)
+    variables = _without(model, reduction.local_variables() if reduction else ())
     different = _differing(comm, variables)
     if not different:
         return
@@ -184,6 +186,19 @@ def variable_name(variable: Any) -> str:
     """Returns the path by which a user knows a variable, such as `dense/kernel`."""
     path = getattr(variable, "path", None) or variable.name
     return re.sub(r":\d+$", "", str(path))
+
+
+def _without(model: keras.Model, variables: Iterable[Any]) -> list[Any]:
+    """Returns a model's state but for some variables and the optimizer's state of each."""
+    left_out = {id(variable) for variable in variables}
+    optimizer = getattr(model, "optimizer", None)
+    trainable = list(getattr(optimizer, "_trainable_variables", ()))
+    places = [place for place, variable in enumerate(trainable) if id(variable) in left_out]
+    # Keras' optimizers keep what belongs to each variable in lists as long as theirs.
+    for name, slots in vars(optimizer).items() if places else ():
+        if name != "_variables" and isinstance(slots, list) and len(slots) == len(trainable):
+            left_out.update(id(slots[place]) for place in places)
+    return [variable for variable in state(model) if id(variable) not in left_out]
 
 
 def _accumulators(optimizer: Any) -> list[Any]:

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 ENGINE = "numpy .config .errors ._engine.*"
 ON_KERAS = (
     "keras numpy .runtime ._backends ._engine .config .errors .launcher "
-    ".callbacks .collectives .optimizer .process_sets .reduce_op .reduction .replicas .trainer"
+    ".callbacks .collectives .optimizer .process_sets .reduce_op .reduction .replicas .terms "
+    ".trainer"
 )
 DATA = (
     "numpy .runtime .collectives .errors "
@@ -63,6 +64,7 @@ TABLE = [
     (".reduce_op",             "._engine",                                    ""),
     (".reduction",             ON_KERAS,                                      ""),
     (".replicas",              ON_KERAS,                                      ""),
+    (".terms",                 ON_KERAS,                                      ""),
     (".trainer",               ON_KERAS,                                      ""),
 ]  # fmt: skip
 

@@ -39,7 +39,7 @@ class Backend(Protocol):
         gradients: Sequence[Any],
         names: Sequence[str],
         shapes: Sequence[tuple[int, ...]],
-        plan: Callable[[Sequence[str], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
+        plan: Callable[[Sequence[int], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
         reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
         when: Any = None,
     ) -> list[Any]:
@@ -49,8 +49,9 @@ class Backend(Protocol):
             gradients: the framework's tensors; none of them `None`.
             names: their variables' names, for messages.
             shapes: their variables' shapes.
-            plan: takes names and (shape, dtype) pairs of the dense gradients, gives an
-                object with `buckets` and `bound_to(number)`, a numpy function.
+            plan: takes the positions, in `gradients`, of the dense ones in the order in
+                which they are ready, and their (shape, dtype) pairs; gives an object with
+                `buckets` and `bound_to(number)`, a numpy function.
             reduce_slices: takes name, values and indices of a sparse gradient, gives
                 values and indices; a numpy function.
             when: whether to reduce in this step, equal on all ranks, where that is known
@@ -66,6 +67,12 @@ class Backend(Protocol):
         Keras' optimizers take the square of each row, not of their sum, where a row occurs
         twice; several ranks add up rows anyway, and one rank must give the same steps.
         """
+
+    def as_dense(self, gradients: Sequence[Any]) -> list[Any]:
+        """Makes sparse gradients dense; rows of equal index are added up."""
+
+    def multiply(self, gradients: Sequence[Any], factor: float) -> list[Any]:
+        """Multiplies gradients, dense or sparse, by a number; they keep their dtypes."""
 
     def check_model(self, model: Any) -> None:
         """Makes sure that nobody else averages a model's gradients over processes.

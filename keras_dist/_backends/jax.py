@@ -22,9 +22,11 @@ from keras_dist._backends.jax_split import split_at
 
 __all__ = [
     "add_up_rows",
+    "as_dense",
     "build_from",
     "check_model",
     "limit_threads",
+    "multiply",
     "pin_device",
     "reduce_gradients",
     "train_step_for_host",
@@ -53,7 +55,7 @@ def reduce_gradients(
     gradients: Sequence[Any],
     names: Sequence[str],
     shapes: Sequence[tuple[int, ...]],
-    plan: Callable[[Sequence[str], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
+    plan: Callable[[Sequence[int], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
     reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
     when: Any = None,
 ) -> list[Any]:
@@ -61,7 +63,8 @@ def reduce_gradients(
     backwards = [jax.numpy.asarray(gradient) for gradient in reversed(gradients)]
     if not backwards:
         return []
-    fused = plan(list(reversed(names)), [(g.shape, np.dtype(g.dtype)) for g in backwards])
+    positions = range(len(gradients) - 1, -1, -1)
+    fused = plan(positions, [(g.shape, np.dtype(g.dtype)) for g in backwards])
     now = np.bool_(True) if when is None else when
     return list(reversed(_reduction.bind(now, *backwards, fused=fused)))
 
@@ -69,6 +72,16 @@ def reduce_gradients(
 def add_up_rows(gradients: Sequence[Any]) -> list[Any]:
     """Returns them as they are: gradients of JAX are dense."""
     return list(gradients)
+
+
+def as_dense(gradients: Sequence[Any]) -> list[Any]:
+    """Returns them as they are: gradients of JAX are dense."""
+    return list(gradients)
+
+
+def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
+    """Multiplies gradients by a number. See `Backend.multiply`."""
+    return [gradient * factor for gradient in gradients]
 
 
 def build_from(model: Any, batches: Any) -> None:

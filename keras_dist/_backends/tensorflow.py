@@ -19,9 +19,11 @@ from keras_dist import errors
 
 __all__ = [
     "add_up_rows",
+    "as_dense",
     "build_from",
     "check_model",
     "limit_threads",
+    "multiply",
     "pin_device",
     "reduce_gradients",
     "train_step_for_host",
@@ -69,7 +71,7 @@ def reduce_gradients(
     gradients: Sequence[Any],
     names: Sequence[str],
     shapes: Sequence[tuple[int, ...]],
-    plan: Callable[[Sequence[str], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
+    plan: Callable[[Sequence[int], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
     reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
     when: Any = None,
 ) -> list[Any]:
@@ -83,7 +85,7 @@ def reduce_gradients(
     dense = [i for i in backwards if not isinstance(gradients[i], tf.IndexedSlices)]
     if dense:
         specs = [(shapes[i], np.dtype(gradients[i].dtype.as_numpy_dtype)) for i in dense]
-        fused = plan([names[i] for i in dense], specs)
+        fused = plan(dense, specs)
         for number, bucket in enumerate(fused.buckets):
             members = [dense[slot.index] for slot in bucket.slots]
             inputs = [gradients[i] for i in members]
@@ -106,6 +108,16 @@ def reduce_gradients(
 def add_up_rows(gradients: Sequence[Any]) -> list[Any]:
     """Adds up the rows of `IndexedSlices` that have the same index. See `Backend.add_up_rows`."""
     return [_add_up(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+
+
+def as_dense(gradients: Sequence[Any]) -> list[Any]:
+    """Makes `IndexedSlices` dense. See `Backend.as_dense`."""
+    return [tf.convert_to_tensor(gradient) for gradient in gradients]
+
+
+def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
+    """Multiplies gradients, `IndexedSlices` too, by a number. See `Backend.multiply`."""
+    return [tf.math.scalar_mul(factor, gradient) for gradient in gradients]
 
 
 def build_from(model: Any, batches: Any) -> None:

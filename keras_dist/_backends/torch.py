@@ -15,9 +15,11 @@ from keras_dist import errors
 
 __all__ = [
     "add_up_rows",
+    "as_dense",
     "build_from",
     "check_model",
     "limit_threads",
+    "multiply",
     "pin_device",
     "reduce_gradients",
     "train_step_for_host",
@@ -46,7 +48,7 @@ def reduce_gradients(
     gradients: Sequence[Any],
     names: Sequence[str],
     shapes: Sequence[tuple[int, ...]],
-    plan: Callable[[Sequence[str], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
+    plan: Callable[[Sequence[int], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
     reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
     when: Any = None,
 ) -> list[Any]:
@@ -59,7 +61,7 @@ def reduce_gradients(
     dense = [i for i in backwards if not gradients[i].is_sparse]
     if dense:
         arrays = [_to_numpy(gradients[i]) for i in dense]
-        fused = plan([names[i] for i in dense], [(a.shape, a.dtype) for a in arrays])
+        fused = plan(dense, [(a.shape, a.dtype) for a in arrays])
         for i, array in zip(dense, fused(arrays), strict=True):
             reduced[i] = _to_torch(array, gradients[i])
     for i in backwards:
@@ -80,6 +82,16 @@ def reduce_gradients(
 def add_up_rows(gradients: Sequence[Any]) -> list[Any]:
     """Adds up rows of equal index. See `Backend.add_up_rows`."""
     return [g.coalesce() if g.is_sparse else g for g in gradients]
+
+
+def as_dense(gradients: Sequence[Any]) -> list[Any]:
+    """Makes sparse gradients dense. See `Backend.as_dense`."""
+    return [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+
+
+def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
+    """Multiplies gradients, sparse ones too, by a number. See `Backend.multiply`."""
+    return [gradient * factor for gradient in gradients]
 
 
 def build_from(model: Any, batches: Any) -> None:

@@ -4,7 +4,7 @@ This is its face; other rooms import nothing from the modules behind it.
 """
 
 from keras_dist._engine.agreement import Call
-from keras_dist._engine.collectives.adasum import adasum
+from keras_dist._engine.collectives.adasum import adasum, check_power_of_two
 from keras_dist._engine.collectives.allgather import allgather, grouped_allgather
 from keras_dist._engine.collectives.allreduce import FusedAllreduce, allreduce
 from keras_dist._engine.collectives.alltoall import alltoall
@@ -46,6 +46,7 @@ __all__ = [
     "broadcast",
     "broadcast_into",
     "broadcast_object",
+    "check_power_of_two",
     "grouped_allgather",
     "is_communicator",
     "library",

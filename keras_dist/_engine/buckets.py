@@ -118,6 +118,7 @@ def plan_buckets(
     specs: Sequence[tuple[tuple[int, ...], np.dtype]],
     bucket_nbytes: int,
     first_nbytes: int | None = None,
+    groups: Sequence[Sequence[int]] = (),
 ) -> tuple[Bucket, ...]:
     """Cuts a list of arrays into buckets.
 
@@ -128,20 +129,24 @@ def plan_buckets(
         specs: shape and dtype of each array.
         bucket_nbytes: the size, in bytes, at which a bucket is closed.
         first_nbytes: the same for the first bucket, where it is less.
+        groups: indices of arrays that share a bucket, one for each of their dtypes, whatever
+            their size and with no others. Defaults to none.
 
     Returns:
         The buckets, in the order in which they are closed. Together their slots hold every
         index once; offsets are multiples of 64 bytes and do not overlap.
     """
+    group_of = {index: number for number, group in enumerate(groups) for index in group}
     closed: list[Bucket] = []
-    open_slots: dict[np.dtype, list[Slot]] = {}
+    open_slots: dict[tuple[int | None, np.dtype], list[Slot]] = {}
     for index, (shape, dtype) in enumerate(specs):
-        slots = open_slots.setdefault(dtype, [])
+        key = group_of.get(index), dtype
+        slots = open_slots.setdefault(key, [])
         slots.append(Slot(index, tuple(shape), _end(slots, dtype), math.prod(shape)))
         limit = bucket_nbytes if closed else min(bucket_nbytes, first_nbytes or bucket_nbytes)
-        if _end(slots, dtype) * dtype.itemsize >= limit:
-            closed.append(_close(open_slots.pop(dtype), dtype))
-    closed.extend(_close(slots, dtype) for dtype, slots in open_slots.items())
+        if index not in group_of and _end(slots, dtype) * dtype.itemsize >= limit:
+            closed.append(_close(open_slots.pop(key), dtype))
+    closed.extend(_close(slots, dtype) for (_, dtype), slots in open_slots.items())
     return tuple(closed)
 
 

@@ -1,11 +1,13 @@
 """Every rank starts from the root's weights and optimizer state."""
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import keras
 
 from keras_dist import _backends, errors, runtime
+from keras_dist.reduction import is_distributed
 from keras_dist.replicas import broadcast_state, separate_seeds
 
 __all__ = ["BroadcastGlobalVariablesCallback"]
@@ -48,6 +50,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Broadcasts now, or, when there are no variables yet, once the data is at hand."""
         if runtime.size() == 1:
             return
+        _warn_of_plain_optimizer(self.model)
         if self.model.built:
             self._broadcast()
         else:
@@ -80,3 +83,20 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return step(batches)
 
         model.train_function = first_step
+
+
+def _warn_of_plain_optimizer(model: keras.Model) -> None:
+    optimizer = model.optimizer
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if optimizer is None or is_distributed(optimizer) or is_distributed(inner):
+        return
+    warnings.warn(
+        errors.explain(
+            runtime.where(),
+            f"the optimizer of model {model.name!r} to be distributed",
+            f"a plain {type(optimizer).__name__}; each rank goes its own way",
+            "Pass optimizer=keras_dist.DistributedOptimizer(...) to compile, unless train_step "
+            "averages gradients itself.",
+        ),
+        stacklevel=2,
+    )

@@ -20,7 +20,7 @@ from keras_dist._engine.collectives.rows import exchange_rows, gather_rows, row_
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.reduce import ReduceOp, check_dtype, scaled
 
-__all__ = ["adasum"]
+__all__ = ["adasum", "check_power_of_two"]
 
 
 def adasum(
@@ -65,7 +65,9 @@ def adasum(
     with comm.lock:
         meet(comm, call)
         # Behind the meeting: what the ranks agree on is wrong on all, so all raise.
-        _check(comm, arrays, names)
+        check_power_of_two(comm)
+        for name, array in zip(names, arrays, strict=True):
+            check_dtype(array.dtype, ReduceOp.ADASUM, comm.where(), name)
         if not arrays:
             return []
         flat = [scaled(array, prescale).reshape(-1) for array in arrays]
@@ -81,6 +83,24 @@ def adasum(
         scaled(whole.reshape(array.shape), postscale)
         for whole, array in zip(joined, arrays, strict=True)
     ]
+
+
+def check_power_of_two(comm: Communicator) -> None:
+    """Checks that the number of ranks is one that Adasum can combine in pairs.
+
+    Raises:
+        ArgumentError: it is not a power of two.
+    """
+    if comm.size & (comm.size - 1):
+        raise errors.ArgumentError(
+            errors.explain(
+                comm.where(),
+                "the number of ranks to be a power of two for Adasum",
+                f"{comm.size} ranks",
+                f"Take {2 ** (comm.size.bit_length() - 1)} or {2 ** comm.size.bit_length()} "
+                "ranks, or use Average.",
+            )
+        )
 
 
 def _combine_pairs(comm: Communicator, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -103,18 +123,3 @@ def _factor(square: np.ndarray, product: np.ndarray) -> np.ndarray:
     """Returns `1 - product / (2 square)` as a column, 1 where the vector is zero."""
     zero = square == 0
     return np.where(zero, 1.0, 1 - product / np.where(zero, 1.0, 2 * square))[:, np.newaxis]
-
-
-def _check(comm: Communicator, arrays: Sequence[np.ndarray], names: Sequence[str]) -> None:
-    if comm.size & (comm.size - 1):
-        raise errors.ArgumentError(
-            errors.explain(
-                comm.where(),
-                "the number of ranks to be a power of two for Adasum",
-                f"{comm.size} ranks",
-                f"Take {2 ** (comm.size.bit_length() - 1)} or {2 ** comm.size.bit_length()} "
-                "ranks, or use Average.",
-            )
-        )
-    for name, array in zip(names, arrays, strict=True):
-        check_dtype(array.dtype, ReduceOp.ADASUM, comm.where(), name)

@@ -9,6 +9,7 @@ import numpy as np
 from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.bucket_reduction import BucketReduction, bucket_reduction
 from keras_dist._engine.buckets import plan_buckets
+from keras_dist._engine.collectives.adasum import adasum
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
@@ -32,7 +33,7 @@ class FusedAllreduce:
         comm: the ranks.
         names: what the arrays are called in messages.
         specs: shape and dtype of each array.
-        op: the reduction.
+        op: the reduction; Adasum combines each array by itself and compresses nothing.
         bucket_nbytes: the size, in bytes, at which a bucket is closed.
         operation: what the call is called in messages.
         key: a name under which the ranks must meet; `None` for none.
@@ -45,6 +46,7 @@ class FusedAllreduce:
         first_nbytes: the size at which the first bucket is closed, where it is less.
         compression: what float32 and float64 look like between nodes, in buckets of more
             than `SMALL_NBYTES`: below, the number of messages counts, not their size.
+        groups: indices of arrays that share a bucket, see `plan_buckets`.
 
     Raises:
         ArgumentTypeError: `op` is not defined for one of the dtypes.
@@ -65,6 +67,7 @@ class FusedAllreduce:
         postscale: float = 1.0,
         first_nbytes: int | None = None,
         compression: Compressor = Compression.none,
+        groups: Sequence[Sequence[int]] = (),
     ):
         for name, (_, dtype) in zip(names, specs, strict=True):
             check_dtype(dtype, op, comm.where(), name)
@@ -74,7 +77,7 @@ class FusedAllreduce:
         self.lend = lend
         self._compression = compression
         self._wires: dict[int, Wire] = {}
-        self.buckets = plan_buckets(specs, bucket_nbytes, first_nbytes)
+        self.buckets = plan_buckets(specs, bucket_nbytes, first_nbytes, groups)
         entries = tuple(
             Entry(name, tuple(shape), str(dtype))
             for name, (shape, dtype) in zip(names, specs, strict=True)
@@ -105,6 +108,10 @@ class FusedAllreduce:
             The reduced arrays, in the same order: views of one buffer.
         """
         bucket = self.buckets[number]
+        if self.op is ReduceOp.ADASUM:
+            names = [self.call.entries[slot.index].name for slot in bucket.slots]
+            call = self.call
+            return adasum(self.comm, arrays, names, call.key, call.prescale, call.postscale)
         arrays = [scaled(array, self.call.prescale) for array in arrays]
         with self.comm.lock:
             if self._shared is None:

@@ -1,0 +1,157 @@
+"""The terms on which gradients are reduced, and what is wrong with those that a user asks for.
+
+Reduces nothing: `reduction` does, by these terms.
+"""
+
+import dataclasses
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_dist import _engine, errors, runtime
+from keras_dist.process_sets import ProcessSet
+
+__all__ = ["Groups", "Terms", "parse_groups", "parse_layers", "parse_passes", "parse_predivide"]
+
+#: so many groups of equal number, or the variables of each group
+Groups = int | tuple[tuple[Any, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Terms:
+    """How one optimizer's gradients are reduced.
+
+    Args:
+        op: `ReduceOp.AVERAGE`, `ReduceOp.SUM` or `ReduceOp.ADASUM`.
+        process_set: the ranks that reduce among themselves; `None` for all.
+        compression: what gradients look like between nodes.
+        predivide: an average divides by it before the sum, and by the rest after it.
+        dense: whether rows of an embedding's gradient become dense first.
+        groups: which gradients travel together; `()` leaves it to their size.
+        factor: by what every gradient is multiplied first.
+        scale_local: whether gradients of local variables are divided by the number of ranks.
+    """
+
+    op: _engine.ReduceOp = _engine.ReduceOp.AVERAGE
+    process_set: ProcessSet | None = None
+    compression: _engine.Compressor = _engine.Compression.none
+    predivide: float = 1.0
+    dense: bool = False
+    groups: Groups = ()
+    factor: float = 1.0
+    scale_local: bool = True
+
+    def scaling(self, size: int) -> tuple[_engine.ReduceOp, float, float]:
+        """Returns the op that is called for, and the factors before and after it.
+
+        Args:
+            size: the number of ranks that reduce.
+        """
+        if self.predivide == 1:
+            return self.op, 1.0, 1.0
+        return _engine.ReduceOp.SUM, 1 / self.predivide, self.predivide / size
+
+    def grouped(self, variables: Sequence[Any]) -> list[list[int]]:
+        """Returns the positions, in a list of variables, of those that travel together."""
+        if isinstance(self.groups, int):
+            parts = np.array_split(np.arange(len(variables)), self.groups)
+            return [part.tolist() for part in parts if len(part)]
+        at = {id(variable): position for position, variable in enumerate(variables)}
+        found = [[at[id(v)] for v in group if id(v) in at] for group in self.groups]
+        return [sorted(positions) for positions in found if positions]
+
+
+def parse_passes(passes: Any, where: str) -> int:
+    """Returns the number of backward passes for each step.
+
+    Raises:
+        ArgumentTypeError: it is no whole number.
+        ArgumentError: it is less than 1.
+    """
+    expected, remedy = "backward_passes_per_step to be 1 or more", "1 makes a step of each pass."
+    return _positive(passes, expected, remedy, where)
+
+
+def parse_predivide(factor: Any, op: _engine.ReduceOp, where: str) -> float:
+    """Returns the factor of `gradient_predivide_factor`.
+
+    Raises:
+        ArgumentTypeError: it is no real number.
+        ArgumentError: it is not finite or not above 0, or `op` does not divide.
+    """
+    parsed = _engine.parse_factor(factor, "gradient_predivide_factor", where)
+    if parsed <= 0:
+        expected, remedy = "gradient_predivide_factor to be above 0", "1.0 changes nothing."
+        raise errors.ArgumentError(errors.explain(where, expected, repr(factor), remedy))
+    if parsed != 1 and op is not _engine.ReduceOp.AVERAGE:
+        expected = "op to be Average where there is a gradient_predivide_factor"
+        remedy = "Leave the factor out: only the division of an average can be split."
+        raise errors.ArgumentError(errors.explain(where, expected, op.value, remedy))
+    return parsed
+
+
+def parse_groups(groups: Any, where: str) -> Groups:
+    """Returns the groups in which gradients travel, `()` for `None`.
+
+    Raises:
+        ArgumentTypeError: `groups` is neither a whole number nor lists of variables.
+        ArgumentError: a number is less than 1, or a variable is in two groups.
+    """
+    expected = "groups to be a number of groups, 1 or more, or lists of variables"
+    remedy = "Pass for example groups=2, or [layer.trainable_variables for layer in layers]."
+    if groups is None:
+        return ()
+    if not isinstance(groups, list | tuple):
+        return _positive(groups, expected, remedy, where)
+    lists = all(isinstance(group, list | tuple) for group in groups)
+    variables = [variable for group in groups for variable in group] if lists else []
+    wrong = [groups] if not lists else [v for v in variables if not _is_variable(v)]
+    if wrong:
+        received = f"{wrong[0]!r} of type {type(wrong[0]).__name__}"
+        raise errors.ArgumentTypeError(errors.explain(where, expected, received, remedy))
+    if len({id(variable) for variable in variables}) < len(variables):
+        expected = "each variable in one place of groups"
+        received = f"one twice among {len(variables)}"
+        raise errors.ArgumentError(
+            errors.explain(where, expected, received, "Leave out the second.")
+        )
+    return tuple(tuple(group) for group in groups)
+
+
+def parse_layers(layers: Any) -> tuple[Any, ...]:
+    """Returns the layers of `local_layers`: a Keras layer or a collection of them.
+
+    Raises:
+        ArgumentTypeError: there is something else.
+    """
+    single = isinstance(layers, keras.Layer)
+    several = isinstance(layers, list | tuple | set | frozenset)
+    listed = (layers,) if single else tuple(layers if several else ())
+    is_wrong = not (single or several or layers is None)
+    wrong = [layers] if is_wrong else [one for one in listed if not isinstance(one, keras.Layer)]
+    if wrong:
+        raise errors.ArgumentTypeError(
+            errors.explain(
+                runtime.where(),
+                "local_layers to be a Keras layer or a list of layers",
+                f"{wrong[0]!r} of type {type(wrong[0]).__name__}",
+                "Pass for example local_layers=[model.layers[0]].",
+            )
+        )
+    return listed
+
+
+def _positive(number: Any, expected: str, remedy: str, where: str) -> int:
+    if not isinstance(number, numbers.Integral) or isinstance(number, bool):
+        received = f"{number!r} of type {type(number).__name__}"
+        raise errors.ArgumentTypeError(errors.explain(where, expected, received, remedy))
+    if number < 1:
+        raise errors.ArgumentError(errors.explain(where, expected, repr(number), remedy))
+    return int(number)
+
+
+def _is_variable(thing: Any) -> bool:
+    return isinstance(thing, keras.Variable)

@@ -1,0 +1,362 @@
+"""What DistributedOptimizer can be told: the same weights as one process with all the data."""
+
+import contextlib
+import copy
+import pickle
+
+import keras
+import numpy as np
+import pytest
+from training import (
+    assert_close,
+    compiled,
+    make_data,
+    make_model,
+    rows_of_rank,
+    weights_of,
+)
+
+import keras_dist
+from keras_dist import _engine, errors
+
+BATCH, STEPS = 4, 6
+BACKEND = keras.backend.backend()
+POWER_OF_TWO = [1, 2, 4, 8]
+
+
+def fit(model, x, y, batch=BATCH):
+    callbacks = keras_dist.callbacks()
+    model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, callbacks=callbacks)
+
+
+def train(make_optimizer, make=make_model, **options):
+    """Returns a model that was trained on this rank's rows by a distributed optimizer."""
+    x, y = make_data(STEPS * BATCH * keras_dist.size())
+    model = make(optimizer=keras_dist.DistributedOptimizer(make_optimizer(), **options))
+    fit(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
+    keras_dist.verify_replicas(model)
+    return model
+
+
+def train_plain(optimizer):
+    """Returns a model that was trained on the rows of all ranks by plain Keras."""
+    x, y = make_data(STEPS * BATCH * keras_dist.size())
+    model = make_model(optimizer=optimizer)
+    model.fit(x, y, batch_size=BATCH * keras_dist.size(), shuffle=False, verbose=0)
+    return model
+
+
+def sgd():
+    return keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05)
+
+
+def adam():
+    return keras.optimizers.Adam(0.01)
+
+
+@contextlib.contextmanager
+def counting(monkeypatch):
+    """Counts the reductions of a gradient list that this rank takes part in."""
+    calls = []
+    original = _engine.FusedAllreduce.reduce_bucket
+
+    def counted(self, number, arrays):
+        if self.call.operation == "the reduction of gradients":
+            calls.append(number)
+        return original(self, number, arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_engine.FusedAllreduce, "reduce_bucket", counted)
+        yield calls
+
+
+# --- backward_passes_per_step
+
+
+def test_passes_that_are_averaged_are_those_of_keras(monkeypatch):
+    with counting(monkeypatch) as calls:
+        model = train(sgd, backward_passes_per_step=3, average_aggregated_gradients=True)
+    own = keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05, gradient_accumulation_steps=3)
+    assert_close(weights_of(model), weights_of(train_plain(own)))
+    assert int(model.optimizer.iterations) == STEPS // 3
+    if keras_dist.size() > 1:
+        assert len(calls) == STEPS // 3
+
+
+def apply(optimizer, *steps):
+    """Returns what so many steps make of variables of zeros."""
+    variables = [keras.Variable(np.zeros_like(gradient)) for gradient in steps[0]]
+    optimizer.build(variables)
+    for gradients in steps:
+        tensors = [keras.ops.convert_to_tensor(gradient) for gradient in gradients]
+        if BACKEND == "jax":  # where a LossScaleOptimizer has no other way
+            state = [v.value for v in optimizer.variables], tensors, [v.value for v in variables]
+            values, state = optimizer.stateless_apply(*state)
+            for variable, value in zip(
+                variables + optimizer.variables, values + state, strict=True
+            ):
+                variable.assign(value)
+        else:
+            optimizer.apply(tensors, variables)
+    return [keras.ops.convert_to_numpy(variable) for variable in variables]
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_passes_are_averaged_or_added_up(scale, average):
+    inner = keras.optimizers.SGD(1.0)
+    optimizer = inner if scale is None else keras.optimizers.LossScaleOptimizer(inner, scale)
+    wrapped = keras_dist.DistributedOptimizer(
+        optimizer, backward_passes_per_step=2, average_aggregated_gradients=average
+    )
+    mine = np.float32(keras_dist.rank() * (scale or 1))
+    (value,) = apply(wrapped, *[[mine * np.ones(3, "float32")]] * 5)  # two steps and a half
+    mean = (keras_dist.size() - 1) / 2
+    np.testing.assert_array_equal(value, np.full(3, -2 * mean * (1 if average else 2)))
+    assert int(inner.iterations) == 2
+
+
+def test_passes_that_the_optimizer_was_saved_with_are_taken_again():
+    wrapped = keras_dist.DistributedOptimizer(sgd(), backward_passes_per_step=2)
+    loaded = keras.optimizers.deserialize(keras.optimizers.serialize(wrapped))
+    keras_dist.DistributedOptimizer(loaded, backward_passes_per_step=2)
+    assert loaded.gradient_accumulation_steps == 2
+
+
+# --- gradient_predivide_factor, groups: the same gradients
+
+
+def test_predividing_keeps_a_sum_from_overflowing():
+    if keras_dist.size() == 1:
+        pytest.skip("one rank sums nothing")
+    huge = np.float32(3e38)
+    for factor, expected in [(float(keras_dist.size()), -huge), (0.5, -np.inf)]:
+        optimizer = keras.optimizers.SGD(1.0)
+        keras_dist.DistributedOptimizer(optimizer, gradient_predivide_factor=factor)
+        (value,) = apply(optimizer, [np.full(2, huge)])
+        np.testing.assert_allclose(value, [expected, expected], rtol=1e-6)
+
+
+def test_a_predivided_average_is_the_average():
+    optimizer = keras.optimizers.SGD(1.0)
+    keras_dist.DistributedOptimizer(optimizer, gradient_predivide_factor=3.0)
+    (value,) = apply(optimizer, [np.full(2, 1 + keras_dist.rank(), "float32")])
+    np.testing.assert_allclose(value, np.full(2, -(1 + keras_dist.size()) / 2), rtol=1e-6)
+
+
+def test_groups_change_buckets_and_no_bit(monkeypatch):
+    rng = np.random.default_rng(keras_dist.rank())
+    gradients = [rng.standard_normal(7).astype("float32") for _ in range(4)]
+    found = {}
+    for label, buckets in [("none", 1), (1, 1), (3, 3), (9, 4), ("lists", 2)]:
+        variables = [keras.Variable(np.zeros(7, "float32")) for _ in gradients]
+        # The first with the last; the rest as ever.
+        lists = [[variables[0], variables[3]]]
+        groups = {"none": None, "lists": lists}.get(label, label)
+        optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0), groups=groups)
+        optimizer.build(variables)
+        with counting(monkeypatch) as calls:
+            tensors = [keras.ops.convert_to_tensor(gradient) for gradient in gradients]
+            optimizer.apply(tensors, variables)
+        found[label] = [keras.ops.convert_to_numpy(variable).tobytes() for variable in variables]
+        if keras_dist.size() > 1:
+            assert len(calls) == buckets
+    assert len({tuple(values) for values in found.values()}) == 1
+
+
+# --- sparse_as_dense, Adasum
+
+
+def embedding_model(optimizer=None):
+    keras.utils.set_random_seed(1)
+    words = keras.Input((4,), dtype="int32")
+    vectors = keras.layers.Embedding(50, 8, name="table")(words)
+    output = keras.layers.Dense(3, activation="softmax")(keras.layers.Flatten()(vectors))
+    return compiled(keras.Model(words, output), optimizer)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow gives rows by itself")
+def test_rows_of_an_embedding_become_dense():
+    n = keras_dist.size()
+    rng = np.random.default_rng(3)
+    x = rng.integers(0, 20, (STEPS * BATCH * n, 4))
+    y = rng.integers(0, 3, len(x))
+    seen = []
+
+    class Watched(keras.optimizers.SGD):
+        def _clip_gradients(self, grads):
+            seen.extend(type(grad).__name__ for grad in grads)
+            return super()._clip_gradients(grads)
+
+    wrapped = keras_dist.DistributedOptimizer(Watched(0.1), sparse_as_dense=True)
+    model = embedding_model(wrapped)
+    fit(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
+    keras_dist.verify_replicas(model)
+    plain = embedding_model(keras.optimizers.SGD(0.1))
+    plain.fit(x, y, batch_size=BATCH * n, shuffle=False, verbose=0)
+    assert seen
+    assert "IndexedSlices" not in seen
+    assert_close(weights_of(model), weights_of(plain))
+
+
+def test_adasum_adds_what_differs_and_averages_what_is_common():
+    n, rank = keras_dist.size(), keras_dist.rank()
+    if n not in POWER_OF_TWO:
+        with pytest.raises(errors.ArgumentError, match="power of two"):
+            keras_dist.DistributedOptimizer(sgd(), op="Adasum")
+        return
+    common, own = np.ones(n, "float32"), np.eye(n, dtype="float32")[rank]
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0), op="Adasum")
+    for value in apply(optimizer, [common, own]):
+        np.testing.assert_allclose(value, -common, rtol=1e-6)
+
+
+def test_adasum_of_an_embedding():
+    if keras_dist.size() not in POWER_OF_TWO:
+        pytest.skip("Adasum is for a power of two")
+    model = embedding_model(keras_dist.DistributedOptimizer(adam(), op=keras_dist.Adasum))
+    rng = np.random.default_rng(keras_dist.rank())
+    fit(model, rng.integers(0, 20, (BATCH, 4)), rng.integers(0, 3, BATCH))
+    keras_dist.verify_replicas(model)
+    assert all(np.isfinite(weight).all() for weight in weights_of(model))
+
+
+# --- Local variables
+
+
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("way", ["variables", "layers"])
+def test_local_variables_stay_local(way, scale):
+    n, rank = keras_dist.size(), keras_dist.rank()
+    model = make_model()
+    layer = model.layers[0]
+    options = {"scale_local_gradients": scale}
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    if way == "layers":
+        keras_dist.PartialDistributedOptimizer(optimizer, local_layers=layer, **options)
+    else:
+        keras_dist.DistributedOptimizer(optimizer, **options)
+        for variable in layer.trainable_variables:
+            optimizer.register_local_var(variable)
+    optimizer.build(model.trainable_variables)
+    before = weights_of(model)
+    gradients = [keras.ops.ones(v.shape) * float(rank + 1) for v in model.trainable_variables]
+    optimizer.apply(gradients, model.trainable_variables)
+    local = 0.1 * (rank + 1) / (n if scale else 1)
+    shared = 0.1 * (n + 1) / 2
+    expected = [local, local, shared, shared]
+    for weight, old, step in zip(weights_of(model), before, expected, strict=True):
+        np.testing.assert_allclose(weight, old - np.float32(step), rtol=1e-5, atol=1e-6)
+    compiled(model, optimizer)
+    keras_dist.verify_replicas(model)
+
+
+def test_local_variables_survive_a_fit():
+    model = make_model()
+    layer = model.layers[0]
+    optimizer = keras_dist.PartialDistributedOptimizer(adam(), local_layers=[layer])
+    compiled(model, optimizer)
+    layer.kernel.assign(layer.kernel + keras_dist.rank())
+    x, y = make_data(8, seed=keras_dist.rank())
+    callbacks = keras_dist.callbacks()
+    for callback in callbacks:
+        if isinstance(callback, keras_dist.callbacks.BroadcastGlobalVariablesCallback):
+            callback.local_variables.extend(layer.trainable_variables)
+    for _ in range(2):
+        model.fit(x, y, verbose=0, callbacks=callbacks)
+        keras_dist.verify_replicas(model)
+    kernels = keras_dist.allgather_object(np.array(layer.kernel).tobytes())
+    assert len(set(kernels)) == keras_dist.size()
+
+
+# --- Copies, and a wrapper that is missing
+
+
+def test_a_deep_copy_is_distributed_and_a_pickle_is_plain():
+    wrapped = keras_dist.DistributedOptimizer(adam(), op="sum", backward_passes_per_step=2)
+    copied = copy.deepcopy(wrapped)
+    assert copied is not wrapped
+    assert copied.get_config() == wrapped.get_config()
+    with pytest.raises(errors.ArgumentError, match="not distributed yet"):
+        keras_dist.DistributedOptimizer(copied)
+    loaded = pickle.loads(pickle.dumps(wrapped))
+    assert type(loaded) is type(adam())
+    assert loaded.get_config() == wrapped.get_config()
+
+
+def test_a_deep_copy_reduces_as_the_original_does():
+    n = keras_dist.size()
+    wrapped = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0), op="sum")
+    (value,) = apply(copy.deepcopy(wrapped), [np.ones(2, "float32")])
+    np.testing.assert_array_equal(value, [-n, -n])
+
+
+def test_callbacks_warn_of_an_optimizer_that_is_not_wrapped():
+    x, y = make_data(8)
+    several = keras_dist.size() > 1
+    warned = pytest.warns(UserWarning, match="to be distributed. Received: a plain SGD")
+    with warned if several else contextlib.nullcontext():
+        fit(make_model(), x, y)
+
+
+# --- Bad input
+
+
+def refused(kind, optimizer=None, wrap=None, **options):
+    with pytest.raises(kind) as caught:
+        (wrap or keras_dist.DistributedOptimizer)(optimizer or sgd(), **options)
+    assert str(caught.value).startswith(f"[rank {keras_dist.rank()} of {keras_dist.size()}]")
+    return str(caught.value)
+
+
+def test_numbers_out_of_range_are_refused():
+    message = refused(errors.ArgumentError, backward_passes_per_step=0)
+    assert "backward_passes_per_step to be 1 or more. Received: 0" in message
+    refused(errors.ArgumentTypeError, backward_passes_per_step=1.5)
+    message = refused(errors.ArgumentError, gradient_predivide_factor=0.0)
+    assert "gradient_predivide_factor to be above 0. Received: 0.0" in message
+    refused(errors.ArgumentTypeError, gradient_predivide_factor="2")
+
+
+@pytest.mark.parametrize("groups", [0, -1, [], "kernels", 1.5, True, [1, 2], [["kernel"]]])
+def test_wrong_groups_are_refused(groups):
+    if groups == []:  # no group at all, as a script may well make it
+        keras_dist.DistributedOptimizer(sgd(), groups=groups)
+        return
+    number = isinstance(groups, int) and not isinstance(groups, bool)
+    kind = errors.ArgumentError if number else errors.ArgumentTypeError
+    assert "groups to be a number of groups" in refused(kind, groups=groups)
+
+
+def test_a_variable_in_two_groups_is_refused():
+    variable = keras.Variable(np.zeros(1))
+    message = refused(errors.ArgumentError, groups=[[variable], [variable]])
+    assert "each variable in one place of groups" in message
+
+
+def test_combinations_without_a_meaning_are_refused():
+    adds_up = {"average_aggregated_gradients": True, "op": "Adasum"}
+    assert "op to be Average or Sum" in refused(errors.ArgumentError, **adds_up)
+    for op in ("Sum", "Adasum"):
+        message = refused(errors.ArgumentError, op=op, gradient_predivide_factor=2.0)
+        assert "op to be Average" in message
+    accumulates = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+    message = refused(errors.ArgumentError, accumulates, backward_passes_per_step=2)
+    assert "either backward_passes_per_step or gradient_accumulation_steps" in message
+    built = sgd()
+    built.build([keras.Variable(np.zeros(1))])
+    message = refused(errors.ArgumentError, built, backward_passes_per_step=2)
+    assert "not built yet" in message
+
+
+def test_wrong_local_layers_and_variables_are_refused():
+    partial = keras_dist.PartialDistributedOptimizer
+    assert "Keras layer" in refused(errors.ArgumentTypeError, wrap=partial, local_layers="dense")
+    assert "Keras layer" in refused(errors.ArgumentTypeError, wrap=partial, local_layers=[3])
+    layer = keras.layers.Dense(1)
+    clipping = keras.optimizers.SGD(0.1, global_clipnorm=1.0)
+    message = refused(errors.ArgumentError, clipping, wrap=partial, local_layers=[layer])
+    assert "treats each variable by itself" in message
+    wrapped = keras_dist.DistributedOptimizer(sgd())
+    with pytest.raises(errors.ArgumentTypeError, match="Keras variable"):
+        wrapped.register_local_var("kernel")
