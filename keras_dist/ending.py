@@ -30,7 +30,7 @@ def watch() -> None:
             previous(kind, error, trace)
             return
         _report("".join(traceback.format_exception(kind, error, trace)))
-        if isinstance(error, errors.MismatchError | errors.CheckpointError):
+        if isinstance(error, errors.MismatchError | errors.CallbackError | errors.CheckpointError):
             return  # raised by agreement: it ends each rank by itself
         # A launcher ends the others as soon as one is gone; let them say the same first.
         time.sleep(GRACE_SECONDS)

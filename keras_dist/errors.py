@@ -10,6 +10,7 @@ KerasDistError
 ├── ArgumentTypeError  (TypeError)     an argument is of a kind that cannot be used
 ├── DataError          (ValueError)    the data cannot be shared out over the ranks
 ├── MismatchError      (RuntimeError)  the ranks do not mean the same thing
+├── CallbackError      (RuntimeError)  a callback failed on the root
 └── CheckpointError    (OSError)       a checkpoint could not be written or read
 ```
 """
@@ -17,6 +18,7 @@ KerasDistError
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "CallbackError",
     "CheckpointError",
     "DataError",
     "KerasDistError",
@@ -48,6 +50,10 @@ class DataError(KerasDistError, ValueError):
 
 class MismatchError(KerasDistError, RuntimeError):
     """The ranks do not mean the same thing. Raised on every rank, with the same text."""
+
+
+class CallbackError(KerasDistError, RuntimeError):
+    """A callback failed on the root. Raised on every rank."""
 
 
 class CheckpointError(KerasDistError, OSError):

@@ -15,7 +15,9 @@ Their order matters, and `keras_dist.callbacks()` keeps it:
 5. `LearningRateWarmupCallback`, when asked for: before the user's own schedules, which may
    take over after it.
 6. the user's callbacks.
-7. `ModelCheckpoint`, when asked for: last, so that it writes what all others have done.
+7. `ModelCheckpoint`, when asked for, so that it writes what all others have done.
+8. `AgreeOnStoppingCallback`: last, so that it sees whether any other has stopped training. It
+   does so after every batch where one of the user's callbacks may stop there, else once an epoch.
 """
 
 import sys
@@ -33,9 +35,13 @@ from keras_dist.callbacks.learning_rate import (
     LearningRateWarmupCallback,
 )
 from keras_dist.callbacks.metrics import MetricAverageCallback
+from keras_dist.callbacks.root import RootOnly
 from keras_dist.callbacks.statistics import AverageStatisticsCallback
+from keras_dist.callbacks.stopping import AgreeOnStoppingCallback, may_stop_at_a_batch
+from keras_dist.callbacks.verification import VerifyReplicas
 
 __all__ = [
+    "AgreeOnStoppingCallback",
     "AverageStatisticsCallback",
     "BroadcastGlobalVariablesCallback",
     "LearningRateScheduleCallback",
@@ -43,6 +49,8 @@ __all__ = [
     "MetricAverageCallback",
     "ModelCheckpoint",
     "RootConsoleCallback",
+    "RootOnly",
+    "VerifyReplicas",
     "callbacks",
 ]
 
@@ -60,7 +68,8 @@ def callbacks(
     `keras_dist.callbacks(...)` is short for `keras_dist.callbacks.callbacks(...)`.
 
     Args:
-        *others: the user's own callbacks; they see metrics of all ranks.
+        *others: the user's own callbacks; they see metrics of all ranks, and when one of them
+            stops training on any rank, all ranks stop after the same step.
         root_rank: the rank whose weights all start with, and the one that writes and
             prints. Defaults to 0.
         warmup_epochs: epochs in which the learning rate grows to `initial_lr`. Defaults
@@ -97,6 +106,7 @@ def callbacks(
     made.extend(others)
     if checkpoint is not None:
         made.append(ModelCheckpoint(checkpoint, verbose=verbose, root_rank=root_rank))
+    made.append(AgreeOnStoppingCallback(may_stop_at_a_batch(others)))
     return made
 
 

@@ -1,5 +1,6 @@
 """Checkpoints: the root writes, in one go or not at all, and all ranks go on together."""
 
+import functools
 import os
 import pathlib
 import secrets
@@ -8,9 +9,10 @@ from typing import Any
 
 import keras
 
-from keras_dist import _engine, errors, runtime
+from keras_dist import errors, runtime
+from keras_dist.callbacks.root import on_root
 
-__all__ = ["ModelCheckpoint"]
+__all__ = ["ModelCheckpoint", "write_beside"]
 
 SUFFIXES = (".weights.h5", ".keras", ".h5")
 
@@ -45,33 +47,25 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
             self.verbose = 0
 
     def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
-        failure = None
-        if runtime.rank() == self.root_rank:
-            failure = self._attempt(epoch, batch, logs or {})
-        failure, self.best = _engine.broadcast_object(
-            runtime.communicator(), (failure, self.best), self.root_rank
+        path = self._get_file_path(epoch, batch, logs or {})
+        self.best = on_root(
+            self.root_rank,
+            "a checkpoint",
+            functools.partial(self._save_atomically, epoch, batch, logs or {}),
+            errors.CheckpointError,
+            f"to write the checkpoint {path}",
+            "Choose a place that the root can write to and that has room.",
         )
-        if failure is not None:
-            raise errors.CheckpointError(
-                errors.explain(
-                    f"[rank {self.root_rank} of {runtime.size()}]",
-                    f"to write the checkpoint {self._get_file_path(epoch, batch, logs or {})}",
-                    failure,
-                    "Choose a place that the root can write to and that has room.",
-                )
-            )
 
-    def _attempt(self, epoch: int, batch: int | None, logs: dict[str, Any]) -> str | None:
-        """Lets Keras decide and write; returns what went wrong, `None` when nothing did."""
+    def _save_atomically(self, epoch: int, batch: int | None, logs: dict[str, Any]) -> float | None:
+        """Lets Keras decide and write; returns the best value so far."""
         model = self.model
         self.set_model(_AtomicSaver(model))
         try:
             super()._save_model(epoch, batch, logs)
-        except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
-            return f"{type(error).__name__}: {error}"
         finally:
             self.set_model(model)
-        return None
+        return self.best
 
 
 class _AtomicSaver:
@@ -81,13 +75,13 @@ class _AtomicSaver:
         self._model = model
 
     def save(self, filepath: str, overwrite: bool = True) -> None:
-        _write_beside(self._model.save, filepath)
+        write_beside(self._model.save, filepath)
 
     def save_weights(self, filepath: str, overwrite: bool = True) -> None:
-        _write_beside(self._model.save_weights, filepath)
+        write_beside(self._model.save_weights, filepath)
 
 
-def _write_beside(save: Callable[[str], None], filepath: str) -> None:
+def write_beside(save: Callable[[str], None], filepath: str) -> None:
     """Saves to an unguessable name in the same directory, then moves the file to its place."""
     target = pathlib.Path(filepath)
     suffix = next(suffix for suffix in SUFFIXES if filepath.endswith(suffix))

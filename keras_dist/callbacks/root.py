@@ -1,0 +1,139 @@
+"""What the root does alone, and how the other ranks hear of its failure."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import keras
+
+from keras_dist import _engine, errors, runtime
+
+__all__ = ["RootOnly", "on_root", "overrides"]
+
+Value = TypeVar("Value")
+
+HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith("on_"))
+# Rare enough for a meeting, and every rank of a fit comes to them.
+MEETINGS = ("on_train_begin", "on_epoch_begin", "on_epoch_end", "on_train_end")
+
+
+class RootOnly(keras.callbacks.Callback):
+    """Lets a callback act on the root alone: TensorBoard, CSVLogger or one of the user's own.
+
+    The other ranks hold the callback as well and never call it. At the begin and end of
+    training and of epochs they hear whether it has failed there; a failure at a batch ends
+    the job like any other exception of one rank.
+
+    A stop that it decides upon reaches all ranks through `AgreeOnStoppingCallback`. It must
+    not call collectives, nor change weights, optimizer or learning rate: the other replicas
+    would not follow.
+
+    Collective: every rank must pass it to `fit`, around the same kind of callback.
+
+    Args:
+        callback: any Keras callback.
+        root_rank: the rank on which it acts. Defaults to 0.
+
+    Raises:
+        CallbackError: the callback failed; raised on every rank, by `fit`.
+        ArgumentTypeError: `callback` is not a Keras callback.
+        ArgumentError: `root_rank` is not a rank.
+
+    Example:
+    ```python
+    log = keras_dist.callbacks.RootOnly(keras.callbacks.CSVLogger("log.csv"))
+    model.fit(dataset, callbacks=keras_dist.callbacks(log))
+    ```
+    """
+
+    def __init__(self, callback: keras.callbacks.Callback, root_rank: int = 0):
+        super().__init__()
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise errors.ArgumentTypeError(
+                errors.explain(
+                    runtime.where(),
+                    "a Keras callback",
+                    f"{callback!r} of type {type(callback).__name__}",
+                    "Pass an instance, for example RootOnly(keras.callbacks.CSVLogger(path)).",
+                )
+            )
+        runtime.communicator().place_of_root(root_rank)
+        self.callback = callback
+        self.root_rank = root_rank
+        # Only those that it has: on JAX and torch Keras calls batch hooks in a pool of threads
+        # unless a callback of the list has some.
+        for hook in HOOKS:
+            if overrides(callback, hook):
+                setattr(self, hook, functools.partial(self._act, hook))
+
+    def set_model(self, model: keras.Model) -> None:
+        """Hands the model on, on the root."""
+        super().set_model(model)
+        if runtime.rank() == self.root_rank:
+            self.callback.set_model(model)
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Hands the parameters on, on the root."""
+        super().set_params(params)
+        if runtime.rank() == self.root_rank:
+            self.callback.set_params(params)
+
+    def _act(self, hook: str, *args: Any, **kwargs: Any) -> None:
+        def act() -> None:
+            getattr(self.callback, hook)(*args, **kwargs)
+
+        if hook in MEETINGS:
+            on_root(
+                self.root_rank,
+                f"{type(self.callback).__name__}.{hook}",
+                act,
+                errors.CallbackError,
+                f"{type(self.callback).__name__}.{hook} to succeed",
+                "Mend the callback, or leave it out.",
+            )
+        elif runtime.rank() == self.root_rank:
+            act()
+
+
+def on_root(
+    root_rank: int,
+    key: str,
+    work: Callable[[], Value],
+    kind: type[errors.KerasDistError],
+    expected: str,
+    remedy: str,
+) -> Value:
+    """Does something on the root, and returns on every rank what came of it.
+
+    Collective: every rank; blocks until the root is done.
+
+    Args:
+        root_rank: the rank that works.
+        key: a name under which the ranks must meet.
+        work: what it does; what it returns travels as an object.
+        kind: the error to raise where it fails.
+        expected: what it is to do; the text of the root counts, here and below.
+        remedy: what the user should do when it fails.
+
+    Raises:
+        KerasDistError: the work failed; of that kind, raised on every rank.
+    """
+    value = failure = cause = None
+    if runtime.rank() == root_rank:
+        try:
+            value = work()
+        except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+            received = f"{type(error).__name__}: {error}"
+            cause, failure = error, errors.explain(runtime.where(), expected, received, remedy)
+    failure, value = _engine.broadcast_object(
+        runtime.communicator(), (failure, value), root_rank, key
+    )
+    if failure is not None:
+        raise kind(failure) from cause
+    return value
+
+
+def overrides(callback: keras.callbacks.Callback, hook: str) -> bool:
+    """Tells whether a callback has a hook of its own, in its class or set on the instance."""
+    own = getattr(callback, hook)
+    return getattr(own, "__func__", own) is not getattr(keras.callbacks.Callback, hook)

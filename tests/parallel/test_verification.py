@@ -1,0 +1,64 @@
+"""Replicas that have gone apart are found, or repaired, between two epochs."""
+
+import warnings
+
+import keras
+import pytest
+from training import agreed, make_data, make_model, weights_of
+
+import keras_dist
+from keras_dist import errors
+from keras_dist.callbacks import VerifyReplicas
+
+
+class Disturb(keras.callbacks.Callback):
+    """Changes a weight on the last rank, at the end of the first epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0 and keras_dist.rank() == keras_dist.size() - 1:
+            weight = self.model.weights[0]
+            weight.assign(weight + 1.0)
+
+
+def fit(*callbacks, epochs=3):
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = make_model(optimizer, run_eagerly=True)
+    callbacks = keras_dist.callbacks(*callbacks)
+    return model, model.fit(*make_data(8), epochs=epochs, verbose=0, callbacks=callbacks)
+
+
+def test_equal_replicas_pass():
+    _, history = fit(VerifyReplicas())
+    assert len(history.epoch) == 3
+
+
+@pytest.mark.parametrize(("every", "epochs"), [(1, 1), (3, 3)])
+def test_a_difference_ends_the_training_on_every_rank(every, epochs):
+    if keras_dist.size() == 1:
+        pytest.skip("ranks cannot differ when there is one")
+    fit(Disturb(), VerifyReplicas(every), epochs=epochs - 1)
+    with pytest.raises(errors.MismatchError) as caught:
+        fit(Disturb(), VerifyReplicas(every), epochs=epochs)
+    assert f"kernel (ranks {keras_dist.size() - 1})" in str(caught.value)
+    assert agreed(str(caught.value).partition("]")[2])
+
+
+def test_a_difference_is_repaired_from_the_root_with_a_warning():
+    if keras_dist.size() == 1:
+        pytest.skip("ranks cannot differ when there is one")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, history = fit(Disturb(), VerifyReplicas(repair=True))
+    said = [str(warning.message) for warning in caught if "go on with" in str(warning.message)]
+    assert len(said) == (1 if keras_dist.rank() == 0 else 0)
+    assert len(history.epoch) == 3
+    keras_dist.verify_replicas(model)
+    undisturbed, _ = fit()
+    for weight, expected in zip(weights_of(model), weights_of(undisturbed), strict=True):
+        assert weight.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "epoch"])
+def test_a_number_of_epochs_is_needed(every):
+    with pytest.raises(errors.ArgumentError, match="every to be a number of epochs"):
+        VerifyReplicas(every)
