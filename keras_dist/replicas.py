@@ -18,6 +18,7 @@ from keras_dist import _engine, errors, runtime
 __all__ = [
     "average_statistics",
     "broadcast_state",
+    "random_states",
     "separate_seeds",
     "state",
     "variable_name",
@@ -85,8 +86,7 @@ def separate_seeds(model: keras.Model, root_rank: int = 0) -> None:
         root_rank: the rank from which the seeds are derived. Defaults to 0.
     """
     comm = runtime.communicator()
-    weights = {id(weight) for weight in model.weights}
-    generators = [variable for variable in model.variables if id(variable) not in weights]
+    generators = random_states(model)
     received = _engine.broadcast(
         comm,
         [_to_numpy(generator) for generator in generators],
@@ -98,6 +98,12 @@ def separate_seeds(model: keras.Model, root_rank: int = 0) -> None:
     if comm.rank != root_rank:
         for generator, value in zip(generators, received, strict=True):
             generator.assign(_own_seed(value, comm.rank))
+
+
+def random_states(model: keras.Model) -> list[Any]:
+    """Returns the variables of a model's random generators, which differ from rank to rank."""
+    weights = {id(weight) for weight in model.weights}
+    return [variable for variable in model.variables if id(variable) not in weights]
 
 
 def average_statistics(model: keras.Model) -> None:

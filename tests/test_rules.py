@@ -56,6 +56,7 @@ TABLE = [
     (".tensorflow.*",          f"tensorflow {FACE} .tensorflow.*",            ""),
     (".torch.*",               f"torch {FACE} .torch.*",                      ""),
     (".cli.*",       "rich .config .errors .launcher ._version .cli.*",       "mpi4py"),
+    (".callbacks.backup",      f"{ON_KERAS} .callbacks.* h5py",               ""),
     (".callbacks.*",           f"{ON_KERAS} .callbacks.*",                    ""),
     (".collectives.*",  f"{FACE} .config .process_sets .reduce_op .collectives.*",    ""),
     (".asynchronous", ".runtime ._engine .collectives .errors .process_sets",         ""),

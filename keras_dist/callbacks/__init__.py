@@ -27,6 +27,7 @@ from typing import Any
 import keras
 
 from keras_dist import errors, runtime
+from keras_dist.callbacks.backup import BackupAndRestore
 from keras_dist.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from keras_dist.callbacks.checkpoint import ModelCheckpoint
 from keras_dist.callbacks.console import RootConsoleCallback
@@ -43,6 +44,7 @@ from keras_dist.callbacks.verification import VerifyReplicas
 __all__ = [
     "AgreeOnStoppingCallback",
     "AverageStatisticsCallback",
+    "BackupAndRestore",
     "BroadcastGlobalVariablesCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",

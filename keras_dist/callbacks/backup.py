@@ -1,0 +1,127 @@
+"""Training that was interrupted goes on, on all ranks, from what the root has written."""
+
+import functools
+import pathlib
+import shutil
+import warnings
+from typing import Any
+
+import h5py
+import keras
+
+from keras_dist import errors, runtime
+from keras_dist.callbacks.checkpoint import write_beside
+from keras_dist.callbacks.root import on_root
+from keras_dist.replicas import broadcast_state, random_states, separate_seeds
+
+__all__ = ["BackupAndRestore"]
+
+# What Keras does not write with weights and optimizer, as attributes of its file.
+EPOCH, SEED = "keras_dist_epoch", "keras_dist_seed"
+
+
+class BackupAndRestore(keras.callbacks.BackupAndRestore):
+    """Keras' `BackupAndRestore` for many ranks: only the root writes and reads.
+
+    Weights, optimizer state, random states and epoch are in one file, which takes its place in
+    one go, so an interruption at any moment leaves a whole backup. All ranks receive the root's
+    state and go on with the same epoch, also when only the root sees the directory. From the
+    border of an epoch they go on to the same bits as without interruption where the data comes
+    in the same order, that is unshuffled; on torch dropout needs a seed, or else it draws from
+    torch's own generator.
+
+    As in Keras, a backup in the midst of an epoch, `save_freq` being a number, resumes at the
+    begin of that epoch. Gradients that a rank has gathered and not yet applied are lost.
+
+    Collective: every rank must pass it to `fit`, with the same arguments, behind
+    `BroadcastGlobalVariablesCallback`.
+
+    Args:
+        backup_dir: as in Keras; a local directory.
+        *args: as in Keras.
+        root_rank: the rank that writes and reads. Defaults to 0.
+        **kwargs: as in Keras.
+
+    Raises:
+        CheckpointError: the backup could not be written, read or removed; raised on every
+            rank, by `fit`.
+        ArgumentError: `root_rank` is not a rank.
+    """
+
+    def __init__(self, backup_dir: Any, *args: Any, root_rank: int = 0, **kwargs: Any):
+        super().__init__(str(backup_dir), *args, **kwargs)
+        runtime.communicator().place_of_root(root_rank)
+        self.root_rank = root_rank
+        directory = pathlib.Path(self.backup_dir)
+        self._latest = directory / "latest.weights.h5"
+        self._previous = directory / "previous.weights.h5"
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Gives all ranks what the root finds in the directory, if anything."""
+        epoch = self._on_root(self._restore, "to restore the backup in", "Remove it to begin anew.")
+        # Of an earlier fit of this model it would count again.
+        self.model._initial_epoch = epoch
+        if epoch is not None:
+            broadcast_state(self.model, self.root_rank)
+            separate_seeds(self.model, self.root_rank)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Removes the backup, unless it is to be kept."""
+        if self.delete_checkpoint:
+            self._on_root(
+                functools.partial(shutil.rmtree, self.backup_dir, ignore_errors=True),
+                "to remove the backup in",
+                "Remove it by hand.",
+            )
+
+    def _save_model(self) -> None:
+        self._on_root(
+            self._write,
+            "to write a backup into",
+            "Choose a place that the root can write to and that has room.",
+        )
+
+    def _on_root(self, work: Any, what: str, remedy: str) -> Any:
+        expected = f"{what} {self.backup_dir}"
+        return on_root(self.root_rank, what, work, errors.CheckpointError, expected, remedy)
+
+    def _write(self) -> None:
+        self._latest.parent.mkdir(parents=True, exist_ok=True)
+        if self.double_checkpoint and self._latest.exists():
+            self._latest.replace(self._previous)
+
+        def save(path: str) -> None:
+            self.model.save_weights(path)
+            with h5py.File(path, "r+") as file:
+                file.attrs[EPOCH] = self._current_epoch
+                for number, variable in enumerate(random_states(self.model)):
+                    file.attrs[f"{SEED}_{number}"] = keras.ops.convert_to_numpy(variable)
+
+        write_beside(save, str(self._latest))
+
+    def _restore(self) -> int | None:
+        """Loads the latest backup that can be read; returns the epoch to go on with."""
+        found = [path for path in (self._latest, self._previous) if path.exists()]
+        for path in found:
+            try:
+                return self._load(path)
+            except Exception as error:  # whatever is wrong with a file, there may be another
+                if path == found[-1]:
+                    raise
+                warnings.warn(f"{path} cannot be read: {error}", RuntimeWarning, stacklevel=2)
+        return None
+
+    def _load(self, path: pathlib.Path) -> int:
+        if not self.model.built:
+            raise ValueError("the model is not built; build it before fit")
+        optimizer = self.model.optimizer
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        with warnings.catch_warnings():
+            # Keras only warns that it skips an optimizer or a layer of another shape.
+            warnings.simplefilter("error", UserWarning)
+            self.model.load_weights(str(path))
+        with h5py.File(path) as file:
+            for number, variable in enumerate(random_states(self.model)):
+                variable.assign(file.attrs[f"{SEED}_{number}"])
+            return int(file.attrs[EPOCH])

@@ -1,0 +1,136 @@
+"""Training that is interrupted goes on as if it had not been."""
+
+import warnings
+
+import keras
+import pytest
+from training import CLASSES, FEATURES, agreed, compiled, make_data
+
+import keras_dist
+from keras_dist import errors, replicas
+from keras_dist.callbacks import BackupAndRestore
+
+
+class Interrupted(Exception):
+    """What ends a training in these tests."""
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ends the training at the begin of an epoch or after a step."""
+
+    def __init__(self, epoch, batch=None):
+        super().__init__()
+        self.at, self.epoch = (epoch, batch), 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        if self.at == (epoch, None):
+            raise Interrupted
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.at == (self.epoch, batch):
+            raise Interrupted
+
+
+def new_model(optimizer=None, **options):
+    optimizer = keras_dist.DistributedOptimizer(optimizer or keras.optimizers.Adam(0.01))
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.Input((FEATURES,)),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.4, seed=3),
+        keras.layers.Dense(CLASSES, activation="softmax"),
+    ]
+    return compiled(keras.Sequential(layers), optimizer, **options)
+
+
+def fit(*callbacks, model=None):
+    model = model or new_model(run_eagerly=True)
+    history = model.fit(
+        *make_data(8, seed=keras_dist.rank()),
+        batch_size=4,
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+        callbacks=keras_dist.callbacks(*callbacks),
+    )
+    keras_dist.verify_replicas(model)
+    return model, history.epoch
+
+
+def everything_of(model):
+    return [keras.ops.convert_to_numpy(variable).tobytes() for variable in replicas.state(model)]
+
+
+@pytest.fixture
+def directory(shared_tmp_path):
+    """A directory for the backup, which removes it at the end of training."""
+    return shared_tmp_path / "backup"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_resumed_training_equals_training_that_was_not_interrupted(shared, shared_tmp_path):
+    directory = shared_tmp_path / ("backup" if shared else f"backup of {keras_dist.rank()}")
+    expected, _ = fit(model=new_model())
+    with pytest.raises(Interrupted):
+        fit(BackupAndRestore(directory), Interrupt(2), model=new_model())
+    assert directory.exists() == (shared or keras_dist.rank() == 0)
+    keras_dist.barrier()
+    keras.utils.clear_session()
+    model, epochs = fit(BackupAndRestore(directory), model=new_model())
+    assert epochs == [2]
+    assert everything_of(model) == everything_of(expected)
+    keras_dist.barrier()
+    assert not directory.exists()
+
+
+def test_the_model_itself_starts_anew_once_it_is_done(directory):
+    model = new_model(run_eagerly=True)
+    with pytest.raises(Interrupted):
+        fit(BackupAndRestore(directory), Interrupt(1), model=model)
+    assert fit(BackupAndRestore(directory), model=model)[1] == [1, 2]
+    assert fit(BackupAndRestore(directory), model=model)[1] == [0, 1, 2]
+
+
+def test_a_backup_within_an_epoch_resumes_at_its_begin(directory):
+    with pytest.raises(Interrupted):
+        fit(BackupAndRestore(directory, save_freq=3), Interrupt(1, batch=1))
+    _, epochs = fit(BackupAndRestore(directory, delete_checkpoint=False))
+    assert epochs == [1, 2]
+    assert [path.name for path in directory.iterdir()] == ["latest.weights.h5"]
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_a_broken_backup_is_an_error_unless_there_is_an_earlier_one(double, directory):
+    backup = {"backup_dir": directory, "double_checkpoint": double}
+    with pytest.raises(Interrupted):
+        fit(BackupAndRestore(**backup), Interrupt(2))
+    if keras_dist.rank() == 0:
+        (directory / "latest.weights.h5").write_bytes(b"half")
+    keras_dist.barrier()
+    if double:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            assert fit(BackupAndRestore(**backup))[1] == [1, 2]
+        return
+    with pytest.raises(errors.CheckpointError, match="to restore the backup in") as caught:
+        fit(BackupAndRestore(**backup))
+    assert agreed(str(caught.value))
+
+
+def test_a_backup_of_another_model_is_an_error_on_every_rank(directory):
+    with pytest.raises(Interrupted):
+        fit(BackupAndRestore(directory), Interrupt(1))
+    other = new_model(keras.optimizers.SGD(0.1), run_eagerly=True)
+    with pytest.raises(errors.CheckpointError, match="Remove it to begin anew"):
+        fit(BackupAndRestore(directory), model=other)
+
+
+def test_a_place_that_cannot_be_written_to_is_an_error_on_every_rank(shared_tmp_path):
+    taken = shared_tmp_path / "taken"
+    if keras_dist.rank() == 0:
+        taken.write_bytes(b"")
+    keras_dist.barrier()
+    with pytest.raises(errors.CheckpointError, match="to write a backup into") as caught:
+        fit(BackupAndRestore(taken))
+    assert agreed(str(caught.value))
