@@ -19,7 +19,7 @@ from keras_dist import ending, launcher
 from keras_dist._version import __version__
 
 if TYPE_CHECKING:
-    from keras_dist import callbacks, data, errors
+    from keras_dist import callbacks, data, errors, optimizers
     from keras_dist.asynchronous import (
         Handle,
         allgather_async,
@@ -114,6 +114,7 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "optimizers",
     "poll",
     "rank",
     "reducescatter",

@@ -61,6 +61,7 @@ TABLE = [
     (".collectives.*",  f"{FACE} .config .process_sets .reduce_op .collectives.*",    ""),
     (".asynchronous", ".runtime ._engine .collectives .errors .process_sets",         ""),
     (".optimizer",             ON_KERAS,                                      ""),
+    (".optimizers",            "keras .errors",                               ""),
     (".compression",           "._engine",                                    ""),
     (".reduce_op",             "._engine",                                    ""),
     (".reduction",             ON_KERAS,                                      ""),

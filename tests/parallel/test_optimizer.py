@@ -34,6 +34,7 @@ OPTIMIZERS = {
     "nesterov and global clipnorm": lambda: keras.optimizers.SGD(
         0.1, momentum=0.9, nesterov=True, global_clipnorm=0.1
     ),
+    "lars": lambda: keras_dist.optimizers.LARS(2.0, weight_decay=0.01, trust_coefficient=0.02),
     "adam": lambda: keras.optimizers.Adam(0.01),
     "accumulation": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05, gradient_accumulation_steps=3),
 }
