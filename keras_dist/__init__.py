@@ -19,7 +19,7 @@ from keras_dist import ending, launcher
 from keras_dist._version import __version__
 
 if TYPE_CHECKING:
-    from keras_dist import callbacks, data, errors, optimizers
+    from keras_dist import callbacks, data, errors, layers, optimizers
     from keras_dist.asynchronous import (
         Handle,
         allgather_async,
@@ -112,6 +112,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "layers",
     "local_rank",
     "local_size",
     "optimizers",

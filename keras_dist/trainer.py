@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import _backends
+from keras_dist import _backends, errors, runtime
 from keras_dist.reduction import is_distributed, move_outwards
 
 __all__ = ["watch_models"]
@@ -40,8 +40,32 @@ def watch_models() -> None:
             return original(self, force)
         backend = _backends.active()
         backend.check_model(self)
+        _check_layers(self)
         # Only the train step meets the host; evaluate and predict are compiled as ever.
         with backend.train_step_for_host(self):
             return original(self, force)
 
     keras.Model.make_train_function = make_train_function
+
+
+def _check_layers(model: keras.Model) -> None:
+    """Refuses batch normalisation that Keras would have to synchronise.
+
+    It knows how for a strategy of TensorFlow: over the ranks of a job the layer would normalise
+    by its own batch and say nothing. On the other backends Keras itself refuses it.
+    """
+    names = [
+        layer.path
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
+    ]
+    if names:
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                f"model {model.name!r} to have no BatchNormalization(synchronized=True)",
+                ", ".join(names),
+                "Use keras_dist.layers.SyncBatchNormalization(), without synchronized=True, "
+                "which normalises by the batches of all ranks.",
+            )
+        )

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 ENGINE = "numpy .config .errors ._engine.*"
 ON_KERAS = (
     "keras numpy .runtime ._backends ._engine .config .errors .launcher "
-    ".callbacks .collectives .optimizer .process_sets .reduce_op .reduction .replicas .terms "
+    ".callbacks .collectives .layers .optimizer .process_sets .reduce_op .reduction .replicas "
+    ".terms "
     ".trainer"
 )
 DATA = (
@@ -61,6 +62,7 @@ TABLE = [
     (".collectives.*",  f"{FACE} .config .process_sets .reduce_op .collectives.*",    ""),
     (".asynchronous", ".runtime ._engine .collectives .errors .process_sets",         ""),
     (".optimizer",             ON_KERAS,                                      ""),
+    (".layers",                ON_KERAS,                                      ""),
     (".optimizers",            "keras .errors",                               ""),
     (".compression",           "._engine",                                    ""),
     (".reduce_op",             "._engine",                                    ""),

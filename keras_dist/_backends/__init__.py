@@ -61,6 +61,21 @@ class Backend(Protocol):
             The reduced gradients, as the framework's tensors, in the order given.
         """
 
+    def sum_over_ranks(self, tensor: Any, reduce: Callable[[np.ndarray], np.ndarray]) -> Any:
+        """Puts a sum over the ranks, inside a model, into the step; it has a gradient.
+
+        The ranks run such sums, forwards and backwards, in the same order.
+
+        Args:
+            tensor: the framework's tensor, of the same shape on all ranks.
+            reduce: takes this rank's array, gives a new one: the sum of all ranks'; a numpy
+                function. It sums the gradients too: every rank's result depends on this
+                rank's tensor in the same way.
+
+        Returns:
+            The sum, as the framework's tensor.
+        """
+
     def add_up_rows(self, gradients: Sequence[Any]) -> list[Any]:
         """Does to sparse gradients what one rank has to do: adds up rows of equal index.
 

@@ -29,6 +29,7 @@ __all__ = [
     "multiply",
     "pin_device",
     "reduce_gradients",
+    "sum_over_ranks",
     "train_step_for_host",
 ]
 
@@ -67,6 +68,21 @@ def reduce_gradients(
     fused = plan(positions, [(g.shape, np.dtype(g.dtype)) for g in backwards])
     now = np.bool_(True) if when is None else when
     return list(reversed(_reduction.bind(now, *backwards, fused=fused)))
+
+
+def sum_over_ranks(tensor: Any, reduce: Callable[[np.ndarray], np.ndarray]) -> Any:
+    """Sums where the step is cut, in the gradient too. See `Backend.sum_over_ranks`."""
+
+    def on_host(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [reduce(array) for array in arrays]
+
+    def sum_of(local: Any) -> Any:
+        [result] = _reduction.bind(np.bool_(True), local, fused=on_host)
+        return result
+
+    total = jax.custom_vjp(sum_of)
+    total.defvjp(lambda local: (sum_of(local), None), lambda _, gradient: (sum_of(gradient),))
+    return total(tensor)
 
 
 def add_up_rows(gradients: Sequence[Any]) -> list[Any]:

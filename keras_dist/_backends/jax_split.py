@@ -135,16 +135,24 @@ def _compiled(jaxpr: Any, free: Sequence[bool]) -> Any:
     return jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, [])), donate_argnums=donated)
 
 
+# Operations that call a function, and what they call it; the last has a gradient of its own.
+_CALLED = {"jit": "jaxpr", "pjit": "jaxpr", "custom_vjp_call": "call_jaxpr"}
+
+
 def _is_call_of(marker: core.Primitive, equation: Any) -> bool:
-    """Whether an operation calls a compiled function that holds the marker."""
-    return equation.primitive.name in ("jit", "pjit") and any(
+    """Whether an operation calls a function that holds the marker."""
+    return equation.primitive.name in _CALLED and any(
         inner.primitive is marker or _is_call_of(marker, inner)
-        for inner in equation.params["jaxpr"].jaxpr.eqns
+        for inner in _called(equation).jaxpr.eqns
     )
 
 
+def _called(equation: Any) -> Any:
+    return equation.params[_CALLED[equation.primitive.name]]
+
+
 def _opened(closed: Any, marker: core.Primitive) -> Call:
-    """Returns a traced function with the compiled functions that hold the marker opened."""
+    """Returns a traced function with the functions in it that hold the marker opened."""
     jaxpr = closed.jaxpr
 
     def run(*leaves: Any) -> list[Any]:
@@ -153,7 +161,7 @@ def _opened(closed: Any, marker: core.Primitive) -> Call:
         for equation in jaxpr.eqns:
             inputs = list(dict.fromkeys(_variables(equation.invars)))
             if _is_call_of(marker, equation):
-                inner, given = equation.params["jaxpr"], equation.invars
+                inner, given = _called(equation), equation.invars
             else:
                 part = _part(jaxpr, [equation], inputs, equation.outvars)
                 inner, given = core.ClosedJaxpr(part, []), inputs

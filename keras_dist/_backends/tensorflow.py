@@ -26,6 +26,7 @@ __all__ = [
     "multiply",
     "pin_device",
     "reduce_gradients",
+    "sum_over_ranks",
     "train_step_for_host",
 ]
 
@@ -103,6 +104,21 @@ def reduce_gradients(
                 gradients[i], shapes[i], functools.partial(reduce_slices, names[i])
             )
     return [reduced[i] for i in range(len(gradients))]
+
+
+def sum_over_ranks(tensor: Any, reduce: Callable[[np.ndarray], np.ndarray]) -> Any:
+    """Sums by a host function, in the gradient too. See `Backend.sum_over_ranks`."""
+
+    @tf.custom_gradient
+    def total(local: Any) -> tuple[Any, Callable[[Any], Any]]:
+        return on_host(local), on_host
+
+    def on_host(local: Any) -> Any:
+        result = tf.numpy_function(reduce, [local], local.dtype)
+        result.set_shape(local.shape)
+        return result
+
+    return total(tensor)
 
 
 def add_up_rows(gradients: Sequence[Any]) -> list[Any]:

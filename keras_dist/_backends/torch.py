@@ -22,6 +22,7 @@ __all__ = [
     "multiply",
     "pin_device",
     "reduce_gradients",
+    "sum_over_ranks",
     "train_step_for_host",
 ]
 
@@ -77,6 +78,25 @@ def reduce_gradients(
                 is_coalesced=True,
             )
     return [reduced[i] for i in range(len(gradients))]
+
+
+@torch.compiler.disable
+def sum_over_ranks(tensor: Any, reduce: Callable[[np.ndarray], np.ndarray]) -> Any:
+    """Sums on the host, in the gradient too. See `Backend.sum_over_ranks`."""
+    if tensor.is_meta:  # Keras asks for shapes alone
+        return torch.empty_like(tensor)
+    return _SumOverRanks.apply(tensor, reduce)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: Any, reduce: Any) -> Any:
+        context.reduce = reduce
+        return _to_torch(reduce(_to_numpy(tensor)), tensor)
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        return _to_torch(context.reduce(_to_numpy(gradient)), gradient), None
 
 
 def add_up_rows(gradients: Sequence[Any]) -> list[Any]:

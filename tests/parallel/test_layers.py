@@ -1,0 +1,148 @@
+"""n ranks with SyncBatchNormalization train like one with BatchNormalization on all rows."""
+
+import keras
+import numpy as np
+import pytest
+from training import (
+    CLASSES,
+    FEATURES,
+    agreed,
+    assert_close,
+    compiled,
+    make_data,
+    rows_of_rank,
+    weights_of,
+)
+
+import keras_dist
+from keras_dist import errors
+
+BATCH, STEPS = 4, 3
+BACKEND = keras.backend.backend()
+Sync = keras_dist.layers.SyncBatchNormalization
+Plain = keras.layers.BatchNormalization
+not_on_jax = pytest.mark.skipif(BACKEND == "jax", reason="JAX compiles for a long time")
+
+
+def classifier(normalisation, optimizer=None, **options):
+    """Normalises its inputs, which have no gradient, and what it makes of them."""
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.Input((FEATURES,)),
+        normalisation(),
+        keras.layers.Dense(8, activation="tanh"),
+        normalisation(momentum=0.5),
+        keras.layers.Dense(CLASSES, activation="softmax"),
+    ]
+    return compiled(keras.Sequential(layers), optimizer, **options)
+
+
+def masked(normalisation, optimizer=None):
+    """Normalises sequences whose rows of 0 are masked."""
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.Input((None, FEATURES)),
+        keras.layers.Masking(),
+        normalisation(),
+        keras.layers.Dense(4, activation="tanh"),
+        normalisation(),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(CLASSES, activation="softmax"),
+    ]
+    return compiled(keras.Sequential(layers), optimizer)
+
+
+def train_both(make, x, y, **options):
+    """Trains one process on all rows and the ranks on theirs; returns both models."""
+    plain = make(Plain, keras.optimizers.SGD(0.1))
+    plain.fit(x, y, batch_size=BATCH * keras_dist.size(), shuffle=False, verbose=0)
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = make(Sync, optimizer, **options)
+    for start in range(0, len(x) // keras_dist.size(), BATCH):
+        rows = slice(start, start + BATCH)
+        model.train_on_batch(rows_of_rank(x, BATCH)[rows], rows_of_rank(y, BATCH)[rows])
+    keras_dist.verify_replicas(model)  # moving statistics included, averaged by no callback
+    return model, plain
+
+
+def test_weights_and_statistics_equal_those_of_one_process():
+    x, y = make_data(BATCH * STEPS * keras_dist.size())
+    model, plain = train_both(classifier, x, y)
+    assert_close(weights_of(model), weights_of(plain), relative=1e-5)
+
+
+def test_a_large_mean_takes_no_digits_of_the_variance():
+    x, _ = make_data(BATCH * keras_dist.size())
+    x += np.float32(3000)
+    exact = (x - x.mean(0, dtype="float64")) / np.sqrt(x.var(0, dtype="float64") + 1e-3)
+    found = keras.ops.convert_to_numpy(Sync()(rows_of_rank(x, BATCH), training=True))
+    np.testing.assert_allclose(found, rows_of_rank(exact, BATCH), rtol=0, atol=5e-3)
+
+
+@not_on_jax
+def test_each_step_by_itself_gives_the_same():
+    x, y = make_data(BATCH * keras_dist.size())
+    model, plain = train_both(classifier, x, y, run_eagerly=True)
+    assert_close(weights_of(model), weights_of(plain), relative=1e-5)
+
+
+@not_on_jax
+def test_what_is_masked_does_not_count():
+    samples = BATCH * STEPS * keras_dist.size()
+    rng = np.random.default_rng(0)
+    x = 3 + rng.standard_normal((samples, 5, FEATURES)).astype("float32")
+    for row, length in enumerate(rng.integers(1, 6, samples)):
+        x[row, length:] = 0
+    y = rng.integers(0, CLASSES, samples)
+    model, plain = train_both(masked, x, y)
+    assert_close(weights_of(model), weights_of(plain), relative=1e-5)
+
+
+def test_ranks_count_by_their_samples():
+    size, rank = keras_dist.size(), keras_dist.rank()
+    x = np.random.default_rng(0).standard_normal((size * (size + 1), FEATURES)).astype("float32")
+    firsts = [row * (row + 1) for row in range(size + 1)]  # 2, 4, 6 ... rows
+    layer, plain = Sync(axis=1), Plain(axis=1)
+    expected = keras.ops.convert_to_numpy(plain(x, training=True))
+    mine = slice(firsts[rank], firsts[rank + 1])
+    found = keras.ops.convert_to_numpy(layer(x[mine], training=True))
+    np.testing.assert_allclose(found, expected[mine], rtol=1e-4, atol=1e-5)
+    for value, wanted in zip(layer.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+    assert agreed([value.tobytes() for value in layer.get_weights()])
+
+
+def test_evaluation_asks_no_other_rank():
+    layer = Sync()
+    layer.build((None, FEATURES))
+    if keras_dist.rank() == 0:
+        layer(np.ones((2, FEATURES), "float32"), training=False)
+    layer.trainable = False
+    if keras_dist.rank() == 0:
+        layer(np.ones((2, FEATURES), "float32"), training=True)
+
+
+def test_saved_model_loads(shared_tmp_path):
+    model = classifier(Sync)
+    path = shared_tmp_path / f"{keras_dist.rank()}.keras"
+    model.save(path)
+    loaded = keras.saving.load_model(path)
+    assert isinstance(loaded.layers[0], Sync)
+    assert loaded.layers[2].momentum == 0.5
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="Keras itself refuses it elsewhere")
+def test_synchronized_of_keras_is_told_what_to_do_instead():
+    def synchronized(**options):
+        return Plain(synchronized=True, **options)
+
+    x, y = make_data(BATCH)
+    model = classifier(
+        Plain if keras_dist.size() == 1 else synchronized,
+        keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+    )
+    if keras_dist.size() == 1:
+        model.train_on_batch(x, y)
+        return
+    with pytest.raises(errors.ArgumentError, match=r"keras_dist\.layers\.SyncBatch"):
+        model.train_on_batch(x, y)
