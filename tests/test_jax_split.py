@@ -56,6 +56,15 @@ def inside_a_loop(state, x):
     return jax.lax.fori_loop(0, 3, lambda _, w: double.bind(w)[0], x), state["a"]
 
 
+doubled = jax.custom_vjp(lambda array: double.bind(array)[0])
+doubled.defvjp(lambda a: (doubled(a), None), lambda _, gradient: (doubled(gradient),))
+
+
+def with_a_gradient_of_its_own(state, x):
+    """Differentiates one call of the host and not the other, of data."""
+    return jax.grad(lambda w: (doubled(w["a"]) * doubled(x)[:3, :2]).sum())(state), x
+
+
 def without(state, x):
     return state["a"] + x.sum()
 
@@ -72,6 +81,7 @@ def arguments():
         (inside_jit, 1),
         (nested, 2),
         (of_the_host_alone, 1),
+        (with_a_gradient_of_its_own, 3),
         (inside_a_loop, 0),
         (without, 0),
     ],
