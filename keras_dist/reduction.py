@@ -177,6 +177,8 @@ class GradientReduction:
         groups = self.terms.grouped([variables[position] for position in positions])
         key = (comm, names, tuple(specs), tuple(map(tuple, groups)))
         if key not in self._plans:
+            # Ranks that have been left since give their shared memory back.
+            self._plans = {known: plan for known, plan in self._plans.items() if known[0] is comm}
             nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
             op, prescale, postscale = self.terms.scaling(comm.size)
             self._plans[key] = _engine.FusedAllreduce(

@@ -93,6 +93,9 @@ class SetTable:
             ArgumentTypeError: it is no `ProcessSet`; raised on every rank.
         """
         job = self.job
+        if isinstance(process_set, ProcessSet) and process_set._communicator is not None:
+            # What is queued asks for the set's communicator when it runs.
+            process_set._communicator.finish_queued()
         with job.lock:
             entries = self._share(lambda: check_set(process_set)._entry, operation)
             for rank, entry in enumerate(entries):
@@ -112,7 +115,10 @@ class SetTable:
 
         Collective: every rank of the job.
         """
+        self.job.finish_queued()
         for process_set in self._known:
+            if process_set._communicator is not None:
+                process_set._communicator.finish_queued()
             _release(process_set)
         self._known.clear()
         global_process_set._unbind()

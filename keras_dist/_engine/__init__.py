@@ -11,6 +11,7 @@ from keras_dist._engine.collectives.alltoall import alltoall
 from keras_dist._engine.collectives.barrier import barrier
 from keras_dist._engine.collectives.broadcast import broadcast, broadcast_into
 from keras_dist._engine.collectives.end import at_the_end
+from keras_dist._engine.collectives.meet import telling
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
 from keras_dist._engine.collectives.reducescatter import reducescatter
 from keras_dist._engine.collectives.slices import reduce_slices
@@ -58,4 +59,5 @@ __all__ = [
     "reduce_slices",
     "reducescatter",
     "start_mpi",
+    "telling",
 ]

@@ -41,6 +41,9 @@ class Call:
         prescale: factor for the contributions.
         postscale: factor for the result.
         compression: what numbers look like between nodes.
+        buckets: how the arrays are cut into buckets: for each, the positions of its arrays.
+        bucket: which of them this is about.
+        error: what is wrong with this rank's arguments: it comes to tell the others.
         first: whether it is the first of its kind, before which memory is made for it.
         remedy: what to do when the ranks differ; shown, not compared.
     """
@@ -53,6 +56,9 @@ class Call:
     prescale: float = 1.0
     postscale: float = 1.0
     compression: str = "none"
+    buckets: tuple[tuple[int, ...], ...] = ()
+    bucket: int | None = None
+    error: Exception | None = None
     first: bool = False
     remedy: str = "Call the same operations in the same order on every rank."
 
@@ -62,7 +68,8 @@ class Call:
         arrays = tuple((entry.shape, entry.dtype) for entry in self.entries)
         factors = (self.prescale, self.postscale)
         how = (self.op, self.root, self.key, factors, self.compression)
-        meaning = (self.operation, how, self.first, arrays)
+        cut = (self.buckets, self.bucket, self.first)
+        meaning = (self.operation, how, cut, arrays, str(self.error))
         return hashlib.blake2b(repr(meaning).encode(), digest_size=16).digest()
 
     def __str__(self) -> str:
@@ -117,8 +124,19 @@ def _compare(first: Call, other: Call, standard: str) -> tuple[str, str]:
             f"{len(first.entries)} arrays in {first} {standard}",
             f"{len(other.entries)} arrays in {other}",
         )
+    if first.buckets != other.buckets:
+        return f"{first} in {_say_cut(first)} {standard}", _say_cut(other)
+    if first.bucket != other.bucket:
+        return f"bucket {first.bucket} of {first} {standard}", f"bucket {other.bucket}"
     words = {True: "for the first time", False: "not for the first time"}
     return f"{first} {words[first.first]} {standard}", words[other.first]
+
+
+def _say_cut(call: Call) -> str:
+    """Says how a call's arrays are cut into buckets, at most the first few."""
+    some = ", ".join(str(list(bucket)) for bucket in call.buckets[:4])
+    more = " ..." if len(call.buckets) > 4 else ""
+    return f"{len(call.buckets)} buckets of gradients {some}{more}"
 
 
 def _seen(entry: Entry, expected: Entry) -> str:

@@ -101,9 +101,10 @@ class Communicator:
         self.reduce = reduce
         self.job = job or self
         # One collective at a time: TensorFlow may call from any of its threads.
-        self.lock: Any = threading.RLock()
-        if job is not None and mpi is not None and mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-            self.lock = job.lock  # MPI itself must then be called by one thread at a time
+        # Where MPI itself may be called by one thread at a time, all ranks' lock is that of a set.
+        several = mpi is None or mpi.Query_thread() >= mpi.THREAD_MULTIPLE
+        self._one_at_a_time = self if several else self.job
+        self._lock: Any = threading.RLock()
         self._line: Line | None = None  # takes the lock's place once something is queued
         self._explained = False
         self.rank, self.size = 0, 1
@@ -131,6 +132,11 @@ class Communicator:
             self._join_node(read=reduce == "read")
 
     @property
+    def lock(self) -> Any:
+        """What a collective holds while it runs."""
+        return self._one_at_a_time._lock
+
+    @property
     def is_one_node(self) -> bool:
         """Whether all ranks are on one node."""
         return self.local_size == self.size
@@ -155,16 +161,19 @@ class Communicator:
             work: calls the collective.
             what: what it is called in messages.
         """
+        if self._one_at_a_time is not self:
+            return self._one_at_a_time.queue(work, what)
         if self._line is None:
             with self.lock:  # of two threads that come here one makes the line
                 if self._line is None:
-                    self.lock = self._line = Line(self.lock)
+                    self._lock = self._line = Line(self._lock)
         return self._line.queue(work, what)
 
     def finish_queued(self) -> None:
         """Waits until what is queued has run; logs the errors nobody has asked for."""
-        if self._line is not None:
-            self._line.drain()
+        line = self._one_at_a_time._line
+        if line is not None:
+            line.drain()
 
     def subset(self, ranks: Sequence[int]) -> "Communicator":
         """Makes a communicator of some of these ranks. Collective: those ranks alone; blocks.

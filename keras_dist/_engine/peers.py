@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MAX_PIECES", "can_read_all", "read"]
+__all__ = ["can_read_all", "read"]
 
 MAX_PIECES = 1024  # the kernel's limit (UIO_MAXIOV) on pieces in one call
 
@@ -36,13 +36,20 @@ def read(pid: int, here: np.ndarray, there: np.ndarray, nbytes: int) -> None:
     Args:
         pid: the other process.
         here: uint64 array of shape (pieces, 2): address and length of each piece here.
-        there: the same over there, at most `MAX_PIECES` rows each.
+        there: the same over there.
         nbytes: the sum of the lengths, equal on both sides.
 
     Raises:
         OSError: the kernel refused, or did not copy everything.
     """
-    copied = _readv(pid, here.ctypes.data, len(here), there.ctypes.data, len(there), 0)
+    copied = 0
+    for first in range(0, len(here), MAX_PIECES):
+        near, far = here[first : first + MAX_PIECES], there[first : first + MAX_PIECES]
+        got = _readv(pid, near.ctypes.data, len(near), far.ctypes.data, len(far), 0)
+        if got < 0:
+            copied = got
+            break
+        copied += got
     if copied != nbytes:
         number = ctypes.get_errno() if copied < 0 else 0
         reason = os.strerror(number) if number else f"{copied} of {nbytes} bytes"

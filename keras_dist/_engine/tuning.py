@@ -42,13 +42,14 @@ def best_bucket_nbytes(comm: Communicator) -> tuple[int, str]:
         The size in bytes, equal on all ranks, and how it was found, in words.
     """
     place = f"{platform.node()}, {comm.size} ranks, {comm.cross_size} nodes, {_way(comm)}"
-    known = broadcast_object(comm, _recall().get(place) if comm.rank == 0 else None, root=0)
+    root = comm.ranks[0]
+    known = broadcast_object(comm, _recall().get(place) if comm.rank == 0 else None, root)
     if known is not None:
         return known, "as measured earlier on this machine"
     seconds = {nbytes: _measure(comm, nbytes) for nbytes in CANDIDATES}
     fastest = min(seconds, key=lambda nbytes: seconds[nbytes])
     mine = fastest if seconds[fastest] < CLEARLY * seconds[USUAL] else USUAL
-    chosen = broadcast_object(comm, mine, root=0)
+    chosen = broadcast_object(comm, mine, root)
     if comm.rank == 0:
         _remember(place, chosen)
     times = ", ".join(f"{n >> 20} MiB: {1e3 * s:.1f} ms" for n, s in seconds.items())
@@ -75,7 +76,7 @@ def _measure(comm: Communicator, bucket_nbytes: int) -> float:
 def _way(comm: Communicator) -> str:
     if comm.node is None:
         return library(comm.mpi)
-    return f"{library(comm.mpi)}, shared memory"
+    return f"{library(comm.mpi)}, shared memory ({comm.reduce})"
 
 
 def _file() -> pathlib.Path:

@@ -43,7 +43,9 @@ def allgather(
         ArgumentTypeError: it holds Python objects.
     """
     comm = runtime.communicator(process_set)
-    return _engine.allgather(comm, as_array(value), name or "value", name)
+    with _engine.telling(comm, "allgather"):
+        array = as_array(value)
+    return _engine.allgather(comm, array, name or "value", name)
 
 
 def grouped_allgather(
@@ -68,9 +70,10 @@ def grouped_allgather(
         ArgumentError: a value is a scalar.
         ArgumentTypeError: one holds Python objects.
     """
-    arrays = [as_array(value) for value in values]
-    names = names_of(name, len(arrays))
-    return _engine.grouped_allgather(runtime.communicator(process_set), arrays, names, name)
+    comm = runtime.communicator(process_set)
+    with _engine.telling(comm, "allgather"):
+        arrays = [as_array(value) for value in values]
+    return _engine.grouped_allgather(comm, arrays, names_of(name, len(arrays)), name)
 
 
 def alltoall(
@@ -109,7 +112,9 @@ def alltoall(
     ```
     """
     comm = runtime.communicator(process_set)
-    rows, received = _engine.alltoall(comm, as_array(value), splits, name or "value", name)
+    with _engine.telling(comm, "alltoall"):
+        array = as_array(value)
+    rows, received = _engine.alltoall(comm, array, splits, name or "value", name)
     return rows if splits is None else (rows, received)
 
 
@@ -139,7 +144,9 @@ def broadcast(
         ArgumentError: `root_rank` is not one of the ranks.
     """
     comm = runtime.communicator(process_set)
-    return _engine.broadcast(comm, [as_array(value)], [name or "value"], root_rank, key=name)[0]
+    with _engine.telling(comm, "broadcast"):
+        array = as_array(value)
+    return _engine.broadcast(comm, [array], [name or "value"], root_rank, key=name)[0]
 
 
 def broadcast_(
@@ -165,10 +172,11 @@ def broadcast_(
         ArgumentError: `root_rank` is not one of the ranks, or an array is read-only.
         ArgumentTypeError: one is not a numpy array of numbers.
     """
-    names = names_of(name, len(variables))
-    for variable, label in zip(variables, names, strict=True):
-        check_writeable(variable, label)
-    _engine.broadcast_into(runtime.communicator(process_set), variables, names, root_rank, name)
+    comm, names = runtime.communicator(process_set), names_of(name, len(variables))
+    with _engine.telling(comm, "broadcast_"):
+        for variable, label in zip(variables, names, strict=True):
+            check_writeable(variable, label)
+    _engine.broadcast_into(comm, variables, names, root_rank, name)
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:

@@ -102,11 +102,12 @@ def grouped_allreduce(
         ArgumentTypeError: `op` or a factor is not defined for a dtype.
     """
     comm = runtime.communicator(process_set)
-    arrays = [as_array(value) for value in values]
+    with _engine.telling(comm, "allreduce"):
+        arrays = [as_array(value) for value in values]
+        parsed = _engine.parse_op(op, comm.where())
+        factors = parse_factors(prescale_factor, postscale_factor)
+        compressor = _engine.parse_compression(compression, comm.where())
     names = names_of(name, len(arrays))
-    parsed = _engine.parse_op(op, comm.where())
-    factors = parse_factors(prescale_factor, postscale_factor)
-    compressor = _engine.parse_compression(compression, comm.where())
     if parsed is ReduceOp.ADASUM:
         return _engine.adasum(comm, arrays, names, name, *factors)
     nbytes = runtime.bucket_nbytes(comm)
@@ -177,10 +178,11 @@ def grouped_reducescatter(
         ArgumentTypeError: `op` is not defined for a dtype.
     """
     comm = runtime.communicator(process_set)
-    arrays = [as_array(value) for value in values]
+    with _engine.telling(comm, "reducescatter"):
+        arrays = [as_array(value) for value in values]
+        parsed = _engine.parse_op(op, comm.where())
+        factors = parse_factors(prescale_factor, postscale_factor)
     names = names_of(name, len(arrays))
-    parsed = _engine.parse_op(op, comm.where())
-    factors = parse_factors(prescale_factor, postscale_factor)
     return _engine.reducescatter(comm, arrays, names, parsed, name, *factors)
 
 
@@ -227,6 +229,7 @@ def sparse_allreduce(
     ```
     """
     comm = runtime.communicator(process_set)
-    parsed = _engine.parse_op(op, comm.where())
-    label = name or "values"
-    return _engine.reduce_slices(comm, as_array(values), as_array(indices), parsed, label, name)
+    with _engine.telling(comm, "sparse_allreduce"):
+        parsed = _engine.parse_op(op, comm.where())
+        rows, places = as_array(values), as_array(indices)
+    return _engine.reduce_slices(comm, rows, places, parsed, name or "values", name)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_dist._engine.agreement import Call, Entry
-from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.collectives.meet import meet, telling
 from keras_dist._engine.collectives.rows import check_rows, gather_rows
 from keras_dist._engine.communicator import Communicator
 
@@ -53,8 +53,9 @@ def grouped_allgather(
         ArgumentTypeError: one holds Python objects.
         MismatchError: the other dimensions or the dtypes differ.
     """
-    for name, array in zip(names, arrays, strict=True):
-        check_rows(comm, array, name, "to gather along")
+    with telling(comm, "allgather"):
+        for name, array in zip(names, arrays, strict=True):
+            check_rows(comm, array, name, "to gather along")
     entries = tuple(
         Entry(name, (-1, *array.shape[1:]), str(array.dtype))
         for name, array in zip(names, arrays, strict=True)

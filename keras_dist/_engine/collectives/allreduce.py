@@ -10,7 +10,7 @@ from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.bucket_reduction import BucketReduction, bucket_reduction
 from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives.adasum import adasum
-from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.collectives.meet import meet, telling
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
 from keras_dist._engine.mpi_reduction import SMALL_NBYTES, reduce_through_mpi
@@ -90,8 +90,12 @@ class FusedAllreduce:
             prescale=prescale,
             postscale=postscale,
             compression=compression.name,
+            buckets=tuple(tuple(slot.index for slot in bucket.slots) for bucket in self.buckets),
             remedy=remedy,
         )
+        self._calls = [
+            dataclasses.replace(self.call, bucket=number) for number in range(len(self.buckets))
+        ]
         self._start = dataclasses.replace(self.call, first=True)
         self._shared: dict[int, BucketReduction] | None = None
 
@@ -118,13 +122,13 @@ class FusedAllreduce:
                 self._shared = self._share_memory()
             reduction = self._shared.get(number)
             if reduction is None:
-                meet(self.comm, self.call)
+                meet(self.comm, self._calls[number])
                 flat = bucket.pack(arrays)
                 if self.comm.size > 1:
                     reduce_through_mpi(self.comm.world, flat, self.op, self._wire(number))
             else:
                 reduction.publish(arrays)
-                meet(self.comm, self.call)
+                meet(self.comm, self._calls[number])
                 flat = reduction.reduce(self._across(number))
                 if not self.lend and reduction.is_shared:
                     flat = flat.copy()
@@ -253,17 +257,18 @@ def allreduce(
     with comm.lock:
         fused = comm.plans.get(kind)
         if fused is None:
-            fused = FusedAllreduce(
-                comm,
-                names,
-                specs,
-                op,
-                bucket_nbytes,
-                key=key,
-                prescale=prescale,
-                postscale=postscale,
-                compression=compression,
-            )
+            with telling(comm, "allreduce"):
+                fused = FusedAllreduce(
+                    comm,
+                    names,
+                    specs,
+                    op,
+                    bucket_nbytes,
+                    key=key,
+                    prescale=prescale,
+                    postscale=postscale,
+                    compression=compression,
+                )
         results = fused(arrays)
         # The list changes only after all ranks have agreed, so it is the same on all.
         is_new = comm.plans.pop(kind, None) is None
@@ -275,5 +280,6 @@ def allreduce(
 
 def _forget_oldest(plans: dict[Any, FusedAllreduce]) -> None:
     nbytes = sum(plan.nbytes for plan in plans.values())
-    while len(plans) > KEPT_PLANS or nbytes > KEPT_NBYTES:
+    # Never the newest, whatever its size: it is likely to be used again.
+    while len(plans) > 1 and (len(plans) > KEPT_PLANS or nbytes > KEPT_NBYTES):
         nbytes -= plans.pop(next(iter(plans))).nbytes

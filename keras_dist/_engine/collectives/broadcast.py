@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_dist._engine.agreement import Call, Entry
-from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.collectives.meet import meet, telling
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.transfer import as_bytes, broadcast_bytes
 
@@ -39,7 +39,8 @@ def broadcast(
         ArgumentError: `root` is not one of the ranks.
         MismatchError: the ranks differ.
     """
-    source = comm.place_of_root(root)
+    with telling(comm, operation):
+        source = comm.place_of_root(root)
     entries = _entries(names, arrays)
     with comm.lock:
         meet(comm, Call(operation, entries, root=int(root), key=key, remedy=remedy))
@@ -68,7 +69,8 @@ def broadcast_into(
         ArgumentError: `root` is not one of the ranks.
         MismatchError: the ranks differ.
     """
-    source = comm.place_of_root(root)
+    with telling(comm, "broadcast_"):
+        source = comm.place_of_root(root)
     entries = _entries(names, arrays)
     with comm.lock:
         meet(comm, Call("broadcast_", entries, root=int(root), key=key))

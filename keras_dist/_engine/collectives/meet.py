@@ -1,12 +1,14 @@
 """The start of every collective: all ranks come together and agree on what they do."""
 
+import contextlib
 import pickle
+from collections.abc import Iterator
 
 from keras_dist import errors
 from keras_dist._engine.agreement import Call, difference
 from keras_dist._engine.communicator import Communicator
 
-__all__ = ["meet", "tell_difference"]
+__all__ = ["meet", "tell_difference", "telling"]
 
 
 SAME_STEPS = (
@@ -34,6 +36,25 @@ def meet(comm: Communicator, call: Call) -> None:
         tell_difference(comm, call)
 
 
+@contextlib.contextmanager
+def telling(comm: Communicator, operation: str) -> Iterator[None]:
+    """Raises on every rank what is wrong with the arguments of this one.
+
+    It goes around the checks before a meeting. A rank that finds something wrong comes to the
+    meeting all the same, to say so; or the others would wait, and be one operation behind.
+
+    Args:
+        comm: the ranks.
+        operation: what the call is called in messages.
+    """
+    try:
+        yield
+    except errors.KerasDistError as error:
+        with comm.lock:
+            meet(comm, Call(operation, error=error))
+        raise
+
+
 def tell_difference(comm: Communicator, call: Call) -> None:
     """Finds out in what the calls of the ranks differ.
 
@@ -41,8 +62,12 @@ def tell_difference(comm: Communicator, call: Call) -> None:
 
     Raises:
         MismatchError: says which rank differs, and in what.
+        KerasDistError: what is wrong with the arguments of a rank, see `telling`.
     """
     calls = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(pickle.dumps(call))]
+    wrong = [other.error for other in (call, *calls) if other.error is not None]
+    if wrong:
+        raise wrong[0]
     found = difference(calls, comm.ranks)
     if found is not None:
         rank, expected, received = found

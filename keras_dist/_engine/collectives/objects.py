@@ -5,7 +5,7 @@ from typing import Any
 
 from keras_dist import errors
 from keras_dist._engine.agreement import Call
-from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.collectives.meet import meet, telling
 from keras_dist._engine.communicator import Communicator
 
 __all__ = ["allgather_object", "broadcast_object", "exchange_or_raise"]
@@ -24,7 +24,8 @@ def broadcast_object(comm: Communicator, value: Any, root: int, key: str | None 
         ArgumentError: `root` is not one of the ranks.
         MismatchError: the ranks differ in operation, root or key.
     """
-    source = comm.place_of_root(root)
+    with telling(comm, "broadcast_object"):
+        source = comm.place_of_root(root)
     # Pickled before the ranks meet: an object that cannot be must not leave others waiting.
     payload = pickle.dumps(value) if comm.rank == source else b""
     with comm.lock:

@@ -1,0 +1,115 @@
+"""What one rank does wrong is an error on all of them, and the next operation is a good one."""
+
+import numpy as np
+import pytest
+
+import keras_dist
+from keras_dist import _engine, errors, runtime
+from keras_dist._engine import tuning
+
+DIFFERENT = {
+    "a dtype without that op": lambda odd: keras_dist.allreduce(
+        np.ones(3, bool if odd else "f4"), "Sum"
+    ),
+    "no such op": lambda odd: keras_dist.allreduce(1.0, "largest" if odd else "Sum"),
+    "a factor that is none": lambda odd: keras_dist.allreduce(
+        1.0, prescale_factor="2" if odd else 2.0
+    ),
+    "no such compression": lambda odd: keras_dist.allreduce(
+        1.0, compression="zip" if odd else None
+    ),
+    "rows of different lengths": lambda odd: keras_dist.allgather([[1], [1, 2]] if odd else [[1]]),
+    "a scalar to gather": lambda odd: keras_dist.allgather(1.0 if odd else [1.0]),
+    "no such root": lambda odd: keras_dist.broadcast(1.0, 99 if odd else 0),
+    "no such root of objects": lambda odd: keras_dist.broadcast_object(1, 99 if odd else 0),
+    "an array that is read-only": lambda odd: keras_dist.broadcast_([frozen(odd)]),
+    "a wrong op to scatter": lambda odd: keras_dist.reducescatter(np.ones(8), 3 if odd else "Sum"),
+    "a wrong op of rows": lambda odd: keras_dist.sparse_allreduce(
+        np.ones((1, 2)), [0], "Sum" if not odd else "none"
+    ),
+}
+
+
+def frozen(odd):
+    array = np.zeros(3)
+    array.flags.writeable = not odd
+    return array
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize("who", ["the last rank", "every rank"])
+def test_bad_arguments_of_a_rank_are_an_error_on_every_rank(what, who):
+    odd = who == "every rank" or keras_dist.rank() == keras_dist.size() - 1
+    for _ in range(2):
+        with pytest.raises(errors.KerasDistError) as caught:
+            DIFFERENT[what](odd)
+        kinds = keras_dist.allgather_object(type(caught.value).__name__)
+        assert len(set(kinds)) == 1
+        assert keras_dist.allreduce(1.0, "Sum") == keras_dist.size()
+
+
+def test_plans_that_cut_their_arrays_in_other_ways_are_found():
+    if keras_dist.size() == 1:
+        pytest.skip("one rank cannot differ")
+    comm = runtime.communicator()
+    odd = keras_dist.rank() == keras_dist.size() - 1
+    arrays = [np.full(50_000, number, np.float32) for number in range(4)]
+    specs = [(array.shape, array.dtype) for array in arrays]
+    names = ["a", "b", "c", "d"]
+    for mine, others in ((2**30, 1), (1, 2**30), (300_000, 500_000)):
+        size = mine if odd else others
+        fused = _engine.FusedAllreduce(comm, names, specs, _engine.ReduceOp.SUM, size)
+        with pytest.raises(errors.MismatchError, match="buckets of gradients"):
+            fused(arrays)
+    assert keras_dist.allreduce(1.0, "Sum") == keras_dist.size()
+
+
+def test_more_pieces_than_the_kernel_takes_at_once():
+    comm = runtime.communicator()
+    reading = _engine.Communicator(comm.mpi, None, "read")
+    shapes = [(2**20,)] + [(16,)] * 3000
+    arrays = [np.full(shape, number, np.float32) for number, shape in enumerate(shapes)]
+    names = [str(number) for number in range(len(arrays))]
+    specs = [(array.shape, array.dtype) for array in arrays]
+    fused = _engine.FusedAllreduce(reading, names, specs, _engine.ReduceOp.SUM, 2**30)
+    for number, result in enumerate(fused(arrays)):
+        assert (result == number * keras_dist.size()).all()
+    reading.free()
+
+
+def test_the_plan_of_the_newest_call_is_kept_whatever_its_size(monkeypatch):
+    from keras_dist._engine.collectives import allreduce
+
+    monkeypatch.setattr(allreduce, "KEPT_NBYTES", 1)
+    plans = runtime.communicator().plans
+    keras_dist.allreduce(np.ones(100_000, np.float32))
+    kept = list(plans.values())
+    keras_dist.allreduce(np.ones(100_000, np.float32))
+    assert list(plans.values())[-1] is kept[-1]
+    assert len(kept) == 1 or keras_dist.size() == 1
+
+
+def test_a_set_without_rank_0_measures_as_well(shared_tmp_path, monkeypatch):
+    if keras_dist.size() < 3:
+        pytest.skip("wants 3 ranks")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_tmp_path))
+    monkeypatch.setattr(tuning, "PROBE_NBYTES", 2**12)
+    some = keras_dist.add_process_set(range(1, keras_dist.size()))
+    if some.included():
+        assert _engine.best_bucket_nbytes(runtime.communicator(some))[0] in tuning.CANDIDATES
+    keras_dist.remove_process_set(some)
+
+
+def test_what_is_queued_runs_before_its_set_goes():
+    if keras_dist.size() < 2:
+        pytest.skip("wants 2 ranks")
+    some = keras_dist.add_process_set([0]) if keras_dist.size() == 2 else None
+    some = some or keras_dist.add_process_set([0, 1])
+    handles = []
+    if some.included():
+        values = [np.ones(10_000 * (1 + number % 3)) for number in range(20)]
+        handles = [keras_dist.allreduce_async(v, "Sum", process_set=some) for v in values]
+    members = len(some.ranks)
+    keras_dist.remove_process_set(some)
+    for handle in handles:
+        assert keras_dist.synchronize(handle)[0] == members
