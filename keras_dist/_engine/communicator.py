@@ -111,6 +111,7 @@ class Communicator:
         self.local_rank, self.local_size = 0, 1
         self.cross_rank, self.cross_size = 0, 1
         self.is_homogeneous = True
+        self.nodes: list[list[int]] = []  # the ranks of each node, where all have as many
         self.bucket_nbytes: int | None = None  # what has been measured on these ranks
         self.mismatch: str | None = None  # the text of the last MismatchError
         self.node: Node | None = None
@@ -126,7 +127,14 @@ class Communicator:
         # The ranks of the same local rank, one on each node: they share out a slice.
         self.across = self.world.Split(color=self.local_rank, key=self.rank)
         self.cross_rank, self.cross_size = self.across.Get_rank(), self.across.Get_size()
-        self.is_homogeneous = len(set(self.world.allgather(self.local_size))) == 1
+        places = self.world.allgather((self.local_size, self.cross_rank, self.local_rank))
+        self.is_homogeneous = len({local_size for local_size, _, _ in places}) == 1
+        if self.is_homogeneous:
+            order = sorted(range(self.size), key=lambda rank: places[rank][1:])
+            self.nodes = [
+                order[first : first + self.local_size]
+                for first in range(0, self.size, self.local_size)
+            ]
         # Nodes of different sizes would cut a bucket into different slices.
         if self.local_size > 1 and self.is_homogeneous and reduce != "mpi":
             self._join_node(read=reduce == "read")

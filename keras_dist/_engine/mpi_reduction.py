@@ -9,6 +9,7 @@ Knows MPI's communicators by what they can do.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,12 @@ PIECE_NBYTES = 2**20
 
 
 def reduce_through_mpi(
-    world: Any, flat: np.ndarray, op: ReduceOp, wire: Wire, divisor: int = 1
+    world: Any,
+    flat: np.ndarray,
+    op: ReduceOp,
+    wire: Wire,
+    divisor: int = 1,
+    nodes: Sequence[Sequence[int]] = (),
 ) -> None:
     """Reduces a flat array over ranks, in place. Collective: every rank of `world`; blocks.
 
@@ -37,6 +43,8 @@ def reduce_through_mpi(
         op: the reduction.
         wire: how the numbers travel.
         divisor: what the result is divided by at the end.
+        nodes: the ranks of each node, to be reduced by themselves first: the order in which
+            larger arrays are reduced, so that sizes do not show in the bits. None by default.
     """
     size = world.Get_size()
     width = max(flat.itemsize, wire.dtype.itemsize)
@@ -44,12 +52,12 @@ def reduce_through_mpi(
     if flat.nbytes <= SMALL_NBYTES and flat.size * size <= limit:
         rows = np.empty((size, flat.size), wire.dtype)
         world.Allgather(as_bytes(wire.pack(flat)), as_bytes(rows))
-        _reduce(flat, rows, op, wire, divisor)
+        _reduce(flat, rows, op, wire, divisor, nodes)
         flat[...] = wire.unpack(wire.pack(flat))
         return
     step = max(1, min(PIECE_NBYTES * size // flat.itemsize, limit))
     pieces = [
-        _Piece(world, flat[low : low + step], op, wire, divisor)
+        _Piece(world, flat[low : low + step], op, wire, divisor, nodes)
         for low in range(0, flat.size, step)
     ]
     pieces[0].send()
@@ -64,9 +72,17 @@ def reduce_through_mpi(
 class _Piece:
     """A piece on its way: `send`, `reduce`, `finish`, each collective."""
 
-    def __init__(self, world: Any, part: np.ndarray, op: ReduceOp, wire: Wire, divisor: int):
+    def __init__(
+        self,
+        world: Any,
+        part: np.ndarray,
+        op: ReduceOp,
+        wire: Wire,
+        divisor: int,
+        nodes: Sequence[Sequence[int]],
+    ):
         self._world, self._part = world, part
-        self._op, self._wire, self._divisor = op, wire, divisor
+        self._op, self._wire, self._divisor, self._nodes = op, wire, divisor, nodes
         size, rank = world.Get_size(), world.Get_rank()
         counts = np.diff(np.arange(size + 1) * part.size // size)
         self._mine = int(counts[rank])
@@ -86,7 +102,7 @@ class _Piece:
         """Reduces this rank's slice, once it is here, and sends it to all."""
         wait(self._request)
         total = np.empty(self._mine, self._part.dtype)
-        _reduce(total, self._rows, self._op, self._wire, self._divisor)
+        _reduce(total, self._rows, self._op, self._wire, self._divisor, self._nodes)
         del self._rows
         # The contribution has been sent, so the result may take its place.
         plain = self._wire.is_plain
@@ -102,7 +118,20 @@ class _Piece:
             self._part[...] = self._wire.unpack(self._packed)
 
 
-def _reduce(result: np.ndarray, rows: np.ndarray, op: ReduceOp, wire: Wire, divisor: int) -> None:
-    reduce_into(result, map(wire.unpack, rows), op)
+def _reduce(
+    result: np.ndarray,
+    rows: np.ndarray,
+    op: ReduceOp,
+    wire: Wire,
+    divisor: int,
+    nodes: Sequence[Sequence[int]],
+) -> None:
+    numbers = [wire.unpack(row) for row in rows]
+    if nodes:
+        sums = [np.empty_like(result) for _ in nodes]
+        for total, ranks in zip(sums, nodes, strict=True):
+            reduce_into(total, (numbers[rank] for rank in ranks), op)
+        numbers = sums
+    reduce_into(result, iter(numbers), op)
     if divisor > 1:
         divide(result, divisor)

@@ -123,15 +123,15 @@ def rounded(array, compression):
 
 
 def travelled(rows, compression, divisor):
-    """What becomes of one row a rank: of one a node, where nodes reduce first."""
-    is_large = rows[0].nbytes > bucket_reduction.SMALL_NBYTES
-    if runtime.communicator().node is not None and is_large:
-        nodes = keras_dist.allgather_object(keras_dist.cross_rank())
-        rows = [
-            added([row for row, at in zip(rows, nodes, strict=True) if at == node])
-            for node in sorted(set(nodes))
-        ]
-    total = added([rounded(row, compression) for row in rows])
+    """What becomes of one row a rank: added up by node, and rounded before or after that."""
+    comm = runtime.communicator()
+    first_added = comm.node is not None and rows[0].nbytes > bucket_reduction.SMALL_NBYTES
+    if not first_added:
+        rows = [rounded(row, compression) for row in rows]
+    rows = [added([rows[rank] for rank in ranks]) for ranks in comm.nodes] or rows
+    if first_added:
+        rows = [rounded(row, compression) for row in rows]
+    total = added(rows)
     return rounded(total / total.dtype.type(divisor), compression)
 
 
@@ -140,6 +140,25 @@ def added(rows):
     for row in rows[1:]:
         total += row
     return total
+
+
+@pytest.mark.parametrize("op", ["average", "sum", "product"])
+@pytest.mark.parametrize("way", ["copy", "mpi"])
+def test_sizes_of_buckets_and_the_way_do_not_show_in_the_bits(op, way):
+    """Small buckets go through MPI at once, large ones node by node."""
+    comm = _engine.Communicator(runtime.communicator().mpi, None, way)
+    arrays = [
+        contribution(keras_dist.rank(), count, np.float32) for count in (9_000, 1, 17_000) * 3
+    ]
+    names = [str(number) for number in range(len(arrays))]
+    reduced = [
+        _engine.allreduce(comm, arrays, names, _engine.parse_op(op), nbytes)
+        for nbytes in (1, 50_000, 2**30)
+    ]
+    usual = keras_dist.grouped_allreduce(arrays, op)
+    for number, expected in enumerate(usual):
+        assert {results[number].tobytes() for results in reduced} == {expected.tobytes()}
+    comm.free()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

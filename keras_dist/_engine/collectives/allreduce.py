@@ -125,7 +125,7 @@ class FusedAllreduce:
                 meet(self.comm, self._calls[number])
                 flat = bucket.pack(arrays)
                 if self.comm.size > 1:
-                    reduce_through_mpi(self.comm.world, flat, self.op, self._wire(number))
+                    self._reduce_flat(number, flat)
             else:
                 reduction.publish(arrays)
                 meet(self.comm, self._calls[number])
@@ -182,9 +182,19 @@ class FusedAllreduce:
         Small ones are not worth two steps. Narrow floats and whole numbers must not be
         rounded, or run over, before the division.
         """
+        return self.comm.is_one_node or (reduction.is_shared and self._is_wide_float(number))
+
+    def _is_wide_float(self, number: int) -> bool:
         dtype = self.buckets[number].dtype
-        is_wide_float = dtype.kind in "fc" and dtype.itemsize >= 4
-        return self.comm.is_one_node or (reduction.is_shared and is_wide_float)
+        return dtype.kind in "fc" and dtype.itemsize >= 4
+
+    def _reduce_flat(self, number: int, flat: np.ndarray) -> None:
+        """Reduces a bucket over all ranks at once, in place, in the order of the other way."""
+        by_node = not self.comm.is_one_node and self._is_wide_float(number)
+        nodes = self.comm.nodes if by_node else []
+        op = self._op_on_node() if nodes else self.op
+        divisor = 1 if op is self.op else self.comm.size
+        reduce_through_mpi(self.comm.world, flat, op, self._wire(number), divisor, nodes)
 
     def _op_on_node(self) -> ReduceOp:
         """An average over several nodes is a sum on each; the division comes last."""
