@@ -15,11 +15,11 @@ A script that calls MPI itself while operations are queued needs `MPI_THREAD_MUL
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 from keras_dist import _engine, collectives, errors, runtime
-from keras_dist.process_sets import ProcessSet
 
 __all__ = [
     "Handle",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 Handle = _engine.Handle
-ReduceOp = _engine.ReduceOp
+P = ParamSpec("P")
 
 
 def poll(handle: Handle) -> bool:
@@ -75,245 +75,30 @@ def synchronize(handle: Handle) -> Any:
     return _checked(handle).wait()
 
 
-def allreduce_async(
-    value: Any,
-    op: ReduceOp | str = ReduceOp.AVERAGE,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
-    compression: _engine.Compressor | str | None = None,
-) -> Handle:
-    """Queues `allreduce`.
+def _queued(operation: Callable[P, Any]) -> Callable[P, Handle]:
+    """Returns the form of a collective that queues it."""
+    name, signature = operation.__name__, inspect.signature(operation)
+
+    @functools.wraps(operation)
+    def queue(*args: P.args, **kwargs: P.kwargs) -> Handle:
+        process_set = signature.bind(*args, **kwargs).arguments.get("process_set")
+        work = functools.partial(operation, *args, **kwargs)
+        return runtime.communicator(process_set).queue(work, name)
+
+    queue.__name__ = queue.__qualname__ = f"{name}_async"
+    queue.__module__ = __name__
+    vars(queue)["__signature__"] = signature.replace(return_annotation=Handle)
+    queue.__doc__ = f"""Queues `{name}`.
 
     Collective: every rank, in the same order; does not block.
 
-    Args:
-        value: as for `allreduce`; it must not be changed until the handle is done.
-        op: as for `allreduce`.
-        name: as for `allreduce`.
-        prescale_factor: as for `allreduce`.
-        postscale_factor: as for `allreduce`.
-        process_set: as for `allreduce`; the order is that of the calls on the set. Defaults to
-            `None`.
-        compression: as for `allreduce`.
+    Args: those of `{name}`; arrays and lists among them must not be changed until the handle is
+    done. A `process_set` has an order of its own: that of the calls on the set.
 
     Returns:
-        The handle; `synchronize` gives what `allreduce` returns, or raises its error.
+        The handle; `synchronize` gives what `{name}` returns, or raises its error.
     """
-    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    return _queue(
-        process_set, collectives.allreduce, value, op, name, **factors, compression=compression
-    )
-
-
-def grouped_allreduce_async(
-    values: Sequence[Any],
-    op: ReduceOp | str = ReduceOp.AVERAGE,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
-    compression: _engine.Compressor | str | None = None,
-) -> Handle:
-    """Queues `grouped_allreduce`.
-
-    Collective: every rank, in the same order; does not block.
-
-    Args:
-        values: as for `grouped_allreduce`; neither the list nor what is in it may be changed
-            until the handle is done.
-        op: as for `allreduce`.
-        name: as for `allreduce`.
-        prescale_factor: as for `allreduce`.
-        postscale_factor: as for `allreduce`.
-        process_set: as for `allreduce`; the order is that of the calls on the set. Defaults to
-            `None`.
-        compression: as for `allreduce`.
-
-    Returns:
-        The handle; `synchronize` gives what `grouped_allreduce` returns, or raises its error.
-    """
-    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    call = collectives.grouped_allreduce
-    return _queue(process_set, call, values, op, name, **factors, compression=compression)
-
-
-def reducescatter_async(
-    value: Any,
-    op: ReduceOp | str = ReduceOp.AVERAGE,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
-) -> Handle:
-    """Queues `reducescatter`.
-
-    Collective: every rank, in the same order; does not block.
-
-    Args:
-        value: as for `reducescatter`; it must not be changed until the handle is done.
-        op: as for `reducescatter`.
-        name: as for `reducescatter`.
-        prescale_factor: as for `allreduce`.
-        postscale_factor: as for `allreduce`.
-        process_set: as for `allreduce`; the order is that of the calls on the set. Defaults to
-            `None`.
-
-    Returns:
-        The handle; `synchronize` gives what `reducescatter` returns, or raises its error.
-    """
-    return _queue(
-        process_set, collectives.reducescatter, value, op, name, prescale_factor, postscale_factor
-    )
-
-
-def grouped_reducescatter_async(
-    values: Sequence[Any],
-    op: ReduceOp | str = ReduceOp.AVERAGE,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
-) -> Handle:
-    """Queues `grouped_reducescatter`.
-
-    Collective: every rank, in the same order; does not block.
-
-    Args:
-        values: as for `grouped_reducescatter`; neither the list nor what is in it may be
-            changed until the handle is done.
-        op: as for `reducescatter`.
-        name: as for `reducescatter`.
-        prescale_factor: as for `allreduce`.
-        postscale_factor: as for `allreduce`.
-        process_set: as for `allreduce`; the order is that of the calls on the set. Defaults to
-            `None`.
-
-    Returns:
-        The handle; `synchronize` gives what `grouped_reducescatter` returns, or raises its
-        error.
-    """
-    return _queue(
-        process_set,
-        collectives.grouped_reducescatter,
-        values,
-        op,
-        name,
-        prescale_factor,
-        postscale_factor,
-    )
-
-
-def allgather_async(
-    value: Any, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
-    """Queues `allgather`.
-
-    Collective: every rank, in the same order; does not block.
-
-    Args:
-        value: as for `allgather`; it must not be changed until the handle is done.
-        name: as for `allgather`.
-        process_set: as for `allreduce`; the order is that of the calls on the set. Defaults to
-            `None`.
-
-    Returns:
-        The handle; `synchronize` gives what `allgather` returns, or raises its error.
-    """
-    return _queue(process_set, collectives.allgather, value, name)
-
-
-def grouped_allgather_async(
-    values: Sequence[Any], name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
-    """Queues `grouped_allgather`.
-
-    Collective: every rank, in the same order; does not block.
-
-    Args:
-        values: as for `grouped_allgather`; neither the list nor what is in it may be changed
-            until the handle is done.
-        name: as for `allgather`.
-        process_set: as for `allreduce`; the order is that of the calls on the set. Defaults to
-            `None`.
-
-    Returns:
-        The handle; `synchronize` gives what `grouped_allgather` returns, or raises its error.
-    """
-    return _queue(process_set, collectives.grouped_allgather, values, name)
-
-
-def alltoall_async(
-    value: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
-    """Queues `alltoall`.
-
-    Collective: every rank, in the same order; does not block.
-
-    Args:
-        value: as for `alltoall`; it must not be changed until the handle is done.
-        splits: as for `alltoall`; they must not be changed either.
-        name: as for `alltoall`.
-        process_set: as for `allreduce`; the order is that of the calls on the set. Defaults to
-            `None`.
-
-    Returns:
-        The handle; `synchronize` gives what `alltoall` returns, or raises its error.
-    """
-    return _queue(process_set, collectives.alltoall, value, splits, name)
-
-
-def sparse_allreduce_async(
-    values: Any,
-    indices: Any,
-    op: ReduceOp | str = ReduceOp.AVERAGE,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-) -> Handle:
-    """Queues `sparse_allreduce`.
-
-    Collective: every rank, in the same order; does not block.
-
-    Args:
-        values: as for `sparse_allreduce`; they must not be changed until the handle is done.
-        indices: as for `sparse_allreduce`; they must not be changed either.
-        op: as for `sparse_allreduce`.
-        name: as for `sparse_allreduce`.
-        process_set: as for `allreduce`; the order is that of the calls on the set. Defaults to
-            `None`.
-
-    Returns:
-        The handle; `synchronize` gives what `sparse_allreduce` returns, or raises its error.
-    """
-    return _queue(process_set, collectives.sparse_allreduce, values, indices, op, name)
-
-
-def broadcast_async(
-    value: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
-    """Queues `broadcast`.
-
-    Collective: every rank, in the same order; does not block.
-
-    Args:
-        value: as for `broadcast`; it must not be changed until the handle is done.
-        root_rank: as for `broadcast`.
-        name: as for `broadcast`.
-        process_set: as for `allreduce`; the order is that of the calls on the set. Defaults to
-            `None`.
-
-    Returns:
-        The handle; `synchronize` gives what `broadcast` returns, or raises its error.
-    """
-    return _queue(process_set, collectives.broadcast, value, root_rank, name)
-
-
-def _queue(
-    process_set: ProcessSet | None, operation: Callable[..., Any], *arguments: Any, **options: Any
-) -> Handle:
-    work = functools.partial(operation, *arguments, process_set=process_set, **options)
-    return runtime.communicator(process_set).queue(work, operation.__name__)
+    return queue
 
 
 def _checked(handle: Any) -> Handle:
@@ -327,3 +112,14 @@ def _checked(handle: Any) -> Handle:
             "Results of blocking operations need no synchronize.",
         )
     )
+
+
+allreduce_async = _queued(collectives.allreduce)
+grouped_allreduce_async = _queued(collectives.grouped_allreduce)
+reducescatter_async = _queued(collectives.reducescatter)
+grouped_reducescatter_async = _queued(collectives.grouped_reducescatter)
+allgather_async = _queued(collectives.allgather)
+grouped_allgather_async = _queued(collectives.grouped_allgather)
+alltoall_async = _queued(collectives.alltoall)
+sparse_allreduce_async = _queued(collectives.sparse_allreduce)
+broadcast_async = _queued(collectives.broadcast)

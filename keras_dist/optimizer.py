@@ -95,45 +95,9 @@ def DistributedOptimizer(
     ```
     """
     where = runtime.where()
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise errors.ArgumentTypeError(
-            errors.explain(
-                where,
-                "an instance of a Keras optimizer",
-                f"{optimizer!r} of type {type(optimizer).__name__}",
-                "Pass for example keras.optimizers.SGD(0.01); keras.optimizers.get(...) "
-                "turns a name or a configuration into one.",
-            )
-        )
-    if is_distributed(optimizer) or is_distributed(getattr(optimizer, "inner_optimizer", None)):
-        raise errors.ArgumentError(
-            errors.explain(
-                where,
-                "an optimizer that is not distributed yet",
-                f"a {type(optimizer).__name__} that is",
-                "Wrap it once; wrapped twice it would average twice.",
-            )
-        )
-    parsed = _engine.parse_op(op, where)
-    if parsed not in (_engine.ReduceOp.AVERAGE, _engine.ReduceOp.SUM, _engine.ReduceOp.ADASUM):
-        raise errors.ArgumentError(
-            errors.explain(
-                where,
-                "op to be Average, Sum or Adasum for gradients",
-                parsed.value,
-                "Use Average.",
-            )
-        )
+    _check_optimizer(optimizer, where)
+    parsed = _parse_op(op, average_aggregated_gradients, where)
     adds_up = parsed is _engine.ReduceOp.ADASUM
-    if adds_up and average_aggregated_gradients:
-        raise errors.ArgumentError(
-            errors.explain(
-                where,
-                "op to be Average or Sum where average_aggregated_gradients is set",
-                parsed.value,
-                "Leave average_aggregated_gradients out.",
-            )
-        )
     predivide = parse_predivide(gradient_predivide_factor, parsed, where)
     passes = parse_passes(backward_passes_per_step, where)
     grouped = parse_groups(groups, where)
@@ -188,6 +152,53 @@ def PartialDistributedOptimizer(
     distributed = DistributedOptimizer(optimizer, **options)
     distributed._keras_dist.local_layers = layers
     return distributed
+
+
+def _check_optimizer(optimizer: Any, where: str) -> None:
+    """Checks that something is an optimizer, and not distributed yet."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise errors.ArgumentTypeError(
+            errors.explain(
+                where,
+                "an instance of a Keras optimizer",
+                f"{optimizer!r} of type {type(optimizer).__name__}",
+                "Pass for example keras.optimizers.SGD(0.01); keras.optimizers.get(...) "
+                "turns a name or a configuration into one.",
+            )
+        )
+    if is_distributed(optimizer) or is_distributed(getattr(optimizer, "inner_optimizer", None)):
+        raise errors.ArgumentError(
+            errors.explain(
+                where,
+                "an optimizer that is not distributed yet",
+                f"a {type(optimizer).__name__} that is",
+                "Wrap it once; wrapped twice it would average twice.",
+            )
+        )
+
+
+def _parse_op(op: Any, averages: bool, where: str) -> _engine.ReduceOp:
+    """Returns the op, one that has a meaning for gradients."""
+    parsed = _engine.parse_op(op, where)
+    if parsed not in (_engine.ReduceOp.AVERAGE, _engine.ReduceOp.SUM, _engine.ReduceOp.ADASUM):
+        raise errors.ArgumentError(
+            errors.explain(
+                where,
+                "op to be Average, Sum or Adasum for gradients",
+                parsed.value,
+                "Use Average.",
+            )
+        )
+    if parsed is _engine.ReduceOp.ADASUM and averages:
+        raise errors.ArgumentError(
+            errors.explain(
+                where,
+                "op to be Average or Sum where average_aggregated_gradients is set",
+                parsed.value,
+                "Leave average_aggregated_gradients out.",
+            )
+        )
+    return parsed
 
 
 def _accumulate(optimizer: Any, passes: int, where: str) -> None:

@@ -1,17 +1,15 @@
-"""Who am I: the ranks of this job, this rank's place among them, and its device.
+"""Who am I: the ranks of this job, this rank's place among them.
 
 Holds the communicator of the job and those of its process sets. Whoever asks for a rank or
-runs a collective before `init` was called initialises keras_dist with its defaults. Knows how
-to tell a job that was started wrongly; does not move data.
+runs a collective before `init` was called initialises keras_dist with its defaults. How a job
+is joined is `startup`'s; moves no data.
 """
 
 import logging
-import os
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from keras_dist import _backends, _engine, config, ending, errors, launcher
+from keras_dist import _engine, config, ending, errors, startup
 from keras_dist.process_sets import ProcessSet, as_set, check_list, without_id
 from keras_dist.set_table import SetTable
 
@@ -39,7 +37,6 @@ __all__ = [
 _log = logging.getLogger("keras_dist")
 _sets: SetTable | None = None  # with the communicator of all ranks
 
-ALIKE = ("bucket_nbytes", "reduce", "compression")  # the settings that all ranks must share
 USUAL_BUCKET_NBYTES = 25 * 2**20
 
 
@@ -88,26 +85,16 @@ def init(
         if new := without_id(wanted):
             _sets.add(lambda: check_list(new), "init")
         return
-    alone = config.settings().single_process
-    mpi = None if alone else _engine.load_mpi()
-    if mpi is not None:
-        _check_launcher(mpi)
-        _engine.start_mpi(mpi)
-    if comm is None and not alone:
-        _check_ranks(mpi)
-    members = _as_comm(mpi, comm)
-    if mpi is not None:
-        _check_settings(members or mpi.COMM_WORLD)
-    joined = _engine.Communicator(mpi, members, config.settings().reduce)
+    joined = startup.join_ranks(comm)
     sets = SetTable(joined, comm if _engine.is_communicator(comm) else None)
     try:
         sets.add(lambda: check_list(wanted), "init")
     except errors.KerasDistError:
         sets.free()
         raise
-    _take_device(joined)
+    startup.take_device(joined)
     _sets = sets
-    if mpi is None and not alone:
+    if joined.mpi is None and not config.settings().single_process:
         notify(
             f"keras_dist runs as one process: no MPI library was found "
             f"({_engine.mpi_failure()}). For several ranks install one, for example "
@@ -283,136 +270,3 @@ def _process_sets() -> SetTable:
     if _sets is None:
         raise errors.LaunchError("keras_dist could not be initialised.")
     return _sets
-
-
-def _as_comm(mpi: Any | None, comm: Any) -> Any | None:
-    if comm is None:
-        return None
-    if mpi is not None and isinstance(comm, mpi.Comm):
-        return comm
-    if mpi is not None and isinstance(comm, Sequence) and all(isinstance(r, int) for r in comm):
-        return _subset(mpi, list(comm))
-    raise errors.ArgumentTypeError(
-        errors.explain(
-            "[keras_dist.init]",
-            "comm to be an mpi4py.MPI.Comm or a list of ranks"
-            + ("" if mpi is not None else ", with an MPI library installed"),
-            repr(comm),
-            "Leave it out to use all ranks.",
-        )
-    )
-
-
-def _subset(mpi: Any, ranks: list[int]) -> Any:
-    world = mpi.COMM_WORLD
-    if world.rank not in ranks or not set(ranks) <= set(range(world.size)):
-        raise errors.ArgumentError(
-            errors.explain(
-                f"[rank {world.rank} of {world.size}]",
-                f"comm to list ranks between 0 and {world.size - 1}, this one among them",
-                repr(ranks),
-                "Only the ranks in the list may call init with it.",
-            )
-        )
-    group = world.group.Incl(sorted(set(ranks)))
-    return world.Create_group(group)
-
-
-def _check_launcher(mpi: Any) -> None:
-    """Finds the one wrong pair of launcher and library that MPI itself does not survive."""
-    announced = launcher.announced_size()
-    vendor = mpi.get_vendor()[0]
-    if (
-        announced is not None
-        and announced.variable.startswith("OMPI_")
-        and vendor not in ("Open MPI", "Spectrum MPI")
-        and not mpi.Is_initialized()
-    ):
-        raise _not_together(announced, _engine.library(mpi))
-
-
-def _check_ranks(mpi: Any | None) -> None:
-    announced = launcher.announced_size()
-    seen = 1 if mpi is None else mpi.COMM_WORLD.size
-    if announced is not None and announced.size > seen == 1:
-        found = (
-            f"no MPI library at all ({_engine.mpi_failure()})"
-            if mpi is None
-            else f"1 process, by {_engine.library(mpi)}"
-        )
-        raise _not_together(announced, found)
-    if mpi is not None and seen > 1 and mpi.Query_thread() < mpi.THREAD_SERIALIZED:
-        raise errors.LaunchError(
-            errors.explain(
-                "[keras_dist.init]",
-                "MPI to allow calls from several threads (MPI_THREAD_SERIALIZED or more)",
-                f"thread level {mpi.Query_thread()}",
-                "Do not lower mpi4py.rc.thread_level, and let mpi4py initialise MPI.",
-            )
-        )
-
-
-def _check_settings(comm: Any) -> None:
-    """Makes sure that what decides how data travels is set alike. Collective."""
-    everyone = comm.allgather([(name, getattr(config.settings(), name)) for name in ALIKE])
-    for rank, theirs in enumerate(everyone):
-        for (name, expected), (_, received) in zip(everyone[0], theirs, strict=True):
-            if received != expected:
-                variable = config.PREFIX + name.upper()
-                raise errors.MismatchError(
-                    errors.explain(
-                        f"[rank {rank} of {len(everyone)}]",
-                        f"{variable}={expected} as on rank 0",
-                        repr(received),
-                        "Set it alike on every rank; mpiexec passes variables on with -x "
-                        "(Open MPI) or -genv (MPICH).",
-                    )
-                )
-
-
-def _not_together(announced: launcher.Announcement, found: str) -> errors.LaunchError:
-    mpiexec = os.path.join(os.path.dirname(sys.executable), "mpiexec")
-    hint = f" (it may be {mpiexec})" if os.path.exists(mpiexec) else ""
-    return errors.LaunchError(
-        errors.explain(
-            "[keras_dist.init]",
-            f"{announced.size} ranks or more, as {announced.launcher} says ({announced.variable})",
-            found,
-            "The launcher and the MPI library of mpi4py do not belong together. Start the "
-            f"job with the mpiexec of that library{hint}, or install the library that "
-            "belongs to the launcher. To run one process on purpose set "
-            "KERAS_DIST_SINGLE_PROCESS=1.",
-        )
-    )
-
-
-def _take_device(comm: _engine.Communicator) -> None:
-    backend = _backends.active()
-    settings = config.settings()
-    if settings.pin_device:
-        trouble = backend.pin_device(comm.local_rank, comm.local_size)
-        if trouble is not None:
-            _log.warning("%s %s", comm.where(), trouble)
-    if comm.size > 1 or settings.threads:
-        # The size that was put into the environment at import was a guess, and no choice.
-        backend.limit_threads(
-            settings.threads or _cores_of_this_rank(comm),
-            override=settings.threads > 0 or launcher.has_sized_threads(),
-        )
-
-
-def _cores_of_this_rank(comm: _engine.Communicator) -> int:
-    """Returns this rank's share of the cores it may run on, at least 1.
-
-    A core that several ranks of the node may use counts for each of them by its share, so
-    bound and unbound ranks are both right.
-    """
-    if not hasattr(os, "sched_getaffinity"):
-        return max(1, (os.cpu_count() or 1) // comm.local_size)
-    mine = os.sched_getaffinity(0)
-    places = _engine.allgather_object(comm, (os.uname().nodename, mine))
-    share = sum(
-        1 / sum(node == os.uname().nodename and core in cores for node, cores in places)
-        for core in mine
-    )
-    return max(1, int(share + 1e-6))

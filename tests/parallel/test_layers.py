@@ -120,6 +120,8 @@ def test_evaluation_asks_no_other_rank():
     layer.trainable = False
     if keras_dist.rank() == 0:
         layer(np.ones((2, FEATURES), "float32"), training=True)
+    # A rank that had asked would be one meeting ahead.
+    assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
 
 
 def test_saved_model_loads(shared_tmp_path):

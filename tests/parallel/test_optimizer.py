@@ -121,7 +121,9 @@ def test_a_model_goes_on_after_shutdown_and_init():
         model.fit(x, y, verbose=0, callbacks=keras_dist.callbacks())
         keras_dist.verify_replicas(model)
         keras_dist.shutdown()
+        assert not keras_dist.is_initialized()
         keras_dist.init()
+        assert agreed([weight.tobytes() for weight in weights_of(model)])
 
 
 def test_jit_compile_stays_set_for_evaluate_and_predict():
