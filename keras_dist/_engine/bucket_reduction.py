@@ -23,7 +23,7 @@ from keras_dist._engine.reduce import ReduceOp, reduce_into
 from keras_dist._engine.shared import Segment
 from keras_dist._engine.ways import Copying, Reading
 
-__all__ = ["BucketReduction", "bucket_reduction"]
+__all__ = ["BucketReduction", "Finish", "bucket_reduction"]
 
 SMALL_NBYTES = 128 * 1024  # up to here every rank reduces everything: one meeting, not two
 READ_NBYTES = 4 * 2**20  # from here on a bucket may be read where it lies
@@ -32,6 +32,10 @@ WHOLE_NBYTES = 32 * 1024  # a part of an array of this size or more is a chunk o
 RESULTS = 3
 DONE = b"slices are ready"  # 16 bytes, as a digest
 FAILED = b"a slice is not.."
+
+# What is left to do over the nodes, in place, with this rank's slice before the others of the
+# node see it; told whether the slice is there, it says whether it is so on all nodes.
+Finish = Callable[[np.ndarray, bool], bool]
 
 
 class BucketReduction(Protocol):
@@ -42,6 +46,7 @@ class BucketReduction(Protocol):
 
     nbytes: int  # of shared memory, for all ranks together
     is_shared: bool  # whether the result lies in memory that all ranks share
+    reads: bool  # whether ranks read each other's memory, which may fail
 
     def settle(self, segment: Segment, offset: int) -> None:
         """Takes its place in a segment, `offset` bytes from its start."""
@@ -49,18 +54,17 @@ class BucketReduction(Protocol):
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
         """Makes this rank's arrays visible to the others, before the ranks meet."""
 
-    def reduce(self, finish: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
+    def reduce(self, finish: Finish | None = None) -> np.ndarray:
         """Reduces, after the ranks have met. Collective: every rank of the node.
 
         Args:
-            finish: what is left to do, in place, with this rank's slice of the result
-                before the others see it. Defaults to nothing.
+            finish: what is left to do over the nodes. Defaults to nothing.
 
         Returns:
             The fused result; when `is_shared`, it holds until the second call from here.
 
         Raises:
-            OSError: another rank's memory could not be read; raised on every rank.
+            OSError: a rank's memory could not be read; raised on every rank of all nodes.
         """
 
 
@@ -75,6 +79,7 @@ class _Whole:
     """Every rank reduces everything; two sets of rows, used in turn, as one meeting is saved."""
 
     is_shared = False
+    reads = False
 
     def __init__(self, node: Node, bucket: Bucket, op: ReduceOp):
         self._node, self._bucket, self._op = node, bucket, op
@@ -93,7 +98,7 @@ class _Whole:
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
         self._bucket.pack_into(self._rows[self._turn ^ 1][self._node.rank], arrays)
 
-    def reduce(self, finish: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
+    def reduce(self, finish: Finish | None = None) -> np.ndarray:
         # Only now, when all have come for the same call: the turns of the ranks stay equal.
         self._turn ^= 1
         result = np.empty(self._bucket.count, self._bucket.dtype)
@@ -113,9 +118,9 @@ class _Sliced:
         self._chunks = _chunks(bucket, self._mine)
         self._stride = aligned(bucket.nbytes)
         self._turn = 0
-        read = node.may_read and bucket.nbytes >= READ_NBYTES
+        self.reads = node.may_read and bucket.nbytes >= READ_NBYTES
         scratch = node.scratch(3 * CHUNK_NBYTES).view(bucket.dtype)
-        way = Reading if read else Copying
+        way = Reading if self.reads else Copying
         self._way = way(node, bucket, bounds, scratch.reshape(3, -1))
         self.nbytes = RESULTS * self._stride + aligned(self._way.nbytes)
 
@@ -129,7 +134,7 @@ class _Sliced:
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
         self._way.publish(arrays, self._next_turn())
 
-    def reduce(self, finish: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
+    def reduce(self, finish: Finish | None = None) -> np.ndarray:
         # Only now, when all have come for the same call: the turns of the ranks stay equal.
         self._turn = self._next_turn()
         result = self._results[self._turn]
@@ -138,16 +143,18 @@ class _Sliced:
             for chunk in self._chunks:
                 parts = self._way.parts(chunk, self._turn)
                 reduce_into(result[chunk.low : chunk.high], parts, self._op)
-            if finish is not None:
-                finish(result[self._mine])
         except OSError as error:
             trouble = error
-        together = self._node.meet(DONE if trouble is None else FAILED)
+        # A rank that has no slice comes all the same: others wait for it, on all nodes.
+        whole = trouble is None
+        if finish is not None:
+            whole = finish(result[self._mine], whole)
+        together = self._node.meet(DONE if whole else FAILED)
         self._way.forget()
         if trouble is not None:
             raise trouble
-        if not together:
-            raise OSError("another rank of this node could not read its peers' memory")
+        if not (whole and together):
+            raise OSError("another rank could not read the memory of the ranks of its node")
         return result
 
     def _next_turn(self) -> int:

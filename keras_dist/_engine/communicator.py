@@ -227,7 +227,9 @@ class Communicator:
     def _join_node(self, read: bool) -> None:
         node, trouble = join_node(self.local_rank, self.local_size, self._local.allgather, read)
         trouble = self.first_trouble(trouble)
-        if trouble is None:
+        if trouble is None and node is not None:
+            # Or a rank would ask whether its partners on other nodes could read, and they not.
+            node.may_read = all(self.world.allgather(node.may_read))
             self.node = node
         else:
             self.explain_no_shared_memory(trouble)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist._engine.agreement import Call, Entry
-from keras_dist._engine.bucket_reduction import BucketReduction, bucket_reduction
+from keras_dist._engine.bucket_reduction import BucketReduction, Finish, bucket_reduction
 from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives.adasum import adasum
 from keras_dist._engine.collectives.meet import meet, telling
@@ -129,7 +129,7 @@ class FusedAllreduce:
             else:
                 reduction.publish(arrays)
                 meet(self.comm, self._calls[number])
-                flat = reduction.reduce(self._across(number))
+                flat = reduction.reduce(self._across(number, reduction.reads))
                 if not self.lend and reduction.is_shared:
                     flat = flat.copy()
         return bucket.unpack(scaled(flat, self.call.postscale))
@@ -201,14 +201,27 @@ class FusedAllreduce:
         whole = self.comm.is_one_node or self.op is not ReduceOp.AVERAGE
         return self.op if whole else ReduceOp.SUM
 
-    def _across(self, number: int) -> Callable[[np.ndarray], None] | None:
-        """Returns what reduces, in place, this rank's slice of a bucket over all nodes."""
+    def _across(self, number: int, may_fail: bool) -> Finish | None:
+        """Returns what reduces, in place, this rank's slice of a bucket over all nodes.
+
+        Args:
+            number: which of the buckets.
+            may_fail: whether a rank may come without a slice. Then nothing is reduced.
+        """
         if self.comm.is_one_node:
             return None
         op = self._op_on_node()
         divisor = 1 if op is self.op else self.comm.size
         wire = self._wire(number)
-        return lambda part: reduce_through_mpi(self.comm.across, part, op, wire, divisor)
+        across = self.comm.across
+
+        def finish(part: np.ndarray, is_there: bool) -> bool:
+            if may_fail and not all(across.allgather(is_there)):
+                return False
+            reduce_through_mpi(across, part, op, wire, divisor)
+            return True
+
+        return finish
 
     def _wire(self, number: int) -> Wire:
         """Returns how a bucket travels between nodes.
