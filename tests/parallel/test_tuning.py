@@ -20,7 +20,7 @@ def test_it_is_measured_once_and_equal_on_all_ranks(cache):
     comm = runtime.communicator()
     chosen, how = _engine.best_bucket_nbytes(comm)
     assert chosen in tuning.CANDIDATES
-    assert "measured for" in how
+    assert "measured on steps" in how
     assert len(set(keras_dist.allgather_object(chosen))) == 1
     assert _engine.best_bucket_nbytes(comm) == (chosen, "as measured earlier on this machine")
     keras_dist.barrier()
@@ -36,7 +36,7 @@ def test_a_file_that_cannot_be_read_is_measured_over(cache, text):
         cache.write_text(text)
     keras_dist.barrier()
     _, how = _engine.best_bucket_nbytes(runtime.communicator())
-    assert "measured for" in how
+    assert "measured on steps" in how
 
 
 def test_few_gradients_are_not_worth_measuring(monkeypatch):
