@@ -154,7 +154,7 @@ class GradientReduction:
             lambda those: backend.reduce_gradients(
                 those,
                 [_name(variable) for variable in of],
-                [tuple(variable.shape) for variable in of],
+                of,
                 functools.partial(self._plan, comm, of),
                 functools.partial(self._reduce_slices, comm),
                 when,

@@ -38,7 +38,7 @@ class Backend(Protocol):
         self,
         gradients: Sequence[Any],
         names: Sequence[str],
-        shapes: Sequence[tuple[int, ...]],
+        variables: Sequence[Any],
         plan: Callable[[Sequence[int], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
         reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
         when: Any = None,
@@ -48,10 +48,11 @@ class Backend(Protocol):
         Args:
             gradients: the framework's tensors; none of them `None`.
             names: their variables' names, for messages.
-            shapes: their variables' shapes.
+            variables: the Keras variables that they are of.
             plan: takes the positions, in `gradients`, of the dense ones in the order in
-                which they are ready, and their (shape, dtype) pairs; gives an object with
-                `buckets` and `bound_to(number)`, a numpy function.
+                which they are ready, and their (shape, dtype) pairs; gives a numpy function
+                of them all with `buckets`, `bound_to(number)`, a numpy function of one, and
+                `queue_bucket(number, arrays)`, which does not wait for it.
             reduce_slices: takes name, values and indices of a sparse gradient, gives
                 values and indices; a numpy function.
             when: whether to reduce in this step, equal on all ranks, where that is known

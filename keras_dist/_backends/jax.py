@@ -55,7 +55,7 @@ def limit_threads(count: int, override: bool) -> None:
 def reduce_gradients(
     gradients: Sequence[Any],
     names: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
+    variables: Sequence[Any],
     plan: Callable[[Sequence[int], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
     reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
     when: Any = None,

@@ -71,7 +71,7 @@ def limit_threads(count: int, override: bool) -> None:
 def reduce_gradients(
     gradients: Sequence[Any],
     names: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
+    variables: Sequence[Any],
     plan: Callable[[Sequence[int], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
     reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
     when: Any = None,
@@ -82,6 +82,7 @@ def reduce_gradients(
     ready first, so its bucket need not wait for the others.
     """
     reduced: dict[int, Any] = {}
+    shapes = [tuple(variable.shape) for variable in variables]
     backwards = range(len(gradients) - 1, -1, -1)
     dense = [i for i in backwards if not isinstance(gradients[i], tf.IndexedSlices)]
     if dense:

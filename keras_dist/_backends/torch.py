@@ -4,14 +4,16 @@
 """
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from keras_dist import errors
+from keras_dist._backends.torch_overlap import in_train_step, reduce_dense
 
 __all__ = [
     "add_up_rows",
@@ -48,7 +50,7 @@ def limit_threads(count: int, override: bool) -> None:
 def reduce_gradients(
     gradients: Sequence[Any],
     names: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
+    variables: Sequence[Any],
     plan: Callable[[Sequence[int], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
     reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
     when: Any = None,
@@ -61,9 +63,10 @@ def reduce_gradients(
     backwards = range(len(gradients) - 1, -1, -1)
     dense = [i for i in backwards if not gradients[i].is_sparse]
     if dense:
-        arrays = [_to_numpy(gradients[i]) for i in dense]
-        fused = plan(dense, [(a.shape, a.dtype) for a in arrays])
-        for i, array in zip(dense, fused(arrays), strict=True):
+        fused = plan(dense, [(tuple(gradients[i].shape), _dtype(gradients[i])) for i in dense])
+        parameters = [variables[i].value for i in dense]
+        results = reduce_dense(fused, parameters, [gradients[i] for i in dense], _to_numpy)
+        for i, array in zip(dense, results, strict=True):
             reduced[i] = _to_torch(array, gradients[i])
     for i in backwards:
         if i not in reduced:
@@ -133,9 +136,18 @@ def check_model(model: Any) -> None:
         )
 
 
-def train_step_for_host(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Does nothing: a step of torch may call the host. See `Backend.train_step_for_host`."""
-    return contextlib.nullcontext()
+@contextlib.contextmanager
+def train_step_for_host(model: Any) -> Iterator[None]:
+    """Lets the step reduce on the way. See `Backend.train_step_for_host`."""
+    before = model.train_function
+    yield
+    made = model.train_function
+    if made is not before:
+        model.train_function = functools.wraps(made)(in_train_step()(made))
+
+
+def _dtype(tensor: torch.Tensor) -> np.dtype:
+    return _to_numpy(torch.empty(0, dtype=tensor.dtype)).dtype
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -163,3 +163,74 @@ def test_a_model_that_torch_distributes_is_refused(shared_tmp_path):
             model.fit(*make_data(8), verbose=0)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def queued(monkeypatch):
+    """Counts the buckets that are queued; each gradient has one of its own."""
+    from keras_dist import runtime
+    from keras_dist._engine import FusedAllreduce
+
+    counted = []
+    queue = FusedAllreduce.queue_bucket
+
+    def counting(self, number, arrays):
+        counted.append(number)
+        return queue(self, number, arrays)
+
+    monkeypatch.setattr(FusedAllreduce, "queue_bucket", counting)
+    monkeypatch.setattr(runtime, "bucket_nbytes", lambda *_: 1)
+    return counted
+
+
+@on_torch
+def test_gradients_are_reduced_while_others_are_computed(queued):
+    if keras_dist.size() == 1:
+        pytest.skip("one rank reduces nothing")
+    expected, x, y = expected_and_rows(keras.optimizers.Adam(0.01))
+    model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    assert_close(weights_of(model), expected)
+    # The first step makes the plan; in the others four gradients come, the last one first.
+    assert queued == [0, 1, 2, 3] * (STEPS - 1)
+    if keras_dist.rank() == 0:  # a backward pass of one's own starts nothing
+        model(x).sum().backward()
+    assert len(queued) == 4 * (STEPS - 1)
+
+
+@on_torch
+@pytest.mark.parametrize("what", ["two passes", "a change"])
+def test_gradients_that_are_not_those_that_came_are_reduced_anew(queued, what):
+    import torch
+
+    class Custom(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            self.zero_grad()
+            for _ in range(2 if what == "two passes" else 1):
+                self.compute_loss(x, y, self(x, training=True)).backward()
+            with torch.no_grad():
+                weights = self.trainable_weights
+                for weight in weights[:1] if what == "a change" else ():
+                    weight.value.grad.mul_(2)
+                self.optimizer.apply([w.value.grad for w in weights], weights)
+            return {}
+
+    def train(optimizer, x, y, batch):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((x.shape[1],))
+        model = Custom(inputs, keras.layers.Dense(3)(inputs))
+        model.compile(optimizer=optimizer, loss="mse")
+        model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+        return weights_of(model)
+
+    x, _ = make_data(BATCH * STEPS * keras_dist.size())
+    y = x[:, :3]
+    expected = train(keras.optimizers.SGD(0.1), x, y, BATCH * keras_dist.size())
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    mine = [rows_of_rank(array, BATCH) for array in (x, y)]
+    weights = train(optimizer, *mine, BATCH)
+    assert_close(weights, expected)
+    assert len({w.tobytes() for w in keras_dist.allgather_object(weights[0])}) == 1
+    # Once they were started in vain; then no more.
+    assert len(queued) == (2 if keras_dist.size() > 1 else 0)

@@ -1,6 +1,7 @@
 """allreduce: one value from the contributions of all ranks, the same bits on each."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from keras_dist._engine.collectives.adasum import adasum
 from keras_dist._engine.collectives.meet import meet, telling
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
+from keras_dist._engine.line import Handle
 from keras_dist._engine.mpi_reduction import SMALL_NBYTES, reduce_through_mpi
 from keras_dist._engine.reduce import ReduceOp, check_dtype, check_factors, scaled
 
@@ -146,6 +148,14 @@ class FusedAllreduce:
     def bound_to(self, number: int) -> Callable[..., list[np.ndarray]]:
         """Returns `reduce_bucket` for one bucket, taking the arrays as its arguments."""
         return lambda *arrays: self.reduce_bucket(number, arrays)
+
+    def queue_bucket(self, number: int, arrays: Sequence[np.ndarray]) -> Handle:
+        """Queues `reduce_bucket`. Collective, as the operation itself; does not block.
+
+        The arrays must stay as they are until the handle has ended.
+        """
+        work = functools.partial(self.reduce_bucket, number, arrays)
+        return self.comm.queue(work, self.call.operation)
 
     @property
     def nbytes(self) -> int:

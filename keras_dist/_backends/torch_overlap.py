@@ -1,0 +1,163 @@
+"""torch: reducing gradients while backpropagation goes on. Knows no MPI and no Keras.
+
+A hook on every parameter is told when its gradient is there. Once all gradients of a bucket are,
+the bucket is queued, in the order of the buckets, and a thread of the engine reduces it where
+it lies. The hooks act only within a train step, which all ranks make alike: a backward pass that
+a script makes by itself, perhaps on one rank only, starts nothing.
+"""
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["in_train_step", "reduce_dense"]
+
+_step = threading.local()
+# By parameter: what starts the reduction of its gradient, or has ceased to.
+_overlaps: Any = WeakTensorKeyDictionary()
+
+ToNumpy = Callable[[torch.Tensor], np.ndarray]
+
+
+@contextlib.contextmanager
+def in_train_step() -> Iterator[None]:
+    """Returns a context in which backward passes are those of a train step."""
+    before, _step.is_on = _is_in_step(), True
+    try:
+        yield
+    finally:
+        _step.is_on = before
+
+
+def reduce_dense(
+    fused: Any,
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    to_numpy: ToNumpy,
+) -> list[np.ndarray]:
+    """Reduces dense gradients, or takes the results where that was done on the way.
+
+    Args:
+        fused: the plan, see `Backend.reduce_gradients`.
+        parameters: what the gradients are of, in the order of the plan.
+        gradients: this rank's gradients.
+        to_numpy: gives a tensor as a host array.
+
+    Returns:
+        The reduced arrays, in the order given.
+    """
+    known = {id(one): one for p in parameters if (one := _overlaps.get(p)) and one.is_alive()}
+    for overlap in known.values():
+        reduced = overlap.take(gradients) if overlap.is_for(fused) else None
+        if reduced is not None:
+            return reduced
+        # A plan of other gradients, or these have changed since they came: a step is more here
+        # than one backward pass and one update, so nothing is started on the way any more.
+        overlap.stop()
+    results: list[np.ndarray] = fused([to_numpy(gradient) for gradient in gradients])
+    if not known and _is_in_step() and _are_gradients_of(parameters, gradients):
+        overlap = _Overlap(fused, parameters, to_numpy)
+        _overlaps.update((parameter, overlap) for parameter in parameters)
+    return results
+
+
+class _Overlap:
+    """Starts the reduction of a plan's buckets as the gradients of some parameters come.
+
+    Args:
+        fused: the plan.
+        parameters: leaves of the graph of gradients, in the order of the plan.
+        to_numpy: gives a tensor as a host array.
+    """
+
+    def __init__(self, fused: Any, parameters: Sequence[torch.Tensor], to_numpy: ToNumpy):
+        self._fused = weakref.ref(fused)  # a plan among ranks that have been left may go
+        self._to_numpy = to_numpy
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._come, place))
+            for place, parameter in enumerate(parameters)
+        ]
+        self._begin()
+
+    def is_alive(self) -> bool:
+        """Tells whether its plan is still there."""
+        return self._fused() is not None
+
+    def is_for(self, fused: Any) -> bool:
+        """Tells whether it starts the buckets of a plan."""
+        return bool(self._hooks) and self._fused() is fused
+
+    def stop(self) -> None:
+        """Starts no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._begin()
+
+    def take(self, gradients: Sequence[torch.Tensor]) -> list[np.ndarray] | None:
+        """Waits for the results; `None` where these gradients are not what was reduced."""
+        handles, marks = self._handles, self._marks
+        self._begin()
+        fused: Any = self._fused()
+        if len(handles) < len(fused.buckets) or marks != {
+            place: _mark(gradient) for place, gradient in enumerate(gradients)
+        }:
+            return None
+        reduced: dict[int, np.ndarray] = {}
+        for bucket, handle in zip(fused.buckets, handles, strict=True):
+            indices = [slot.index for slot in bucket.slots]
+            reduced.update(zip(indices, handle.wait(), strict=True))
+        return [reduced[place] for place in range(len(gradients))]
+
+    def _begin(self) -> None:
+        self._arrays: dict[int, np.ndarray] = {}  # that have come and are not queued
+        self._marks: dict[int, Any] = {}
+        self._handles: list[Any] = []
+
+    def _come(self, place: int, parameter: torch.Tensor) -> None:
+        """Takes note of a gradient that is there, and queues the buckets that it completes."""
+        fused = self._fused()
+        gradient = parameter.grad
+        if fused is None or gradient is None or not _is_in_step():
+            return
+        if place in self._marks:
+            # The second one since the last update. What was queued runs, and is for nobody.
+            self.stop()
+            return
+        self._marks[place] = _mark(gradient)
+        self._arrays[place] = self._to_numpy(gradient)
+        for number in range(len(self._handles), len(fused.buckets)):
+            members = [slot.index for slot in fused.buckets[number].slots]
+            if not all(member in self._arrays for member in members):
+                return
+            arrays = [self._arrays.pop(member) for member in members]
+            self._handles.append(fused.queue_bucket(number, arrays))
+
+
+def _is_in_step() -> bool:
+    return getattr(_step, "is_on", False)
+
+
+def _mark(gradient: torch.Tensor) -> Any:
+    """Returns what changes when a gradient is another one or has been written to."""
+    return gradient.data_ptr(), gradient._version, gradient.shape
+
+
+def _are_gradients_of(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> bool:
+    """Tells whether gradients are those that backpropagation left, in memory of the host."""
+    return all(
+        parameter.is_leaf
+        and parameter.grad is not None
+        and parameter.device.type == "cpu"
+        and _mark(parameter.grad) == _mark(gradient)
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    )
