@@ -1,6 +1,8 @@
 """Training that was interrupted goes on, on all ranks, from what the root has written."""
 
 import functools
+import itertools
+import json
 import pathlib
 import shutil
 import warnings
@@ -10,14 +12,25 @@ import h5py
 import keras
 
 from keras_dist import errors, runtime
-from keras_dist.callbacks.checkpoint import write_beside
+from keras_dist.callbacks.files import NEEDS_ROOM, write_beside
 from keras_dist.callbacks.root import on_root
-from keras_dist.replicas import broadcast_state, random_states, separate_seeds
+from keras_dist.replicas import (
+    broadcast_state,
+    random_states,
+    separate_seeds,
+    state,
+    variable_name,
+)
 
 __all__ = ["BackupAndRestore"]
 
 # What Keras does not write with weights and optimizer, as attributes of its file.
 EPOCH, SEED = "keras_dist_epoch", "keras_dist_seed"
+# The names and shapes of what is in the file. Keras takes from it what its model has, in silence
+# where there is more, and only warns where an optimizer's state does not fit.
+VARIABLES = "keras_dist_variables"
+
+ANEW = "Remove it to begin anew."
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -58,7 +71,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Gives all ranks what the root finds in the directory, if anything."""
-        epoch = self._on_root(self._restore, "to restore the backup in", "Remove it to begin anew.")
+        epoch = self._on_root(self._restore, "to restore the backup in", ANEW)
         # Of an earlier fit of this model it would count again.
         self.model._initial_epoch = epoch
         if epoch is not None:
@@ -75,11 +88,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             )
 
     def _save_model(self) -> None:
-        self._on_root(
-            self._write,
-            "to write a backup into",
-            "Choose a place that the root can write to and that has room.",
-        )
+        self._on_root(self._write, "to write a backup into", NEEDS_ROOM)
 
     def _on_root(self, work: Any, what: str, remedy: str) -> Any:
         expected = f"{what} {self.backup_dir}"
@@ -94,6 +103,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self.model.save_weights(path)
             with h5py.File(path, "r+") as file:
                 file.attrs[EPOCH] = self._current_epoch
+                file[VARIABLES] = json.dumps(_describe(self.model))
                 for number, variable in enumerate(random_states(self.model)):
                     file.attrs[f"{SEED}_{number}"] = keras.ops.convert_to_numpy(variable)
 
@@ -105,9 +115,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         for path in found:
             try:
                 return self._load(path)
+            except errors.CheckpointError:
+                raise
             except Exception as error:  # whatever is wrong with a file, there may be another
                 if path == found[-1]:
-                    raise
+                    expected = f"to restore the backup {path}"
+                    received = f"{type(error).__name__}: {error}"
+                    text = errors.explain(runtime.where(), expected, received, ANEW)
+                    raise errors.CheckpointError(text) from error
                 warnings.warn(f"{path} cannot be read: {error}", RuntimeWarning, stacklevel=2)
         return None
 
@@ -117,6 +132,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         optimizer = self.model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
+        with h5py.File(path) as file:
+            if VARIABLES in file:
+                self._check(json.loads(file[VARIABLES][()]), path)
         with warnings.catch_warnings():
             # Keras only warns that it skips an optimizer or a layer of another shape.
             warnings.simplefilter("error", UserWarning)
@@ -125,3 +143,30 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             for number, variable in enumerate(random_states(self.model)):
                 variable.assign(file.attrs[f"{SEED}_{number}"])
             return int(file.attrs[EPOCH])
+
+    def _check(self, written: list[tuple[str, list[int]]], path: pathlib.Path) -> None:
+        """Checks that a file was written by a model and an optimizer such as these.
+
+        Raises:
+            CheckpointError: by others.
+        """
+        mine = _describe(self.model)
+        pairs = itertools.zip_longest(mine, written, fillvalue=("none", None))
+        different = next((pair for pair in pairs if pair[0][1] != pair[1][1]), None)
+        if different is None:
+            return
+        (expected, shape), (received, other) = different
+        raise errors.CheckpointError(
+            errors.explain(
+                runtime.where(),
+                f"the {len(mine)} variables of this model and its optimizer in the backup {path}, "
+                f"with {expected!r} of shape {shape}",
+                f"{len(written)} variables, with {received!r} of shape {other} in that place",
+                ANEW,
+            )
+        )
+
+
+def _describe(model: keras.Model) -> list[tuple[str, list[int]]]:
+    """Returns names and shapes of a model's weights and of its optimizer's variables."""
+    return [(variable_name(variable), list(variable.shape)) for variable in state(model)]

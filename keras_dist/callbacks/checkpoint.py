@@ -1,20 +1,16 @@
 """Checkpoints: the root writes, in one go or not at all, and all ranks go on together."""
 
 import functools
-import os
-import pathlib
-import secrets
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from keras_dist import errors, runtime
+from keras_dist.callbacks.files import NEEDS_ROOM, BackgroundWriter, write_beside
 from keras_dist.callbacks.root import on_root
 
-__all__ = ["ModelCheckpoint", "write_beside"]
-
-SUFFIXES = (".weights.h5", ".keras", ".h5")
+__all__ = ["ModelCheckpoint"]
 
 
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -24,43 +20,64 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     reader never meets half a file and a crash leaves the previous checkpoint whole. All
     ranks wait until it is written; when it cannot be, all of them raise the same error.
 
+    Where that place is slow, `asynchronous=True` lets training go on meanwhile: the root writes
+    to the directory of temporary files, see `TMPDIR`, and a thread moves the file from there. One
+    file is on its way at a time: the next checkpoint waits for it, and so does the end of `fit`.
+
     Collective: every rank must pass it to `fit`, with the same arguments.
 
     Args:
         filepath: as in Keras; a local path that ends in `.keras`, `.h5` or `.weights.h5`.
         *args: as in Keras.
         root_rank: the rank that writes. Defaults to 0.
+        asynchronous: whether training goes on while a file is brought to its place; the words of
+            `verbose=1` that saving is finished then come before it is there. Defaults to `False`.
         **kwargs: as in Keras.
 
     Raises:
-        CheckpointError: the file could not be written; raised on every rank, by `fit`.
+        CheckpointError: the file could not be written; raised on every rank, by `fit`: at once,
+            or when `asynchronous` at the next checkpoint or the end of training.
         ArgumentError: `root_rank` is not a rank.
     """
 
     best: float | None
 
-    def __init__(self, filepath: str, *args: Any, root_rank: int = 0, **kwargs: Any):
+    def __init__(
+        self,
+        filepath: str,
+        *args: Any,
+        root_rank: int = 0,
+        asynchronous: bool = False,
+        **kwargs: Any,
+    ):
         super().__init__(filepath, *args, **kwargs)
         runtime.communicator().place_of_root(root_rank)
         self.root_rank = root_rank
+        self._behind = BackgroundWriter() if asynchronous else None
         if runtime.rank() != root_rank:
             self.verbose = 0
 
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Waits until the last checkpoint is at its place."""
+        if self._behind is not None:
+            self._on_root("the last checkpoint", self._behind.wait, self.filepath)
+
     def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
         path = self._get_file_path(epoch, batch, logs or {})
-        self.best = on_root(
-            self.root_rank,
-            "a checkpoint",
-            functools.partial(self._save_atomically, epoch, batch, logs or {}),
-            errors.CheckpointError,
-            f"to write the checkpoint {path}",
-            "Choose a place that the root can write to and that has room.",
-        )
+        save = functools.partial(self._save_atomically, epoch, batch, logs or {})
+        self.best = self._on_root("a checkpoint", save, path)
+
+    def _on_root(self, what: str, work: Callable[[], Any], path: str) -> Any:
+        expected = f"to write the checkpoint {path}"
+        return on_root(self.root_rank, what, work, errors.CheckpointError, expected, NEEDS_ROOM)
 
     def _save_atomically(self, epoch: int, batch: int | None, logs: dict[str, Any]) -> float | None:
         """Lets Keras decide and write; returns the best value so far."""
+        if self.save_best_only and self.monitor_op is None:
+            self._set_monitor_op()  # Keras leaves that to the end of the first epoch
         model = self.model
-        self.set_model(_AtomicSaver(model))
+        write = write_beside if self._behind is None else self._behind.write
+        self.set_model(_Saver(model, write))
         try:
             super()._save_model(epoch, batch, logs)
         finally:
@@ -68,37 +85,14 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         return self.best
 
 
-class _AtomicSaver:
-    """Stands in for a model while Keras saves it, and saves in one go or not at all."""
+class _Saver:
+    """Stands in for a model while Keras saves it, and hands over how and where to."""
 
-    def __init__(self, model: keras.Model):
-        self._model = model
+    def __init__(self, model: keras.Model, write: Callable[[Callable[[str], None], str], None]):
+        self._model, self._write = model, write
 
     def save(self, filepath: str, overwrite: bool = True) -> None:
-        write_beside(self._model.save, filepath)
+        self._write(self._model.save, filepath)
 
     def save_weights(self, filepath: str, overwrite: bool = True) -> None:
-        write_beside(self._model.save_weights, filepath)
-
-
-def write_beside(save: Callable[[str], None], filepath: str) -> None:
-    """Saves to an unguessable name in the same directory, then moves the file to its place."""
-    target = pathlib.Path(filepath)
-    suffix = next(suffix for suffix in SUFFIXES if filepath.endswith(suffix))
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}{suffix}")
-    try:
-        save(str(beside))
-        _flush(beside)
-        os.replace(beside, target)
-        _flush(target.parent)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def _flush(path: pathlib.Path) -> None:
-    """Makes the system put a file, or the entries of a directory, on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        self._write(self._model.save_weights, filepath)

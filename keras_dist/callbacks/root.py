@@ -111,7 +111,8 @@ def on_root(
         root_rank: the rank that works.
         key: a name under which the ranks must meet.
         work: what it does; what it returns travels as an object.
-        kind: the error to raise where it fails.
+        kind: the error to raise where it fails; one of that kind which the work raises is passed
+            on with its own words.
         expected: what it is to do; the text of the root counts, here and below.
         remedy: what the user should do when it fails.
 
@@ -124,7 +125,8 @@ def on_root(
             value = work()
         except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
             received = f"{type(error).__name__}: {error}"
-            cause, failure = error, errors.explain(runtime.where(), expected, received, remedy)
+            explained = errors.explain(runtime.where(), expected, received, remedy)
+            cause, failure = error, str(error) if isinstance(error, kind) else explained
     failure, value = _engine.broadcast_object(
         runtime.communicator(), (failure, value), root_rank, key
     )

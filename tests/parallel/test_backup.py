@@ -113,17 +113,34 @@ def test_a_broken_backup_is_an_error_unless_there_is_an_earlier_one(double, dire
             warnings.simplefilter("ignore", RuntimeWarning)
             assert fit(BackupAndRestore(**backup))[1] == [1, 2]
         return
-    with pytest.raises(errors.CheckpointError, match="to restore the backup in") as caught:
+    with pytest.raises(errors.CheckpointError, match="to restore the backup") as caught:
         fit(BackupAndRestore(**backup))
+    assert str(directory / "latest.weights.h5") in str(caught.value)
     assert agreed(str(caught.value))
 
 
-def test_a_backup_of_another_model_is_an_error_on_every_rank(directory):
+@pytest.mark.parametrize("other", ["optimizer", "smaller model"])
+def test_a_backup_of_another_model_is_an_error_on_every_rank(other, directory):
+    # A step of SGD keeps nothing for each variable: Keras would not notice a smaller model.
+    interrupted = new_model(keras.optimizers.SGD(0.1), run_eagerly=True)
     with pytest.raises(Interrupted):
-        fit(BackupAndRestore(directory), Interrupt(1))
-    other = new_model(keras.optimizers.SGD(0.1), run_eagerly=True)
-    with pytest.raises(errors.CheckpointError, match="Remove it to begin anew"):
-        fit(BackupAndRestore(directory), model=other)
+        fit(BackupAndRestore(directory), Interrupt(1), model=interrupted)
+    if other == "optimizer":
+        model = new_model(keras.optimizers.Adam(0.1), run_eagerly=True)
+        found = r"with '.*' of shape \[6\]. Received: 8 variables, with 'none' of shape None"
+    else:
+        optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        layers = [keras.Input((FEATURES,)), keras.layers.BatchNormalization()]
+        model = compiled(keras.Sequential(layers), optimizer, run_eagerly=True)
+        found = r"the 6 variables of this model .* Received: 8 variables"
+    before = everything_of(model)
+    with pytest.raises(errors.CheckpointError, match=found) as caught:
+        fit(BackupAndRestore(directory), model=model)
+    assert agreed(str(caught.value))
+    assert str(directory / "latest.weights.h5") in str(caught.value)
+    assert "Remove it to begin anew" in str(caught.value)
+    if keras_dist.rank() == 0:
+        assert everything_of(model)[: len(before)] == before
 
 
 def test_a_place_that_cannot_be_written_to_is_an_error_on_every_rank(shared_tmp_path):

@@ -3,6 +3,8 @@
 import io
 import os
 import stat
+import tempfile
+import threading
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from keras_dist.callbacks import (
     MetricAverageCallback,
     ModelCheckpoint,
     RootConsoleCallback,
+    files,
 )
 
 
@@ -421,6 +424,110 @@ def test_checkpoints_carry_the_users_umask(shared_tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
     finally:
         os.umask(before)
+
+
+SCORES = [0.5, 0.7, 0.6]
+
+
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [
+        ({"mode": "max"}, ["1-0.5", "2-0.7"]),
+        ({"mode": "min"}, ["1-0.5"]),
+        ({"mode": "max", "initial_value_threshold": 0.55}, ["2-0.7"]),
+        ({"mode": "min", "save_freq": 2}, ["1-0.5"]),
+        ({"mode": "max", "asynchronous": True}, ["1-0.5", "2-0.7"]),
+        ({"mode": "max", "save_best_only": False}, ["1-0.5", "2-0.7", "3-0.6"]),
+    ],
+)
+def test_options_of_keras_mean_what_they_do_there(options, written, shared_tmp_path, capsys):
+    model = distributed()
+    path = str(shared_tmp_path / "{epoch}-{score:.1f}.keras")
+    options = {"save_best_only": True, "verbose": 1} | options
+    checkpoint = ModelCheckpoint(path, "score", **options)
+    checkpoint.set_model(model)
+    capsys.readouterr()
+    for epoch, score in enumerate(SCORES):
+        checkpoint.on_epoch_begin(epoch)
+        for batch in range(2):
+            checkpoint.on_train_batch_end(batch, {"score": score})
+        checkpoint.on_epoch_end(epoch, {"score": score})
+    checkpoint.on_train_end()
+    keras_dist.barrier()
+    assert sorted(entry.stem for entry in shared_tmp_path.iterdir()) == written
+    if options["save_best_only"]:
+        assert checkpoint.best == (max if options["mode"] == "max" else min)(SCORES)
+    printed = capsys.readouterr().out
+    saved = printed.count("saving model to")
+    assert saved == (2 * len(written) if keras_dist.rank() == 0 else 0), printed
+
+
+# --- Checkpoints that are written while training goes on
+
+
+class Release(keras.callbacks.Callback):
+    """Lets a copy that waits go on, when the second epoch has begun."""
+
+    def __init__(self):
+        super().__init__()
+        self.event = threading.Event()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            self.event.set()
+
+
+def fit_behind(checkpoint, *others, epochs=2):
+    model = distributed(run_eagerly=True)
+    callbacks = keras_dist.callbacks(*others, checkpoint)
+    model.fit(*make_data(8), epochs=epochs, verbose=0, callbacks=callbacks)
+    return model
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The directory of temporary files, this rank's own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(shared_tmp_path, temporary, monkeypatch):
+    release, waited = Release(), []
+
+    def slow(*arguments):
+        waited.append(release.event.wait(20))
+        copy(*arguments)
+
+    copy = files._copy
+    monkeypatch.setattr(files, "_copy", slow)
+    path = shared_tmp_path / "{epoch}.keras"
+    model = fit_behind(ModelCheckpoint(path, asynchronous=True), release)
+    keras_dist.barrier()
+    # The second epoch began while the first checkpoint was not there yet, and both are there now.
+    assert waited == ([True, True] if keras_dist.rank() == 0 else [])
+    assert sorted(entry.name for entry in shared_tmp_path.iterdir()) == ["1.keras", "2.keras"]
+    assert list(temporary.glob("keras_dist*")) == []
+    loaded = keras.saving.load_model(shared_tmp_path / "2.keras")
+    for weight, expected in zip(loaded.get_weights(), weights_of(model), strict=True):
+        np.testing.assert_array_equal(weight, expected)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_write_that_fails_behind_is_an_error_on_every_rank(
+    epochs, shared_tmp_path, temporary, monkeypatch
+):
+    def fail(content, beside):
+        Path(beside).write_bytes(content.read(100))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "_copy", fail)
+    path = shared_tmp_path / "{epoch}.keras"
+    with pytest.raises(errors.CheckpointError, match="No space left on device") as caught:
+        fit_behind(ModelCheckpoint(path, asynchronous=True), epochs=epochs)
+    assert f"to write the checkpoint {shared_tmp_path / '1.keras'}" in str(caught.value)
+    assert agreed(str(caught.value))
+    keras_dist.barrier()
+    assert [*shared_tmp_path.iterdir(), *temporary.glob("keras_dist*")] == []
 
 
 # --- Console
