@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         shutdown,
         size,
     )
+    from keras_dist.saving import load_model
 
 __all__ = [
     "Adasum",
@@ -113,6 +114,7 @@ __all__ = [
     "is_homogeneous",
     "is_initialized",
     "layers",
+    "load_model",
     "local_rank",
     "local_size",
     "optimizers",
@@ -149,6 +151,7 @@ _ROOMS = {
         "add_process_set cross_rank cross_size init is_homogeneous is_initialized local_rank "
         "local_size rank remove_process_set shutdown size"
     ),
+    "saving": "load_model",
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}
 

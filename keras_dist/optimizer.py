@@ -97,24 +97,25 @@ def DistributedOptimizer(
     where = runtime.where()
     _check_optimizer(optimizer, where)
     parsed = _parse_op(op, average_aggregated_gradients, where)
-    adds_up = parsed is _engine.ReduceOp.ADASUM
     predivide = parse_predivide(gradient_predivide_factor, parsed, where)
     passes = parse_passes(backward_passes_per_step, where)
     grouped = parse_groups(groups, where)
     compressor = _engine.parse_compression(compression, where)
     # Raises where there is no such set.
-    if runtime.includes_me(process_set) and adds_up:
+    if runtime.includes_me(process_set) and parsed is _engine.ReduceOp.ADASUM:
         _engine.check_power_of_two(runtime.communicator(process_set))
     _accumulate(optimizer, passes, where)
     terms = Terms(
-        parsed,
-        process_set,
-        compressor,
-        predivide,
-        dense=sparse_as_dense or adds_up,
+        op=parsed,
+        process_set=process_set,
+        sets=runtime.ranks_of(process_set),
+        compression=compressor,
+        predivide=predivide,
+        sparse_as_dense=bool(sparse_as_dense),
         groups=grouped,
-        factor=1.0 if average_aggregated_gradients else float(passes),
-        scale_local=scale_local_gradients,
+        passes=passes,
+        averages=bool(average_aggregated_gradients),
+        scale_local=bool(scale_local_gradients),
     )
     # What Keras' own optimizers do with a gradient is known.
     own = type(optimizer).__module__.startswith("keras.src.")

@@ -10,13 +10,14 @@ clipping norm is taken of the averaged gradient.
 
 import functools
 import math
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import keras
 import numpy as np
 
-from keras_dist import _backends, _engine, errors, runtime
+from keras_dist import _backends, _engine, errors, runtime, saved_terms
 from keras_dist.replicas import SAME_MODEL, variable_name
 from keras_dist.terms import Terms
 
@@ -78,11 +79,17 @@ def check_local(optimizer: Any) -> None:
 
 @functools.cache
 def _distributed_class(base: Any, mixin: Any) -> type:
-    return type(
+    made = type(
         base.__name__,
         (mixin, base),
         {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__},
     )
+    package, _, name = keras.saving.get_registered_name(base).rpartition(">")
+    if package:
+        # Both are saved under the name that the user has registered; it stands for the user's.
+        for one in (made, base):
+            keras.saving.register_keras_serializable(package, name)(one)
+    return made
 
 
 class GradientReduction:
@@ -232,6 +239,21 @@ class _Distributed:
         attach(copied, GradientReduction(mine.terms, mine.lend, mine.local_layers))
         copied._keras_dist.registered.extend(mine.registered)
         return copied
+
+    def save_assets(self, directory: str) -> None:
+        """Writes the terms of the reduction; Keras calls it when it saves a model.
+
+        Keras alone does not read them; `keras_dist.load_model` does.
+
+        Args:
+            directory: where to.
+        """
+        if hasattr(super(), "save_assets"):
+            super().save_assets(directory)  # type: ignore[misc]
+        mine = self._keras_dist
+        variables = getattr(self, "_trainable_variables", ())
+        text = saved_terms.describe(mine.terms, variables, mine.registered, mine.local_layers)
+        pathlib.Path(directory, saved_terms.FILE).write_text(text)
 
     def register_local_var(self, variable: Any) -> None:
         """Leaves a variable's gradient out of the reduction: each rank keeps its own.

@@ -10,7 +10,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_dist import _engine, config, ending, errors, startup
-from keras_dist.process_sets import ProcessSet, as_set, check_list, without_id
+from keras_dist.process_sets import (
+    ProcessSet,
+    Ranks,
+    as_set,
+    check_list,
+    global_process_set,
+    without_id,
+)
 from keras_dist.set_table import SetTable
 
 __all__ = [
@@ -20,6 +27,7 @@ __all__ = [
     "communicators",
     "cross_rank",
     "cross_size",
+    "find_process_set",
     "includes_me",
     "init",
     "is_homogeneous",
@@ -28,6 +36,7 @@ __all__ = [
     "local_size",
     "notify",
     "rank",
+    "ranks_of",
     "remove_process_set",
     "shutdown",
     "size",
@@ -193,6 +202,18 @@ def includes_me(process_set: ProcessSet | None) -> bool:
         ArgumentError: it has no id.
     """
     return process_set is None or _process_sets().includes_me(process_set)
+
+
+def ranks_of(process_set: ProcessSet | None) -> tuple[Ranks, ...]:
+    """Returns the ranks of a set and of those made together with it; none for all ranks."""
+    if process_set is None or process_set is global_process_set:
+        return ()
+    return _process_sets().made_with(process_set)
+
+
+def find_process_set(wanted: Sequence[Ranks]) -> ProcessSet | None:
+    """Returns the set that this rank knows by what `ranks_of` has returned, if there is one."""
+    return _process_sets().find(wanted)
 
 
 def bucket_nbytes(comm: _engine.Communicator, gradients_nbytes: int = 0) -> int:

@@ -54,6 +54,19 @@ class SetTable:
         """Returns the communicators of all sets that this rank is in, without that of all."""
         return [one._communicator for one in self._known if one._communicator is not None]
 
+    def made_with(self, process_set: ProcessSet) -> tuple[Ranks, ...]:
+        """Returns the ranks of a set and of those that were made together with it."""
+        return tuple(self._ranks[number] for number in process_set._entry)
+
+    def find(self, wanted: Sequence[Ranks]) -> ProcessSet | None:
+        """Returns a set that has some of these ranks, one that this rank is in if there is any.
+
+        Args:
+            wanted: the ranks of sets that were made together, in any order.
+        """
+        found = [one for one in self._known if one._ranks in wanted]
+        return next((one for one in found if one.included()), found[0] if found else None)
+
     def add(self, list_them: Callable[[], list[ProcessSet]], operation: str) -> list[ProcessSet]:
         """Brings sets to life. Collective: every rank of the job; blocks.
 

@@ -27,22 +27,36 @@ class Terms:
     Args:
         op: `ReduceOp.AVERAGE`, `ReduceOp.SUM` or `ReduceOp.ADASUM`.
         process_set: the ranks that reduce among themselves; `None` for all.
+        sets: the ranks of that set and of those that were made together with it.
         compression: what gradients look like between nodes.
         predivide: an average divides by it before the sum, and by the rest after it.
-        dense: whether rows of an embedding's gradient become dense first.
+        sparse_as_dense: whether rows of an embedding's gradient are to become dense first.
         groups: which gradients travel together; `()` leaves it to their size.
-        factor: by what every gradient is multiplied first.
+        passes: the number of backward passes for each step.
+        averages: whether their gradients are averaged, not added up.
         scale_local: whether gradients of local variables are divided by the number of ranks.
     """
 
     op: _engine.ReduceOp = _engine.ReduceOp.AVERAGE
     process_set: ProcessSet | None = None
+    sets: tuple[tuple[int, ...], ...] = ()
     compression: _engine.Compressor = _engine.Compression.none
     predivide: float = 1.0
-    dense: bool = False
+    sparse_as_dense: bool = False
     groups: Groups = ()
-    factor: float = 1.0
+    passes: int = 1
+    averages: bool = False
     scale_local: bool = True
+
+    @property
+    def dense(self) -> bool:
+        """Whether rows of an embedding's gradient become dense first."""
+        return self.sparse_as_dense or self.op is _engine.ReduceOp.ADASUM
+
+    @property
+    def factor(self) -> float:
+        """By what every gradient is multiplied first: Keras gives the mean of several passes."""
+        return 1.0 if self.averages else float(self.passes)
 
     def scaling(self, size: int) -> tuple[_engine.ReduceOp, float, float]:
         """Returns the op that is called for, and the factors before and after it.

@@ -20,7 +20,7 @@ ENGINE = "numpy .config .errors ._engine.*"
 ON_KERAS = (
     "keras numpy .runtime ._backends ._engine .config .errors .launcher "
     ".callbacks .collectives .layers .optimizer .process_sets .reduce_op .reduction .replicas "
-    ".terms "
+    ".saved_terms .terms "
     ".trainer"
 )
 DATA = (
@@ -70,6 +70,8 @@ TABLE = [
     (".reduce_op",             "._engine",                                    ""),
     (".reduction",             ON_KERAS,                                      ""),
     (".replicas",              ON_KERAS,                                      ""),
+    (".saved_terms",           ON_KERAS,                                      ""),
+    (".saving",                f"{ON_KERAS} h5py",                            ""),
     (".terms",                 ON_KERAS,                                      ""),
     (".trainer",               ON_KERAS,                                      ""),
 ]  # fmt: skip
