@@ -241,11 +241,10 @@ class Registered(type(keras.optimizers.SGD())):
     """An optimizer that Keras knows by a name other than its class's."""
 
 
-class Unknown(type(keras.optimizers.SGD())):
-    """An optimizer that Keras does not know."""
-
-
 def test_optimizers_of_ones_own(shared_tmp_path):
+    class Unknown(type(keras.optimizers.SGD())):
+        """An optimizer that no version of Keras finds in a module."""
+
     path = saved(make(keras_dist.DistributedOptimizer(Registered(0.1), op="sum")), shared_tmp_path)
     assert type(keras.saving.load_model(path).optimizer) is Registered
     assert isinstance(keras_dist.load_model(path).optimizer, Registered)
