@@ -199,6 +199,30 @@ def test_ranks_with_process_sets_end_well(run_ranks, way):
     assert (job.returncode, job.stdout) == (0, "")
 
 
+def test_sets_and_queues_where_mpi_takes_one_thread_at_a_time(run_ranks):
+    text = """
+import mpi4py
+mpi4py.rc.thread_level = "serialized"
+import numpy as np
+from keras_dist import ProcessSet, asynchronous, collectives
+pair = ProcessSet([0, 1])
+runtime.init(process_sets=[pair])
+rank = runtime.rank()
+assert runtime.communicator().mpi.Query_thread() < runtime.communicator().mpi.THREAD_MULTIPLE
+for turn in range(20):
+    on_pair = rank < 2 and asynchronous.allreduce_async(
+        np.full(50_000, turn + rank), op="sum", process_set=pair
+    )
+    of_all = asynchronous.allreduce_async(np.full(9, rank), op="sum")
+    assert collectives.allreduce(float(turn), op="sum") == 3 * turn
+    assert (of_all.wait() == 3).all()
+    assert not on_pair or (on_pair.wait() == 2 * turn + 1).all()
+"""
+    for way in ("copy", "mpi"):
+        job = run_ranks(3, *script(text)[1:], env={**os.environ, "KERAS_DIST_REDUCE": way})
+        assert (job.returncode, job.stdout) == (0, "")
+
+
 def test_ranks_that_end_at_different_times_end_well(run_ranks):
     job = run_ranks(3, *script("import time; time.sleep(runtime.rank() * 0.3)")[1:])
     assert (job.returncode, job.stdout) == (0, "")
