@@ -27,6 +27,7 @@ from keras_dist._engine.compression import Compression, Compressor, parse_compre
 from keras_dist._engine.line import Handle
 from keras_dist._engine.reduce import ReduceOp, parse_factor, parse_op
 from keras_dist._engine.tuning import best_bucket_nbytes
+from keras_dist._engine.wait import waited_seconds
 
 __all__ = [
     "Call",
@@ -60,4 +61,5 @@ __all__ = [
     "reducescatter",
     "start_mpi",
     "telling",
+    "waited_seconds",
 ]

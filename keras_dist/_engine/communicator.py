@@ -19,6 +19,7 @@ from keras_dist import errors
 from keras_dist._engine.line import Handle, Line
 from keras_dist._engine.node import Node, join_node
 from keras_dist._engine.transfer import allgather_parts
+from keras_dist._engine.wait import count_wait
 
 __all__ = ["Communicator", "is_communicator", "library", "load_mpi", "mpi_failure", "start_mpi"]
 
@@ -311,6 +312,7 @@ class Communicator:
         while (same := answer()) is None:
             if time.perf_counter() - start > SPIN_SECONDS:
                 time.sleep(NAP_SECONDS)
+        count_wait(start)
         return same
 
     def come(self, digest: bytes) -> Callable[[], bool | None]:

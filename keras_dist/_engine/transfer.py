@@ -7,10 +7,13 @@ Knows MPI's communicators and requests, by what they can do.
 
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+
+from keras_dist._engine.wait import count_wait
 
 __all__ = [
     "MAX_NBYTES",
@@ -35,8 +38,10 @@ def wait(request: Any) -> None:
     It moves only while MPI is called, so there is no nap: over TCP naps took several times as
     long. But another rank gets the core in between, as it may be the one that is waited for.
     """
+    began = time.perf_counter()
     while not request.Test():
         os.sched_yield()
+    count_wait(began)
 
 
 def broadcast_bytes(world: Any, buffer: np.ndarray, root: int) -> None:

@@ -2,7 +2,8 @@
 
 Spinning answers within a microsecond but keeps a core busy that another rank, or this
 rank's own framework, may need; so it is short, and then the kernel wakes the waiter (a
-futex on Linux, naps elsewhere).
+futex on Linux, naps elsewhere). Here is counted, too, how long this process has waited for
+other ranks, whatever it waited by.
 """
 
 import ctypes
@@ -13,7 +14,7 @@ import time
 
 import numpy as np
 
-__all__ = ["Counter"]
+__all__ = ["Counter", "count_wait", "waited_seconds"]
 
 SPIN_SECONDS = 30e-6
 NAP_SECONDS = 50e-6
@@ -31,6 +32,24 @@ class _Timespec(ctypes.Structure):
 
 _patience = ctypes.byref(_Timespec(int(PATIENCE_SECONDS), 0))
 _syscall = ctypes.CDLL(None).syscall
+
+# Two threads that add at once, on process sets of their own, may lose the time of one.
+_waited_seconds = 0.0
+
+
+def waited_seconds() -> float:
+    """Returns how many seconds this process has waited for other ranks since it began."""
+    return _waited_seconds
+
+
+def count_wait(began: float) -> None:
+    """Counts a wait that ends now.
+
+    Args:
+        began: `time.perf_counter()` when it began.
+    """
+    global _waited_seconds
+    _waited_seconds += time.perf_counter() - began
 
 
 class Counter:
@@ -60,16 +79,17 @@ class Counter:
 
     def wait_for(self, value: int) -> None:
         """Returns once the number has reached `value`, both counted modulo 2**32."""
-        deadline = None
+        if _reached(self._view[0], value):
+            return
+        began = time.perf_counter()
         while not _reached(seen := self._view[0], value):
-            if deadline is None:
-                deadline = time.perf_counter() + SPIN_SECONDS
-            elif time.perf_counter() < deadline:
+            if time.perf_counter() < began + SPIN_SECONDS:
                 os.sched_yield()
             elif _HAS_FUTEX:
                 _syscall(_FUTEX, self._address, _WAIT, seen, _patience, None, 0)
             else:
                 time.sleep(NAP_SECONDS)
+        count_wait(began)
 
 
 def _reached(seen: int, value: int) -> bool:

@@ -12,11 +12,12 @@ Their order matters, and `keras_dist.callbacks()` keeps it:
 3. `AverageStatisticsCallback`: equal statistics before validation and checkpoints use them.
 4. `MetricAverageCallback`: from here on every callback sees the metrics of all ranks, so
    those that decide by them decide alike.
-5. `LearningRateWarmupCallback`, when asked for: before the user's own schedules, which may
+5. `Throughput`, when asked for: it speaks for all ranks by itself, so after the averaging.
+6. `LearningRateWarmupCallback`, when asked for: before the user's own schedules, which may
    take over after it.
-6. the user's callbacks.
-7. `ModelCheckpoint`, when asked for, so that it writes what all others have done.
-8. `AgreeOnStoppingCallback`: last, so that it sees whether any other has stopped training. It
+7. the user's callbacks.
+8. `ModelCheckpoint`, when asked for, so that it writes what all others have done.
+9. `AgreeOnStoppingCallback`: last, so that it sees whether any other has stopped training. It
    does so after every batch where one of the user's callbacks may stop there, else once an epoch.
 """
 
@@ -39,6 +40,7 @@ from keras_dist.callbacks.metrics import MetricAverageCallback
 from keras_dist.callbacks.root import RootOnly
 from keras_dist.callbacks.statistics import AverageStatisticsCallback
 from keras_dist.callbacks.stopping import AgreeOnStoppingCallback, may_stop_at_a_batch
+from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.verification import VerifyReplicas
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "ModelCheckpoint",
     "RootConsoleCallback",
     "RootOnly",
+    "Throughput",
     "VerifyReplicas",
     "callbacks",
 ]
@@ -63,6 +66,7 @@ def callbacks(
     warmup_epochs: float = 0,
     initial_lr: float | None = None,
     checkpoint: str | None = None,
+    throughput: bool = False,
     verbose: int = 0,
 ) -> list[keras.callbacks.Callback]:
     """Returns the callbacks that training on many ranks needs, in the right order.
@@ -80,6 +84,9 @@ def callbacks(
             for a warmup.
         checkpoint: path of the model to write after each epoch, see `ModelCheckpoint`.
             Defaults to `None`, none.
+        throughput: whether the logs of each epoch tell how many samples all ranks trained on in
+            a second and how long they waited for each other, see `Throughput`. Defaults to
+            `False`.
         verbose: 1 prints the end of the warmup and each checkpoint, on the root.
 
     Returns:
@@ -94,6 +101,8 @@ def callbacks(
         AverageStatisticsCallback(),
         MetricAverageCallback(),
     ]
+    if throughput:
+        made.append(Throughput())
     if warmup_epochs:
         if initial_lr is None:
             raise errors.ArgumentError(

@@ -1,0 +1,99 @@
+"""How many samples all ranks train on in a second, and how long they wait for each other."""
+
+from time import perf_counter
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_dist import _engine, runtime
+
+__all__ = ["Throughput"]
+
+
+class Throughput(keras.callbacks.Callback):
+    """Adds to the logs of an epoch how fast all ranks trained, and how long they waited.
+
+    - `samples_per_second`: of all ranks together; images per second where samples are images.
+    - `steps_per_second` in its place, where a `train_step` of one's own does not count samples in
+      the metric that Keras calls `loss`.
+    - `waiting`: from 0 to 1, the share of the time in which a rank waited for another one, or for
+      data on its way between nodes; the mean of all ranks. One slow rank of 4 shows as up to
+      0.75. Waits behind the script's back, for what was queued, count as well.
+
+    The time is that from the begin of the epoch to the end of its last step, so without
+    validation and without what other callbacks do at the end of an epoch. The first epoch, on
+    JAX the second as well, contains tracing and compilation.
+
+    The progress bar shows them in its last line, and every callback behind this one sees them:
+    `keras_dist.callbacks(throughput=True)` puts it in front of the user's own, so that
+    `CSVLogger` and the like write them.
+
+    Collective: every rank must pass it to `fit`. It costs one small reduction an epoch.
+    """
+
+    # Its hook at batches may run in any thread, and must not make those of others wait.
+    async_safe = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps = 0
+        self._counted: list[float] = []
+        self._began: tuple[float, float] | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Starts the clock."""
+        self._steps = 0
+        self._began = perf_counter(), _engine.waited_seconds()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Counts steps. `self.model` would copy the state of a JAX model at every batch."""
+        self._steps = max(self._steps, batch + 1)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Stops the clock, where validation ends the steps of an epoch."""
+        self._stop()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds what all ranks have done to the logs."""
+        self._stop()
+        # Several steps in one execution: Keras gives the last that it had room for.
+        steps = min(self._steps, self.params.get("steps") or self._steps)
+        samples, seconds, waited, steps = _sums([*self._counted, steps])
+        ranks = runtime.size()
+        if samples > steps or type(self.model).train_step is keras.Model.train_step:
+            found = {"samples_per_second": samples * ranks / seconds}
+        else:
+            found = {"steps_per_second": steps / seconds}
+        if logs is not None:
+            logs.update(found, waiting=min(waited / seconds, 1.0))
+
+    def _stop(self) -> None:
+        """Reads what this rank has done, once an epoch."""
+        if self._began is None:
+            return
+        # The count first: on an accelerator it is there when the steps are done.
+        samples = _samples(self.model)
+        began, waited = self._began
+        self._began = None
+        self._counted = [samples, perf_counter() - began, _engine.waited_seconds() - waited]
+
+
+def _samples(model: keras.Model) -> float:
+    """Returns how many samples Keras has weighted the loss of this epoch by, 0 where by none."""
+    loss = next((metric for metric in model.metrics if metric.name == "loss"), None)
+    count = getattr(loss, "count", None)
+    return 0.0 if count is None else float(keras.ops.convert_to_numpy(count))
+
+
+def _sums(values: list[float]) -> list[float]:
+    """Adds up numbers of all ranks. Collective."""
+    comm = runtime.communicator()
+    (sums,) = _engine.allreduce(
+        comm,
+        [np.array(values, np.float64)],
+        ["the throughput of an epoch"],
+        _engine.ReduceOp.SUM,
+        runtime.bucket_nbytes(comm),
+    )
+    return sums.tolist()
