@@ -1,5 +1,6 @@
 """Holds the conftest of the parallel tests to its promises, on two ranks and real tests."""
 
+import json
 import re
 import shutil
 import textwrap
@@ -175,3 +176,48 @@ def test_rank_that_leaves_the_session_ends_the_job(run_tests):
     assert status != 0
     assert seconds < 30
     assert "[rank 1 of 2] The ranks have lost each other" in output, output
+
+
+def test_rows_of_the_table_of_backends_are_recorded(run_tests, tmp_path, monkeypatch):
+    monkeypatch.setenv("PARITY_RECORDS", str(tmp_path))
+    run_tests("""
+        import sys
+        import types
+
+        backend = types.SimpleNamespace(backend=lambda: "one of them")
+        seed = types.SimpleNamespace(set_random_seed=lambda seed: None)
+        sys.modules["keras"] = types.SimpleNamespace(backend=backend, utils=seed)
+
+        @pytest.mark.parity("row of {what}")
+        @pytest.mark.parametrize("what", ["one", "two"])
+        def test_row(what):
+            if what == "two":
+                pytest.skip("no")
+
+        @pytest.mark.parity("row of one")
+        def test_fails_on_rank_1():
+            assert rank != 1
+
+        @pytest.mark.parity("row of two")
+        @pytest.mark.skipif(True, reason="not here")
+        def test_skipped():
+            pass
+
+        def test_of_no_row():
+            pass
+    """)
+    [path] = tmp_path.glob("*.json")
+    assert json.loads(path.read_text()) == {
+        "backend": "one of them",
+        "ranks": 2,
+        "rows": {
+            "row of one": {
+                "test_it.py::test_row[one]": "passed",
+                "test_it.py::test_fails_on_rank_1": "failed",
+            },
+            "row of two": {
+                "test_it.py::test_row[two]": "Skipped: no",
+                "test_it.py::test_skipped": "Skipped: not here",
+            },
+        },
+    }

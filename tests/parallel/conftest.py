@@ -7,6 +7,7 @@ its time limit, after every rank has shown where it stands.
 
 import contextlib
 import faulthandler
+import json
 import os
 import random
 import re
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import hypothesis
@@ -38,6 +40,7 @@ hypothesis.settings.load_profile("ranks")
 uncaptured = None
 collection_errors = []
 unshared_failure = ""
+outcomes_by_row = {}
 
 
 # --- What the ranks tell each other
@@ -132,6 +135,30 @@ def end_job(last_words):
     MPI.COMM_WORLD.Abort(1)
 
 
+# --- What each backend has shown: records for tests/parity.py
+
+
+def note(item, report):
+    """Books how a test ended under the rows of docs/backends.md that it is marked with."""
+    for marker in item.iter_markers("parity"):
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        outcomes = outcomes_by_row.setdefault(marker.args[0].format(**parameters), {})
+        if report.skipped:
+            outcomes[item.nodeid] = report.longrepr[2]
+        elif report.failed or report.when == "call":
+            outcomes[item.nodeid] = report.outcome
+
+
+def write_record(folder):
+    """Writes what was booked to a new file in a folder."""
+    keras = sys.modules.get("keras")
+    if outcomes_by_row and keras:
+        backend = keras.backend.backend()
+        record = {"backend": backend, "ranks": size, "rows": outcomes_by_row}
+        path = Path(folder, f"{backend}-{size}-{uuid.uuid4()}.json")
+        path.write_text(json.dumps(record))
+
+
 # --- pytest's hooks, in the order in which they are called
 
 
@@ -141,6 +168,9 @@ def pytest_configure(config):
     uncaptured = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")
     config.addinivalue_line(
         "markers", f"limit(seconds): how long the test may take (default {LIMIT_SECONDS:g})"
+    )
+    config.addinivalue_line(
+        "markers", "parity(row): shows a row of docs/backends.md; {name} stands for a parameter"
     )
     if rank > 0:
         config.pluginmanager.unregister(name="terminalreporter")
@@ -181,9 +211,10 @@ def pytest_runtest_protocol(item):
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_makereport():
+def pytest_runtest_makereport(item):
     report = yield
     agree(report)
+    note(item, report)
     return report
 
 
@@ -195,6 +226,8 @@ def pytest_internalerror(excrepr):
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
     session.exitstatus = max(exchange("the end of the session", int(exitstatus)))
+    if rank == 0 and "PARITY_RECORDS" in os.environ:
+        write_record(os.environ["PARITY_RECORDS"])
 
 
 # --- Fixtures

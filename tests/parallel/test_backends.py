@@ -146,6 +146,7 @@ def test_sparse_gradients_travel_as_rows():
     assert _backends.active().add_up_rows([gradient])[0].indices().shape == (1, 2)
 
 
+@pytest.mark.parity("a model in `DistributedDataParallel` is refused")
 @on_torch
 def test_a_model_that_torch_distributes_is_refused(shared_tmp_path):
     import torch

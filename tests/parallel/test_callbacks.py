@@ -62,6 +62,7 @@ def test_a_warmup_needs_a_rate():
 # --- Broadcast
 
 
+@pytest.mark.parity("all ranks start from the root's weights")
 @pytest.mark.parametrize("built", [True, False])
 def test_all_ranks_start_from_the_roots_weights_in_every_fit(built):
     root = keras_dist.size() - 1
@@ -82,6 +83,7 @@ def test_all_ranks_start_from_the_roots_weights_in_every_fit(built):
             assert all((weight == root).all() for weight in weights_of(model))
 
 
+@pytest.mark.parity("local variables are not broadcast")
 def test_local_variables_stay_local():
     model = distributed(keras.optimizers.SGD(0.0))
     kernel, bias = model.weights[:2]
@@ -137,6 +139,7 @@ def binary_model(rate=0.0):
     return model
 
 
+@pytest.mark.parity("metrics of `fit` and `evaluate` equal those of one process")
 @pytest.mark.parametrize("samples", [64, 61, 37])
 def test_logs_equal_those_of_one_process_over_all_the_data(samples):
     x, y = make_data(samples)
@@ -164,6 +167,7 @@ def test_own_states_are_put_back_and_evaluate_alone_is_local():
     assert "_get_metrics_result_or_logs" not in vars(model)
 
 
+@pytest.mark.parity("a `train_step` of one's own")
 def test_what_a_custom_step_returns_is_averaged():
     def change(logs):
         return {"rank": float(keras_dist.rank()), "loss": logs["loss"] * 0.0}
@@ -216,6 +220,7 @@ def test_a_metric_that_cannot_be_added_is_equal_on_all_ranks():
     assert result["largest"] == pytest.approx(expected)
 
 
+@pytest.mark.parity("`EarlyStopping` and `ReduceLROnPlateau` decide alike")
 def test_callbacks_that_decide_by_metrics_decide_alike():
     model = distributed(keras.optimizers.SGD(0.5))
     x, y = make_data(32, seed=keras_dist.rank())
@@ -263,6 +268,7 @@ def rates_of(*callbacks, epochs, steps=5, model=None, **fit_options):
     return np.array(recorder.rates).reshape(-1, steps)
 
 
+@pytest.mark.parity("warmup of the learning rate")
 @pytest.mark.parametrize("warmup_epochs", [0.5, 1, 2.5, 3])
 def test_warmup_rates_equal_the_formula_at_every_batch(warmup_epochs):
     n, steps, rate = keras_dist.size(), 5, 0.1 * keras_dist.size()
@@ -348,6 +354,7 @@ def test_bad_schedules_are_refused():
 # --- Checkpoints
 
 
+@pytest.mark.parity("`ModelCheckpoint`: the root writes, the others wait")
 def test_only_the_root_writes_and_all_leave_together(shared_tmp_path):
     directory = shared_tmp_path / f"seen by rank {keras_dist.rank()}"
     directory.mkdir()
@@ -534,6 +541,7 @@ def test_a_write_that_fails_behind_is_an_error_on_every_rank(
 # --- Console
 
 
+@pytest.mark.parity("only the root prints")
 @pytest.mark.parametrize("verbose", [1, 2, "auto"])
 def test_only_the_root_prints(verbose):
     interactive = keras.config.is_interactive_logging_enabled()

@@ -65,6 +65,7 @@ def train_both(make, x, y, **options):
     return model, plain
 
 
+@pytest.mark.parity("`SyncBatchNormalization` equals one process")
 def test_weights_and_statistics_equal_those_of_one_process():
     x, y = make_data(BATCH * STEPS * keras_dist.size())
     model, plain = train_both(classifier, x, y)
@@ -133,6 +134,7 @@ def test_saved_model_loads(shared_tmp_path):
     assert loaded.layers[2].momentum == 0.5
 
 
+@pytest.mark.parity("`BatchNormalization(synchronized=True)` is told of it")
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="Keras itself refuses it elsewhere")
 def test_synchronized_of_keras_is_told_what_to_do_instead():
     def synchronized(**options):

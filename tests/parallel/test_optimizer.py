@@ -66,12 +66,14 @@ def train_on_batches(model, x, y):
         model.train_on_batch(x[start : start + BATCH], y[start : start + BATCH])
 
 
+@pytest.mark.parity("`fit` ends with the weights of one process: {name}")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_equal_those_of_one_process(name):
     model, plain = train_both(OPTIMIZERS[name])
     assert_close(weights_of(model), weights_of(plain))
 
 
+@pytest.mark.parity("the same with `{options}`")
 @pytest.mark.parametrize(
     "options",
     [{"steps_per_execution": 3}, {"run_eagerly": True}, {"jit_compile": True}],
@@ -84,6 +86,7 @@ def test_every_way_to_make_a_step_gives_the_same_weights(options):
     assert_close(weights_of(model), weights_of(plain))
 
 
+@pytest.mark.parity("`train_on_batch`, without callbacks")
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"run_eagerly": True}], ids=str)
 def test_train_on_batch_needs_no_callbacks(options):
     model, plain = train_both(OPTIMIZERS["adam"], fit=train_on_batches, **options)
@@ -135,6 +138,7 @@ def test_jit_compile_stays_set_for_evaluate_and_predict():
     model.predict(x, verbose=0)
 
 
+@pytest.mark.parity("a subclassed model that is not built")
 def test_a_subclassed_model_that_is_not_built(monkeypatch):
     class Deferred(keras.Model):
         def __init__(self):
@@ -153,6 +157,7 @@ def test_a_subclassed_model_that_is_not_built(monkeypatch):
     assert_close(weights_of(model), weights_of(plain))
 
 
+@pytest.mark.parity("the sum of gradients in place of their average")
 def test_sum_adds_gradients():
     x, y = data()
     n = keras_dist.size()
@@ -182,6 +187,7 @@ class DenseAdam(keras.optimizers.Adam):
         return super()._clip_gradients([tf.convert_to_tensor(grad) for grad in grads])
 
 
+@pytest.mark.parity("gradients of an embedding travel as rows")
 @on_tensorflow
 @pytest.mark.parametrize(
     ("optimizer", "dense"),
@@ -210,6 +216,7 @@ def test_embedding_gradients_travel_as_rows(optimizer, dense):
     assert_close(weights_of(model), weights_of(plain))
 
 
+@pytest.mark.parity("frozen layers, variables without a gradient")
 def test_frozen_layers_and_variables_without_a_gradient():
     class Unused(keras.layers.Layer):
         def build(self, shape):
@@ -236,6 +243,7 @@ def test_frozen_layers_and_variables_without_a_gradient():
     assert_close(weights_of(model), weights_of(plain))
 
 
+@pytest.mark.parity("replicas equal to the bit, with dropout and batch normalisation")
 def test_replicas_are_equal_with_dropout_and_batch_normalisation():
     keras.utils.set_random_seed(keras_dist.rank())  # other weights and seeds on every rank
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01))
@@ -250,6 +258,7 @@ def test_replicas_are_equal_with_dropout_and_batch_normalisation():
         assert agreed([np.array(v).tobytes() for v in model.optimizer.variables])
 
 
+@pytest.mark.parity("dropout differs by rank")
 def test_dropout_differs_by_rank_and_the_root_keeps_its_seed():
     model = make_model(
         regularised=True, optimizer=keras_dist.DistributedOptimizer(keras.optimizers.SGD())
@@ -265,6 +274,7 @@ def test_dropout_differs_by_rank_and_the_root_keeps_its_seed():
     assert keras_dist.allgather_object(int(np.array(generator.state)[0])) == seeds
 
 
+@pytest.mark.parity("`mixed_float16`: an overflow on one rank skips the step on all")
 @pytest.mark.parametrize("wrap_outside", [False, True])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(wrap_outside):
     keras.utils.set_random_seed(1)
@@ -339,6 +349,7 @@ model.fit(np.zeros((4, 6)), np.zeros(4), verbose=0)
 """
 
 
+@pytest.mark.parity("a saved model loads without keras_dist")
 def test_a_saved_model_loads_where_keras_dist_cannot_be_imported(shared_tmp_path):
     model, _ = train_both(OPTIMIZERS["adam"])
     path = shared_tmp_path / f"model{keras_dist.rank()}.keras"
@@ -378,6 +389,7 @@ def test_ops_without_a_meaning_for_gradients_are_refused(op):
     assert "Expected op to be" in refused(errors.ArgumentError, keras.optimizers.SGD(), op=op)
 
 
+@pytest.mark.parity("models that differ are an error on every rank")
 def test_models_that_differ_are_found_before_the_first_step():
     if keras_dist.size() == 1:
         pytest.skip("ranks cannot differ when there is one")

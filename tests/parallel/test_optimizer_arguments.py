@@ -73,6 +73,7 @@ def counting(monkeypatch):
 # --- backward_passes_per_step
 
 
+@pytest.mark.parity("`backward_passes_per_step`")
 def test_passes_that_are_averaged_are_those_of_keras(monkeypatch):
     with counting(monkeypatch) as calls:
         model = train(sgd, backward_passes_per_step=3, average_aggregated_gradients=True)
@@ -144,6 +145,7 @@ def test_a_predivided_average_is_the_average():
     np.testing.assert_allclose(value, np.full(2, -(1 + keras_dist.size()) / 2), rtol=1e-6)
 
 
+@pytest.mark.parity("`groups`")
 def test_groups_change_buckets_and_no_bit(monkeypatch):
     rng = np.random.default_rng(keras_dist.rank())
     gradients = [rng.standard_normal(7).astype("float32") for _ in range(4)]
@@ -199,6 +201,7 @@ def test_rows_of_an_embedding_become_dense():
     assert_close(weights_of(model), weights_of(plain))
 
 
+@pytest.mark.parity("Adasum")
 def test_adasum_adds_what_differs_and_averages_what_is_common():
     n, rank = keras_dist.size(), keras_dist.rank()
     if n not in POWER_OF_TWO:
@@ -224,6 +227,7 @@ def test_adasum_of_an_embedding():
 # --- Local variables
 
 
+@pytest.mark.parity("local variables keep their own gradients")
 @pytest.mark.parametrize("scale", [True, False])
 @pytest.mark.parametrize("way", ["variables", "layers"])
 def test_local_variables_stay_local(way, scale):

@@ -14,6 +14,7 @@ def test_equal_replicas_pass():
     keras_dist.verify_replicas(model)
 
 
+@pytest.mark.parity("`verify_replicas` names variables and ranks")
 def test_a_difference_is_named_with_its_ranks():
     if keras_dist.size() == 1:
         pytest.skip("ranks cannot differ when there is one")
@@ -37,6 +38,7 @@ def test_optimizer_state_counts():
         keras_dist.verify_replicas(model)
 
 
+@pytest.mark.parity("moving statistics are averaged")
 def test_statistics_are_averaged_and_equal_weights_keep_their_bits():
     rank, size = keras_dist.rank(), keras_dist.size()
     model = make_model(regularised=True)

@@ -48,6 +48,7 @@ def fit(*callbacks, **options):
     return model
 
 
+@pytest.mark.parity("`RootOnly`")
 def test_every_hook_is_called_on_the_root_and_on_no_other_rank():
     root = keras_dist.size() - 1
     recorder = Recorder()

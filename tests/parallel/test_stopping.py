@@ -55,6 +55,7 @@ def steps_of(*callbacks, sample_weight=None):
     return steps.count
 
 
+@pytest.mark.parity("a stop on one rank stops all after the same step")
 @pytest.mark.parametrize(
     ("hook", "at", "steps"),
     [

@@ -45,6 +45,7 @@ def test_a_difference_ends_the_training_on_every_rank(every, epochs):
     assert agreed(re.sub(r"_\d+", "", str(caught.value).partition("]")[2]))
 
 
+@pytest.mark.parity("`VerifyReplicas(repair=True)`")
 def test_a_difference_is_repaired_from_the_root_with_a_warning():
     if keras_dist.size() == 1:
         pytest.skip("ranks cannot differ when there is one")
