@@ -47,6 +47,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     ```
     """
 
+    calls_host = True  # in training, so XLA cannot compile a step of TensorFlow with it
+
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         if runtime.size() == 1:
             return super()._moments(inputs, mask)

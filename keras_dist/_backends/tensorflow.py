@@ -2,20 +2,21 @@
 
 Inputs of a host function are views of TensorFlow's own memory and cost nothing. The
 functions are stateful operations, so a graph runs them in the order of its program, the
-same on every rank; XLA cannot compile them.
+same on every rank; XLA cannot compile them, so it compiles what is around them
+(`tensorflow_step`).
 """
 
 import contextlib
 import functools
-import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_dist import errors
+from keras_dist._backends.tensorflow_step import train_step_for_host
 
 __all__ = [
     "add_up_rows",
@@ -29,8 +30,6 @@ __all__ = [
     "sum_over_ranks",
     "train_step_for_host",
 ]
-
-_log = logging.getLogger("keras_dist")
 
 
 def pin_device(local_rank: int, local_size: int) -> str | None:
@@ -157,29 +156,6 @@ def build_from(model: Any, batches: Any) -> None:
 
 def check_model(model: Any) -> None:
     """Does nothing yet: strategies of TensorFlow do not train over processes in Keras 3."""
-
-
-@contextlib.contextmanager
-def train_step_for_host(model: Any) -> Iterator[None]:
-    """Leaves XLA out of the step, which cannot call the host. See `Backend.train_step_for_host`."""
-    if not model.jit_compile:
-        yield
-        return
-    _say_once()
-    model.jit_compile = False
-    try:
-        yield
-    finally:
-        model.jit_compile = True
-
-
-@functools.cache
-def _say_once() -> None:
-    _log.warning(
-        "keras_dist trains this model without XLA (jit_compile): gradients are averaged on "
-        "the host, which an XLA program cannot call. Nothing needs to be changed; "
-        "compile(..., jit_compile=False) says the same."
-    )
 
 
 def _add_up(slices: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -1,0 +1,170 @@
+"""TensorFlow's train step in two XLA programs, the reduction between them."""
+
+import collections
+import inspect
+
+import keras
+import numpy as np
+import pytest
+from training import (
+    CLASSES,
+    FEATURES,
+    agreed,
+    assert_close,
+    compiled,
+    make_data,
+    make_model,
+    rows_of_rank,
+    weights_of,
+    with_logs,
+)
+
+import keras_dist
+
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="JAX has its own way, torch needs none"
+)
+BATCH, STEPS = 4, 4
+OPTIMIZERS = {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "accumulation, decay and average": lambda: keras.optimizers.Nadam(
+        0.01, gradient_accumulation_steps=2, weight_decay=0.1, use_ema=True
+    ),
+}
+
+
+def embedding(optimizer=None, **options):
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((FEATURES,)), keras.layers.Embedding(20, 3), keras.layers.Flatten()]
+    layers += [keras.layers.Dense(CLASSES, activation="softmax")]
+    return compiled(keras.Sequential(layers), optimizer, **options)
+
+
+@pytest.fixture
+def notices(caplog):
+    """What keras_dist has said, as if nobody had been told before."""
+    from keras_dist._backends import tensorflow_step
+
+    tensorflow_step._say_once.cache_clear()
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "keras_dist"]
+
+
+def train(optimizer, make=make_model, **options):
+    """Trains plain Keras on all rows and the ranks, with XLA, on theirs; returns both models."""
+    x, y = make_data(BATCH * STEPS * keras_dist.size())
+    if make is embedding:
+        x = np.abs(10 * x).astype(int) % 20
+    plain = make(optimizer())
+    plain.fit(x, y, batch_size=BATCH * keras_dist.size(), shuffle=False, verbose=0)
+    distributed = keras_dist.DistributedOptimizer(optimizer())
+    model = make(distributed, jit_compile=True, **options)
+    x, y = rows_of_rank(x, BATCH), rows_of_rank(y, BATCH)
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=keras_dist.callbacks())
+    return model, plain
+
+
+def operations(model):
+    """Counts the operations of a model's train step that XLA compiles, and the others."""
+    import tensorflow as tf
+
+    batches = iter(tf.data.Dataset.from_tensors(make_data(BATCH)))
+    model.make_train_function()
+    steps = inspect.getclosurevars(model.train_function).nonlocals["multi_step_on_iterator"]
+    graph = steps.get_concrete_function(batches).graph.as_graph_def()
+    compiles, others = collections.Counter(), collections.Counter()
+    for function in graph.library.function:
+        count = compiles if function.attr["_XlaMustCompile"].b else others
+        count.update(node.op for node in function.node_def)
+    return compiles, others
+
+
+def check_compiled(model):
+    """Checks that Adam's step leaves to the graph only what is between gradient and update."""
+    if keras_dist.size() == 1:
+        return  # Keras compiles the whole step
+    compiles, others = operations(model)
+    assert compiles["MatMul"] == 5  # two forwards, three backwards: the data has no gradient
+    assert compiles["Square"]  # Adam's update
+    assert not others["MatMul"]
+    assert not others["Square"]
+    assert not compiles["PyFunc"]
+    assert others["PyFunc"] == 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_equal_those_of_one_process(name):
+    model, plain = train(OPTIMIZERS[name])
+    assert agreed([weight.tobytes() for weight in weights_of(model)])
+    assert agreed([np.array(v).tobytes() for v in model.optimizer.variables])
+    assert_close(weights_of(model), weights_of(plain))
+
+
+def test_gradients_and_update_are_compiled_and_nothing_is_left_behind(notices):
+    model, plain = train(lambda: keras.optimizers.Adam(0.01, clipnorm=0.05), steps_per_execution=3)
+    assert agreed([weight.tobytes() for weight in weights_of(model)])
+    assert_close(weights_of(model), weights_of(plain))
+    check_compiled(model)
+    assert model.jit_compile is True
+    assert not notices()
+    assert "train_step" not in vars(model)
+    assert not {"apply_gradients", "_distributed_tf_update_step"} & set(vars(model.optimizer))
+
+
+def test_rows_of_an_embedding():
+    model, plain = train(lambda: keras.optimizers.SGD(0.1), embedding)
+    assert agreed([weight.tobytes() for weight in weights_of(model)])
+    assert_close(weights_of(model), weights_of(plain))
+    compiles, others = operations(model)
+    assert compiles["GatherV2"]
+    assert not others["MatMul"]
+
+
+def test_a_loss_scale():
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01))
+        model = make_model(optimizer, jit_compile=True)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    x, y = make_data(3 * BATCH, seed=keras_dist.rank())
+    if keras_dist.rank() == keras_dist.size() - 1:
+        x[BATCH : 2 * BATCH] = 1e30  # the second of three steps
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=keras_dist.callbacks())
+    keras_dist.verify_replicas(model)
+    assert int(model.optimizer.inner_optimizer.iterations) == 2
+    check_compiled(model)
+
+
+class OwnMetrics(keras.Model):
+    """Sees the weights after the update, as Keras shows them."""
+
+    def compute_metrics(self, *arguments, **options):
+        return {"norm": keras.ops.norm(self.layers[-1].kernel)}
+
+
+@pytest.mark.parametrize(
+    ("model_class", "normalisation", "reason"),
+    [
+        (with_logs(dict), keras.layers.BatchNormalization, "a train_step of its own"),
+        (OwnMetrics, keras.layers.BatchNormalization, "a compute_metrics of its own"),
+        (keras.Model, keras_dist.layers.SyncBatchNormalization, "a SyncBatchNormalization"),
+    ],
+    ids=["train_step", "compute_metrics", "SyncBatchNormalization"],
+)
+def test_what_is_not_compiled_has_a_notice(model_class, normalisation, reason, notices):
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((FEATURES,))
+    hidden = normalisation()(keras.layers.Dense(8)(inputs))
+    outputs = keras.layers.Dense(CLASSES, activation="softmax")(hidden)
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = compiled(model_class(inputs, outputs), optimizer, jit_compile=True)
+    x, y = make_data(BATCH, seed=keras_dist.rank())
+    logs = [model.train_on_batch(x, y, return_dict=True) for _ in range(2)][-1]
+    assert agreed([np.array(weight).tobytes() for weight in model.trainable_weights])
+    if "norm" in logs:
+        np.testing.assert_allclose(logs["norm"], np.linalg.norm(weights_of(model)[-2]), rtol=1e-6)
+    alone = keras_dist.size() == 1
+    assert bool(operations(model)[0]["MatMul"]) == alone
+    assert model.jit_compile is True
+    assert len(notices()) == (not alone)
+    assert all(reason in notice for notice in notices())
