@@ -152,7 +152,9 @@ def _on_host(now: Any, *gradients: Any, fused: Any) -> list[Any]:
         return list(gradients)
     results = fused([np.asarray(gradient) for gradient in gradients])
     return [
-        jax.device_put(result, gradient.sharding, may_alias=True)
+        # Where the gradient is bound to no device the result must not be either: the second step
+        # would find weights that are, and be compiled for them once more.
+        jax.device_put(result, gradient.sharding if gradient.committed else None, may_alias=True)
         for result, gradient in zip(results, gradients, strict=True)
     ]
 
