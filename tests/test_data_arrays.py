@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_dist import errors
+from keras_dist.data import epochs
 from keras_dist.data.array_dataset import ArrayDataset
 from keras_dist.data.arrays import ArraySource
 from keras_dist.data.terms import Terms
@@ -50,6 +51,23 @@ def test_both_forms_have_the_same_orders():
     for _ in range(3):
         assert epoch_of(one) == epoch_of(other)
         next_epoch(one)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_epoch_can_be_gone_on_with(form):
+    def make():
+        return [parts_of(np.arange(20), 1, form, batch_size=3, seed=seed)[0] for seed in (0, 0, 1)]
+
+    earlier = one, _, third = make()
+    for part in (one, one, third):
+        epoch_of(part)
+        next_epoch(part)
+    numbers = epochs.numbers()
+    expected = [epoch_of(part) for part in earlier]
+    later = make()  # while the earlier ones still live
+    assert [epoch_of(part) for part in later] != expected
+    epochs.go_on_with(numbers)
+    assert [epoch_of(part) for part in later] == expected
 
 
 def test_two_iterations_at_once_do_not_disturb_each_other():

@@ -25,7 +25,7 @@ ON_KERAS = (
 )
 DATA = (
     "numpy .runtime .collectives .errors "
-    ".data .data.agreement .data.arrays .data.files .data.partition .data.terms"
+    ".data .data.agreement .data.arrays .data.epochs .data.files .data.partition .data.terms"
 )
 SETS = "numpy ._engine .errors .process_sets"
 FACE = "numpy .runtime ._backends ._engine .errors"
@@ -60,7 +60,7 @@ TABLE = [
     (".tensorflow.*",          f"tensorflow {FACE} .tensorflow.*",            ""),
     (".torch.*",               f"torch {FACE} .torch.*",                      ""),
     (".cli.*",       "rich .config .errors .launcher ._version .cli.*",       "mpi4py"),
-    (".callbacks.backup",      f"{ON_KERAS} .callbacks.* h5py",               ""),
+    (".callbacks.backup",      f"{ON_KERAS} .callbacks.* .data.epochs h5py",               ""),
     (".callbacks.*",           f"{ON_KERAS} .callbacks.*",                    ""),
     (".collectives.*",  f"{FACE} .config .process_sets .reduce_op .collectives.*",    ""),
     (".asynchronous",          ".runtime ._engine .collectives .errors",      ""),

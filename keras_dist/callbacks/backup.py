@@ -14,6 +14,7 @@ import keras
 from keras_dist import errors, runtime
 from keras_dist.callbacks.files import NEEDS_ROOM, write_beside
 from keras_dist.callbacks.root import on_root
+from keras_dist.data import epochs
 from keras_dist.replicas import (
     broadcast_state,
     random_states,
@@ -25,7 +26,7 @@ from keras_dist.replicas import (
 __all__ = ["BackupAndRestore"]
 
 # What Keras does not write with weights and optimizer, as attributes of its file.
-EPOCH, SEED = "keras_dist_epoch", "keras_dist_seed"
+EPOCH, SEED, DATA = "keras_dist_epoch", "keras_dist_seed", "keras_dist_data"
 # The names and shapes of what is in the file. Keras takes from it what its model has, in silence
 # where there is more, and only warns where an optimizer's state does not fit.
 VARIABLES = "keras_dist_variables"
@@ -40,8 +41,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     one go, so an interruption at any moment leaves a whole backup. All ranks receive the root's
     state and go on with the same epoch, also when only the root sees the directory. From the
     border of an epoch they go on to the same bits as without interruption where the data comes
-    in the same order, that is unshuffled; on torch dropout needs a seed, or else it draws from
-    torch's own generator.
+    in the same order. It does when it is not shuffled, and when `keras_dist.data.shard` shuffles
+    arrays, as the epoch that each such data set has come to is kept too; Keras' own shuffling
+    and that of a `tf.data.Dataset` begin anew. On torch dropout needs a seed, or else it draws
+    from torch's own generator.
 
     As in Keras, a backup in the midst of an epoch, `save_freq` being a number, resumes at the
     begin of that epoch. Gradients that a rank has gathered and not yet applied are lost.
@@ -68,15 +71,27 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         directory = pathlib.Path(self.backup_dir)
         self._latest = directory / "latest.weights.h5"
         self._previous = directory / "previous.weights.h5"
+        self._data: dict[str, int] = {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Gives all ranks what the root finds in the directory, if anything."""
-        epoch = self._on_root(self._restore, "to restore the backup in", ANEW)
+        epoch, data = self._on_root(self._restore, "to restore the backup in", ANEW)
         # Of an earlier fit of this model it would count again.
         self.model._initial_epoch = epoch
         if epoch is not None:
+            epochs.go_on_with(data)
             broadcast_state(self.model, self.root_rank)
             separate_seeds(self.model, self.root_rank)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes to which epoch a backup in its midst is to go back."""
+        self._current_epoch = epoch  # Keras counts from 0 until the first that it has seen end
+        self._data = epochs.numbers()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Writes, unless it does so at batches; the next epoch is the one to go on with."""
+        self._data = epochs.numbers()
+        super().on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Removes the backup, unless it is to be kept."""
@@ -104,13 +119,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             with h5py.File(path, "r+") as file:
                 file.attrs[EPOCH] = self._current_epoch
                 file[VARIABLES] = json.dumps(_describe(self.model))
+                file.attrs[DATA] = json.dumps(self._data)
                 for number, variable in enumerate(random_states(self.model)):
                     file.attrs[f"{SEED}_{number}"] = keras.ops.convert_to_numpy(variable)
 
         write_beside(save, str(self._latest))
 
-    def _restore(self) -> int | None:
-        """Loads the latest backup that can be read; returns the epoch to go on with."""
+    def _restore(self) -> tuple[int | None, dict[str, int]]:
+        """Loads the latest backup that can be read; returns the epoch to go on with, the data's."""
         found = [path for path in (self._latest, self._previous) if path.exists()]
         for path in found:
             try:
@@ -124,9 +140,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                     text = errors.explain(runtime.where(), expected, received, ANEW)
                     raise errors.CheckpointError(text) from error
                 warnings.warn(f"{path} cannot be read: {error}", RuntimeWarning, stacklevel=2)
-        return None
+        return None, {}
 
-    def _load(self, path: pathlib.Path) -> int:
+    def _load(self, path: pathlib.Path) -> tuple[int, dict[str, int]]:
         if not self.model.built:
             raise ValueError("the model is not built; build it before fit")
         optimizer = self.model.optimizer
@@ -142,7 +158,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         with h5py.File(path) as file:
             for number, variable in enumerate(random_states(self.model)):
                 variable.assign(file.attrs[f"{SEED}_{number}"])
-            return int(file.attrs[EPOCH])
+            return int(file.attrs[EPOCH]), json.loads(file.attrs.get(DATA, "{}"))
 
     def _check(self, written: list[tuple[str, list[int]]], path: pathlib.Path) -> None:
         """Checks that a file was written by a model and an optimizer such as these.

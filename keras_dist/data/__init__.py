@@ -86,8 +86,9 @@ def shard(
         shuffle: whether every rank draws a new order of its part for each epoch. Defaults to
             True where single samples are shared out. Pass False to evaluate or predict.
         seed: whole number from which, with rank and epoch, the orders follow: the same
-            number gives the same run. In a tf.data pipeline TensorFlow's global seed counts
-            too, where one is set. Defaults to 0.
+            number gives the same run, and of arrays also when `BackupAndRestore` resumes it.
+            In a tf.data pipeline TensorFlow's global seed counts too, where one is set.
+            Defaults to 0.
         remainder: `"uneven"`, `"pad"` or `"drop"`, see above. Defaults to `"uneven"`.
         steps: batches in an epoch of each rank, where the data is endless or of unknown
             length, or where an epoch is to end early. Then there are exactly so many; of

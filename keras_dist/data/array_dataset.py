@@ -25,7 +25,6 @@ class ArrayDataset(keras.utils.PyDataset):
     def __init__(self, batches: ArrayBatches):
         super().__init__()
         self._batches = batches
-        self._epoch = 0
         self._lock = threading.Lock()
         self._asked: dict[int, int] | None = None  # by index that Keras asked for, its place
 
@@ -33,7 +32,9 @@ class ArrayDataset(keras.utils.PyDataset):
         return self._batches.plan.steps
 
     def __getitem__(self, index: int) -> Any:
-        return self._batches.batch(self._epoch, self._place(range(len(self))[index]))
+        return self._batches.batch(
+            self._batches.epochs.number, self._place(range(len(self))[index])
+        )
 
     def on_epoch_begin(self) -> None:
         """Begins to hand out batches in order, whatever the order they are asked for."""
@@ -42,7 +43,7 @@ class ArrayDataset(keras.utils.PyDataset):
     def on_epoch_end(self) -> None:
         """Goes on to the order of the next epoch."""
         self._asked = None
-        self._epoch += 1
+        self._batches.epochs.advance()
 
     def _place(self, index: int) -> int:
         # Worker processes cannot see what the others were asked for.

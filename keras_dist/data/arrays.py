@@ -1,11 +1,13 @@
 """numpy arrays, alone or in tuples, lists and dicts: sample i belongs to rank i % size."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_dist import errors
+from keras_dist.data.epochs import Epochs
 from keras_dist.data.partition import Plan, plan_samples
 from keras_dist.data.terms import Fact, Terms
 
@@ -43,7 +45,6 @@ class ArraySource:
         plan = plan_samples(total, terms.size, terms.rank, batch_size, terms.remainder)
         terms.need_steps(plan.steps)
         plan = plan.limited(terms.steps or plan.steps)
-        self.batches = ArrayBatches(data, plan, None if terms.shuffle is False else terms.seed)
         whole = "Give shard() the same whole data set on every rank: it takes the part itself."
         self.facts = [
             Fact("the kind of data", "arrays", whole),
@@ -51,6 +52,13 @@ class ArraySource:
             Fact("the arrays", [_describe(path, array) for path, array in leaves], whole),
             *terms.facts(),
         ]
+        kind = repr([fact.value for fact in self.facts]).encode()
+        self.batches = ArrayBatches(
+            data,
+            plan,
+            None if terms.shuffle is False else terms.seed,
+            hashlib.blake2b(kind, digest_size=8).hexdigest(),
+        )
 
     def part(self, held: Sequence[int | None]) -> Any:
         """Returns this rank's batches in the form that suits the backend of Keras.
@@ -78,11 +86,13 @@ class ArrayBatches:
         data: array, or nested tuples, lists and dicts of arrays, the whole data set.
         plan: this rank's part of it.
         seed: for the order of every epoch; `None` keeps the order of the arrays.
+        kind: what the whole data set is, see `Epochs`.
     """
 
-    def __init__(self, data: Any, plan: Plan, seed: int | None):
+    def __init__(self, data: Any, plan: Plan, seed: int | None, kind: str = "arrays"):
         self.data = _map(lambda array: array, data)
         self.plan = plan
+        self.epochs = Epochs(kind)
         self._seed = seed
         self._latest = (0, plan.order(seed, epoch=0))
 

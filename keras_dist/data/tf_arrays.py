@@ -1,6 +1,5 @@
 """This rank's batches of arrays as a tf.data pipeline."""
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ def pipeline_of(batches: ArrayBatches) -> tf.data.Dataset:
     The batches are gathered by numpy: arrays that lie in a file are read as they are needed,
     and none is copied into TensorFlow as a whole.
     """
-    epochs = itertools.count()
+    epochs = batches.epochs
     steps = batches.plan.steps
     sizes = set(batches.plan.sizes())
     size = sizes.pop() if len(sizes) == 1 else None
@@ -34,7 +33,7 @@ def pipeline_of(batches: ArrayBatches) -> tf.data.Dataset:
         return tf.nest.pack_sequence_as(batches.data, tensors)
 
     def begin(_: tf.Tensor) -> tf.Tensor:
-        epoch = tf.numpy_function(lambda: np.int64(next(epochs)), [], tf.int64)
+        epoch = tf.numpy_function(lambda: np.int64(epochs.advance()), [], tf.int64)
         return tf.ensure_shape(epoch, ())
 
     def steps_of(epoch: tf.Tensor) -> tf.data.Dataset:

@@ -9,6 +9,7 @@ from training import CLASSES, FEATURES, agreed, compiled, make_data
 import keras_dist
 from keras_dist import errors, replicas
 from keras_dist.callbacks import BackupAndRestore
+from keras_dist.data import epochs
 
 
 class Interrupted(Exception):
@@ -44,16 +45,13 @@ def new_model(optimizer=None, **options):
     return compiled(keras.Sequential(layers), optimizer, **options)
 
 
-def fit(*callbacks, model=None):
+def fit(*callbacks, model=None, epochs=3, **data):
     model = model or new_model(run_eagerly=True)
-    history = model.fit(
-        *make_data(8, seed=keras_dist.rank()),
-        batch_size=4,
-        epochs=3,
-        shuffle=False,
-        verbose=0,
-        callbacks=keras_dist.callbacks(*callbacks),
-    )
+    if not data:
+        x, y = make_data(8, seed=keras_dist.rank())
+        data = {"x": x, "y": y, "batch_size": 4, "shuffle": False}
+    callbacks = keras_dist.callbacks(*callbacks)
+    history = model.fit(**data, epochs=epochs, verbose=0, callbacks=callbacks)
     keras_dist.verify_replicas(model)
     return model, history.epoch
 
@@ -85,6 +83,36 @@ def test_resumed_training_equals_training_that_was_not_interrupted(shared, share
     assert not directory.exists()
 
 
+def test_shuffled_arrays_go_on_in_the_order_of_the_epoch(directory):
+    arrays = make_data(9 * keras_dist.size() + 1)
+    model = new_model(keras.optimizers.SGD(0.1, momentum=0.9))
+    model.optimizer.build(model.trainable_variables)
+    variables = [*replicas.state(model), *replicas.random_states(model)]
+    start = [keras.ops.convert_to_numpy(variable).copy() for variable in variables]
+
+    def fit_arrays(*callbacks):
+        for variable, value in zip(variables, start, strict=True):
+            variable.assign(value)
+        # Both of one kind, so that only their turn tells them apart.
+        train, other = (keras_dist.data.shard(arrays, batch_size=4) for _ in range(2))
+        _, trained = fit(*callbacks, model=model, x=train, epochs=4)
+        came_to = list(epochs.numbers().values())[:2]
+        assert len(train) == len(other)
+        return everything_of(model), trained, came_to
+
+    expected, _, came_to = fit_arrays()
+    with pytest.raises(Interrupted):
+        fit_arrays(BackupAndRestore(directory), Interrupt(2))
+    keras_dist.barrier()
+    assert fit_arrays(BackupAndRestore(directory)) == (expected, [2, 3], came_to)
+    keras_dist.barrier()
+    # Within an epoch some of it is learnt twice, but in the order that it had.
+    with pytest.raises(Interrupted):
+        fit_arrays(BackupAndRestore(directory, save_freq=1), Interrupt(2, batch=1))
+    keras_dist.barrier()
+    assert fit_arrays(BackupAndRestore(directory))[1:] == ([2, 3], came_to)
+
+
 def test_the_model_itself_starts_anew_once_it_is_done(directory):
     model = new_model(run_eagerly=True)
     with pytest.raises(Interrupted):
@@ -96,6 +124,8 @@ def test_the_model_itself_starts_anew_once_it_is_done(directory):
 def test_a_backup_within_an_epoch_resumes_at_its_begin(directory):
     with pytest.raises(Interrupted):
         fit(BackupAndRestore(directory, save_freq=3), Interrupt(1, batch=1))
+    with pytest.raises(Interrupted):
+        fit(BackupAndRestore(directory, save_freq=1), Interrupt(1, batch=1))
     _, epochs = fit(BackupAndRestore(directory, delete_checkpoint=False))
     assert epochs == [1, 2]
     assert [path.name for path in directory.iterdir()] == ["latest.weights.h5"]
