@@ -7,7 +7,14 @@ import keras
 
 from keras_dist import _engine, errors, runtime
 from keras_dist.process_sets import ProcessSet
-from keras_dist.reduction import GradientReduction, attach, check_local, is_distributed
+from keras_dist.reduction import (
+    MULTI_OPTIMIZER,
+    GradientReduction,
+    attach,
+    check_local,
+    is_distributed,
+    optimizers_inside,
+)
 from keras_dist.terms import (
     Terms,
     parse_groups,
@@ -49,7 +56,8 @@ def DistributedOptimizer(
 
     Args:
         optimizer: an instance of a Keras optimizer, built or not; a `LossScaleOptimizer`
-            reduces the scaled gradients, so that all ranks skip the same steps.
+            reduces the scaled gradients, so that all ranks skip the same steps. A
+            `MultiOptimizer` is wrapped as a whole, not the optimizers in it.
         op: `Average`, `Sum` or `Adasum`, or its name; `Adasum` combines the dense gradient of
             each variable by itself, on 1, 2, 4, 8, ... ranks. Defaults to `Average`.
         process_set: the ranks that average among themselves, a `ProcessSet`; the others apply
@@ -118,7 +126,10 @@ def DistributedOptimizer(
         scale_local=bool(scale_local_gradients),
     )
     # What Keras' own optimizers do with a gradient is known.
-    own = type(optimizer).__module__.startswith("keras.src.")
+    own = not isinstance(optimizer, MULTI_OPTIMIZER) and all(
+        type(one).__module__.startswith("keras.src.")
+        for one in [optimizer, *optimizers_inside(optimizer)]
+    )
     attach(optimizer, GradientReduction(terms, own))
     watch_models()
     return optimizer
@@ -167,7 +178,7 @@ def _check_optimizer(optimizer: Any, where: str) -> None:
                 "turns a name or a configuration into one.",
             )
         )
-    if is_distributed(optimizer) or is_distributed(getattr(optimizer, "inner_optimizer", None)):
+    if any(map(is_distributed, [optimizer, *optimizers_inside(optimizer)])):
         raise errors.ArgumentError(
             errors.explain(
                 where,
@@ -206,14 +217,19 @@ def _accumulate(optimizer: Any, passes: int, where: str) -> None:
     """Makes Keras accumulate gradients, in the optimizer that applies them.
 
     Raises:
-        ArgumentError: it accumulates another number of batches, or has been built without.
+        ArgumentError: it accumulates another number of batches, has been built without, or
+            leaves that to several others.
     """
     applying = getattr(optimizer, "inner_optimizer", optimizer)
     given = applying.gradient_accumulation_steps
     # An optimizer that was loaded from a file accumulates already, as it did when it was saved.
     if passes == 1 or given == passes:
         return
-    if given:
+    if isinstance(applying, MULTI_OPTIMIZER):
+        expected = "a single optimizer, for backward_passes_per_step"
+        received = f"a {type(applying).__name__}"
+        remedy = "Set gradient_accumulation_steps on the optimizers in it, which averages."
+    elif given:
         expected = "either backward_passes_per_step or gradient_accumulation_steps"
         received = f"{passes} and {given}"
         remedy = "Leave out one: gradient_accumulation_steps averages the batches."

@@ -21,8 +21,19 @@ from keras_dist import _backends, _engine, errors, runtime, saved_terms
 from keras_dist.replicas import SAME_MODEL, variable_name
 from keras_dist.terms import Terms
 
-__all__ = ["GradientReduction", "attach", "check_local", "is_distributed", "move_outwards"]
+__all__ = [
+    "MULTI_OPTIMIZER",
+    "GradientReduction",
+    "attach",
+    "check_local",
+    "distributed_optimizers",
+    "is_distributed",
+    "move_outwards",
+    "optimizers_inside",
+]
 
+# Of Keras 3.15 and later.
+MULTI_OPTIMIZER: Any = getattr(keras.optimizers, "MultiOptimizer", ())
 # The last gradients of a model are ready first: reducing begins before the rest has come.
 FIRST_NBYTES = 2**20
 
@@ -30,6 +41,20 @@ FIRST_NBYTES = 2**20
 def is_distributed(optimizer: Any) -> TypeGuard["_Distributed"]:
     """Tells whether an optimizer reduces its gradients over the ranks."""
     return isinstance(optimizer, _Distributed)
+
+
+def distributed_optimizers(model: Any) -> list["_Distributed"]:
+    """Returns those optimizers of a model that reduce, a custom train step's further ones too."""
+    found = [model.optimizer, *optimizers_inside(model.optimizer), *vars(model).values()]
+    return list({id(one): one for one in found if is_distributed(one)}.values())
+
+
+def optimizers_inside(optimizer: Any) -> list[Any]:
+    """Returns the optimizers to which this one hands gradients on, as far as they are known."""
+    if isinstance(optimizer, MULTI_OPTIMIZER):
+        return list(optimizer.optimizers)
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [] if inner is None else [inner, *optimizers_inside(inner)]
 
 
 def move_outwards(optimizer: Any) -> None:
@@ -51,8 +76,11 @@ def move_outwards(optimizer: Any) -> None:
 
 def attach(optimizer: Any, reduction: "GradientReduction") -> None:
     """Makes an optimizer reduce its gradients by `reduction`; changes its class in place."""
-    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    mixin = _LossScaled if scaled else _Distributed
+    mixin: Any = _Distributed
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        mixin = _LossScaled
+    elif isinstance(optimizer, MULTI_OPTIMIZER):
+        mixin = _HandingOn
     object.__setattr__(optimizer, "_keras_dist", reduction)
     optimizer.__class__ = _distributed_class(optimizer.__class__, mixin)
 
@@ -65,7 +93,8 @@ def check_local(optimizer: Any) -> None:
             gradients of those that each rank keeps for itself.
     """
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if scaled or optimizer.global_clipnorm:
+    every = [optimizer, *optimizers_inside(optimizer)]
+    if scaled or any(one.global_clipnorm for one in every):
         received = "a LossScaleOptimizer" if scaled else "one with a global_clipnorm"
         raise errors.ArgumentError(
             errors.explain(
@@ -297,13 +326,17 @@ class _Distributed:
         return super()._clip_gradients(reduced)  # type: ignore[misc]
 
 
-class _LossScaled(_Distributed):
-    """The override for a `LossScaleOptimizer`, whose own `apply` decides on skipping."""
+class _HandingOn(_Distributed):
+    """The override for a `MultiOptimizer`, which hands gradients to others before any clipping."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         variables = list(trainable_variables or self._trainable_variables)  # type: ignore[attr-defined]
         reduced = self._keras_dist(grads, variables)
         return super().apply(reduced, trainable_variables)  # type: ignore[misc]
+
+
+class _LossScaled(_HandingOn):
+    """The override for a `LossScaleOptimizer`, whose own `apply` decides on skipping."""
 
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any

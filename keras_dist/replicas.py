@@ -198,12 +198,14 @@ def _without(model: keras.Model, variables: Iterable[Any]) -> list[Any]:
     """Returns a model's state but for some variables and the optimizer's state of each."""
     left_out = {id(variable) for variable in variables}
     optimizer = getattr(model, "optimizer", None)
-    trainable = list(getattr(optimizer, "_trainable_variables", ()))
-    places = [place for place, variable in enumerate(trainable) if id(variable) in left_out]
-    # Keras' optimizers keep what belongs to each variable in lists as long as theirs.
-    for name, slots in vars(optimizer).items() if places else ():
-        if name != "_variables" and isinstance(slots, list) and len(slots) == len(trainable):
-            left_out.update(id(slots[place]) for place in places)
+    # A `MultiOptimizer` leaves the variables to others.
+    for one in (optimizer, *getattr(optimizer, "optimizers", ())):
+        trainable = list(getattr(one, "_trainable_variables", ()))
+        places = [place for place, variable in enumerate(trainable) if id(variable) in left_out]
+        # Keras' optimizers keep what belongs to each variable in lists as long as theirs.
+        for name, slots in vars(one).items() if places else ():
+            if name != "_variables" and isinstance(slots, list) and len(slots) == len(trainable):
+                left_out.update(id(slots[place]) for place in places)
     return [variable for variable in state(model) if id(variable) not in left_out]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from keras_dist import _backends, errors, runtime
-from keras_dist.reduction import is_distributed, move_outwards
+from keras_dist.reduction import distributed_optimizers, move_outwards
 
 __all__ = ["watch_models"]
 
@@ -28,15 +28,15 @@ def watch_models() -> None:
     @functools.wraps(original)
     def make_train_function(self: keras.Model, force: bool = False) -> Any:
         move_outwards(self.optimizer)
-        if not is_distributed(self.optimizer):
+        optimizers = distributed_optimizers(self)
+        if not optimizers:
             return original(self, force)
         # A step that was traced before the optimizer was wrapped, or for ranks that have
         # been left since, holds no reduction, or one among those ranks.
-        comm = self.optimizer._keras_dist.communicator()
-        reduction = (self.optimizer._keras_dist, comm)
-        force = force or self.__dict__.get(TRACED_FOR) != reduction
-        self.__dict__[TRACED_FOR] = reduction
-        if comm is None:
+        reductions = [(one._keras_dist, one._keras_dist.communicator()) for one in optimizers]
+        force = force or self.__dict__.get(TRACED_FOR) != reductions
+        self.__dict__[TRACED_FOR] = reductions
+        if all(comm is None for _, comm in reductions):
             return original(self, force)
         backend = _backends.active()
         backend.check_model(self)

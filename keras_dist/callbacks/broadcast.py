@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_dist import _backends, errors, runtime
-from keras_dist.reduction import is_distributed
+from keras_dist.reduction import distributed_optimizers
 from keras_dist.replicas import broadcast_state, separate_seeds
 
 __all__ = ["BroadcastGlobalVariablesCallback"]
@@ -18,7 +18,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     A model that is not built yet is built from the shapes of its data, so that the first
     step already starts from equal weights. The states of random generators are derived from
-    the root's, another for each rank, so that dropout differs from rank to rank.
+    the root's, another for each rank, so that dropout differs from rank to rank. Where no
+    optimizer of the model is distributed, the root warns.
 
     Collective: every rank must pass it to `fit`; it acts in every fit.
 
@@ -50,7 +51,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Broadcasts now, or, when there are no variables yet, once the data is at hand."""
         if runtime.size() == 1:
             return
-        _warn_of_plain_optimizer(self.model)
+        if runtime.rank() == self.root_rank:
+            _warn_of_plain_optimizer(self.model)
         if self.model.built:
             self._broadcast()
         else:
@@ -87,8 +89,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 def _warn_of_plain_optimizer(model: keras.Model) -> None:
     optimizer = model.optimizer
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if optimizer is None or is_distributed(optimizer) or is_distributed(inner):
+    if optimizer is None or distributed_optimizers(model):
         return
     warnings.warn(
         errors.explain(
@@ -98,5 +99,6 @@ def _warn_of_plain_optimizer(model: keras.Model) -> None:
             "Pass optimizer=keras_dist.DistributedOptimizer(...) to compile, unless train_step "
             "averages gradients itself.",
         ),
+        RuntimeWarning,
         stacklevel=2,
     )

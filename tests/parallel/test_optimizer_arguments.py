@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import pickle
+import warnings
 
 import keras
 import numpy as np
@@ -297,10 +298,12 @@ def test_a_deep_copy_reduces_as_the_original_does():
 
 def test_callbacks_warn_of_an_optimizer_that_is_not_wrapped():
     x, y = make_data(8)
-    several = keras_dist.size() > 1
-    warned = pytest.warns(UserWarning, match="to be distributed. Received: a plain SGD")
-    with warned if several else contextlib.nullcontext():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         fit(make_model(), x, y)
+    plain = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    assert len(plain) == (keras_dist.size() > 1 and keras_dist.rank() == 0)
+    assert all("to be distributed. Received: a plain SGD" in text for text in plain)
 
 
 # --- Bad input
@@ -311,6 +314,13 @@ def refused(kind, optimizer=None, wrap=None, **options):
         (wrap or keras_dist.DistributedOptimizer)(optimizer or sgd(), **options)
     assert str(caught.value).startswith(f"[rank {keras_dist.rank()} of {keras_dist.size()}]")
     return str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="an earlier Keras")
+def test_several_passes_are_for_a_single_optimizer():
+    optimizer = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(sgd()))
+    message = refused(errors.ArgumentError, optimizer, backward_passes_per_step=2)
+    assert "gradient_accumulation_steps on the optimizers in it" in message
 
 
 def test_numbers_out_of_range_are_refused():
