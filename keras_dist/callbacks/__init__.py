@@ -99,7 +99,7 @@ def callbacks(
         RootConsoleCallback(root_rank),
         BroadcastGlobalVariablesCallback(root_rank),
         AverageStatisticsCallback(),
-        MetricAverageCallback(),
+        MetricAverageCallback(root_rank=root_rank),
     ]
     if throughput:
         made.append(Throughput())

@@ -1,12 +1,13 @@
 """Metrics of all ranks, exact: their states are added up, then the result is computed."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_dist import _engine, runtime
+from keras_dist import _engine, errors, runtime
 
 __all__ = ["MetricAverageCallback"]
 
@@ -22,7 +23,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
     ranks hold different numbers of samples; an average of the ranks' results would not be.
     Every callback sees these logs, wherever it stands in the list. What a custom
     `train_step` returns beside the model's metrics is averaged, and so is a metric that
-    keeps its state in variables which are not to be added (`aggregation="none"`).
+    keeps its state in variables which are not to be added (an `aggregation` other than
+    `"sum"`): the root names those in a warning, once a `fit` or `evaluate`.
 
     Collective: every rank must pass it to `fit` or `evaluate`. It acts between the begin
     and the end of these two, so `evaluate` without it is this rank's own affair; but after
@@ -30,10 +32,16 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     Args:
         device: accepted for scripts written for Horovod; has no effect.
+        root_rank: the rank that warns. Defaults to 0.
+
+    Raises:
+        ArgumentError: `root_rank` is not a rank.
     """
 
-    def __init__(self, device: str = ""):
+    def __init__(self, device: str = "", root_rank: int = 0):
         super().__init__()
+        runtime.communicator().place_of_root(root_rank)
+        self.root_rank = root_rank
         self._depth = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -59,7 +67,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
             model = self.model
             # On the instance, past Keras' tracking: it lives as long as this fit.
             model.__dict__.pop(RESULT, None)
-            object.__setattr__(model, RESULT, _exact(model, getattr(model, RESULT)))
+            warns = runtime.rank() == self.root_rank
+            object.__setattr__(model, RESULT, _exact(model, getattr(model, RESULT), warns))
 
     def _leave(self) -> None:
         self._depth -= 1
@@ -67,10 +76,13 @@ class MetricAverageCallback(keras.callbacks.Callback):
             self.model.__dict__.pop(RESULT, None)
 
 
-def _exact(model: keras.Model, result: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _exact(model: keras.Model, result: Callable[[Any], Any], warns: bool) -> Callable[[Any], Any]:
     """Returns Keras' own function of the logs, computed from the states of all ranks."""
+    waiting = [_warn_of_averages] if warns else []
 
     def exact_result(logs: Any) -> Any:
+        if waiting:  # only now: a metric makes its variables at the first step
+            waiting.pop()(model)
         variables = [v for v in model.metrics_variables if v.aggregation in REDUCTIONS]
         own = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
         for variable, value in zip(variables, _reduced(variables, own), strict=True):
@@ -86,6 +98,30 @@ def _exact(model: keras.Model, result: Callable[[Any], Any]) -> Callable[[Any], 
         return _averaged(combined)
 
     return exact_result
+
+
+def _warn_of_averages(model: keras.Model) -> None:
+    """Names the metrics whose results are no exact ones."""
+    compiled: Any = getattr(model, "_compile_metrics", None)
+    averaged = [
+        f"{metric.name} ({variable.aggregation!r})"
+        for outer in model.metrics
+        for metric in (outer.metrics if outer is compiled else [outer])
+        for variable in metric.variables
+        if variable.aggregation != "sum"
+    ]
+    if averaged:
+        warnings.warn(
+            errors.explain(
+                runtime.where(),
+                "metrics whose state can be added over the ranks (aggregation='sum')",
+                f"{', '.join(dict.fromkeys(averaged))}; they are averaged",
+                "Keep totals and counts, in variables of Metric.add_variable, where one process "
+                "over all the data would give another value than the ranks' average.",
+            ),
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _reduced(variables: list[Any], values: list[np.ndarray]) -> list[np.ndarray]:

@@ -5,6 +5,7 @@ import os
 import stat
 import tempfile
 import threading
+import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -157,6 +158,54 @@ def test_logs_equal_those_of_one_process_over_all_the_data(samples):
     assert agreed(evaluated)
 
 
+WEIGHTED = [keras.metrics.MeanSquaredError, keras.metrics.CategoricalAccuracy]
+METRICS = [
+    keras.metrics.Recall,
+    lambda: keras.metrics.F1Score(average="macro"),
+    lambda: keras.metrics.F1Score(name="f1_of_each"),
+    lambda: keras.metrics.OneHotIoU(CLASSES, [0]),
+    lambda: keras.metrics.OneHotMeanIoU(CLASSES),
+    keras.metrics.R2Score,
+    lambda: keras.metrics.TopKCategoricalAccuracy(2),
+    *WEIGHTED,
+]
+
+
+def test_every_metric_is_exact_with_weights_of_samples_and_classes():
+    batch = 10  # equal ones everywhere, so that each step is compiled once
+    x, labels = make_data(batch * keras_dist.size())
+    y = np.eye(CLASSES, dtype="float32")[labels]
+    by_class = {0: 1.0, 1: 3.0, 2: 0.25}
+    weights = np.array([by_class[label] for label in labels], "float32")
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(CLASSES, activation="softmax")])
+    model.compile(
+        keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0)),
+        "categorical_crossentropy",
+        metrics=[make() for make in METRICS],
+        weighted_metrics=[make(name=f"weighted_{make.__name__}") for make in WEIGHTED],
+    )
+    options = {"verbose": 0, "return_dict": True}
+    expected = model.evaluate(x, y, sample_weight=weights, batch_size=batch, **options)
+    assert len(expected) == 1 + len(METRICS) + len(WEIGHTED)
+    weighted = keras_dist.data.shard((x, y, weights), batch_size=batch)
+    plain = keras_dist.data.shard((x, y), batch_size=batch)
+    callbacks = [MetricAverageCallback()]
+    evaluated = model.evaluate(weighted, callbacks=callbacks, **options)
+    for data, of_classes in ((weighted, None), (plain, by_class)):
+        history = model.fit(
+            data,
+            class_weight=of_classes,
+            validation_data=weighted,
+            verbose=0,
+            callbacks=callbacks,
+        ).history
+        for name, value in expected.items():
+            for found in (history[name][0], history[f"val_{name}"][0], evaluated[name]):
+                np.testing.assert_allclose(found, value, rtol=1e-5, err_msg=name)
+    assert agreed(evaluated)
+
+
 def test_own_states_are_put_back_and_evaluate_alone_is_local():
     model = binary_model()
     x, y = make_data(16, seed=keras_dist.rank())
@@ -212,12 +261,21 @@ def test_a_metric_that_cannot_be_added_is_equal_on_all_ranks():
         def result(self):
             return self.value + 0
 
-    model = distributed(metrics=[Largest()])
+    model = distributed(metrics=["accuracy", Largest()])
     x, y = make_data(8)
     y[:] = keras_dist.rank() % CLASSES
-    result = model.evaluate(x, y, verbose=0, return_dict=True, callbacks=keras_dist.callbacks())
-    expected = np.mean([rank % CLASSES for rank in range(keras_dist.size())])
-    assert result["largest"] == pytest.approx(expected)
+    root = keras_dist.size() - 1
+    options = {"verbose": 0, "callbacks": [MetricAverageCallback(root_rank=root)]}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = model.fit(x, y, epochs=2, validation_data=(x, y), **options).history
+        result = model.evaluate(x, y, return_dict=True, **options)
+    expected = pytest.approx(np.mean([rank % CLASSES for rank in range(keras_dist.size())]))
+    assert [*history["largest"], *history["val_largest"], result["largest"]] == [expected] * 5
+    texts = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    # Once a fit and once an evaluate, by the root.
+    assert len(texts) == (2 if keras_dist.rank() == root > 0 else 0)
+    assert all("Received: largest ('none'); they are averaged. Keep" in text for text in texts)
 
 
 @pytest.mark.parity("`EarlyStopping` and `ReduceLROnPlateau` decide alike")
