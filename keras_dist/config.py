@@ -92,6 +92,14 @@ VARIABLES = (
         "copy, read or mpi",
     ),
     Variable(
+        "overlap",
+        _one_of("auto", "on", "off"),
+        "auto",
+        "whether torch's gradients are reduced while others are computed; auto: over several "
+        "nodes, and where every rank has more than one core",
+        "auto, on or off",
+    ),
+    Variable(
         "compression",
         _one_of("none", "fp16", "bf16"),
         "none",
@@ -117,6 +125,7 @@ class Settings:
     threads: int
     pin_device: bool
     reduce: str
+    overlap: str
     compression: str
     single_process: bool
 

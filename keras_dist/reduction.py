@@ -231,6 +231,7 @@ class GradientReduction:
                 postscale=postscale,
                 compression=self.terms.compression,
                 groups=groups,
+                overlaps=runtime.overlaps(comm),
             )
         return self._plans[key]
 

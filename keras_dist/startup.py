@@ -4,6 +4,7 @@ MPI itself is the truth; what the launcher says is compared with it, and the set
 with each other, before anything travels.
 """
 
+import collections
 import logging
 import os
 import sys
@@ -14,7 +15,12 @@ from keras_dist import _backends, _engine, config, errors, launcher
 
 __all__ = ["join_ranks", "take_device"]
 
-ALIKE = ("bucket_nbytes", "reduce", "compression")  # the settings that all ranks must share
+ALIKE = (
+    "bucket_nbytes",
+    "reduce",
+    "overlap",
+    "compression",
+)  # the settings that all ranks must share
 
 _log = logging.getLogger("keras_dist")
 
@@ -52,10 +58,12 @@ def take_device(comm: _engine.Communicator) -> None:
         trouble = backend.pin_device(comm.local_rank, comm.local_size)
         if trouble is not None:
             _log.warning("%s %s", comm.where(), trouble)
+    cores = _cores_of_ranks(comm)
+    comm.fewest_cores = min(cores)
     if comm.size > 1 or settings.threads:
         # The size that was put into the environment at import was a guess, and no choice.
         backend.limit_threads(
-            settings.threads or _cores_of_this_rank(comm),
+            settings.threads or cores[comm.rank],
             override=settings.threads > 0 or launcher.has_sized_threads(),
         )
 
@@ -161,18 +169,16 @@ def _not_together(announced: launcher.Announcement, found: str) -> errors.Launch
     )
 
 
-def _cores_of_this_rank(comm: _engine.Communicator) -> int:
-    """Returns this rank's share of the cores it may run on, at least 1.
+def _cores_of_ranks(comm: _engine.Communicator) -> list[int]:
+    """Returns every rank's share of the cores it may run on, at least 1. Collective.
 
-    A core that several ranks of the node may use counts for each of them by its share, so
+    A core that several ranks of a node may use counts for each of them by its share, so
     bound and unbound ranks are both right.
     """
     if not hasattr(os, "sched_getaffinity"):
-        return max(1, (os.cpu_count() or 1) // comm.local_size)
-    mine = os.sched_getaffinity(0)
-    places = _engine.allgather_object(comm, (os.uname().nodename, mine))
-    share = sum(
-        1 / sum(node == os.uname().nodename and core in cores for node, cores in places)
-        for core in mine
-    )
-    return max(1, int(share + 1e-6))
+        share = max(1, (os.cpu_count() or 1) // comm.local_size)
+        return _engine.allgather_object(comm, share)
+    places = _engine.allgather_object(comm, (os.uname().nodename, os.sched_getaffinity(0)))
+    users = collections.Counter((node, core) for node, cores in places for core in cores)
+    shares = [sum(1 / users[node, core] for core in cores) for node, cores in places]
+    return [max(1, int(share + 1e-6)) for share in shares]

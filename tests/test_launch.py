@@ -223,6 +223,17 @@ for turn in range(20):
         assert (job.returncode, job.stdout) == (0, "")
 
 
+def test_threads_may_be_set_on_one_rank_alone(run_ranks):
+    text = """
+import os
+if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+    os.environ["KERAS_DIST_THREADS"] = "1"
+runtime.init()
+"""
+    job = run_ranks(2, *script(text)[1:])
+    assert (job.returncode, job.stdout) == (0, "")
+
+
 def test_ranks_that_end_at_different_times_end_well(run_ranks):
     job = run_ranks(3, *script("import time; time.sleep(runtime.rank() * 0.3)")[1:])
     assert (job.returncode, job.stdout) == (0, "")

@@ -51,8 +51,9 @@ class Backend(Protocol):
             variables: the Keras variables that they are of.
             plan: takes the positions, in `gradients`, of the dense ones in the order in
                 which they are ready, and their (shape, dtype) pairs; gives a numpy function
-                of them all with `buckets`, `bound_to(number)`, a numpy function of one, and
-                `queue_bucket(number, arrays)`, which does not wait for it.
+                of them all with `buckets`, `bound_to(number)`, a numpy function of one,
+                `queue_bucket(number, arrays)`, which does not wait for it, and `overlaps`,
+                which tells whether to do so.
             reduce_slices: takes name, values and indices of a sparse gradient, gives
                 values and indices; a numpy function.
             when: whether to reduce in this step, equal on all ranks, where that is known

@@ -62,7 +62,8 @@ def reduce_dense(
         # than one backward pass and one update, so nothing is started on the way any more.
         overlap.stop()
     results: list[np.ndarray] = fused([to_numpy(gradient) for gradient in gradients])
-    if not known and _is_in_step() and _are_gradients_of(parameters, gradients):
+    begins = fused.overlaps and _is_in_step() and not known
+    if begins and _are_gradients_of(parameters, gradients):
         overlap = _Overlap(fused, parameters, to_numpy)
         _overlaps.update((parameter, overlap) for parameter in parameters)
     return results

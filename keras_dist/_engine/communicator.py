@@ -114,6 +114,7 @@ class Communicator:
         self.is_homogeneous = True
         self.nodes: list[list[int]] = []  # the ranks of each node, where all have as many
         self.bucket_nbytes: int | None = None  # what has been measured on these ranks
+        self.fewest_cores = 1  # of the cores of the ranks, those of the rank that has fewest
         self.mismatch: str | None = None  # the text of the last MismatchError
         self.node: Node | None = None
         self.plans: dict[Any, Any] = {}  # of recent single calls, oldest first

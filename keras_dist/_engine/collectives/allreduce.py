@@ -49,6 +49,8 @@ class FusedAllreduce:
         compression: what float32 and float64 look like between nodes, in buckets of more
             than `SMALL_NBYTES`: below, the number of messages counts, not their size.
         groups: indices of arrays that share a bucket, see `plan_buckets`.
+        overlaps: whether its buckets should be queued as they become ready, where whoever makes
+            them ready can do so.
 
     Raises:
         ArgumentTypeError: `op` is not defined for one of the dtypes.
@@ -70,6 +72,7 @@ class FusedAllreduce:
         first_nbytes: int | None = None,
         compression: Compressor = Compression.none,
         groups: Sequence[Sequence[int]] = (),
+        overlaps: bool = False,
     ):
         for name, (_, dtype) in zip(names, specs, strict=True):
             check_dtype(dtype, op, comm.where(), name)
@@ -77,6 +80,7 @@ class FusedAllreduce:
         self.comm = comm
         self.op = op
         self.lend = lend
+        self.overlaps = overlaps
         self._compression = compression
         self._wires: dict[int, Wire] = {}
         self.buckets = plan_buckets(specs, bucket_nbytes, first_nbytes, groups)
