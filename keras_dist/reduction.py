@@ -217,14 +217,18 @@ class GradientReduction:
             self._plans = {known: plan for known, plan in self._plans.items() if known[0] is comm}
             nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
             op, prescale, postscale = self.terms.scaling(comm.size)
+            what = "the reduction of gradients"
+            gradients = _engine.Call(
+                what, _engine.entries_of(names, specs), op.value, remedy=SAME_MODEL
+            )
             self._plans[key] = _engine.FusedAllreduce(
                 comm,
                 names,
                 specs,
                 op,
-                runtime.bucket_nbytes(comm, nbytes),
+                runtime.bucket_nbytes(comm, gradients, nbytes),
                 first_nbytes=FIRST_NBYTES,
-                operation="the reduction of gradients",
+                operation=what,
                 remedy=SAME_MODEL,
                 lend=self.lend,
                 prescale=prescale,

@@ -217,7 +217,9 @@ def find_process_set(wanted: Sequence[Ranks]) -> ProcessSet | None:
     return _process_sets().find(wanted)
 
 
-def bucket_nbytes(comm: _engine.Communicator, gradients_nbytes: int = 0) -> int:
+def bucket_nbytes(
+    comm: _engine.Communicator, gradients: _engine.Call | None = None, nbytes: int = 0
+) -> int:
     """Returns the size in bytes at which a bucket is closed.
 
     Collective when there are more gradients than one usual bucket holds: then the ranks
@@ -225,14 +227,18 @@ def bucket_nbytes(comm: _engine.Communicator, gradients_nbytes: int = 0) -> int:
 
     Args:
         comm: the ranks.
-        gradients_nbytes: how many bytes are to be cut into buckets, again and again; equal on
-            all ranks. Defaults to 0, for what is reduced now and then.
+        gradients: what is to be cut into buckets, again and again. Defaults to what is reduced
+            now and then.
+        nbytes: how many bytes they are.
+
+    Raises:
+        MismatchError: the ranks differ in their gradients.
     """
     chosen = config.settings().bucket_nbytes
-    if chosen or comm.size == 1 or gradients_nbytes <= USUAL_BUCKET_NBYTES:
+    if chosen or gradients is None or comm.size == 1 or nbytes <= USUAL_BUCKET_NBYTES:
         return chosen or USUAL_BUCKET_NBYTES
     if comm.bucket_nbytes is None:
-        comm.bucket_nbytes, how = _engine.best_bucket_nbytes(comm)
+        comm.bucket_nbytes, how = _engine.best_bucket_nbytes(comm, gradients, nbytes)
         if comm.rank == 0:
             _log.info(
                 "keras_dist sends gradients in buckets of %d MiB, %s", comm.bucket_nbytes >> 20, how

@@ -91,3 +91,10 @@ def test_results_and_values_are_let_go(line):
         if there() or gone():
             time.sleep(0.005)
     assert (there(), gone()) == (None, None)
+
+
+def test_a_line_that_is_closed_takes_nothing():
+    line = Line(threading.RLock())
+    line.close()
+    with pytest.raises(RuntimeError, match="allreduce was queued for ranks that have been left"):
+        line.queue(lambda: None, "allreduce")

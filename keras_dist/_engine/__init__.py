@@ -3,7 +3,7 @@
 This is its face; other rooms import nothing from the modules behind it.
 """
 
-from keras_dist._engine.agreement import Call
+from keras_dist._engine.agreement import Call, entries_of
 from keras_dist._engine.collectives.adasum import adasum, check_power_of_two
 from keras_dist._engine.collectives.allgather import allgather, grouped_allgather
 from keras_dist._engine.collectives.allreduce import FusedAllreduce, allreduce
@@ -49,6 +49,7 @@ __all__ = [
     "broadcast_into",
     "broadcast_object",
     "check_power_of_two",
+    "entries_of",
     "grouped_allgather",
     "is_communicator",
     "library",

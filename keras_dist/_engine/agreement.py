@@ -9,8 +9,9 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["Call", "Entry", "difference"]
+__all__ = ["Call", "Entry", "difference", "entries_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,16 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+
+def entries_of(
+    names: Sequence[str], specs: Sequence[tuple[Sequence[int], Any]]
+) -> tuple[Entry, ...]:
+    """Returns the entries of arrays of some names, shapes and dtypes."""
+    return tuple(
+        Entry(name, tuple(shape), str(dtype))
+        for name, (shape, dtype) in zip(names, specs, strict=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,11 +100,11 @@ class Communicator:
     ):
         self.mpi: Any = mpi
         self.reduce = reduce
-        self.job = job or self
+        self._job = job
         # One collective at a time: TensorFlow may call from any of its threads.
         # Where MPI itself may be called by one thread at a time, all ranks' lock is that of a set.
         several = mpi is None or mpi.Query_thread() >= mpi.THREAD_MULTIPLE
-        self._one_at_a_time = self if several else self.job
+        self._stands_in = None if several else job
         self._lock: Any = threading.RLock()
         self._line: Line | None = None  # takes the lock's place once something is queued
         self._explained = False
@@ -142,6 +142,16 @@ class Communicator:
             self._join_node(read=reduce == "read")
 
     @property
+    def job(self) -> "Communicator":
+        """The communicator of all ranks of the job."""
+        return self._job or self
+
+    @property
+    def _one_at_a_time(self) -> "Communicator":
+        """Whose line collectives of this one stand in."""
+        return self._stands_in or self
+
+    @property
     def lock(self) -> Any:
         """What a collective holds while it runs."""
         return self._one_at_a_time._lock
@@ -158,6 +168,9 @@ class Communicator:
         """
         if self._line is not None:
             self._line.close()
+        # Their shared memory is the kernel's again, unless somebody holds results in it.
+        self.plans.clear()
+        self.node = None
         if self.mpi is not None:
             for comm in (self.across, self._local, self.world):
                 comm.Free()

@@ -129,9 +129,14 @@ class Line:
         Args:
             work: the operation; it is called in the thread of the engine.
             what: what it is called in messages.
+
+        Raises:
+            RuntimeError: the line is closed.
         """
         handle = Handle(work, what)
         with self._moved:
+            if self._closed:
+                raise RuntimeError(f"{what} was queued for ranks that have been left")
             self._line.append(handle)
             self._moved.notify_all()
         return handle

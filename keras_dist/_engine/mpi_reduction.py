@@ -55,7 +55,8 @@ def reduce_through_mpi(
         _reduce(flat, rows, op, wire, divisor, nodes)
         flat[...] = wire.unpack(wire.pack(flat))
         return
-    step = max(1, min(PIECE_NBYTES * size // flat.itemsize, limit))
+    # A rank receives as many slices as there are ranks, and slices may be of uneven length.
+    step = max(1, min(PIECE_NBYTES * size // flat.itemsize, limit // size * size))
     pieces = [
         _Piece(world, flat[low : low + step], op, wire, divisor, nodes)
         for low in range(0, flat.size, step)

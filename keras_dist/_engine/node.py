@@ -1,6 +1,7 @@
 """The ranks of one node that share memory, and where they meet in it. Knows no MPI."""
 
 import os
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,10 @@ def join_node(
     Returns:
         The node and `None`; or `None` and the reason why there is no shared memory.
     """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        # Elsewhere what one core writes may be seen by others in another order, and Python has
+        # no fence against that.
+        return None, f"it relies on the order of stores of x86, and this is {platform.machine()}"
     clean_up()
     segment, trouble = make_segment(MeetingPlace.nbytes_for(size), rank, share)
     if segment is None:

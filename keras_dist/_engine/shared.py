@@ -65,20 +65,19 @@ def make_segment(
     if rank == 0:
         path, handle, trouble = _create(nbytes)
     path, trouble = share((path, trouble))[0]
-    if trouble is None and rank > 0:
+    segment = None
+    if trouble is None:
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            if rank > 0:
+                handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            segment = Segment(handle, nbytes)
         except OSError as error:
-            trouble = f"{path} cannot be opened: {error.strerror}"
+            trouble = f"{path} cannot be opened and mapped: {error.strerror}"
     troubles = [text for text in share(trouble) if text is not None]
     if rank == 0 and path:
         with contextlib.suppress(OSError):
             os.unlink(path)
-    if troubles:
-        if handle >= 0:
-            os.close(handle)
-        return None, troubles[0]
-    return Segment(handle, nbytes), None
+    return (None, troubles[0]) if troubles else (segment, None)
 
 
 def clean_up() -> None:

@@ -14,8 +14,10 @@ import time
 
 import numpy as np
 
+from keras_dist._engine.agreement import Call
 from keras_dist._engine.collectives.allreduce import FusedAllreduce
-from keras_dist._engine.collectives.objects import broadcast_object
+from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
 from keras_dist._engine.communicator import Communicator, library
 from keras_dist._engine.reduce import ReduceOp
 
@@ -29,47 +31,53 @@ PASSES, ROUNDS = 2, 3
 USUAL, CLEARLY = CANDIDATES[1], 0.9
 
 
-def best_bucket_nbytes(comm: Communicator) -> tuple[int, str]:
+def best_bucket_nbytes(comm: Communicator, call: Call, nbytes: int) -> tuple[int, str]:
     """Returns the bucket size to use among these ranks. Collective: every rank; blocks.
 
-    It takes the time of some 25 reductions of 64 MiB, the first time on a machine.
+    It takes the time of some 25 reductions of at most 64 MiB, the first time on a machine.
 
     Args:
         comm: the ranks.
+        call: what is to be reduced; the ranks compare it first.
+        nbytes: how many bytes that is; no more are tried.
 
     Returns:
         The size in bytes, equal on all ranks, and how it was found, in words.
     """
     ranks = f"{comm.size} ranks, {comm.cross_size} nodes"
     place = f"{platform.node()}, {os.cpu_count()} cores, {ranks}, {_way(comm)}"
+    with comm.lock:
+        meet(comm, call)
     root = comm.ranks[0]
     known = broadcast_object(comm, _recall().get(place) if comm.rank == 0 else None, root)
     if known is not None:
         return known, "as measured earlier on this machine"
     # Whatever else the machine does makes a reduction slower, never faster: so the best of
     # several counts, and those of a candidate are not all taken at the same time.
-    passes = [{nbytes: _measure(comm, nbytes) for nbytes in CANDIDATES} for _ in range(PASSES)]
-    seconds = {nbytes: min(found[nbytes] for found in passes) for nbytes in CANDIDATES}
-    fastest = min(seconds, key=lambda nbytes: seconds[nbytes])
-    mine = fastest if seconds[fastest] < CLEARLY * seconds[USUAL] else USUAL
-    chosen = broadcast_object(comm, mine, root)
+    count = min(PROBE_COUNT, nbytes // PROBE_NBYTES)
+    passes = [[_measure(comm, size, count) for size in CANDIDATES] for _ in range(PASSES)]
+    # A step is as long as that of the slowest rank.
+    slowest = np.max(allgather_object(comm, np.min(passes, axis=0)), axis=0)
+    seconds = dict(zip(CANDIDATES, slowest.tolist(), strict=True))
+    fastest = min(seconds, key=lambda size: seconds[size])
+    chosen = fastest if seconds[fastest] < CLEARLY * seconds[USUAL] else USUAL
     if comm.rank == 0:
         _remember(place, chosen)
     times = ", ".join(f"{n >> 20} MiB: {1e3 * s:.1f} ms" for n, s in seconds.items())
-    return chosen, f"measured on steps with 64 MiB of gradients ({times})"
+    return chosen, f"measured on steps with {count} MiB of gradients ({times})"
 
 
-def _measure(comm: Communicator, bucket_nbytes: int) -> float:
+def _measure(comm: Communicator, bucket_nbytes: int, count: int) -> float:
     """Returns the seconds of what a training step does with gradients here, the best of some.
 
     Contributions are written before they are reduced and results are read, as backpropagation
     and the optimizer do: on memory that nobody else touches small buckets, which stay in a
     cache, take 0.8 of the time of large ones, and within such a step 1.2 times as long.
     """
-    arrays = [np.ones(PROBE_NBYTES // 4, np.float32) for _ in range(PROBE_COUNT)]
+    arrays = [np.ones(PROBE_NBYTES // 4, np.float32) for _ in range(count)]
     weights = np.ones(PROBE_NBYTES // 4, np.float32)
     specs = [(array.shape, array.dtype) for array in arrays]
-    names = [f"probe[{number}]" for number in range(PROBE_COUNT)]
+    names = [f"probe[{number}]" for number in range(count)]
     fused = FusedAllreduce(
         comm, names, specs, ReduceOp.AVERAGE, bucket_nbytes, operation="measuring", lend=True
     )

@@ -2,14 +2,12 @@
 
 Spinning answers within a microsecond but keeps a core busy that another rank, or this
 rank's own framework, may need; so it is short, and then the kernel wakes the waiter (a
-futex on Linux, naps elsewhere). Here is counted, too, how long this process has waited for
+futex: Linux on x86). Here is counted, too, how long this process has waited for
 other ranks, whatever it waited by.
 """
 
 import ctypes
 import os
-import platform
-import sys
 import time
 
 import numpy as np
@@ -17,12 +15,10 @@ import numpy as np
 __all__ = ["Counter", "count_wait", "waited_seconds"]
 
 SPIN_SECONDS = 30e-6
-NAP_SECONDS = 50e-6
 PATIENCE_SECONDS = 1.0  # a sleeper looks again now and then, whatever happened to its waker
 
-# The system call has no wrapper in the C library; its number depends on the processor.
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
-_HAS_FUTEX = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8 and _FUTEX is not None
+# The system call has no wrapper in the C library.
+_FUTEX = 202
 _WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1  # the forms for words shared between processes
 
 
@@ -70,8 +66,7 @@ class Counter:
         memory barrier, and asking first would need one as well.
         """
         self._view[0] = value
-        if _HAS_FUTEX:
-            _syscall(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
+        _syscall(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
 
     def has_reached(self, value: int) -> bool:
         """Tells whether the number has reached `value`, both counted modulo 2**32."""
@@ -85,10 +80,8 @@ class Counter:
         while not _reached(seen := self._view[0], value):
             if time.perf_counter() < began + SPIN_SECONDS:
                 os.sched_yield()
-            elif _HAS_FUTEX:
-                _syscall(_FUTEX, self._address, _WAIT, seen, _patience, None, 0)
             else:
-                time.sleep(NAP_SECONDS)
+                _syscall(_FUTEX, self._address, _WAIT, seen, _patience, None, 0)
         count_wait(began)
 
 

@@ -31,7 +31,8 @@ def broadcast_object(
 
     Raises:
         MismatchError: the ranks differ; raised on every rank.
-        ArgumentError: `root_rank` is not one of the ranks.
+        ArgumentError: `root_rank` is not one of the ranks, or its object cannot be pickled; raised
+            on every rank.
     """
     return _engine.broadcast_object(runtime.communicator(process_set), value, root_rank, name)
 
@@ -53,5 +54,6 @@ def allgather_object(
 
     Raises:
         MismatchError: the ranks differ; raised on every rank.
+        ArgumentError: the object of a rank cannot be pickled; raised on every rank.
     """
     return _engine.allgather_object(runtime.communicator(process_set), value, name)

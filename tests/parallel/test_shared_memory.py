@@ -1,5 +1,7 @@
 """Reducing in the memory of a node: every way gives the same bits, and nothing is left over."""
 
+import errno
+import gc
 import os
 import resource
 import time
@@ -56,6 +58,7 @@ def assert_same_bits(comms, arrays, op, bucket_nbytes=2**23):
     ]
     assert results[0] == results[1] == results[2]
     assert len(set(keras_dist.allgather_object(tuple(results[0])))) == 1
+    return results[0]
 
 
 def test_the_ways_are_what_they_are_called(comms):
@@ -94,7 +97,12 @@ def test_lists_of_any_shapes_give_the_same_bits(comms, shapes, bucket_nbytes, li
     try:
         rng = np.random.default_rng(keras_dist.rank())
         arrays = [draw(rng, shape, np.float32) for shape in shapes]
-        assert_same_bits(comms, arrays, ReduceOp.AVERAGE, bucket_nbytes)
+        results = assert_same_bits(comms, arrays, ReduceOp.AVERAGE, bucket_nbytes)
+        everyone = zip(*keras_dist.allgather_object(arrays), strict=True)
+        for result, contributions in zip(results, everyone, strict=True):
+            mean = np.mean(contributions, axis=0, dtype=np.float64)
+            found = np.frombuffer(result, np.float32).reshape(mean.shape)
+            np.testing.assert_allclose(found, mean, rtol=1e-5, atol=1e-4)
     finally:
         vars(limits).update(before)
 
@@ -126,6 +134,50 @@ def test_what_is_not_lent_is_the_callers_own(comms, way):
     for _ in range(3):
         fused([mine])
     np.testing.assert_array_equal(first, kept)
+
+
+def test_memory_that_one_rank_cannot_map_is_left_alone_by_all(monkeypatch, caplog):
+    several()
+    comm = _engine.Communicator(MPI, None)
+    mine = np.full(limits.SMALL_NBYTES, keras_dist.rank(), np.float32)
+    fused = reduced(comm, [mine], ReduceOp.SUM)
+    with monkeypatch.context() as patched:
+        if keras_dist.rank() == keras_dist.size() - 1:
+            patched.setattr(shared.mmap, "mmap", refused)
+        result = fused([mine])[0]
+    assert (result == sum(range(keras_dist.size()))).all()
+    if keras_dist.rank() == 0:
+        assert "cannot be opened and mapped: Cannot allocate memory" in caplog.text
+    keras_dist.barrier()
+    comm.free()
+
+
+def refused(*_):
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def test_ranks_that_have_been_left_give_their_memory_back():
+    several()
+    mine = np.zeros(2**20, np.float32)
+    gc.disable()  # no garbage: nothing waits for a collection
+    try:
+        before = shared_nbytes()
+        for _ in range(3):
+            comm = _engine.Communicator(MPI, None)
+            _engine.allreduce(comm, [mine], ["a"], ReduceOp.SUM, 2**23)
+            assert shared_nbytes() > before + mine.nbytes
+            keras_dist.barrier()
+            comm.free()
+            del comm
+        assert shared_nbytes() < before + 2**20
+    finally:
+        gc.enable()
+
+
+def shared_nbytes():
+    with open("/proc/self/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields["RssShmem"].split()[0]) * 1024
 
 
 def test_ranks_that_arrive_late_are_waited_for(comms):

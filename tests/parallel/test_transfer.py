@@ -52,11 +52,31 @@ def everything(comm, dtype):
     return [result.tobytes() for result in [*results, wide, even]], objects
 
 
+class Limited:
+    """A communicator of MPI that takes no larger buffers."""
+
+    def __init__(self, world, limit):
+        self._world, self._limit = world, limit
+
+    def __getattr__(self, name):
+        attribute = getattr(self._world, name)
+
+        def checked(*arguments, **options):
+            for argument in arguments:
+                buffer = argument[0] if isinstance(argument, list) else argument
+                nbytes = getattr(buffer, "nbytes", 0)
+                assert nbytes <= self._limit, f"{name} of {nbytes} bytes"
+            return attribute(*arguments, **options)
+
+        return checked if callable(attribute) else attribute
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_call_of_mpi_needs_more_than_its_limit(comm, monkeypatch, dtype):
     unlimited = everything(comm, dtype)
     monkeypatch.setattr(transfer, "MAX_NBYTES", 1000)
     monkeypatch.setattr(mpi_reduction, "SMALL_NBYTES", 128)
+    monkeypatch.setattr(comm, "world", Limited(comm.world, 1000))
     assert everything(comm, dtype) == unlimited
 
 

@@ -2,11 +2,15 @@
 
 import json
 
+import keras
+import numpy as np
 import pytest
 
 import keras_dist
-from keras_dist import _engine, runtime
+from keras_dist import _engine, errors, runtime
 from keras_dist._engine import tuning
+
+CALL = _engine.Call("the reduction of gradients")
 
 
 @pytest.fixture
@@ -18,11 +22,14 @@ def cache(shared_tmp_path, monkeypatch):
 
 def test_it_is_measured_once_and_equal_on_all_ranks(cache):
     comm = runtime.communicator()
-    chosen, how = _engine.best_bucket_nbytes(comm)
+    chosen, how = _engine.best_bucket_nbytes(comm, CALL, 2**20)
     assert chosen in tuning.CANDIDATES
     assert "measured on steps" in how
     assert len(set(keras_dist.allgather_object(chosen))) == 1
-    assert _engine.best_bucket_nbytes(comm) == (chosen, "as measured earlier on this machine")
+    assert _engine.best_bucket_nbytes(comm, CALL, 2**20) == (
+        chosen,
+        "as measured earlier on this machine",
+    )
     keras_dist.barrier()
     assert list(json.loads(cache.read_text()).values()) == [chosen]
     assert [path.name for path in cache.parent.iterdir()] == [cache.name]
@@ -35,11 +42,24 @@ def test_a_file_that_cannot_be_read_is_measured_over(cache, text):
         cache.parent.mkdir()
         cache.write_text(text)
     keras_dist.barrier()
-    _, how = _engine.best_bucket_nbytes(runtime.communicator())
+    _, how = _engine.best_bucket_nbytes(runtime.communicator(), CALL, 2**20)
     assert "measured on steps" in how
 
 
 def test_few_gradients_are_not_worth_measuring(monkeypatch):
     monkeypatch.setattr(_engine, "best_bucket_nbytes", None)  # a call would fail
     comm = runtime.communicator()
-    assert runtime.bucket_nbytes(comm) == runtime.bucket_nbytes(comm, 2**20) == 25 * 2**20
+    assert runtime.bucket_nbytes(comm) == runtime.bucket_nbytes(comm, CALL, 2**20) == 25 * 2**20
+
+
+def test_other_gradients_on_one_rank_are_named_before_anything_is_measured(cache, monkeypatch):
+    if keras_dist.size() == 1:
+        pytest.skip("one rank differs from none")
+    monkeypatch.setattr(runtime, "USUAL_BUCKET_NBYTES", 4000)
+    rows = 1000 if keras_dist.rank() == 0 else 10  # above and below it
+    kernel = keras.Variable(np.zeros((rows, 2), np.float32), name="kernel")
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
+    gradient = keras.ops.ones((rows, 2))
+    with pytest.raises(errors.MismatchError, match="'the gradient of kernel' with shape"):
+        optimizer._keras_dist([gradient], [kernel])
+    assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.agreement import Call, Entry
+from keras_dist._engine.agreement import Call, entries_of
 from keras_dist._engine.bucket_reduction import BucketReduction, Finish, bucket_reduction
 from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives.adasum import adasum
@@ -84,13 +84,9 @@ class FusedAllreduce:
         self._compression = compression
         self._wires: dict[int, Wire] = {}
         self.buckets = plan_buckets(specs, bucket_nbytes, first_nbytes, groups)
-        entries = tuple(
-            Entry(name, tuple(shape), str(dtype))
-            for name, (shape, dtype) in zip(names, specs, strict=True)
-        )
         self.call = Call(
             operation,
-            entries,
+            entries_of(names, specs),
             op.value,
             key=key,
             prescale=prescale,

@@ -49,10 +49,20 @@ def telling(comm: Communicator, operation: str) -> Iterator[None]:
     """
     try:
         yield
-    except errors.KerasDistError as error:
+    except Exception as error:  # what a user passes may raise anything when it is looked at
+        told = (
+            error if isinstance(error, errors.KerasDistError) else _foreign(comm, operation, error)
+        )
         with comm.lock:
-            meet(comm, Call(operation, error=error))
+            meet(comm, Call(operation, error=told))
         raise
+
+
+def _foreign(comm: Communicator, operation: str, error: Exception) -> errors.ArgumentError:
+    expected = f"arguments of {operation} that can be read"
+    remedy = "The traceback of that rank says where; tensors of a GPU go to the host first."
+    received = f"{type(error).__name__}: {error}"
+    return errors.ArgumentError(errors.explain(comm.where(), expected, received, remedy))
 
 
 def tell_difference(comm: Communicator, call: Call) -> None:

@@ -21,13 +21,13 @@ def broadcast_object(comm: Communicator, value: Any, root: int, key: str | None 
         key: a name under which the ranks must meet; `None` for none.
 
     Raises:
-        ArgumentError: `root` is not one of the ranks.
+        ArgumentError: `root` is not one of the ranks, or its object cannot be pickled; raised on
+            every rank.
         MismatchError: the ranks differ in operation, root or key.
     """
     with telling(comm, "broadcast_object"):
         source = comm.place_of_root(root)
-    # Pickled before the ranks meet: an object that cannot be must not leave others waiting.
-    payload = pickle.dumps(value) if comm.rank == source else b""
+        payload = pickle.dumps(value) if comm.rank == source else b""
     with comm.lock:
         meet(comm, Call("broadcast_object", root=int(root), key=key))
         parts = comm.allgather_bytes(payload)
@@ -46,9 +46,11 @@ def allgather_object(
         operation: what the call is called in messages.
 
     Raises:
+        ArgumentError: an object cannot be pickled; raised on every rank.
         MismatchError: the ranks differ in operation or key.
     """
-    payload = pickle.dumps(value)
+    with telling(comm, operation):
+        payload = pickle.dumps(value)
     with comm.lock:
         meet(comm, Call(operation, key=key))
         parts = comm.allgather_bytes(payload)
