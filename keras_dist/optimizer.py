@@ -7,14 +7,8 @@ import keras
 
 from keras_dist import _engine, errors, runtime
 from keras_dist.process_sets import ProcessSet
-from keras_dist.reduction import (
-    MULTI_OPTIMIZER,
-    GradientReduction,
-    attach,
-    check_local,
-    is_distributed,
-    optimizers_inside,
-)
+from keras_dist.reduction import GradientReduction, attach, check_local, is_distributed
+from keras_dist.replicas import MULTI_OPTIMIZER, optimizers_inside
 from keras_dist.terms import (
     Terms,
     parse_groups,

@@ -88,7 +88,7 @@ class LARS(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        self._momentums = [
+        self.momentums = [
             self.add_variable_from_reference(variable, name="momentum") for variable in variables
         ]
         self._adapts = [
@@ -114,7 +114,7 @@ class LARS(keras.optimizers.Optimizer):
             rate = ops.multiply(rate, ops.cast(self._ratio(value, gradient, decay), dtype))
         if decay:
             gradient = ops.add(gradient, ops.multiply(value, ops.cast(decay, dtype)))
-        momentum = self._momentums[index]
+        momentum = self.momentums[index]
         change = ops.subtract(
             ops.multiply(momentum, ops.cast(self.momentum, dtype)), ops.multiply(gradient, rate)
         )

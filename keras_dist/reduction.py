@@ -18,22 +18,24 @@ import keras
 import numpy as np
 
 from keras_dist import _backends, _engine, errors, runtime, saved_terms
-from keras_dist.replicas import SAME_MODEL, variable_name
+from keras_dist.replicas import (
+    MULTI_OPTIMIZER,
+    SAME_MODEL,
+    optimizers_inside,
+    optimizers_of,
+    variable_name,
+)
 from keras_dist.terms import Terms
 
 __all__ = [
-    "MULTI_OPTIMIZER",
     "GradientReduction",
     "attach",
     "check_local",
     "distributed_optimizers",
     "is_distributed",
     "move_outwards",
-    "optimizers_inside",
 ]
 
-# Of Keras 3.15 and later.
-MULTI_OPTIMIZER: Any = getattr(keras.optimizers, "MultiOptimizer", ())
 # The last gradients of a model are ready first: reducing begins before the rest has come.
 FIRST_NBYTES = 2**20
 
@@ -45,16 +47,7 @@ def is_distributed(optimizer: Any) -> TypeGuard["_Distributed"]:
 
 def distributed_optimizers(model: Any) -> list["_Distributed"]:
     """Returns those optimizers of a model that reduce, a custom train step's further ones too."""
-    found = [model.optimizer, *optimizers_inside(model.optimizer), *vars(model).values()]
-    return list({id(one): one for one in found if is_distributed(one)}.values())
-
-
-def optimizers_inside(optimizer: Any) -> list[Any]:
-    """Returns the optimizers to which this one hands gradients on, as far as they are known."""
-    if isinstance(optimizer, MULTI_OPTIMIZER):
-        return list(optimizer.optimizers)
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return [] if inner is None else [inner, *optimizers_inside(inner)]
+    return [one for one in optimizers_of(model) if is_distributed(one)]
 
 
 def move_outwards(optimizer: Any) -> None:

@@ -16,8 +16,13 @@ import numpy as np
 from keras_dist import _engine, errors, runtime
 
 __all__ = [
+    "MULTI_OPTIMIZER",
+    "accumulators",
     "average_statistics",
     "broadcast_state",
+    "local_variables",
+    "optimizers_inside",
+    "optimizers_of",
     "random_states",
     "separate_seeds",
     "state",
@@ -25,41 +30,81 @@ __all__ = [
     "verify_replicas",
 ]
 
+# Of Keras 3.15 and later.
+MULTI_OPTIMIZER: Any = getattr(keras.optimizers, "MultiOptimizer", ())
 SAME_MODEL = "Build the same model, with the same optimizer, on every rank."
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """Returns the optimizers of a model, each once, and those inside them.
+
+    The one it was compiled with comes first. A custom train step may use others: attributes of
+    the model, or in its lists and dicts.
+    """
+    found: list[Any] = [getattr(model, "optimizer", None)]
+    for value in vars(model).values():
+        items = value.values() if isinstance(value, dict) else value
+        found.extend(items if isinstance(value, list | tuple | dict) else [value])
+    ours = [one for one in found if isinstance(one, keras.optimizers.Optimizer)]
+    every = [one for outer in ours for one in (outer, *optimizers_inside(outer))]
+    return list({id(one): one for one in every}.values())
+
+
+def optimizers_inside(optimizer: Any) -> list[Any]:
+    """Returns the optimizers to which this one hands gradients on, as far as they are known."""
+    if isinstance(optimizer, MULTI_OPTIMIZER):
+        return list(optimizer.optimizers)
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [] if inner is None else [inner, *optimizers_inside(inner)]
 
 
 def state(model: keras.Model) -> list[Any]:
     """Returns the variables that must be equal on all ranks, each once.
 
     Args:
-        model: a Keras model; its optimizer's variables count when it has been built.
+        model: a Keras model; the variables of an optimizer count when it has been built.
 
     Returns:
         List of Keras variables, in the same order on every rank.
     """
-    optimizer = getattr(model, "optimizer", None)
-    variables = list(model.weights) + (list(optimizer.variables) if optimizer else [])
-    own = {id(variable) for variable in _accumulators(optimizer)}
+    variables = list(model.weights)
+    for optimizer in optimizers_of(model):
+        variables.extend(optimizer.variables)
+    own = {id(variable) for variable in accumulators(model)}
     return list({id(v): v for v in variables if id(v) not in own}.values())
+
+
+def accumulators(model: keras.Model) -> list[Any]:
+    """Returns the variables in which a rank gathers its own gradients between two updates."""
+    lists = [getattr(one, "_accumulated_gradients", None) or [] for one in optimizers_of(model)]
+    return [variable for found in lists for variable in found if variable is not None]
+
+
+def local_variables(model: keras.Model) -> list[Any]:
+    """Returns the variables that the model's optimizers leave to each rank."""
+    reductions = [getattr(one, "_keras_dist", None) for one in optimizers_of(model)]
+    return [v for one in reductions if one is not None for v in one.local_variables()]
 
 
 def broadcast_state(model: keras.Model, root_rank: int = 0, exclude: Iterable[Any] = ()) -> None:
     """Gives every rank the root's weights and optimizer state.
+
+    Variables that the optimizer keeps local, and their optimizer state, are left as they are.
 
     Collective: every rank; the model must be built and its architecture the same; blocks.
 
     Args:
         model: a built Keras model.
         root_rank: the rank whose state all receive. Defaults to 0.
-        exclude: variables that each rank keeps for itself, with what the optimizer keeps
-            for each of them.
+        exclude: further variables that each rank keeps for itself, with what the optimizer
+            keeps for each of them.
 
     Raises:
         MismatchError: the models differ; raised on every rank.
         ArgumentError: `root_rank` is not a rank.
     """
     comm = runtime.communicator()
-    variables = _without(model, exclude)
+    variables = _without(model, [*local_variables(model), *exclude])
     received = _engine.broadcast(
         comm,
         [_to_numpy(variable) for variable in variables],
@@ -167,8 +212,7 @@ def verify_replicas(model: keras.Model) -> None:
     ```
     """
     comm = runtime.communicator()
-    reduction = getattr(getattr(model, "optimizer", None), "_keras_dist", None)
-    variables = _without(model, reduction.local_variables() if reduction else ())
+    variables = _without(model, local_variables(model))
     different = _differing(comm, variables)
     if not different:
         return
@@ -197,9 +241,7 @@ def variable_name(variable: Any) -> str:
 def _without(model: keras.Model, variables: Iterable[Any]) -> list[Any]:
     """Returns a model's state but for some variables and the optimizer's state of each."""
     left_out = {id(variable) for variable in variables}
-    optimizer = getattr(model, "optimizer", None)
-    # A `MultiOptimizer` leaves the variables to others.
-    for one in (optimizer, *getattr(optimizer, "optimizers", ())):
+    for one in optimizers_of(model):
         trainable = list(getattr(one, "_trainable_variables", ()))
         places = [place for place, variable in enumerate(trainable) if id(variable) in left_out]
         # Keras' optimizers keep what belongs to each variable in lists as long as theirs.
@@ -207,15 +249,6 @@ def _without(model: keras.Model, variables: Iterable[Any]) -> list[Any]:
             if name != "_variables" and isinstance(slots, list) and len(slots) == len(trainable):
                 left_out.update(id(slots[place]) for place in places)
     return [variable for variable in state(model) if id(variable) not in left_out]
-
-
-def _accumulators(optimizer: Any) -> list[Any]:
-    """Returns the variables in which a rank gathers its own gradients between two updates."""
-    if optimizer is None:
-        return []
-    inner = getattr(optimizer, "inner_optimizer", None)
-    own = getattr(optimizer, "_accumulated_gradients", None) or []
-    return [v for v in own if v is not None] + _accumulators(inner)
 
 
 def _to_numpy(variable: Any) -> np.ndarray:

@@ -6,6 +6,7 @@ place to change how a step is made. It is wrapped once, when the first optimizer
 distributed, and does nothing for models with other optimizers.
 """
 
+import contextlib
 import functools
 from typing import Any
 
@@ -35,15 +36,17 @@ def watch_models() -> None:
         # been left since, holds no reduction, or one among those ranks.
         reductions = [(one._keras_dist, one._keras_dist.communicator()) for one in optimizers]
         force = force or self.__dict__.get(TRACED_FOR) != reductions
+        meets_host: Any = contextlib.nullcontext()
+        if any(comm is not None for _, comm in reductions):
+            backend = _backends.active()
+            backend.check_model(self)
+            _check_layers(self)
+            # Only the train step meets the host; evaluate and predict are compiled as ever.
+            meets_host = backend.train_step_for_host(self)
+        with meets_host:
+            made = original(self, force)
         self.__dict__[TRACED_FOR] = reductions
-        if all(comm is None for _, comm in reductions):
-            return original(self, force)
-        backend = _backends.active()
-        backend.check_model(self)
-        _check_layers(self)
-        # Only the train step meets the host; evaluate and predict are compiled as ever.
-        with backend.train_step_for_host(self):
-            return original(self, force)
+        return made
 
     keras.Model.make_train_function = make_train_function
 

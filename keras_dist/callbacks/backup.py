@@ -16,6 +16,7 @@ from keras_dist.callbacks.files import NEEDS_ROOM, write_beside
 from keras_dist.callbacks.root import on_root
 from keras_dist.data import epochs
 from keras_dist.replicas import (
+    accumulators,
     broadcast_state,
     random_states,
     separate_seeds,
@@ -47,7 +48,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     from torch's own generator.
 
     As in Keras, a backup in the midst of an epoch, `save_freq` being a number, resumes at the
-    begin of that epoch. Gradients that a rank has gathered and not yet applied are lost.
+    begin of that epoch. Gradients that ranks have gathered and not yet applied are lost: let the
+    steps of an epoch be a multiple of `backward_passes_per_step`. Of variables that each rank keeps
+    for itself only the root's are kept, and only the root receives them again.
 
     Collective: every rank must pass it to `fit`, with the same arguments, behind
     `BroadcastGlobalVariablesCallback`.
@@ -80,6 +83,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self.model._initial_epoch = epoch
         if epoch is not None:
             epochs.go_on_with(data)
+            # The file holds those of the root, which would count for all ranks.
+            for gathered in accumulators(self.model):
+                gathered.assign(keras.ops.zeros(gathered.shape, gathered.dtype))
             broadcast_state(self.model, self.root_rank)
             separate_seeds(self.model, self.root_rank)
 

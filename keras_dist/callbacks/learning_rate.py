@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from keras_dist import errors, runtime
+from keras_dist.replicas import MULTI_OPTIMIZER
 
 __all__ = ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]
 
@@ -29,7 +30,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     Raises:
         ArgumentError: `initial_lr` is missing; in `fit`: the number of steps is not known,
-            or the optimizer has a schedule of its own.
+            or the optimizer has a schedule of its own, or several rates.
 
     Reference:
         Goyal et al., Accurate, Large Minibatch SGD, 2017 (arXiv:1706.02677), sections 2.2
@@ -68,8 +69,18 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks that the rate can be set and that the steps of an epoch are known."""
+        optimizer = _innermost(self.model.optimizer)
+        if isinstance(optimizer, MULTI_OPTIMIZER):
+            raise errors.ArgumentError(
+                errors.explain(
+                    runtime.where(),
+                    f"an optimizer with one learning rate, for {type(self).__name__}",
+                    f"a {type(optimizer).__name__}",
+                    "Give each of its optimizers a schedule from keras.optimizers.schedules.",
+                )
+            )
         if isinstance(
-            getattr(_innermost(self.model.optimizer), "_learning_rate", None),
+            getattr(optimizer, "_learning_rate", None),
             keras.optimizers.schedules.LearningRateSchedule,
         ):
             raise errors.ArgumentError(
@@ -134,7 +145,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     With `n` ranks, `s` steps in an epoch and `w` warmup epochs the batch `b` of epoch `e`
     gets `initial_lr / n * (1 + (e + (b + 1) / s) * (n - 1) / w)`: from about
     `initial_lr / n` to exactly `initial_lr` at the last batch of the warmup. Afterwards it
-    leaves the rate alone.
+    leaves the rate alone. With `steps_per_execution` the rate is that of the first of them.
 
     Args:
         initial_lr: the learning rate to reach, already scaled by `size()`.
@@ -176,8 +187,11 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes the rate to the logs and says when the warmup is over."""
-        super().on_epoch_end(epoch, logs)
         last = self.warmup_epochs - 1 <= epoch < self.warmup_epochs
+        if last:
+            # With several steps an execution Keras has not called for the last of them.
+            self._set_rate(self.initial_lr)
+        super().on_epoch_end(epoch, logs)
         if last and self.verbose and runtime.rank() == 0:
             rate = _rate_of(self.model.optimizer)
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")

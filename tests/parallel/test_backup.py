@@ -4,7 +4,17 @@ import warnings
 
 import keras
 import pytest
-from training import CLASSES, FEATURES, agreed, compiled, make_data
+from test_optimizer import Gan
+from training import (
+    CLASSES,
+    FEATURES,
+    agreed,
+    assert_close,
+    compiled,
+    make_data,
+    make_model,
+    weights_of,
+)
 
 import keras_dist
 from keras_dist import errors, replicas
@@ -81,6 +91,47 @@ def test_resumed_training_equals_training_that_was_not_interrupted(shared, share
     assert everything_of(model) == everything_of(expected)
     keras_dist.barrier()
     assert not directory.exists()
+
+
+def test_further_optimizers_of_a_model_go_on_as_well(directory):
+    def train(*callbacks):
+        model = Gan(keras_dist.DistributedOptimizer)
+        real, _ = make_data(8, seed=keras_dist.rank())
+        callbacks = keras_dist.callbacks(*callbacks)
+        options = {"batch_size": 4, "shuffle": False, "verbose": 0, "callbacks": callbacks}
+        model.fit(real, real[:, :2], epochs=2, **options)
+        keras_dist.verify_replicas(model)
+        return model
+
+    expected = everything_of(train())
+    with pytest.raises(Interrupted):
+        train(BackupAndRestore(directory), Interrupt(1))
+    keras_dist.barrier()
+    model = train(BackupAndRestore(directory))
+    assert everything_of(model) == expected
+    assert int(model.judging.iterations) == 4
+    assert agreed([keras.ops.convert_to_numpy(v).tobytes() for v in model.judging.variables])
+
+
+def test_gradients_that_are_gathered_are_lost_on_every_rank(directory):
+    x, y = make_data(8)
+
+    def train(*callbacks):
+        optimizer = keras.optimizers.SGD(0.1)
+        model = make_model(keras_dist.DistributedOptimizer(optimizer, backward_passes_per_step=3))
+        callbacks = keras_dist.callbacks(*callbacks)
+        options = {"batch_size": 4, "shuffle": False, "verbose": 0, "callbacks": callbacks}
+        model.fit(x, y, epochs=2, **options)
+        return model
+
+    with pytest.raises(Interrupted):
+        train(BackupAndRestore(directory), Interrupt(1))  # after 2 of 3 passes
+    keras_dist.barrier()
+    model = train(BackupAndRestore(directory))
+    # The third pass alone makes the step.
+    plain = make_model()
+    plain.train_on_batch(x[:4], y[:4])
+    assert_close(weights_of(model), weights_of(plain))
 
 
 def test_shuffled_arrays_go_on_in_the_order_of_the_epoch(directory):

@@ -393,7 +393,36 @@ def test_momentum_correction_scales_the_velocity():
     assert float(np.array(model.layers[0].kernel)[0, 0]) == pytest.approx(weight, rel=1e-6)
 
 
+def test_momentum_correction_knows_the_velocity_of_lars():
+    model = make_model(keras_dist.DistributedOptimizer(keras_dist.optimizers.LARS(1.0)))
+    model.optimizer.build(model.trainable_variables)
+    velocity = model.optimizer.momentums[0]
+    velocity.assign(keras.ops.ones(velocity.shape))
+    schedule = LearningRateScheduleCallback(1.0, 0.5)
+    schedule.set_model(model)
+    schedule.on_epoch_begin(0)
+    schedule.on_train_batch_begin(0)
+    assert (keras.ops.convert_to_numpy(velocity) == 0.5).all()
+
+
+def test_a_warmup_ends_at_its_rate_with_several_steps_per_execution():
+    if keras.backend.backend() == "torch":
+        pytest.skip("Keras on torch has no steps_per_execution")
+    model = distributed(keras.optimizers.SGD(1.0), steps_per_execution=4)
+    callbacks = keras_dist.callbacks(warmup_epochs=1, initial_lr=0.1)
+    history = model.fit(*make_data(32), batch_size=4, verbose=0, callbacks=callbacks).history
+    assert history["learning_rate"] == [pytest.approx(0.1)]
+
+
 def test_bad_schedules_are_refused():
+    if hasattr(keras.optimizers, "MultiOptimizer"):
+        rates = {".*/bias": keras.optimizers.Adam(0.01)}
+        each = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), rates)
+        several = keras.optimizers.MultiOptimizer(each)
+        with pytest.raises(errors.ArgumentError, match="with one learning rate"):
+            distributed(several).fit(
+                *make_data(8), verbose=0, callbacks=[LearningRateScheduleCallback(0.1, 1.0)]
+            )
     with pytest.raises(errors.ArgumentError, match="initial_lr to be a number"):
         LearningRateScheduleCallback(None, 0.1)
     cosine = keras.optimizers.schedules.CosineDecay(0.1, 10)

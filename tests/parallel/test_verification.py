@@ -5,7 +5,7 @@ import warnings
 
 import keras
 import pytest
-from training import agreed, make_data, make_model, weights_of
+from training import agreed, compiled, make_data, make_model, weights_of
 
 import keras_dist
 from keras_dist import errors
@@ -59,6 +59,22 @@ def test_a_difference_is_repaired_from_the_root_with_a_warning():
     undisturbed, _ = fit()
     for weight, expected in zip(weights_of(model), weights_of(undisturbed), strict=True):
         assert weight.tobytes() == expected.tobytes()
+
+
+def test_what_each_rank_keeps_for_itself_is_neither_broadcast_nor_repaired():
+    model = make_model()
+    local = model.layers[-1]
+    local.kernel.assign(keras.ops.full(local.kernel.shape, float(keras_dist.rank())))
+    optimizer = keras_dist.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.0, momentum=0.9), local_layers=[local]
+    )
+    compiled(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        callbacks = keras_dist.callbacks(Disturb(), VerifyReplicas(repair=True))
+        model.fit(*make_data(8), epochs=2, verbose=0, callbacks=callbacks)
+    assert (keras.ops.convert_to_numpy(local.kernel) == keras_dist.rank()).all()
+    keras_dist.verify_replicas(model)
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "epoch"])
