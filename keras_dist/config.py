@@ -108,6 +108,22 @@ VARIABLES = (
         "none, fp16 or bf16",
     ),
     Variable(
+        "stall_seconds",
+        _natural,
+        "60",
+        "seconds that a rank waits for others before the root says who has not come and where "
+        "those are, and then between one such message and the next; 0: never",
+        "a whole number of seconds, 1 or more, or 0",
+    ),
+    Variable(
+        "stall_abort_seconds",
+        _natural,
+        "600",
+        "seconds that a rank waits for others before the job ends, with the stacks of all ranks; "
+        "0: never",
+        "a whole number of seconds, 1 or more, or 0",
+    ),
+    Variable(
         "single_process",
         _flag,
         "0",
@@ -127,6 +143,8 @@ class Settings:
     reduce: str
     overlap: str
     compression: str
+    stall_seconds: int
+    stall_abort_seconds: int
     single_process: bool
 
 

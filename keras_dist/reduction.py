@@ -229,6 +229,7 @@ class GradientReduction:
                 compression=self.terms.compression,
                 groups=groups,
                 overlaps=runtime.overlaps(comm),
+                updates=True,
             )
         return self._plans[key]
 

@@ -20,6 +20,8 @@ ALIKE = (
     "reduce",
     "overlap",
     "compression",
+    "stall_seconds",
+    "stall_abort_seconds",
 )  # the settings that all ranks must share
 
 _log = logging.getLogger("keras_dist")
@@ -47,7 +49,10 @@ def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
     members = _as_comm(mpi, comm)
     if mpi is not None:
         _check_settings(members or mpi.COMM_WORLD)
-    return _engine.Communicator(mpi, members, config.settings().reduce)
+    settings = config.settings()
+    joined = _engine.Communicator(mpi, members, settings.reduce)
+    joined.watch(settings.stall_seconds, settings.stall_abort_seconds)
+    return joined
 
 
 def take_device(comm: _engine.Communicator) -> None:

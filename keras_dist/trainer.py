@@ -8,11 +8,12 @@ distributed, and does nothing for models with other optimizers.
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from keras_dist import _backends, errors, runtime
+from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.reduction import distributed_optimizers, move_outwards
 
 __all__ = ["watch_models"]
@@ -49,6 +50,19 @@ def watch_models() -> None:
         return made
 
     keras.Model.make_train_function = make_train_function
+    for task in ("fit", "evaluate", "predict"):
+        setattr(keras.Model, task, _noted(getattr(keras.Model, task), task))
+
+
+def _noted(method: Callable[..., Any], task: str) -> Callable[..., Any]:
+    """Returns a method of models that says in messages that a rank is in it."""
+
+    @functools.wraps(method)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        with _engine.during(task):
+            return method(*args, **kwargs)
+
+    return noted
 
 
 def _check_layers(model: keras.Model) -> None:

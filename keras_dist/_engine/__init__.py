@@ -25,6 +25,7 @@ from keras_dist._engine.communicator import (
 )
 from keras_dist._engine.compression import Compression, Compressor, parse_compression
 from keras_dist._engine.line import Handle
+from keras_dist._engine.progress import begin_epoch, during
 from keras_dist._engine.reduce import ReduceOp, parse_factor, parse_op
 from keras_dist._engine.tuning import best_bucket_nbytes
 from keras_dist._engine.wait import waited_seconds
@@ -44,11 +45,13 @@ __all__ = [
     "alltoall",
     "at_the_end",
     "barrier",
+    "begin_epoch",
     "best_bucket_nbytes",
     "broadcast",
     "broadcast_into",
     "broadcast_object",
     "check_power_of_two",
+    "during",
     "entries_of",
     "grouped_allgather",
     "is_communicator",

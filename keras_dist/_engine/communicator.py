@@ -6,6 +6,7 @@ that share memory) and, from it, the place of this rank among the nodes. A commu
 some of the ranks is made by `subset`; it is like the others, but knows the job it is part of.
 """
 
+import functools
 import logging
 import sys
 import threading
@@ -19,7 +20,8 @@ from keras_dist import errors
 from keras_dist._engine.line import Handle, Line
 from keras_dist._engine.node import Node, join_node
 from keras_dist._engine.transfer import allgather_parts
-from keras_dist._engine.wait import count_wait
+from keras_dist._engine.wait import blocked, waiting
+from keras_dist._engine.watch import Watch
 
 __all__ = ["Communicator", "is_communicator", "library", "load_mpi", "mpi_failure", "start_mpi"]
 
@@ -117,6 +119,7 @@ class Communicator:
         self.fewest_cores = 1  # of the cores of the ranks, those of the rank that has fewest
         self.mismatch: str | None = None  # the text of the last MismatchError
         self.node: Node | None = None
+        self._watch: Watch | None = None
         self.plans: dict[Any, Any] = {}  # of recent single calls, oldest first
         self.ranks: Sequence[int] = ranks or (0,)
         if mpi is None:
@@ -164,16 +167,33 @@ class Communicator:
     def free(self) -> None:
         """Gives the duplicate back. Collective: every rank must call it.
 
-        What is queued runs first, and the thread that runs it ends.
+        What is queued runs first, and the thread that runs it ends, as does the watch.
         """
         if self._line is not None:
             self._line.close()
+        self.end_watch()
         # Their shared memory is the kernel's again, unless somebody holds results in it.
         self.plans.clear()
         self.node = None
         if self.mpi is not None:
             for comm in (self.across, self._local, self.world):
                 comm.Free()
+
+    def watch(self, period: int, limit: int) -> None:
+        """Begins to watch for ranks that do not come. Collective: every rank; blocks.
+
+        Args:
+            period: seconds of waiting after which the root says so, again and again; 0: never.
+            limit: seconds of waiting after which the job ends; 0: never.
+        """
+        if self.size > 1 and (period or limit):
+            self._watch = Watch(self.mpi, self.world, period, limit)
+
+    def end_watch(self) -> None:
+        """Ends the watch, if there is one. Collective: every rank; blocks."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def queue(self, work: Callable[[], Any], what: str) -> Handle:
         """Queues a collective; a thread runs it in its turn. Does not block.
@@ -240,7 +260,8 @@ class Communicator:
         )
 
     def _join_node(self, read: bool) -> None:
-        node, trouble = join_node(self.local_rank, self.local_size, self._local.allgather, read)
+        share = functools.partial(_share, self._local)
+        node, trouble = join_node(self.local_rank, self.local_size, share, read)
         trouble = self.first_trouble(trouble)
         if trouble is None and node is not None:
             # Or a rank would ask whether its partners on other nodes could read, and they not.
@@ -251,7 +272,7 @@ class Communicator:
 
     def first_trouble(self, trouble: str | None) -> str | None:
         """Returns what went wrong on the first rank on which something did. Collective."""
-        troubles = self.world.allgather(trouble)
+        troubles = _share(self.world, trouble)
         return next((text for text in troubles if text is not None), None)
 
     def explain_no_shared_memory(self, reason: str | None) -> None:
@@ -302,7 +323,8 @@ class Communicator:
         if self.size == 1:
             return [mine]
         counts = np.empty(self.size, np.int64)
-        self.world.Allgather(np.array([mine.size], np.int64), counts)
+        with blocked:
+            self.world.Allgather(np.array([mine.size], np.int64), counts)
         everything = np.empty(int(counts.sum()), np.uint8)
         allgather_parts(self.world, mine, everything, counts)
         return np.split(everything, np.cumsum(counts)[:-1])
@@ -322,11 +344,11 @@ class Communicator:
         if self.node is not None and self.is_one_node:
             return self.node.meet(digest)
         answer = self.come(digest)
-        start = time.perf_counter()
-        while (same := answer()) is None:
-            if time.perf_counter() - start > SPIN_SECONDS:
-                time.sleep(NAP_SECONDS)
-        count_wait(start)
+        with waiting:
+            start = time.perf_counter()
+            while (same := answer()) is None:
+                if time.perf_counter() - start > SPIN_SECONDS:
+                    time.sleep(NAP_SECONDS)
         return same
 
     def come(self, digest: bytes) -> Callable[[], bool | None]:
@@ -344,3 +366,8 @@ class Communicator:
         digests = np.empty((self.size, mine.size), np.uint8)
         request = self.world.Iallgather(mine, digests)
         return lambda: bool((digests == digests[0]).all()) if request.Test() else None
+
+
+def _share(comm: Any, value: Any) -> list[Any]:
+    with blocked:
+        return comm.allgather(value)

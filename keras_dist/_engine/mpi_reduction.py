@@ -18,6 +18,7 @@ from keras_dist._engine import transfer
 from keras_dist._engine.compression import Wire
 from keras_dist._engine.reduce import ReduceOp, divide, reduce_into
 from keras_dist._engine.transfer import as_bytes, wait
+from keras_dist._engine.wait import blocked
 
 __all__ = ["SMALL_NBYTES", "reduce_through_mpi"]
 
@@ -51,7 +52,8 @@ def reduce_through_mpi(
     limit = transfer.MAX_NBYTES // width
     if flat.nbytes <= SMALL_NBYTES and flat.size * size <= limit:
         rows = np.empty((size, flat.size), wire.dtype)
-        world.Allgather(as_bytes(wire.pack(flat)), as_bytes(rows))
+        with blocked:
+            world.Allgather(as_bytes(wire.pack(flat)), as_bytes(rows))
         _reduce(flat, rows, op, wire, divisor, nodes)
         flat[...] = wire.unpack(wire.pack(flat))
         return

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.wait import Counter
+from keras_dist._engine.wait import Counter, waiting
 
 __all__ = ["DIRECTORY", "MeetingPlace", "Segment", "clean_up", "make_segment"]
 
@@ -168,7 +168,9 @@ class MeetingPlace:
         """
         self._arrive(digest)
         for counter in self._others:
-            counter.wait_for(self._meetings)
+            if not counter.has_reached(self._meetings):
+                self._wait()
+                break
         return self._agree(digest)
 
     def come(self, digest: bytes) -> Callable[[], bool | None]:
@@ -184,6 +186,11 @@ class MeetingPlace:
             return self._agree(digest) if everyone else None
 
         return answer
+
+    def _wait(self) -> None:
+        with waiting:  # one wait, whoever is missing
+            for counter in self._others:
+                counter.wait_for(self._meetings)
 
     def _arrive(self, digest: bytes) -> None:
         self._meetings = (self._meetings + 1) % 2**32

@@ -7,13 +7,12 @@ Knows MPI's communicators and requests, by what they can do.
 
 import itertools
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.wait import count_wait
+from keras_dist._engine.wait import blocked, waiting
 
 __all__ = [
     "MAX_NBYTES",
@@ -38,10 +37,9 @@ def wait(request: Any) -> None:
     It moves only while MPI is called, so there is no nap: over TCP naps took several times as
     long. But another rank gets the core in between, as it may be the one that is waited for.
     """
-    began = time.perf_counter()
-    while not request.Test():
-        os.sched_yield()
-    count_wait(began)
+    with waiting:
+        while not request.Test():
+            os.sched_yield()
 
 
 def broadcast_bytes(world: Any, buffer: np.ndarray, root: int) -> None:
@@ -53,7 +51,8 @@ def broadcast_bytes(world: Any, buffer: np.ndarray, root: int) -> None:
         root: the rank whose bytes count.
     """
     for chunk in _chunks(buffer):
-        world.Bcast(chunk, root=root)
+        with blocked:
+            world.Bcast(chunk, root=root)
 
 
 def allgather_parts(
@@ -68,7 +67,8 @@ def allgather_parts(
         counts: how many bytes each rank has.
     """
     if everything.size <= MAX_NBYTES:
-        world.Allgatherv(mine, [everything, counts, "B"])
+        with blocked:
+            world.Allgatherv(mine, [everything, counts, "B"])
         return
     for owner, part in enumerate(_parts(everything, counts)):
         if owner == world.Get_rank():
@@ -89,7 +89,8 @@ def alltoall_parts(world: Any, payload: np.ndarray, result: np.ndarray, table: n
     rank = world.Get_rank()
     sent, received = table[rank], table[:, rank]
     if max(table.sum(axis=0).max(), table.sum(axis=1).max()) <= MAX_NBYTES:
-        world.Alltoallv([payload, sent, "B"], [result, received, "B"])
+        with blocked:
+            world.Alltoallv([payload, sent, "B"], [result, received, "B"])
         return
     # Chunks between two ranks arrive in the order in which they are sent.
     requests = [

@@ -2,17 +2,20 @@
 
 Spinning answers within a microsecond but keeps a core busy that another rank, or this
 rank's own framework, may need; so it is short, and then the kernel wakes the waiter (a
-futex: Linux on x86). Here is counted, too, how long this process has waited for
-other ranks, whatever it waited by.
+futex: Linux on x86). Here is noted, too, what each thread waits for, whatever it waits by, and
+counted how long this process has waited for other ranks.
 """
 
 import ctypes
 import os
 import time
+from collections.abc import Sequence
+from threading import get_ident
+from typing import Any
 
 import numpy as np
 
-__all__ = ["Counter", "count_wait", "waited_seconds"]
+__all__ = ["Counter", "blocked", "note", "waited_seconds", "waiting", "waits"]
 
 SPIN_SECONDS = 30e-6
 PATIENCE_SECONDS = 1.0  # a sleeper looks again now and then, whatever happened to its waker
@@ -32,20 +35,54 @@ _syscall = ctypes.CDLL(None).syscall
 # Two threads that add at once, on process sets of their own, may lose the time of one.
 _waited_seconds = 0.0
 
+# By thread: the ranks it last met and what for; and since when it waits, if it does.
+_last: dict[int, tuple[Sequence[int], Any]] = {}
+_since: dict[int, float] = {}
+
 
 def waited_seconds() -> float:
     """Returns how many seconds this process has waited for other ranks since it began."""
     return _waited_seconds
 
 
-def count_wait(began: float) -> None:
-    """Counts a wait that ends now.
+def note(ranks: Sequence[int], what: Any) -> None:
+    """Notes what the calling thread does from now on; costs a store and nothing else.
 
     Args:
-        began: `time.perf_counter()` when it began.
+        ranks: with which ranks of the job.
+        what: its `str` says it.
     """
-    global _waited_seconds
-    _waited_seconds += time.perf_counter() - began
+    _last[get_ident()] = (ranks, what)
+
+
+def waits() -> list[tuple[Sequence[int], Any, float]]:
+    """Returns for which ranks threads of this process wait, in what, and since when.
+
+    The time is one of `time.perf_counter()`.
+    """
+    return [(*_last.get(thread, ((), "")), began) for thread, began in list(_since.items())]
+
+
+class _Blocked:
+    """Notes, while it is entered, that the calling thread waits for other ranks."""
+
+    def __enter__(self) -> None:
+        _since[get_ident()] = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        _since.pop(get_ident(), None)
+
+
+class _Waiting(_Blocked):
+    """Counts the time as well."""
+
+    def __exit__(self, *error: object) -> None:
+        global _waited_seconds
+        _waited_seconds += time.perf_counter() - _since.pop(get_ident())
+
+
+blocked = _Blocked()
+waiting = _Waiting()
 
 
 class Counter:
@@ -74,15 +111,12 @@ class Counter:
 
     def wait_for(self, value: int) -> None:
         """Returns once the number has reached `value`, both counted modulo 2**32."""
-        if _reached(self._view[0], value):
-            return
         began = time.perf_counter()
         while not _reached(seen := self._view[0], value):
             if time.perf_counter() < began + SPIN_SECONDS:
                 os.sched_yield()
             else:
                 _syscall(_FUTEX, self._address, _WAIT, seen, _patience, None, 0)
-        count_wait(began)
 
 
 def _reached(seen: int, value: int) -> bool:

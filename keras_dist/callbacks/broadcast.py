@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import _backends, errors, runtime
+from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.reduction import distributed_optimizers
 from keras_dist.replicas import broadcast_state, separate_seeds
 
@@ -57,6 +57,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
         else:
             self._broadcast_before_first_step()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the epoch, for messages."""
+        _engine.begin_epoch(epoch)
 
     def _broadcast(self) -> None:
         model = self.model

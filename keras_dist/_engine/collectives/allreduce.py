@@ -16,7 +16,9 @@ from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
 from keras_dist._engine.line import Handle
 from keras_dist._engine.mpi_reduction import SMALL_NBYTES, reduce_through_mpi
+from keras_dist._engine.progress import count_update
 from keras_dist._engine.reduce import ReduceOp, check_dtype, check_factors, scaled
+from keras_dist._engine.wait import blocked
 
 __all__ = ["FusedAllreduce", "allreduce"]
 
@@ -51,6 +53,7 @@ class FusedAllreduce:
         groups: indices of arrays that share a bucket, see `plan_buckets`.
         overlaps: whether its buckets should be queued as they become ready, where whoever makes
             them ready can do so.
+        updates: whether it is that of gradients, by which updates are counted for messages.
 
     Raises:
         ArgumentTypeError: `op` is not defined for one of the dtypes.
@@ -73,6 +76,7 @@ class FusedAllreduce:
         compression: Compressor = Compression.none,
         groups: Sequence[Sequence[int]] = (),
         overlaps: bool = False,
+        updates: bool = False,
     ):
         for name, (_, dtype) in zip(names, specs, strict=True):
             check_dtype(dtype, op, comm.where(), name)
@@ -81,6 +85,7 @@ class FusedAllreduce:
         self.op = op
         self.lend = lend
         self.overlaps = overlaps
+        self._updates = updates
         self._compression = compression
         self._wires: dict[int, Wire] = {}
         self.buckets = plan_buckets(specs, bucket_nbytes, first_nbytes, groups)
@@ -114,6 +119,8 @@ class FusedAllreduce:
             The reduced arrays, in the same order: views of one buffer.
         """
         bucket = self.buckets[number]
+        if self._updates and number == 0:
+            count_update()
         if self.op is ReduceOp.ADASUM:
             names = [self.call.entries[slot.index].name for slot in bucket.slots]
             call = self.call
@@ -226,8 +233,11 @@ class FusedAllreduce:
         across = self.comm.across
 
         def finish(part: np.ndarray, is_there: bool) -> bool:
-            if may_fail and not all(across.allgather(is_there)):
-                return False
+            if may_fail:
+                with blocked:
+                    everyone = across.allgather(is_there)
+                if not all(everyone):
+                    return False
             reduce_through_mpi(across, part, op, wire, divisor)
             return True
 

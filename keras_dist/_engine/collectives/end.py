@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from keras_dist._engine.agreement import Call
 from keras_dist._engine.collectives.meet import tell_difference
 from keras_dist._engine.communicator import NAP_SECONDS, Communicator
+from keras_dist._engine.wait import note
 
 __all__ = ["at_the_end"]
 
@@ -15,10 +16,11 @@ def at_the_end(comms: Sequence[Communicator]) -> None:
     """Waits until every rank has come to the end of its script. Collective; blocks.
 
     A rank that is still at work waits in one of its communicators, nobody knows which; so
-    this one comes to all of them at once. What is queued runs first.
+    this one comes to all of them at once. What is queued runs first. The watch does not count
+    this wait, for the others may have much to do; when all have come it ends.
 
     Args:
-        comms: all communicators that this rank is in.
+        comms: all communicators that this rank is in, first that of all ranks.
 
     Raises:
         MismatchError: another rank is in a collective, for which this one has gone.
@@ -26,6 +28,7 @@ def at_the_end(comms: Sequence[Communicator]) -> None:
     call = Call("the end of the script")
     for comm in comms:
         comm.finish_queued()
+    note(comms[0].ranks, call)
     with contextlib.ExitStack() as locks:
         for comm in comms:
             locks.enter_context(comm.lock)
@@ -38,3 +41,4 @@ def at_the_end(comms: Sequence[Communicator]) -> None:
                 if same is False:
                     tell_difference(comm, call)
             time.sleep(NAP_SECONDS)
+    comms[0].end_watch()

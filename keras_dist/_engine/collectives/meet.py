@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from keras_dist import errors
 from keras_dist._engine.agreement import Call, difference
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.progress import say_progress
+from keras_dist._engine.wait import note
 
 __all__ = ["meet", "tell_difference", "telling"]
 
@@ -15,6 +17,7 @@ SAME_STEPS = (
     "Every rank must make the same calls and the same number of steps: share the data out "
     "with keras_dist.data.shard, and let all ranks stop and leave alike."
 )
+ELSEWHERE = "not in fit, evaluate or predict"
 
 
 def meet(comm: Communicator, call: Call) -> None:
@@ -32,6 +35,7 @@ def meet(comm: Communicator, call: Call) -> None:
     """
     if comm.size == 1:
         return
+    note(comm.ranks, call)
     if not comm.agree(call.digest):
         tell_difference(comm, call)
 
@@ -74,15 +78,20 @@ def tell_difference(comm: Communicator, call: Call) -> None:
         MismatchError: says which rank differs, and in what.
         KerasDistError: what is wrong with the arguments of a rank, see `telling`.
     """
-    calls = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(pickle.dumps(call))]
+    mine = pickle.dumps((call, say_progress()))
+    told = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
+    calls = [call for call, _ in told]
     wrong = [other.error for other in (call, *calls) if other.error is not None]
     if wrong:
         raise wrong[0]
     found = difference(calls, comm.ranks)
     if found is not None:
         rank, expected, received = found
-        same = calls[comm.ranks.index(rank)].operation == calls[0].operation
-        remedy = calls[0].remedy if same else SAME_STEPS
+        other, place = told[comm.ranks.index(rank)]
+        remedy = calls[0].remedy if other.operation == calls[0].operation else SAME_STEPS
+        if place != told[0][1]:
+            places = f"Rank {comm.ranks[0]} is {told[0][1] or ELSEWHERE}, rank {rank} "
+            remedy = f"{places}{place or ELSEWHERE}. {remedy}"
         where = f"[rank {rank} of {comm.job.size}]"
         comm.job.mismatch = errors.explain(where, expected, received, remedy)
         raise errors.MismatchError(comm.job.mismatch)

@@ -1,0 +1,329 @@
+"""The watch for ranks that do not come: who waits, who is missing, and where those are.
+
+A thread of every rank looks now and then whether another thread of it waits for others. As
+long as none waits for long, no message is sent. A rank that has waited too long gives alarm to
+the first rank that answers, the root as a rule. That one asks all ranks concerned where they
+are, logs it and, after a longer time, ends the job. The threads talk through MPI, on a
+communicator of their own, so what the ranks wait in does not matter; where MPI does not allow
+several threads at once, each rank says what it knows itself.
+
+Knows MPI's communicators by what they can do, and no framework.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from keras_dist._engine.progress import say_progress
+from keras_dist._engine.wait import waits
+
+__all__ = ["Watch"]
+
+MAX_IDLE_SECONDS = 5.0  # between two looks, where nothing is wrong
+BUSY_SECONDS = 0.05  # where something is
+PATIENCE_SECONDS = 2.0  # beyond two looks: how long an answer may take
+FLUSH_SECONDS = 0.5  # for a launcher to pass on what was printed, before it ends all
+MAX_STACKS = 16_000  # characters from one rank
+MAX_NAMED = 16  # ranks
+
+_log = logging.getLogger("keras_dist")
+
+Ranks = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """Where a rank is: what its threads wait for, its place in training, its stacks."""
+
+    waits: tuple[tuple[Ranks, str, float], ...]
+    progress: str
+    stacks: str
+
+    def waiting_with(self, ranks: Ranks) -> tuple[str, float] | None:
+        """Returns what it waits for among these ranks and for how many seconds, if it does."""
+        return next((wait[1:] for wait in self.waits if wait[0] == ranks), None)
+
+
+@dataclasses.dataclass
+class _Case:
+    """What the rank that was given alarm finds out about ranks that wait for each other."""
+
+    ranks: Ranks
+    due: float
+    ends: bool = False
+    asked: Ranks = ()
+    asked_at: float = 0.0
+    number: int = 0
+    states: dict[int, _State] = dataclasses.field(default_factory=dict)
+
+
+class Watch:
+    """The watch of this rank. Collective: every rank of `world` makes one; blocks.
+
+    Args:
+        mpi: mpi4py's `MPI` module.
+        world: the MPI communicator of the job; it is duplicated.
+        period: seconds of waiting after which it is said, again and again; 0: never.
+        limit: seconds of waiting after which the job ends; 0: never.
+    """
+
+    def __init__(self, mpi: Any, world: Any, period: int, limit: int):
+        self._mpi, self._period, self._limit = mpi, period, limit
+        self._rank, self._size = world.Get_rank(), world.Get_size()
+        mine = (os.uname().nodename, os.getpid(), mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
+        told = world.allgather(mine)
+        self._places = [(node, pid) for node, pid, _ in told]
+        self._talks = all(talks for _, _, talks in told)
+        self._idle_seconds = min(MAX_IDLE_SECONDS, min(filter(None, (period, limit))) / 4)
+        self._patience = 2 * self._idle_seconds + PATIENCE_SECONDS
+        self._busy_until = 0.0
+        self._sent: list[Any] = []
+        self._coming: list[Any] = []
+        self._due: dict[float, float] = {}  # by begin of a wait: seconds until the next alarm
+        self._speaker, self._alarmed_at = 0, 0.0
+        self._cases: dict[Ranks, _Case] = {}
+        self._told: dict[Ranks, float] = {}
+        self._numbers = itertools.count()
+        self._world = world.Dup() if self._talks else None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="keras_dist watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the watch; no message is left behind. Collective: every rank; blocks."""
+        self._closing.set()
+        self._thread.join()
+        if self._world is None:
+            return
+        # Every message is known to its sender to have been received (Issend); a rank comes to
+        # the barrier when its own have been, and receives those of others until all have come.
+        barrier = None
+        while barrier is None or not barrier.Test():
+            self._receive()
+            if barrier is None and not self._sent:
+                barrier = self._world.Ibarrier()
+            time.sleep(BUSY_SECONDS / 100)
+        self._world.Free()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(self._pause()):
+                if self._mpi.Is_finalized():
+                    return
+                for message in self._receive():
+                    self._hear(*message)
+                self._look()
+                for case in list(self._cases.values()):
+                    self._pursue(case)
+        except Exception as error:
+            _log.warning("[rank %d] The stall watch has ended: %r", self._rank, error)
+
+    def _pause(self) -> float:
+        return BUSY_SECONDS if time.perf_counter() < self._busy_until else self._idle_seconds
+
+    # --- Messages
+
+    def _post(self, rank: int, *message: Any) -> None:
+        self._busy_until = time.perf_counter() + self._patience
+        if rank == self._rank:
+            self._hear(*message)
+        elif self._world is not None:
+            self._sent.append(self._world.issend(message, rank))
+
+    def _receive(self) -> list[Any]:
+        """Returns the messages that have come; none of its calls waits."""
+        if self._world is None:
+            return []
+        while (message := self._world.improbe()) is not None:
+            self._busy_until = time.perf_counter() + self._patience
+            self._coming.append(message.irecv())
+        self._sent = [request for request in self._sent if not request.test()[0]]
+        tested = [(request, *request.test()) for request in self._coming]
+        self._coming = [request for request, has_come, _ in tested if not has_come]
+        return [message for _, has_come, message in tested if has_come]
+
+    def _hear(self, kind: str, sender: int, ranks: Ranks, *more: Any) -> None:
+        if kind == "alarm":
+            self._open_case(ranks, *more)
+            self._post(sender, "heard", self._rank, ranks)
+        elif kind == "heard":
+            self._alarmed_at = 0.0
+        elif kind == "ask":
+            self._post(sender, "answer", self._rank, ranks, *more, _state())
+        else:
+            number, state = more
+            case = self._cases.get(ranks)
+            if case is not None and case.number == number:
+                case.states[sender] = state
+
+    # --- As one who waits
+
+    def _look(self) -> None:
+        """Gives alarm when a thread of this rank has waited too long."""
+        now = time.perf_counter()
+        found = waits()
+        self._due = {began: self._due.get(began, 0.0) for _, _, began in found}
+        if not found:
+            self._speaker, self._alarmed_at = 0, 0.0
+        elif self._alarmed_at and now - self._alarmed_at > self._patience:
+            self._speaker, self._alarmed_at = min(self._speaker + 1, self._rank), 0.0
+            self._due = dict.fromkeys(self._due, 0.0)
+        for ranks, what, began in found:
+            waited = now - began
+            ends = 0 < self._limit <= waited
+            too_long = ends or 0 < self._period <= waited
+            if not (ranks and too_long and waited >= self._due[began]):
+                continue
+            again = waited + (self._patience if ends else self._period)
+            self._due[began] = again if ends or not self._limit else min(again, self._limit)
+            if self._talks:
+                self._alarmed_at = self._alarmed_at or now
+                self._post(self._speaker, "alarm", self._rank, tuple(ranks), ends)
+            else:
+                self._tell_alone(what, waited, ends)
+
+    def _tell_alone(self, what: Any, waited: float, ends: bool) -> None:
+        state = _state()
+        text = (
+            f"[rank {self._rank} of {self._size}] has waited {waited:.0f} s for others in "
+            f"{_say_what(what, state.progress)}. Which of them is missing is not known, as this "
+            "MPI does not allow calls from several threads at once (MPI_THREAD_MULTIPLE)."
+        )
+        if ends:
+            self._end(f"{text} {self._say_end()}\n{state.stacks}", os._exit)
+        _log.warning(text)
+
+    # --- As the one who was given alarm
+
+    def _open_case(self, ranks: Ranks, ends: bool) -> None:
+        case = self._cases.get(ranks)
+        if case is None:
+            due = self._told.get(ranks, -1e9) + (self._period or self._limit)
+            case = self._cases[ranks] = _Case(ranks, due)
+        if ends and not case.ends:
+            case.ends, case.due, case.asked = True, 0.0, ()
+
+    def _pursue(self, case: _Case) -> None:
+        """Asks the ranks of a case, and tells what they say when all have or time is over."""
+        now = time.perf_counter()
+        if not case.asked:
+            if now >= case.due:
+                case.asked = tuple(range(self._size)) if case.ends else case.ranks
+                case.asked_at, case.number = now, next(self._numbers)
+                case.states = {}
+                for rank in case.asked:
+                    self._post(rank, "ask", self._rank, case.ranks, case.number)
+        elif len(case.states) == len(case.asked) or now - case.asked_at > self._patience:
+            del self._cases[case.ranks]
+            self._tell(case)
+
+    def _tell(self, case: _Case) -> None:
+        found = {
+            rank: wait
+            for rank in case.ranks
+            if rank in case.states and (wait := case.states[rank].waiting_with(case.ranks))
+        }
+        if not found:
+            return  # they have gone on meanwhile
+        self._told[case.ranks] = case.asked_at
+        first = min(found)
+        what, _ = found[first]
+        waited = max(seconds for _, seconds in found.values())
+        missing = [rank for rank in case.ranks if rank not in found]
+        text = (
+            f"keras_dist: {_say(found)} of {self._size} {'has' if len(found) == 1 else 'have'} "
+            f"waited {waited:.0f} s for {_say(missing) if missing else 'data of each other'} in "
+            f"{_say_what(what, case.states[first].progress)}."
+        )
+        if case.ends and waited >= self._limit:
+            report = self._say_where(range(self._size), case)
+            self._end(f"{text} {self._say_end()}\n{report}", self._mpi.COMM_WORLD.Abort)
+        elif self._period:
+            if self._limit:
+                text += f" The job ends after {self._limit} s (KERAS_DIST_STALL_ABORT_SECONDS)."
+            _log.warning("%s\n%s", text, self._say_where(missing or found, case))
+
+    def _say_where(self, ranks: Iterable[int], case: _Case) -> str:
+        """Says where ranks are; those that are at the same place are named together."""
+        groups: dict[str, list[int]] = {}
+        for rank in ranks:
+            groups.setdefault(self._describe(rank, case), []).append(rank)
+        lines = []
+        for text, members in groups.items():
+            some = "; ".join("pid {1} on {0}".format(*self._places[r]) for r in members[:MAX_NAMED])
+            lines.append(f"{_say(members).capitalize()} ({some}){text}")
+        return "\n".join(lines)
+
+    def _describe(self, rank: int, case: _Case) -> str:
+        state = case.states.get(rank)
+        if state is None:
+            if _is_stopped(*self._places[rank]):
+                return ": no answer, the process is stopped (SIGSTOP, or a debugger)"
+            return (
+                ": no answer, the process is stopped, or in a call that holds Python's "
+                "interpreter lock"
+            )
+        place = [state.progress] if state.progress else []
+        place += [f"waiting in {what} of {_say(ranks)}" for ranks, what, _ in state.waits]
+        return "".join(f", {part}" for part in place) + f":\n{state.stacks}"
+
+    def _say_end(self) -> str:
+        return f"The job ends now: the limit is {self._limit} s (KERAS_DIST_STALL_ABORT_SECONDS)."
+
+    def _end(self, text: str, end: Callable[[int], Any]) -> None:
+        _log.error(text)
+        sys.stderr.flush()
+        time.sleep(FLUSH_SECONDS)
+        end(1)
+
+
+def _state() -> _State:
+    now = time.perf_counter()
+    found = tuple((tuple(ranks), _say_call(what), now - began) for ranks, what, began in waits())
+    return _State(found, say_progress(), _stacks())
+
+
+def _stacks() -> str:
+    """Returns the Python stacks of this process' threads, the main thread's first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    mine = threading.get_ident()
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != mine}
+    parts = []
+    for ident in sorted(frames, key=lambda ident: (ident != main, names.get(ident, ""))):
+        stack = "".join(traceback.format_stack(frames[ident]))
+        parts.append(f"  Thread {names.get(ident, ident)}:\n{stack}")
+    return "".join(parts)[:MAX_STACKS].rstrip()
+
+
+def _say_call(call: Any) -> str:
+    several = len(getattr(call, "buckets", ())) > 1 and call.bucket is not None
+    return f"{call}, bucket {call.bucket}" if several else str(call)
+
+
+def _say_what(what: Any, progress: str) -> str:
+    return f"{_say_call(what)} ({progress})" if progress else _say_call(what)
+
+
+def _say(ranks: Iterable[int]) -> str:
+    """Names ranks in words, such as `ranks 0, 2`; at most the first of many."""
+    every = list(ranks)
+    more = f" and {len(every) - MAX_NAMED} more" if len(every) > MAX_NAMED else ""
+    named = ", ".join(map(str, every[:MAX_NAMED]))
+    return f"rank{'s' if len(every) > 1 else ''} {named}{more}"
+
+
+def _is_stopped(node: str, pid: int) -> bool:
+    """Whether a process is known to be stopped; only of processes of this node."""
+    if node == os.uname().nodename:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "tT"
+    return False
