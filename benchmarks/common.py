@@ -25,6 +25,11 @@ def launcher():
     return [str(mpiexec)]
 
 
+def mpi():
+    """Returns the name of the MPI library whose mpiexec starts the ranks."""
+    return "Open MPI" if "--oversubscribe" in launcher() else "MPICH"
+
+
 def start(script, ranks, task):
     """Runs a script's worker on some ranks and returns what its rank 0 found.
 

@@ -22,6 +22,7 @@ from common import (
     last_line,
     load,
     machine,
+    mpi,
     plotter,
     ratio,
     start,
@@ -129,7 +130,7 @@ def work(path):
 def report(options, before, fits, ones, graph, crowds):
     few, many = options.ranks, 2 * options.ranks
     text = [f"# Keras fit, {options.backend}, {BATCH} images a rank and step"]
-    text.append(f"\n{machine()}; {before}.\n")
+    text.append(f"\n{mpi()}; {machine()}; {before}.\n")
     text.append(f"## {few} ranks: images/s in total, and the ratio to no communication\n")
     head = [CONTENDERS[name] for name in next(iter(fits.values()))]
     text.append(table(["model", *head], [line(*item) for item in fits.items()]))
@@ -152,8 +153,9 @@ def report(options, before, fits, ones, graph, crowds):
     rows = judge(options, fits, ones, graph, crowds)
     text.append("\n## Must reach\n\n" + verdicts(rows))
     print("\n".join(text))
-    write(options.output, f"fit_{options.backend}", "\n".join([*text, "", last_line(rows)]))
-    plot(fits, options.output / f"fit_{options.backend}.png")
+    name = f"fit_{options.backend}_{mpi().replace(' ', '').lower()}"
+    write(options.output, name, "\n".join([*text, "", last_line(rows)]))
+    plot(fits, options.output / f"{name}.png")
     print(last_line(rows))
 
 
