@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         grouped_allgather,
         grouped_allreduce,
         grouped_reducescatter,
+        join,
         reducescatter,
         sparse_allreduce,
     )
@@ -113,6 +114,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "layers",
     "load_model",
     "local_rank",
@@ -139,8 +141,8 @@ _ROOMS = {
     ),
     "collectives": (
         "allgather allgather_object allreduce alltoall barrier broadcast broadcast_ "
-        "broadcast_object grouped_allgather grouped_allreduce grouped_reducescatter reducescatter "
-        "sparse_allreduce"
+        "broadcast_object grouped_allgather grouped_allreduce grouped_reducescatter join "
+        "reducescatter sparse_allreduce"
     ),
     "compression": "Compression Compressor",
     "optimizer": "DistributedOptimizer PartialDistributedOptimizer",

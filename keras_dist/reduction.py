@@ -230,6 +230,7 @@ class GradientReduction:
                 groups=groups,
                 overlaps=runtime.overlaps(comm),
                 updates=True,
+                divides=op is not self.terms.op,
             )
         return self._plans[key]
 

@@ -80,10 +80,11 @@ TABLE = [
 COLLECTIVES = set(
     "adasum allgather allgather_async allgather_object allreduce allreduce_async alltoall "
     "alltoall_async barrier bcast broadcast broadcast_ broadcast_async broadcast_into "
-    "broadcast_object exchange exchange_bytes exchange_or_raise exchange_rows gather gather_rows "
+    "broadcast_object broadcast_variables exchange exchange_among exchange_bytes "
+    "exchange_or_raise exchange_rows gather gather_rows "
     "grouped_allgather grouped_allgather_async grouped_allreduce grouped_allreduce_async "
     "grouped_reducescatter grouped_reducescatter_async meet reduce_slices reducescatter "
-    "reducescatter_async scatter sparse_allreduce sparse_allreduce_async verify_replicas "
+    "reducescatter_async scatter stand_in sparse_allreduce sparse_allreduce_async verify_replicas "
     "allgather_parts alltoall_parts broadcast_bytes reduce_through_mpi "
     "Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Dup Gather Iallgather "
     "Iallgatherv Ialltoallv Ibarrier "

@@ -3,7 +3,7 @@
 This is its face; other rooms import nothing from the modules behind it.
 """
 
-from keras_dist._engine.agreement import Call, entries_of
+from keras_dist._engine.agreement import Absence, Call, entries_of
 from keras_dist._engine.collectives.adasum import adasum, check_power_of_two
 from keras_dist._engine.collectives.allgather import allgather, grouped_allgather
 from keras_dist._engine.collectives.allreduce import FusedAllreduce, allreduce
@@ -11,6 +11,7 @@ from keras_dist._engine.collectives.alltoall import alltoall
 from keras_dist._engine.collectives.barrier import barrier
 from keras_dist._engine.collectives.broadcast import broadcast, broadcast_into
 from keras_dist._engine.collectives.end import at_the_end
+from keras_dist._engine.collectives.join import stand_in
 from keras_dist._engine.collectives.meet import telling
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
 from keras_dist._engine.collectives.reducescatter import reducescatter
@@ -31,6 +32,7 @@ from keras_dist._engine.tuning import best_bucket_nbytes
 from keras_dist._engine.wait import waited_seconds
 
 __all__ = [
+    "Absence",
     "Call",
     "Communicator",
     "Compression",
@@ -63,6 +65,7 @@ __all__ = [
     "parse_op",
     "reduce_slices",
     "reducescatter",
+    "stand_in",
     "start_mpi",
     "telling",
     "waited_seconds",

@@ -11,7 +11,22 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Call", "Entry", "difference", "entries_of"]
+__all__ = ["JOINED", "Absence", "Call", "Entry", "difference", "entries_of"]
+
+JOINED = "join"  # the operation of a rank that has no more data
+
+
+@dataclasses.dataclass(frozen=True)
+class Absence:
+    """Which ranks have no more data, while others still reduce.
+
+    Args:
+        first_out: the places of those that had joined when one was first missed.
+        here: the places of those that took part in the last operation.
+    """
+
+    first_out: tuple[int, ...]
+    here: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +71,7 @@ class Call:
         bucket: which of them this is about.
         error: what is wrong with this rank's arguments: it comes to tell the others.
         first: whether it is the first of its kind, before which memory is made for it.
+        spares: whether it has a meaning without the ranks that have joined; it is not compared.
         remedy: what to do when the ranks differ; shown, not compared.
     """
 
@@ -71,6 +87,7 @@ class Call:
     bucket: int | None = None
     error: Exception | None = None
     first: bool = False
+    spares: bool = False
     remedy: str = "Call the same operations in the same order on every rank."
 
     @functools.cached_property

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist import errors
+from keras_dist._engine.agreement import Absence
 from keras_dist._engine.line import Handle, Line
 from keras_dist._engine.node import Node, join_node
 from keras_dist._engine.transfer import allgather_parts
@@ -118,6 +119,8 @@ class Communicator:
         self.bucket_nbytes: int | None = None  # what has been measured on these ranks
         self.fewest_cores = 1  # of the cores of the ranks, those of the rank that has fewest
         self.mismatch: str | None = None  # the text of the last MismatchError
+        self.absence: Absence | None = None  # while some of the ranks have no more data
+        self.when_missed: Callable[[], None] | None = None  # called where others miss them
         self.node: Node | None = None
         self._watch: Watch | None = None
         self.plans: dict[Any, Any] = {}  # of recent single calls, oldest first

@@ -14,6 +14,7 @@ from keras_dist.collectives.exchanges import (
     broadcast_,
     grouped_allgather,
 )
+from keras_dist.collectives.joining import join
 from keras_dist.collectives.objects import allgather_object, broadcast_object
 from keras_dist.collectives.reductions import (
     allreduce,
@@ -35,6 +36,7 @@ __all__ = [
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
+    "join",
     "reducescatter",
     "sparse_allreduce",
 ]

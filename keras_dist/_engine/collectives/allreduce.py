@@ -11,13 +11,20 @@ from keras_dist._engine.agreement import Call, entries_of
 from keras_dist._engine.bucket_reduction import BucketReduction, Finish, bucket_reduction
 from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives.adasum import adasum
+from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.meet import meet, telling
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
 from keras_dist._engine.line import Handle
 from keras_dist._engine.mpi_reduction import SMALL_NBYTES, reduce_through_mpi
 from keras_dist._engine.progress import count_update
-from keras_dist._engine.reduce import ReduceOp, check_dtype, check_factors, scaled
+from keras_dist._engine.reduce import (
+    ReduceOp,
+    check_dtype,
+    check_factors,
+    reduce_into,
+    scaled,
+)
 from keras_dist._engine.wait import blocked
 
 __all__ = ["FusedAllreduce", "allreduce"]
@@ -54,6 +61,8 @@ class FusedAllreduce:
         overlaps: whether its buckets should be queued as they become ready, where whoever makes
             them ready can do so.
         updates: whether it is that of gradients, by which updates are counted for messages.
+        divides: whether `postscale` divides by the number of ranks, so that it has to be that of
+            the ranks which are here while others have joined.
 
     Raises:
         ArgumentTypeError: `op` is not defined for one of the dtypes.
@@ -77,6 +86,7 @@ class FusedAllreduce:
         groups: Sequence[Sequence[int]] = (),
         overlaps: bool = False,
         updates: bool = False,
+        divides: bool = False,
     ):
         for name, (_, dtype) in zip(names, specs, strict=True):
             check_dtype(dtype, op, comm.where(), name)
@@ -86,6 +96,7 @@ class FusedAllreduce:
         self.lend = lend
         self.overlaps = overlaps
         self._updates = updates
+        self._divides = divides
         self._compression = compression
         self._wires: dict[int, Wire] = {}
         self.buckets = plan_buckets(specs, bucket_nbytes, first_nbytes, groups)
@@ -98,6 +109,7 @@ class FusedAllreduce:
             postscale=postscale,
             compression=compression.name,
             buckets=tuple(tuple(slot.index for slot in bucket.slots) for bucket in self.buckets),
+            spares=op is not ReduceOp.ADASUM,
             remedy=remedy,
         )
         self._calls = [
@@ -129,15 +141,17 @@ class FusedAllreduce:
         with self.comm.lock:
             if self._shared is None:
                 self._shared = self._share_memory()
-            reduction = self._shared.get(number)
+            reduction = (self._shared or {}).get(number)
+            if reduction is not None:
+                reduction.publish(arrays)
+            meet(self.comm, self._calls[number])
+            if self.comm.absence is not None:
+                return bucket.unpack(self._reduce_among(bucket.pack(arrays)))
             if reduction is None:
-                meet(self.comm, self._calls[number])
                 flat = bucket.pack(arrays)
                 if self.comm.size > 1:
                     self._reduce_flat(number, flat)
             else:
-                reduction.publish(arrays)
-                meet(self.comm, self._calls[number])
                 flat = reduction.reduce(self._across(number, reduction.reads))
                 if not self.lend and reduction.is_shared:
                     flat = flat.copy()
@@ -169,15 +183,19 @@ class FusedAllreduce:
         """How much shared memory it takes, in bytes, for all ranks of the node together."""
         return sum(reduction.nbytes for reduction in (self._shared or {}).values())
 
-    def _share_memory(self) -> dict[int, BucketReduction]:
+    def _share_memory(self) -> dict[int, BucketReduction] | None:
         """Makes the shared memory of the buckets that use it; returns them by number.
 
-        Collective: the ranks meet first, so that ranks that differ are told so.
+        Collective: the ranks meet first, so that ranks that differ are told so. `None` where
+        some have joined: it is made when they are back.
         """
         node = self.comm.node
         if node is None:
             return {}
         meet(self.comm, self._start)
+        if self.comm.absence is not None:
+            exchange_among(self.comm, None)
+            return None
         op = self._op_on_node()
         every = [bucket_reduction(node, bucket, op) for bucket in self.buckets]
         reductions = {n: one for n, one in enumerate(every) if self._is_for_nodes(n, one)}
@@ -204,6 +222,13 @@ class FusedAllreduce:
     def _is_wide_float(self, number: int) -> bool:
         dtype = self.buckets[number].dtype
         return dtype.kind in "fc" and dtype.itemsize >= 4
+
+    def _reduce_among(self, flat: np.ndarray) -> np.ndarray:
+        """Reduces a bucket over the ranks that are here; uncompressed, as it is rare."""
+        rows = exchange_among(self.comm, flat)
+        reduce_into(flat, iter(rows), self.op)
+        share = self.comm.size / len(rows) if self._divides else 1.0
+        return scaled(flat, self.call.postscale * share)
 
     def _reduce_flat(self, number: int, flat: np.ndarray) -> None:
         """Reduces a bucket over all ranks at once, in place, in the order of the other way."""
@@ -292,7 +317,10 @@ def allreduce(
     """
     if not arrays:
         name = compression.name
-        meet(comm, Call("allreduce", (), op.value, None, key, prescale, postscale, name))
+        factors = (prescale, postscale)
+        meet(comm, Call("allreduce", (), op.value, None, key, *factors, name, spares=True))
+        if comm.absence is not None:
+            exchange_among(comm, None)
         return []
     specs = tuple((array.shape, array.dtype) for array in arrays)
     factors = (prescale, postscale)
@@ -313,6 +341,8 @@ def allreduce(
                     compression=compression,
                 )
         results = fused(arrays)
+        if comm.absence is not None:
+            return results  # those who have joined know nothing of the plan
         # The list changes only after all ranks have agreed, so it is the same on all.
         is_new = comm.plans.pop(kind, None) is None
         comm.plans[kind] = fused

@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Iterator
 
 from keras_dist import errors
-from keras_dist._engine.agreement import Call, difference
+from keras_dist._engine.agreement import JOINED, Absence, Call, difference
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.progress import say_progress
 from keras_dist._engine.wait import note
@@ -15,7 +15,12 @@ __all__ = ["meet", "tell_difference", "telling"]
 
 SAME_STEPS = (
     "Every rank must make the same calls and the same number of steps: share the data out "
-    "with keras_dist.data.shard, and let all ranks stop and leave alike."
+    "with keras_dist.data.shard, call keras_dist.join where data ends early, and let all ranks "
+    "stop and leave alike."
+)
+UNDEFINED = (
+    "Ranks that are out of data take part in allreduce and sparse_allreduce alone, and not in "
+    "Adasum: call others when all ranks are out of data, or give all as many batches."
 )
 ELSEWHERE = "not in fit, evaluate or predict"
 
@@ -23,7 +28,8 @@ ELSEWHERE = "not in fit, evaluate or predict"
 def meet(comm: Communicator, call: Call) -> None:
     """Waits for all ranks and checks that they are about to do the same.
 
-    Collective: every rank of `comm`; blocks until all have come.
+    Collective: every rank of `comm`; blocks until all have come. Where some have joined, and
+    the others mean the same, `comm.absence` says so: they go on without those.
 
     Args:
         comm: the ranks.
@@ -70,7 +76,7 @@ def _foreign(comm: Communicator, operation: str, error: Exception) -> errors.Arg
 
 
 def tell_difference(comm: Communicator, call: Call) -> None:
-    """Finds out in what the calls of the ranks differ.
+    """Finds out in what the calls of the ranks differ; notes it where some have but joined.
 
     Collective: every rank of `comm`, when the digests of their calls were not equal.
 
@@ -81,17 +87,37 @@ def tell_difference(comm: Communicator, call: Call) -> None:
     mine = pickle.dumps((call, say_progress()))
     told = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
     calls = [call for call, _ in told]
+    absence, comm.absence = comm.absence, None  # an error ends it on all ranks alike
     wrong = [other.error for other in (call, *calls) if other.error is not None]
     if wrong:
         raise wrong[0]
-    found = difference(calls, comm.ranks)
+    here = [place for place, other in enumerate(calls) if other.operation != JOINED]
+    out = [place for place in range(comm.size) if place not in here]
+    first = calls[here[0]]
+    found = difference([calls[place] for place in here], [comm.ranks[place] for place in here])
     if found is not None:
         rank, expected, received = found
         other, place = told[comm.ranks.index(rank)]
-        remedy = calls[0].remedy if other.operation == calls[0].operation else SAME_STEPS
-        if place != told[0][1]:
-            places = f"Rank {comm.ranks[0]} is {told[0][1] or ELSEWHERE}, rank {rank} "
+        remedy = first.remedy if other.operation == first.operation else SAME_STEPS
+        expecting, its_place = comm.ranks[here[0]], told[here[0]][1]
+        if place != its_place:
+            places = f"Rank {expecting} is {its_place or ELSEWHERE}, rank {rank} "
             remedy = f"{places}{place or ELSEWHERE}. {remedy}"
-        where = f"[rank {rank} of {comm.job.size}]"
-        comm.job.mismatch = errors.explain(where, expected, received, remedy)
-        raise errors.MismatchError(comm.job.mismatch)
+        raise _mismatch(comm, rank, expected, received, remedy)
+    if not out:
+        return
+    if not first.spares:
+        ranks = ", ".join(str(comm.ranks[place]) for place in out)
+        expected = f"reductions alone while ranks {ranks} are out of data and have joined"
+        raise _mismatch(comm, comm.ranks[here[0]], expected, str(first), UNDEFINED)
+    comm.absence = Absence(absence.first_out if absence else tuple(out), tuple(here))
+    if comm.when_missed is not None and call.operation != JOINED:
+        comm.when_missed()
+
+
+def _mismatch(
+    comm: Communicator, rank: int, expected: str, received: str, remedy: str
+) -> errors.MismatchError:
+    where = f"[rank {rank} of {comm.job.size}]"
+    comm.job.mismatch = errors.explain(where, expected, received, remedy)
+    return errors.MismatchError(comm.job.mismatch)

@@ -6,6 +6,7 @@ import numpy as np
 
 from keras_dist import errors
 from keras_dist._engine.agreement import Call, Entry
+from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.objects import exchange_or_raise
 from keras_dist._engine.collectives.rows import check_rows, gather_rows
@@ -28,7 +29,7 @@ def reduce_slices(
     A row that several ranks hold, or one rank several times, comes out once; rows of a rank
     are added up in their order, then the ranks in theirs, so the bits are the same
     everywhere. An average divides by the number of ranks, as that of the dense gradient
-    does, not by the number of ranks that hold the row.
+    does, not by the number of ranks that hold the row; ranks that have joined do not count.
 
     Args:
         comm: the ranks.
@@ -60,13 +61,25 @@ def reduce_slices(
     except errors.KerasDistError as error:
         mine = error
     with comm.lock:
-        meet(comm, Call("sparse_allreduce", entries, op=op.value, key=key))
+        meet(comm, Call("sparse_allreduce", entries, op=op.value, key=key, spares=True))
+        if comm.absence is not None:
+            brought = mine if isinstance(mine, errors.KerasDistError) else (rows, places)
+            parts = exchange_among(comm, brought)
+            rows, places = (np.concatenate(each) for each in zip(*parts, strict=True))
+            return _finish(rows, places, op, values.dtype, len(parts))
         lengths = exchange_or_raise(comm, mine)
         rows, places = gather_rows(comm, [rows, places], lengths)
+    return _finish(rows, places, op, values.dtype, comm.size)
+
+
+def _finish(
+    rows: np.ndarray, places: np.ndarray, op: ReduceOp, dtype: np.dtype, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Adds up the rows of all ranks, of which there are `count`."""
     total, places = _add_up(rows, places, op)
-    if op is ReduceOp.AVERAGE and comm.size > 1:
-        divide(total, comm.size)
-    return total.astype(values.dtype, copy=False), places
+    if op is ReduceOp.AVERAGE and count > 1:
+        divide(total, count)
+    return total.astype(dtype, copy=False), places
 
 
 def _check(

@@ -1,0 +1,83 @@
+"""join: a rank that has no more data takes part in the reductions that others still call."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from keras_dist import errors
+from keras_dist._engine.agreement import JOINED, Absence, Call
+from keras_dist._engine.collectives.meet import tell_difference
+from keras_dist._engine.collectives.objects import exchange_or_raise
+from keras_dist._engine.communicator import SPIN_SECONDS, Communicator
+from keras_dist._engine.wait import count_wait
+
+__all__ = ["exchange_among", "stand_in"]
+
+LONGEST_NAP_SECONDS = 1e-3
+
+
+def stand_in(comms: Sequence[Communicator]) -> dict[Communicator, Absence | None]:
+    """Takes part, with nothing, in the reductions of others until all ranks have come here.
+
+    Collective: every rank of each communicator; blocks. Others still reduce in one of them,
+    nobody knows which; so this rank comes to all of them at once. What is queued runs first.
+
+    Args:
+        comms: all communicators that this rank is in.
+
+    Returns:
+        For each of them who came first and who last; `None` where nobody was missed.
+
+    Raises:
+        MismatchError: other ranks call what has no meaning without this one; raised on every
+            rank. The further communicators are of no use then: this rank has come there.
+    """
+    call = Call(JOINED)
+    found: dict[Communicator, Absence | None] = dict.fromkeys(comms)
+    start = since = time.perf_counter()
+    with contextlib.ExitStack() as locks:
+        for comm in comms:
+            locks.enter_context(comm.lock)
+        answers = {comm: comm.come(call.digest) for comm in comms if comm.size > 1}
+        while answers:
+            for comm, answer in list(answers.items()):
+                same = answer()
+                if same is None:
+                    continue
+                since = time.perf_counter()
+                if same:
+                    found[comm], comm.absence = comm.absence, None
+                    del answers[comm]
+                else:
+                    tell_difference(comm, call)
+                    _exchange(comm, None)
+                    answers[comm] = comm.come(call.digest)
+            waited = time.perf_counter() - since
+            if waited > SPIN_SECONDS:
+                time.sleep(min(waited / 8, LONGEST_NAP_SECONDS))
+    count_wait(start)
+    return found
+
+
+def exchange_among(comm: Communicator, mine: Any) -> list[Any]:
+    """Returns what the ranks that are here bring, in rank order. Collective; blocks.
+
+    It takes the place of what moves data while some ranks have joined, and follows each
+    meeting at which they were missed: they take part in one exchange for each.
+
+    Args:
+        comm: the ranks, of which some have joined, as `comm.absence` says.
+        mine: what this rank brings; a `KerasDistError` is raised on every rank.
+    """
+    here = comm.absence.here if comm.absence is not None else range(comm.size)
+    everyone = _exchange(comm, mine)
+    return [everyone[place] for place in here]
+
+
+def _exchange(comm: Communicator, mine: Any) -> list[Any]:
+    try:
+        return exchange_or_raise(comm, mine)
+    except errors.KerasDistError:
+        comm.absence = None  # the error ends it on all ranks alike
+        raise
