@@ -20,12 +20,14 @@ __all__ = [
     "accumulators",
     "average_statistics",
     "broadcast_state",
+    "broadcast_variables",
     "local_variables",
     "optimizers_inside",
     "optimizers_of",
     "random_states",
     "separate_seeds",
     "state",
+    "trained_by",
     "variable_name",
     "verify_replicas",
 ]
@@ -70,13 +72,26 @@ def state(model: keras.Model) -> list[Any]:
     variables = list(model.weights)
     for optimizer in optimizers_of(model):
         variables.extend(optimizer.variables)
-    own = {id(variable) for variable in accumulators(model)}
+    own = {id(variable) for variable in accumulators(optimizers_of(model))}
     return list({id(v): v for v in variables if id(v) not in own}.values())
 
 
-def accumulators(model: keras.Model) -> list[Any]:
+def trained_by(optimizer: Any) -> list[Any]:
+    """Returns what the ranks of a distributed optimizer share: its state, and what it trains.
+
+    Variables that each rank keeps for itself are not among it, nor what it has gathered of its
+    own gradients.
+    """
+    every = [optimizer, *optimizers_inside(optimizer)]
+    local = optimizer._keras_dist.local_variables()
+    own = _with_slots(every, local) | {id(one) for one in accumulators(every)}
+    variables = [*getattr(optimizer, "_trainable_variables", ()), *optimizer.variables]
+    return list({id(v): v for v in variables if id(v) not in own}.values())
+
+
+def accumulators(optimizers: Iterable[Any]) -> list[Any]:
     """Returns the variables in which a rank gathers its own gradients between two updates."""
-    lists = [getattr(one, "_accumulated_gradients", None) or [] for one in optimizers_of(model)]
+    lists = [getattr(one, "_accumulated_gradients", None) or [] for one in optimizers]
     return [variable for found in lists for variable in found if variable is not None]
 
 
@@ -103,8 +118,24 @@ def broadcast_state(model: keras.Model, root_rank: int = 0, exclude: Iterable[An
         MismatchError: the models differ; raised on every rank.
         ArgumentError: `root_rank` is not a rank.
     """
-    comm = runtime.communicator()
-    variables = _without(model, [*local_variables(model), *exclude])
+    left_out = [*local_variables(model), *exclude]
+    broadcast_variables(runtime.communicator(), _without(model, left_out), root_rank)
+
+
+def broadcast_variables(
+    comm: _engine.Communicator, variables: Sequence[Any], root_rank: int
+) -> None:
+    """Gives some ranks the root's values of variables. Collective: those ranks; blocks.
+
+    Args:
+        comm: the ranks.
+        variables: Keras variables, of the same shapes and dtypes on each.
+        root_rank: the rank of the job whose values all receive.
+
+    Raises:
+        MismatchError: the variables differ; raised on every rank.
+        ArgumentError: `root_rank` is not one of the ranks.
+    """
     received = _engine.broadcast(
         comm,
         [_to_numpy(variable) for variable in variables],
@@ -113,7 +144,7 @@ def broadcast_state(model: keras.Model, root_rank: int = 0, exclude: Iterable[An
         operation="the broadcast of a model",
         remedy=SAME_MODEL,
     )
-    if comm.rank != root_rank:
+    if comm.job.rank != root_rank:
         for variable, value in zip(variables, received, strict=True):
             variable.assign(value)
 
@@ -240,15 +271,21 @@ def variable_name(variable: Any) -> str:
 
 def _without(model: keras.Model, variables: Iterable[Any]) -> list[Any]:
     """Returns a model's state but for some variables and the optimizer's state of each."""
+    left_out = _with_slots(optimizers_of(model), variables)
+    return [variable for variable in state(model) if id(variable) not in left_out]
+
+
+def _with_slots(optimizers: Iterable[Any], variables: Iterable[Any]) -> set[int]:
+    """Returns the ids of some variables and of what optimizers keep for each."""
     left_out = {id(variable) for variable in variables}
-    for one in optimizers_of(model):
+    for one in optimizers:
         trainable = list(getattr(one, "_trainable_variables", ()))
         places = [place for place, variable in enumerate(trainable) if id(variable) in left_out]
         # Keras' optimizers keep what belongs to each variable in lists as long as theirs.
         for name, slots in vars(one).items() if places else ():
             if name != "_variables" and isinstance(slots, list) and len(slots) == len(trainable):
                 left_out.update(id(slots[place]) for place in places)
-    return [variable for variable in state(model) if id(variable) not in left_out]
+    return left_out
 
 
 def _to_numpy(variable: Any) -> np.ndarray:

@@ -9,15 +9,16 @@ Their order matters, and `keras_dist.callbacks()` keeps it:
 
 1. `RootConsoleCallback`: before Keras' own progress bar is told how to print.
 2. `BroadcastGlobalVariablesCallback`: equal weights before anything looks at them.
-3. `AverageStatisticsCallback`: equal statistics before validation and checkpoints use them.
-4. `MetricAverageCallback`: from here on every callback sees the metrics of all ranks, so
+3. `UnevenDataCallback`: all ranks at the end of an epoch's steps, before anything else meets.
+4. `AverageStatisticsCallback`: equal statistics before validation and checkpoints use them.
+5. `MetricAverageCallback`: from here on every callback sees the metrics of all ranks, so
    those that decide by them decide alike.
-5. `Throughput`, when asked for: it speaks for all ranks by itself, so after the averaging.
-6. `LearningRateWarmupCallback`, when asked for: before the user's own schedules, which may
+6. `Throughput`, when asked for: it speaks for all ranks by itself, so after the averaging.
+7. `LearningRateWarmupCallback`, when asked for: before the user's own schedules, which may
    take over after it.
-7. the user's callbacks.
-8. `ModelCheckpoint`, when asked for, so that it writes what all others have done.
-9. `AgreeOnStoppingCallback`: last, so that it sees whether any other has stopped training. It
+8. the user's callbacks.
+9. `ModelCheckpoint`, when asked for, so that it writes what all others have done.
+10. `AgreeOnStoppingCallback`: last, so that it sees whether any other has stopped training. It
    does so after every batch where one of the user's callbacks may stop there, else once an epoch.
 """
 
@@ -41,6 +42,7 @@ from keras_dist.callbacks.root import RootOnly
 from keras_dist.callbacks.statistics import AverageStatisticsCallback
 from keras_dist.callbacks.stopping import AgreeOnStoppingCallback, may_stop_at_a_batch
 from keras_dist.callbacks.throughput import Throughput
+from keras_dist.callbacks.uneven import UnevenDataCallback
 from keras_dist.callbacks.verification import VerifyReplicas
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "RootConsoleCallback",
     "RootOnly",
     "Throughput",
+    "UnevenDataCallback",
     "VerifyReplicas",
     "callbacks",
 ]
@@ -67,6 +70,7 @@ def callbacks(
     initial_lr: float | None = None,
     checkpoint: str | None = None,
     throughput: bool = False,
+    uneven: str = "continue",
     verbose: int = 0,
 ) -> list[keras.callbacks.Callback]:
     """Returns the callbacks that training on many ranks needs, in the right order.
@@ -87,17 +91,20 @@ def callbacks(
         throughput: whether the logs of each epoch tell how many samples all ranks trained on in
             a second and how long they waited for each other, see `Throughput`. Defaults to
             `False`.
+        uneven: what happens when a rank is out of data before others: `"continue"`, `"stop"` or
+            `"error"`, see `UnevenDataCallback`. Defaults to `"continue"`.
         verbose: 1 prints the end of the warmup and each checkpoint, on the root.
 
     Returns:
         A flat list for `fit`, `evaluate` or `predict`.
 
     Raises:
-        ArgumentError: a warmup without `initial_lr`.
+        ArgumentError: a warmup without `initial_lr`, or no such `uneven`.
     """
     made: list[keras.callbacks.Callback] = [
         RootConsoleCallback(root_rank),
         BroadcastGlobalVariablesCallback(root_rank),
+        UnevenDataCallback(uneven),
         AverageStatisticsCallback(),
         MetricAverageCallback(root_rank=root_rank),
     ]

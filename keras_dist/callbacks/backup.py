@@ -18,6 +18,7 @@ from keras_dist.data import epochs
 from keras_dist.replicas import (
     accumulators,
     broadcast_state,
+    optimizers_of,
     random_states,
     separate_seeds,
     state,
@@ -84,7 +85,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if epoch is not None:
             epochs.go_on_with(data)
             # The file holds those of the root, which would count for all ranks.
-            for gathered in accumulators(self.model):
+            for gathered in accumulators(optimizers_of(self.model)):
                 gathered.assign(keras.ops.zeros(gathered.shape, gathered.dtype))
             broadcast_state(self.model, self.root_rank)
             separate_seeds(self.model, self.root_rank)

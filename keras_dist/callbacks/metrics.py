@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_dist import _engine, errors, runtime
 
-__all__ = ["MetricAverageCallback"]
+__all__ = ["RESULT", "MetricAverageCallback"]
 
 RESULT = "_get_metrics_result_or_logs"  # where Keras turns states into the logs of an epoch
 REDUCTIONS = {"sum": _engine.ReduceOp.SUM, "mean": _engine.ReduceOp.AVERAGE}
@@ -93,6 +93,8 @@ def _exact(model: keras.Model, result: Callable[[Any], Any], warns: bool) -> Cal
         finally:
             for variable, value in zip(variables, own, strict=True):
                 variable.assign(value)
+        if not logs:  # no batch on this rank: the others have logs with these names
+            combined = dict(exact)
         # A custom step may return more than metrics, or the values of its last batch.
         combined.update({name: exact[name] for name in combined if name in exact})
         return _averaged(combined)

@@ -9,7 +9,10 @@ import numpy as np
 from keras_dist import _engine, errors, runtime
 from keras_dist.callbacks.root import RootOnly, overrides
 
-__all__ = ["AgreeOnStoppingCallback", "may_stop_at_a_batch"]
+__all__ = ["STOPS_EPOCH", "AgreeOnStoppingCallback", "may_stop_at_a_batch"]
+
+# What Keras takes for a stop and what ends no more than an epoch, whose data is out.
+STOPS_EPOCH = "this epoch alone"
 
 BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
@@ -69,7 +72,8 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
     def _agree(self, batch: int = 0, logs: dict[str, Any] | None = None) -> None:
         # `self.model` would copy the state of a JAX model at every batch.
         model, comm = self._model, runtime.communicator()
-        mine = np.array([bool(model.stop_training)], np.uint8)
+        stops = bool(model.stop_training) and model.stop_training is not STOPS_EPOCH
+        mine = np.array([stops], np.uint8)
         (any_rank,) = _engine.allreduce(
             comm,
             [mine],

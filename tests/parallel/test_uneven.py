@@ -1,13 +1,19 @@
-"""Ranks whose data ends earlier than that of others: `join`."""
+"""Ranks whose data ends earlier than that of others: `join`, and what `fit` does with it."""
 
 import functools
 
+import keras
 import ml_dtypes
 import numpy as np
 import pytest
+from training import agreed, assert_close
 
 import keras_dist
-from keras_dist import errors
+from keras_dist import errors, replicas
+
+BATCH, RATE, MOMENTUM = 4, 0.1, 0.5
+backend = keras.backend.backend()
+on_tensorflow = pytest.mark.skipif(backend != "tensorflow", reason="of TensorFlow alone")
 
 
 # --- join by hand
@@ -154,3 +160,206 @@ def test_ranks_that_differ_while_others_have_joined_are_told_so():
         else:
             keras_dist.allreduce(np.ones(1 + min(keras_dist.rank(), 1) + keras_dist.rank() // 2))
     assert keras_dist.join() == keras_dist.size() - 1
+
+
+# --- fit
+
+
+def data_of(rank, count):
+    rng = np.random.default_rng(rank)
+    x = rng.standard_normal((count * BATCH, 2)).astype("float32")
+    return x, (x @ [[1.0], [-2.0]]).astype("float32")
+
+
+@functools.cache
+def trained_once(optimizer, predivide=1.0, passes=None, **options):
+    """A compiled model, made once as it is compiled for seconds, and its first state."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    momentum = {"momentum": MOMENTUM} if optimizer == "SGD" else {}
+    made = getattr(keras.optimizers, optimizer)(
+        RATE, gradient_accumulation_steps=passes, **momentum
+    )
+    made = keras_dist.DistributedOptimizer(made, gradient_predivide_factor=predivide)
+    model.compile(made, loss="mse", **options)
+    made.build(model.trainable_variables)
+    return model, [np.array(keras.ops.convert_to_numpy(v)) for v in state_of(model)]
+
+
+def state_of(model):
+    return replicas.state(model) + replicas.accumulators(replicas.optimizers_of(model))
+
+
+def model_of(optimizer="SGD", **options):
+    model, first = trained_once(optimizer, **options)
+    for variable, value in zip(state_of(model), first, strict=True):
+        variable.assign(value)
+    return model
+
+
+def by_hand(model, counts_by_epoch):
+    """The weights after steps that are averaged over the ranks that have data."""
+    weights = [w.astype("float64") for w in model.get_weights()]
+    moments = [np.zeros_like(w) for w in weights]
+    for counts in counts_by_epoch:
+        data = [data_of(rank, count) for rank, count in enumerate(counts)]
+        for number in range(max(counts)):
+            rows = slice(number * BATCH, (number + 1) * BATCH)
+            batches = [(x[rows], y[rows]) for x, y in data if len(x[rows])]
+            gradients = []
+            for x, y in batches:
+                wrong = 2 * (x @ weights[0] + weights[1] - y) / len(x)
+                gradients.append((x.T @ wrong, wrong.sum(axis=0)))
+            for i, of_ranks in enumerate(zip(*gradients, strict=True)):
+                moments[i] = MOMENTUM * moments[i] - RATE * np.mean(of_ranks, axis=0)
+                weights[i] = weights[i] + moments[i]
+    return weights
+
+
+def fit(model, counts, *callbacks, uneven="continue", epochs=1, **options):
+    x, y = data_of(keras_dist.rank(), counts[keras_dist.rank()])
+    history = model.fit(
+        x,
+        y,
+        batch_size=BATCH,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=keras_dist.callbacks(*callbacks, uneven=uneven),
+        **options,
+    )
+    keras_dist.verify_replicas(model)
+    assert agreed(history.history)
+    return history
+
+
+@pytest.mark.parity("an epoch goes on for ranks that have more data, replicas stay equal")
+@pytest.mark.parametrize("case", CASES[:-1])
+def test_gradients_are_averaged_over_the_ranks_that_have_data(case):
+    model, counts = model_of(), counts_of(case)
+    wanted = by_hand(model, [counts, counts])
+    history = fit(model, counts, epochs=2, validation_data=data_of(7, 2))
+    assert_close(model.get_weights(), wanted, 1e-5)
+    assert int(model.optimizer.iterations) == 2 * max(counts)
+    assert len(history.history["val_loss"]) == 2
+
+
+def test_an_average_that_is_divided_before_the_sum_as_well():
+    model, counts = model_of(predivide=2.0), counts_of("another number on each")
+    wanted = by_hand(model, [counts])
+    fit(model, counts)
+    assert_close(model.get_weights(), wanted, 1e-5)
+
+
+def test_generators_of_unknown_length_under_adam():
+    model, counts = model_of("Adam"), counts_of("another number on each")
+    x, y = data_of(keras_dist.rank(), counts[keras_dist.rank()])
+
+    def batches():
+        for first in range(0, len(x), BATCH):
+            yield x[first : first + BATCH], y[first : first + BATCH]
+
+    with pytest.warns(UserWarning, match="ran out of data"):
+        model.fit(batches(), verbose=0, callbacks=keras_dist.callbacks())
+    keras_dist.verify_replicas(model)
+    # On TensorFlow Keras may count the step that finds no data.
+    assert int(model.optimizer.iterations) - max(counts) in (
+        [0, 1] if backend == "tensorflow" else [0]
+    )
+
+
+def test_all_stop_when_the_first_is_out_of_data():
+    model, counts = model_of(), counts_of("many more on the first")
+    shortest = [min(counts)] * len(counts)
+    wanted = by_hand(model, [shortest, shortest])
+    fit(model, counts, uneven="stop", epochs=2)
+    assert_close(model.get_weights(), wanted, 1e-5)
+    assert int(model.optimizer.iterations) == 2 * min(counts)
+
+
+class StopAt(keras.callbacks.Callback):
+    """Stops at a batch of rank 0; its hook makes ranks agree after every batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 4 and keras_dist.rank() == 0:
+            self.model.stop_training = True
+
+
+@pytest.mark.parametrize(("uneven", "epochs"), [("continue", 1), ("stop", 3)])
+def test_a_stop_while_others_are_out_of_data_stops_all(uneven, epochs):
+    counts = counts_of("many more on the first")
+    epochs = 1 if keras_dist.size() == 1 else epochs  # the shortest is then long enough
+    model = model_of()
+    history = fit(model, counts, StopAt(), uneven=uneven, epochs=3)
+    assert len(history.epoch) == epochs
+
+
+def test_another_number_of_batches_may_be_an_error():
+    model, counts = model_of(), counts_of("one more on the last")
+    fit(model, counts_of("even"), uneven="error")
+    if keras_dist.size() > 1:
+        with pytest.raises(errors.DataError, match="as many batches on every rank") as caught:
+            fit(model, counts, uneven="error")
+        others = ", ".join(map(str, range(keras_dist.size() - 1)))
+        assert f"ranks {others} out of data before others" in str(caught.value)
+    with pytest.raises(errors.ArgumentError, match="'maybe'"):
+        keras_dist.callbacks(uneven="maybe")
+
+
+def test_ranks_that_would_end_differently_are_told_so():
+    if keras_dist.size() == 1:
+        pytest.skip("ranks cannot differ when there is one")
+    mine = "stop" if keras_dist.rank() == 0 else "continue"
+    with pytest.raises(errors.MismatchError, match="uneven='stop' as on rank 0"):
+        fit(model_of(), counts_of("even"), uneven=mine)
+
+
+@pytest.mark.parametrize(("others", "last"), [(2, 3), (3, 4)])
+def test_gradients_that_wait_for_an_update(others, last):
+    """Of two batches each: some ranks have one of them when they are out of data."""
+    n = keras_dist.size()
+    counts = [others] * (n - 1) + [last]
+    model = model_of("Adam", passes=2)
+    fit(model, counts, epochs=3)
+    assert int(model.optimizer._iterations) == 3 * max(counts)
+    own = [np.abs(keras.ops.convert_to_numpy(v)).sum() for v in state_of(model)[-2:]]
+    # Who is elsewhere than the last rank begins its next update anew, beside it.
+    waits = last == 3 and keras_dist.rank() == n - 1
+    assert all(each > 0 for each in own) if waits else not any(own)
+
+
+@on_tensorflow
+def test_several_steps_in_an_execution():
+    model, counts = model_of(steps_per_execution=2), counts_of("another number on each")
+    wanted = by_hand(model, [counts, counts])
+    fit(model, counts, epochs=2)
+    assert_close(model.get_weights(), wanted, 1e-5)
+
+
+@on_tensorflow
+def test_a_rank_without_any_data():
+    import tensorflow as tf
+
+    model, counts = model_of(), counts_of("none on the last")
+    wanted = by_hand(model, [counts])
+    x, y = data_of(keras_dist.rank(), 3)
+    mine = counts[keras_dist.rank()]
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).take(mine)
+    model.fit(batches, verbose=0, callbacks=keras_dist.callbacks())
+    keras_dist.verify_replicas(model)
+    assert_close(model.get_weights(), wanted, 1e-5)
+
+
+def test_rows_of_embeddings_and_statistics_of_batches():
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Embedding(6, 2), keras.layers.Flatten()]
+    layers += [keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((2,), dtype="int32"), *layers])
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(RATE))
+    model.compile(optimizer, loss="mse", run_eagerly=True)
+    counts = counts_of("another number on each")
+    x, y = data_of(keras_dist.rank(), counts[keras_dist.rank()])
+    words = np.abs(x * 2).astype("int32") % 6
+    model.fit(words, y, batch_size=BATCH, verbose=0, callbacks=keras_dist.callbacks())
+    keras_dist.verify_replicas(model)
+    assert int(optimizer.iterations) == max(counts)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_dist import errors
@@ -10,7 +10,7 @@ from keras_dist._engine.agreement import JOINED, Absence, Call
 from keras_dist._engine.collectives.meet import tell_difference
 from keras_dist._engine.collectives.objects import exchange_or_raise
 from keras_dist._engine.communicator import SPIN_SECONDS, Communicator
-from keras_dist._engine.wait import count_wait
+from keras_dist._engine.wait import note, waiting
 
 __all__ = ["exchange_among", "stand_in"]
 
@@ -35,29 +35,35 @@ def stand_in(comms: Sequence[Communicator]) -> dict[Communicator, Absence | None
     """
     call = Call(JOINED)
     found: dict[Communicator, Absence | None] = dict.fromkeys(comms)
-    start = since = time.perf_counter()
     with contextlib.ExitStack() as locks:
         for comm in comms:
             locks.enter_context(comm.lock)
         answers = {comm: comm.come(call.digest) for comm in comms if comm.size > 1}
         while answers:
-            for comm, answer in list(answers.items()):
-                same = answer()
-                if same is None:
-                    continue
-                since = time.perf_counter()
-                if same:
-                    found[comm], comm.absence = comm.absence, None
-                    del answers[comm]
-                else:
-                    tell_difference(comm, call)
-                    _exchange(comm, None)
-                    answers[comm] = comm.come(call.digest)
-            waited = time.perf_counter() - since
-            if waited > SPIN_SECONDS:
-                time.sleep(min(waited / 8, LONGEST_NAP_SECONDS))
-    count_wait(start)
+            note(comms[0].ranks, call)
+            with waiting:
+                comm, same = _next_answer(answers)
+            if same:
+                found[comm], comm.absence = comm.absence, None
+                del answers[comm]
+            else:
+                tell_difference(comm, call)
+                _exchange(comm, None)
+                answers[comm] = comm.come(call.digest)
     return found
+
+
+def _next_answer(answers: dict[Communicator, Callable[[], bool | None]]) -> tuple[Any, bool]:
+    """Waits for the first of some meetings; returns whose it is, and whether all are alike."""
+    start = time.perf_counter()
+    while True:
+        for comm, answer in answers.items():
+            same = answer()
+            if same is not None:
+                return comm, same
+        waited = time.perf_counter() - start
+        if waited > SPIN_SECONDS:
+            time.sleep(min(waited / 8, LONGEST_NAP_SECONDS))
 
 
 def exchange_among(comm: Communicator, mine: Any) -> list[Any]:
