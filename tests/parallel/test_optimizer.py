@@ -579,7 +579,8 @@ def test_models_that_differ_are_found_before_the_first_step():
         keras.layers.Dense(3, activation="softmax", name="output"),
     ]
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
-    model = compiled(keras.Sequential(layers), optimizer)
+    # Without a name it would be numbered, by what this process has made before.
+    model = compiled(keras.Sequential(layers, name="classifier"), optimizer)
     x, y = make_data(8)
     with pytest.raises(errors.MismatchError) as caught:
         model.fit(x, y, verbose=0, callbacks=keras_dist.callbacks())
