@@ -6,26 +6,27 @@ This is its face; other rooms import nothing from the modules behind it.
 from keras_dist._engine.agreement import Absence, Call, entries_of
 from keras_dist._engine.collectives.adasum import adasum, check_power_of_two
 from keras_dist._engine.collectives.allgather import allgather, grouped_allgather
-from keras_dist._engine.collectives.allreduce import FusedAllreduce, allreduce
+from keras_dist._engine.collectives.allreduce import allreduce
 from keras_dist._engine.collectives.alltoall import alltoall
 from keras_dist._engine.collectives.barrier import barrier
 from keras_dist._engine.collectives.broadcast import broadcast, broadcast_into
 from keras_dist._engine.collectives.end import at_the_end
+from keras_dist._engine.collectives.fused import FusedAllreduce
 from keras_dist._engine.collectives.join import stand_in
 from keras_dist._engine.collectives.meet import telling
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
 from keras_dist._engine.collectives.reducescatter import reducescatter
 from keras_dist._engine.collectives.slices import reduce_slices
-from keras_dist._engine.communicator import (
-    Communicator,
+from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.compression import Compression, Compressor, parse_compression
+from keras_dist._engine.line import Handle
+from keras_dist._engine.mpi_library import (
     is_communicator,
     library,
     load_mpi,
     mpi_failure,
     start_mpi,
 )
-from keras_dist._engine.compression import Compression, Compressor, parse_compression
-from keras_dist._engine.line import Handle
 from keras_dist._engine.progress import begin_epoch, during
 from keras_dist._engine.reduce import ReduceOp, parse_factor, parse_op
 from keras_dist._engine.tuning import best_bucket_nbytes

@@ -15,10 +15,11 @@ import time
 import numpy as np
 
 from keras_dist._engine.agreement import Call
-from keras_dist._engine.collectives.allreduce import FusedAllreduce
+from keras_dist._engine.collectives.fused import FusedAllreduce
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
-from keras_dist._engine.communicator import Communicator, library
+from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.mpi_library import library
 from keras_dist._engine.reduce import ReduceOp
 
 __all__ = ["best_bucket_nbytes"]

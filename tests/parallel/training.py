@@ -18,6 +18,12 @@ def make_model(optimizer=None, regularised=False, **options):
     return compiled(keras.Sequential(layers), optimizer, **options)
 
 
+def distributed(optimizer=None, **options):
+    """The same classifier, with an optimizer that is distributed."""
+    wrapped = keras_dist.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.1))
+    return make_model(optimizer=wrapped, **options)
+
+
 def compiled(model, optimizer=None, **options):
     optimizer = optimizer or keras.optimizers.SGD(0.1)
     model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy", **options)

@@ -1,0 +1,277 @@
+"""A plan: the same list of arrays reduced again and again, in buckets."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from keras_dist._engine.agreement import Call, entries_of
+from keras_dist._engine.bucket_reduction import BucketReduction, Finish, bucket_reduction
+from keras_dist._engine.buckets import plan_buckets
+from keras_dist._engine.collectives.adasum import adasum
+from keras_dist._engine.collectives.join import exchange_among
+from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
+from keras_dist._engine.line import Handle
+from keras_dist._engine.mpi_reduction import SMALL_NBYTES, reduce_through_mpi
+from keras_dist._engine.progress import count_update
+from keras_dist._engine.reduce import (
+    ReduceOp,
+    check_dtype,
+    check_factors,
+    reduce_into,
+    scaled,
+)
+from keras_dist._engine.wait import blocked
+
+__all__ = ["FusedAllreduce"]
+
+
+class FusedAllreduce:
+    """Reduces the same list of arrays again and again, fused into buckets.
+
+    The plan is made once. The ranks compare it at every bucket, by a digest that was made
+    with it, so a rank that holds other arrays is found before data moves.
+
+    Args:
+        comm: the ranks.
+        names: what the arrays are called in messages.
+        specs: shape and dtype of each array.
+        op: the reduction; Adasum combines each array by itself and compresses nothing.
+        bucket_nbytes: the size, in bytes, at which a bucket is closed.
+        operation: what the call is called in messages.
+        key: a name under which the ranks must meet; `None` for none.
+        remedy: what a user should do when the ranks differ.
+        lend: whether results may lie in memory that all ranks share: they must then be
+            neither written to nor kept, see `keras_dist._engine.bucket_reduction`. Otherwise
+            they are copied out of it.
+        prescale: factor for the contributions.
+        postscale: factor for the results.
+        first_nbytes: the size at which the first bucket is closed, where it is less.
+        compression: what float32 and float64 look like between nodes, in buckets of more
+            than `SMALL_NBYTES`: below, the number of messages counts, not their size.
+        groups: indices of arrays that share a bucket, see `plan_buckets`.
+        overlaps: whether its buckets should be queued as they become ready, where whoever makes
+            them ready can do so.
+        updates: whether it is that of gradients, by which updates are counted for messages.
+        divides: whether `postscale` divides by the number of ranks, so that it has to be that of
+            the ranks which are here while others have joined.
+
+    Raises:
+        ArgumentTypeError: `op` is not defined for one of the dtypes.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        names: Sequence[str],
+        specs: Sequence[tuple[tuple[int, ...], np.dtype]],
+        op: ReduceOp,
+        bucket_nbytes: int,
+        operation: str = "allreduce",
+        key: str | None = None,
+        remedy: str = Call.remedy,
+        lend: bool = False,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        first_nbytes: int | None = None,
+        compression: Compressor = Compression.none,
+        groups: Sequence[Sequence[int]] = (),
+        overlaps: bool = False,
+        updates: bool = False,
+        divides: bool = False,
+    ):
+        for name, (_, dtype) in zip(names, specs, strict=True):
+            check_dtype(dtype, op, comm.where(), name)
+            check_factors(dtype, prescale, postscale, comm.where(), name)
+        self.comm = comm
+        self.op = op
+        self.lend = lend
+        self.overlaps = overlaps
+        self._updates = updates
+        self._divides = divides
+        self._compression = compression
+        self._wires: dict[int, Wire] = {}
+        self.buckets = plan_buckets(specs, bucket_nbytes, first_nbytes, groups)
+        self.call = Call(
+            operation,
+            entries_of(names, specs),
+            op.value,
+            key=key,
+            prescale=prescale,
+            postscale=postscale,
+            compression=compression.name,
+            buckets=tuple(tuple(slot.index for slot in bucket.slots) for bucket in self.buckets),
+            spares=op is not ReduceOp.ADASUM,
+            remedy=remedy,
+        )
+        self._calls = [
+            dataclasses.replace(self.call, bucket=number) for number in range(len(self.buckets))
+        ]
+        self._start = dataclasses.replace(self.call, first=True)
+        self._shared: dict[int, BucketReduction] | None = None
+
+    def reduce_bucket(self, number: int, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Reduces the arrays of one bucket.
+
+        Collective: every rank, bucket after bucket in the order of `buckets`; blocks.
+
+        Args:
+            number: which of `buckets`.
+            arrays: this rank's arrays, in the order of the bucket's slots.
+
+        Returns:
+            The reduced arrays, in the same order: views of one buffer.
+        """
+        bucket = self.buckets[number]
+        if self._updates and number == 0:
+            count_update()
+        if self.op is ReduceOp.ADASUM:
+            names = [self.call.entries[slot.index].name for slot in bucket.slots]
+            call = self.call
+            return adasum(self.comm, arrays, names, call.key, call.prescale, call.postscale)
+        arrays = [scaled(array, self.call.prescale) for array in arrays]
+        with self.comm.lock:
+            if self._shared is None:
+                self._shared = self._share_memory()
+            reduction = (self._shared or {}).get(number)
+            if reduction is not None:
+                reduction.publish(arrays)
+            meet(self.comm, self._calls[number])
+            if self.comm.absence is not None:
+                return bucket.unpack(self._reduce_among(bucket.pack(arrays)))
+            if reduction is None:
+                flat = bucket.pack(arrays)
+                if self.comm.size > 1:
+                    self._reduce_flat(number, flat)
+            else:
+                flat = reduction.reduce(self._across(number, reduction.reads))
+                if not self.lend and reduction.is_shared:
+                    flat = flat.copy()
+        return bucket.unpack(scaled(flat, self.call.postscale))
+
+    def __call__(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Reduces the whole list. Collective: every rank; blocks."""
+        reduced: dict[int, np.ndarray] = {}
+        for number, bucket in enumerate(self.buckets):
+            indices = [slot.index for slot in bucket.slots]
+            results = self.reduce_bucket(number, [arrays[index] for index in indices])
+            reduced.update(zip(indices, results, strict=True))
+        return [reduced[index] for index in range(len(arrays))]
+
+    def bound_to(self, number: int) -> Callable[..., list[np.ndarray]]:
+        """Returns `reduce_bucket` for one bucket, taking the arrays as its arguments."""
+        return lambda *arrays: self.reduce_bucket(number, arrays)
+
+    def queue_bucket(self, number: int, arrays: Sequence[np.ndarray]) -> Handle:
+        """Queues `reduce_bucket`. Collective, as the operation itself; does not block.
+
+        The arrays must stay as they are until the handle has ended.
+        """
+        work = functools.partial(self.reduce_bucket, number, arrays)
+        return self.comm.queue(work, self.call.operation)
+
+    @property
+    def nbytes(self) -> int:
+        """How much shared memory it takes, in bytes, for all ranks of the node together."""
+        return sum(reduction.nbytes for reduction in (self._shared or {}).values())
+
+    def _share_memory(self) -> dict[int, BucketReduction] | None:
+        """Makes the shared memory of the buckets that use it; returns them by number.
+
+        Collective: the ranks meet first, so that ranks that differ are told so. `None` where
+        some have joined: it is made when they are back.
+        """
+        node = self.comm.node
+        if node is None:
+            return {}
+        meet(self.comm, self._start)
+        if self.comm.absence is not None:
+            exchange_among(self.comm, None)
+            return None
+        op = self._op_on_node()
+        every = [bucket_reduction(node, bucket, op) for bucket in self.buckets]
+        reductions = {n: one for n, one in enumerate(every) if self._is_for_nodes(n, one)}
+        total = sum(reduction.nbytes for reduction in reductions.values())
+        segment, trouble = node.segment(max(1, total))
+        trouble = self.comm.first_trouble(trouble)
+        if trouble is not None or segment is None:
+            self.comm.explain_no_shared_memory(trouble)
+            return {}
+        offset = 0
+        for reduction in reductions.values():
+            reduction.settle(segment, offset)
+            offset += reduction.nbytes
+        return reductions
+
+    def _is_for_nodes(self, number: int, reduction: BucketReduction) -> bool:
+        """Whether a bucket is reduced on each node first, and then over the nodes by slices.
+
+        Small ones are not worth two steps. Narrow floats and whole numbers must not be
+        rounded, or run over, before the division.
+        """
+        return self.comm.is_one_node or (reduction.is_shared and self._is_wide_float(number))
+
+    def _is_wide_float(self, number: int) -> bool:
+        dtype = self.buckets[number].dtype
+        return dtype.kind in "fc" and dtype.itemsize >= 4
+
+    def _reduce_among(self, flat: np.ndarray) -> np.ndarray:
+        """Reduces a bucket over the ranks that are here; uncompressed, as it is rare."""
+        rows = exchange_among(self.comm, flat)
+        reduce_into(flat, iter(rows), self.op)
+        share = self.comm.size / len(rows) if self._divides else 1.0
+        return scaled(flat, self.call.postscale * share)
+
+    def _reduce_flat(self, number: int, flat: np.ndarray) -> None:
+        """Reduces a bucket over all ranks at once, in place, in the order of the other way."""
+        by_node = not self.comm.is_one_node and self._is_wide_float(number)
+        nodes = self.comm.nodes if by_node else []
+        op = self._op_on_node() if nodes else self.op
+        divisor = 1 if op is self.op else self.comm.size
+        reduce_through_mpi(self.comm.world, flat, op, self._wire(number), divisor, nodes)
+
+    def _op_on_node(self) -> ReduceOp:
+        """An average over several nodes is a sum on each; the division comes last."""
+        whole = self.comm.is_one_node or self.op is not ReduceOp.AVERAGE
+        return self.op if whole else ReduceOp.SUM
+
+    def _across(self, number: int, may_fail: bool) -> Finish | None:
+        """Returns what reduces, in place, this rank's slice of a bucket over all nodes.
+
+        Args:
+            number: which of the buckets.
+            may_fail: whether a rank may come without a slice. Then nothing is reduced.
+        """
+        if self.comm.is_one_node:
+            return None
+        op = self._op_on_node()
+        divisor = 1 if op is self.op else self.comm.size
+        wire = self._wire(number)
+        across = self.comm.across
+
+        def finish(part: np.ndarray, is_there: bool) -> bool:
+            if may_fail:
+                with blocked:
+                    everyone = across.allgather(is_there)
+                if not all(everyone):
+                    return False
+            reduce_through_mpi(across, part, op, wire, divisor)
+            return True
+
+        return finish
+
+    def _wire(self, number: int) -> Wire:
+        """Returns how a bucket travels between nodes.
+
+        Asked for only after the ranks have met: a compressor that does not do what it must
+        is the same on all, so all raise.
+        """
+        if number not in self._wires:
+            bucket = self.buckets[number]
+            travels = not self.comm.is_one_node and bucket.nbytes > SMALL_NBYTES
+            compressor = self._compression if travels else Compression.none
+            self._wires[number] = wire_for(compressor, bucket.dtype, self.comm.where())
+        return self._wires[number]
