@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import launcher, script
+from jobs import launcher, script
 
 ROOT = Path(__file__).parents[1]
 MPICH = Path(sys.executable).parent

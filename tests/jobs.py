@@ -1,0 +1,29 @@
+"""How tests start jobs of their own: the launcher, and scripts that need no framework."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+# Without a framework: the engine is enough to tell how a job starts, stands still and ends.
+BARE = """
+from keras_dist import _backends, runtime
+class Nothing:
+    def pin_device(*args): pass
+    def limit_threads(*args, **kwargs): pass
+_backends.active = lambda: Nothing
+"""
+
+
+def script(text):
+    """Returns the command that runs a text with `runtime` imported, and no framework."""
+    return [sys.executable, "-c", BARE + text]
+
+
+def launcher():
+    """Returns the mpiexec beside this Python, with what it needs to run anywhere."""
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" in version:
+        # It would refuse to run as root and to start more ranks than there are cores.
+        return [mpiexec, "--allow-run-as-root", "--oversubscribe"]
+    return [mpiexec]
