@@ -7,10 +7,10 @@ gradient.
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops
 
-from keras_dist import _backends, _engine, runtime
+from keras_dist import runtime
+from keras_dist.reduction import sum_over_ranks
 
 __all__ = ["SyncBatchNormalization"]
 
@@ -69,10 +69,5 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return mean, self._sum_over_ranks(squares) / count
 
     def _sum_over_ranks(self, tensor: Any) -> Any:
-        def reduce(array: np.ndarray) -> np.ndarray:
-            comm = runtime.communicator()
-            nbytes = runtime.bucket_nbytes(comm)
-            names = [f"the statistics of {self.path}"]
-            return _engine.allreduce(comm, [array], names, _engine.ReduceOp.SUM, nbytes)[0]
-
-        return _backends.active().sum_over_ranks(tensor, reduce)
+        name = f"the statistics of {self.path}"
+        return sum_over_ranks(runtime.communicator(), tensor, name)

@@ -49,9 +49,9 @@ def DistributedOptimizer(
     rank keeps its own gradient of it.
 
     Args:
-        optimizer: an instance of a Keras optimizer, built or not; a `LossScaleOptimizer`
-            reduces the scaled gradients, so that all ranks skip the same steps. A
-            `MultiOptimizer` is wrapped as a whole, not the optimizers in it.
+        optimizer: an instance of a Keras optimizer, built or not; under a
+            `LossScaleOptimizer` all ranks skip the same steps. A `MultiOptimizer` is wrapped
+            as a whole, not the optimizers in it.
         op: `Average`, `Sum` or `Adasum`, or its name; `Adasum` combines the dense gradient of
             each variable by itself, on 1, 2, 4, 8, ... ranks. Defaults to `Average`.
         process_set: the ranks that average among themselves, a `ProcessSet`; the others apply

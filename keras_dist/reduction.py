@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 
 import keras
 import numpy as np
+from keras import ops
 
 from keras_dist import _backends, _engine, errors, runtime, saved_terms
 from keras_dist.replicas import (
@@ -34,6 +35,7 @@ __all__ = [
     "distributed_optimizers",
     "is_distributed",
     "move_outwards",
+    "sum_over_ranks",
 ]
 
 # The last gradients of a model are ready first: reducing begins before the rest has come.
@@ -72,6 +74,8 @@ def attach(optimizer: Any, reduction: "GradientReduction") -> None:
     mixin: Any = _Distributed
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         mixin = _LossScaled
+        if optimizer.inner_optimizer.gradient_accumulation_steps:
+            attach(optimizer.inner_optimizer, reduction)
     elif isinstance(optimizer, MULTI_OPTIMIZER):
         mixin = _HandingOn
     object.__setattr__(optimizer, "_keras_dist", reduction)
@@ -191,6 +195,14 @@ class GradientReduction:
         )
         return result
 
+    def agreed(self, condition: Any) -> Any:
+        """Tells, inside a training step, whether a condition holds on all of its ranks."""
+        comm = self.communicator()
+        if comm is None:
+            return condition
+        missing = 1.0 - ops.cast(ops.reshape(condition, (1,)), "float32")
+        return ops.all(sum_over_ranks(comm, missing, "whether gradients are finite") == 0)
+
     def local_variables(self) -> list[Any]:
         """Returns the variables that each rank keeps for itself, as far as they are built."""
         return self.registered + [v for one in self.local_layers for v in one.trainable_variables]
@@ -238,6 +250,24 @@ class GradientReduction:
         self, comm: _engine.Communicator, name: str, values: np.ndarray, indices: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         return _engine.reduce_slices(comm, values, indices, self.terms.op, name)
+
+
+def sum_over_ranks(comm: _engine.Communicator, tensor: Any, name: str) -> Any:
+    """Puts a sum over some ranks into a training step; it has a gradient.
+
+    Collective: those ranks, in the same order among all that their steps reduce.
+
+    Args:
+        comm: the ranks.
+        tensor: the framework's tensor, no scalar, of the same shape on each.
+        name: what it is, for messages.
+    """
+
+    def reduce(array: np.ndarray) -> np.ndarray:
+        nbytes = runtime.bucket_nbytes(comm)
+        return _engine.allreduce(comm, [array], [name], _engine.ReduceOp.SUM, nbytes)[0]
+
+    return _backends.active().sum_over_ranks(tensor, reduce)
 
 
 def _name(variable: Any) -> str:
@@ -331,15 +361,42 @@ class _HandingOn(_Distributed):
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         variables = list(trainable_variables or self._trainable_variables)  # type: ignore[attr-defined]
-        reduced = self._keras_dist(grads, variables)
+        reduced = self._reduced(grads, variables)
         return super().apply(reduced, trainable_variables)  # type: ignore[misc]
+
+    def _reduced(self, grads: Any, variables: Any) -> Any:
+        return self._keras_dist(grads, variables)
 
 
 class _LossScaled(_HandingOn):
-    """The override for a `LossScaleOptimizer`, whose own `apply` decides on skipping."""
+    """The override for a `LossScaleOptimizer`, whose own `apply` decides on skipping.
+
+    Where the optimizer in it accumulates, that one reduces what it has gathered, once for each
+    update. Of single passes the ranks tell each other only whether to skip them.
+    """
+
+    inner_optimizer: Any
+
+    def check_finite(self, grads: Any) -> Any:
+        finite = super().check_finite(grads)  # type: ignore[misc]
+        return self._keras_dist.agreed(finite) if self._hands_on_all() else finite
 
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> Any:
-        reduced = self._keras_dist(grads, self._trainable_variables)  # type: ignore[attr-defined]
-        return super().stateless_apply(optimizer_variables, reduced, trainable_variables)  # type: ignore[misc]
+        grads = self._reduced(grads, self._trainable_variables)  # type: ignore[attr-defined]
+        given = optimizer_variables, grads, trainable_variables
+        if not self._hands_on_all():
+            return super().stateless_apply(*given)  # type: ignore[misc]
+        # Keras would reduce inside a branch, where a step of JAX cannot be cut.
+        finite = self.check_finite(grads)
+        taken = self._stateless_handle_finite_grads(*given)  # type: ignore[attr-defined]
+        skipped = self._stateless_handle_non_finite_grads(optimizer_variables, trainable_variables)  # type: ignore[attr-defined]
+        return keras.tree.map_structure(functools.partial(ops.where, finite), taken, skipped)
+
+    def _reduced(self, grads: Any, variables: Any) -> Any:
+        return grads if self._hands_on_all() else super()._reduced(grads, variables)
+
+    def _hands_on_all(self) -> bool:
+        """Tells whether the optimizer inside reduces."""
+        return is_distributed(self.inner_optimizer)

@@ -105,17 +105,52 @@ def apply(optimizer, *steps):
 
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("scale", [None, 8.0])
-def test_passes_are_averaged_or_added_up(scale, average):
+def test_passes_are_averaged_or_added_up(monkeypatch, scale, average):
     inner = keras.optimizers.SGD(1.0)
     optimizer = inner if scale is None else keras.optimizers.LossScaleOptimizer(inner, scale)
     wrapped = keras_dist.DistributedOptimizer(
         optimizer, backward_passes_per_step=2, average_aggregated_gradients=average
     )
     mine = np.float32(keras_dist.rank() * (scale or 1))
-    (value,) = apply(wrapped, *[[mine * np.ones(3, "float32")]] * 5)  # two steps and a half
+    with counting(monkeypatch) as calls:
+        (value,) = apply(wrapped, *[[mine * np.ones(3, "float32")]] * 5)  # two steps and a half
+    assert len(calls) == (2 if keras_dist.size() > 1 else 0)
     mean = (keras_dist.size() - 1) / 2
     np.testing.assert_array_equal(value, np.full(3, -2 * mean * (1 if average else 2)))
     assert int(inner.iterations) == 2
+
+
+@pytest.mark.parity("`mixed_float16` with several passes: only updates reduce")
+def test_passes_under_a_loss_scale_reduce_in_updates_alone(monkeypatch):
+    n = keras_dist.size()
+    x, y = make_data(STEPS * BATCH * n)
+    x[3 * BATCH * n - 1] = 1e30  # the last sample of the third pass, which the last rank has
+
+    def made(wrap):
+        keras.config.set_dtype_policy("mixed_float16")
+        try:
+            model = make_model(wrap(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)))
+        finally:
+            keras.config.set_dtype_policy("float32")
+        model.optimizer.initial_scale = 8.0  # of which nothing else overflows
+        return model
+
+    plain = made(lambda optimizer: optimizer)
+    plain.fit(x, y, batch_size=BATCH * n, shuffle=False, verbose=0)
+    model = made(keras_dist.DistributedOptimizer)
+    with counting(monkeypatch) as calls:
+        fit(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
+    keras_dist.verify_replicas(model)
+    scaled = model.optimizer
+    assert int(scaled.iterations) == int(plain.optimizer.iterations) == (STEPS - 1) // 2
+    assert float(scaled.dynamic_scale) == float(plain.optimizer.dynamic_scale) == 4.0
+    assert len(calls) == ((STEPS - 1) // 2 if n > 1 else 0)
+    starts = weights_of(make_model())
+    assert_close(
+        [weight - start for weight, start in zip(weights_of(model), starts, strict=True)],
+        [weight - start for weight, start in zip(weights_of(plain), starts, strict=True)],
+        relative=0.02,
+    )
 
 
 def test_passes_that_the_optimizer_was_saved_with_are_taken_again():
