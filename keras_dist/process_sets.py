@@ -137,7 +137,8 @@ class ProcessSet:
                 job.where(),
                 f"this rank to be in the process set that it uses, {say_ranks(self._ranks or ())}",
                 f"rank {job.rank}",
-                "Only the ranks of the set may call: ask process_set.included() first.",
+                "Only the ranks of the set may call, or train with an optimizer of it: ask "
+                "process_set.included() first.",
             )
         )
 

@@ -141,10 +141,8 @@ class GradientReduction:
         """Returns that of the ranks with whom this one reduces; `None` when there are none.
 
         Raises:
-            ArgumentError: the process set has no id any more.
+            ArgumentError: this rank is not in the process set, or the set has no id any more.
         """
-        if not runtime.includes_me(self.terms.process_set):
-            return None
         comm = runtime.communicator(self.terms.process_set)
         return comm if comm.size > 1 else None
 
