@@ -1,11 +1,13 @@
 """The examples run as their README says."""
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
-MNIST = Path(__file__).parents[1] / "examples" / "mnist"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+MNIST = EXAMPLES / "mnist"
 
 
 def last_line(job):
@@ -38,3 +40,21 @@ def test_mnist_with_a_loop_by_hand(run_ranks):
     )
     assert said is not None, job.stdout
     assert float(said[1]) > 25
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_gan(run_ranks, backend):
+    job = run_ranks(
+        2,
+        str(EXAMPLES / "gan" / "train.py"),
+        *("--epochs", "2"),
+        timeout=600,
+        env={**os.environ, "KERAS_BACKEND": backend},
+    )
+    said = re.fullmatch(
+        r"Trained a GAN on .+ with 2 ranks: "
+        r"judge loss (\d\.\d+), maker loss (\d\.\d+), all replicas are equal\.",
+        last_line(job),
+    )
+    assert said is not None, job.stdout
+    assert job.stdout.count("Epoch 2/2") == 1

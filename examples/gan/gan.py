@@ -1,0 +1,87 @@
+"""A generative adversarial network: two networks against each other, each with its optimizer.
+
+Its train step is its own, for TensorFlow and torch. It knows nothing of ranks: that the
+optimizers are distributed is all it takes.
+"""
+
+import keras
+from keras import layers, ops
+
+NOISE = 32
+BACKEND = keras.backend.backend()
+
+
+class Gan(keras.Model):
+    """A maker of images and a judge, who tells real images from those made of noise."""
+
+    def __init__(self, image_shape):
+        super().__init__()
+        self.maker = keras.Sequential(
+            [
+                keras.Input((NOISE,)),
+                layers.Dense(128, activation="relu"),
+                layers.Dense(image_shape[0] * image_shape[1], activation="sigmoid"),
+                layers.Reshape(image_shape),
+            ]
+        )
+        self.judge = keras.Sequential(
+            [
+                keras.Input(image_shape),
+                layers.Flatten(),
+                layers.Dense(128, activation="leaky_relu"),
+                layers.Dropout(0.3),
+                layers.Dense(1),
+            ]
+        )
+        self.seeds = keras.random.SeedGenerator()
+        self.judge_loss = keras.metrics.Mean("judge_loss")
+        self.maker_loss = keras.metrics.Mean("maker_loss")
+        self.built = True
+
+    def compile(self, for_maker, for_judge):
+        """Takes an optimizer for each of the networks."""
+        super().compile(for_maker, jit_compile=False)
+        self.for_judge = for_judge
+        for_maker.build(self.maker.trainable_variables)
+        for_judge.build(self.judge.trainable_variables)
+
+    @property
+    def metrics(self):
+        return [self.judge_loss, self.maker_loss]
+
+    def train_step(self, data):
+        images, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+
+        def made():
+            noise = keras.random.normal((ops.shape(images)[0], NOISE), seed=self.seeds)
+            return self.judge(self.maker(noise, training=True), training=True)
+
+        def loss_of_judge():
+            real = self.judge(images, training=True)
+            return ops.mean(ops.softplus(-real)) + ops.mean(ops.softplus(made()))
+
+        def loss_of_maker():
+            return ops.mean(ops.softplus(-made()))
+
+        self.judge_loss.update_state(descend(self.for_judge, self.judge, loss_of_judge))
+        self.maker_loss.update_state(descend(self.optimizer, self.maker, loss_of_maker))
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def descend(optimizer, network, loss_of):
+    """Makes one step of an optimizer down a loss of a network; returns the loss."""
+    variables = network.trainable_variables
+    if BACKEND == "torch":
+        import torch
+
+        loss = loss_of()
+        gradients = torch.autograd.grad(loss, [variable.value for variable in variables])
+        with torch.no_grad():
+            optimizer.apply(gradients, variables)
+            return loss.detach()
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        loss = loss_of()
+    optimizer.apply(tape.gradient(loss, variables), variables)
+    return loss
