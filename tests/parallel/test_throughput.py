@@ -16,19 +16,18 @@ SAMPLES, BATCH, STEPS = 10, 4, 3  # the last batch has 2
 
 
 @pytest.fixture
-def fixed_clock(monkeypatch):
-    """Makes every epoch last two seconds, and every look at what was waited half a second."""
-    now = {"clock": 0.0, "waited": 0.0}
+def clock(monkeypatch):
+    """A callback for the list: every epoch lasts two seconds, all of them before its steps."""
+    now = {"seconds": 0.0, "waited": 0.0}
+    monkeypatch.setattr(throughput, "perf_counter", lambda: now["seconds"])
+    monkeypatch.setattr(_engine, "waited_seconds", lambda: now["waited"])
 
-    def later(name, seconds):
-        def read():
-            now[name] += seconds
-            return now[name]
+    class Clock(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            now["seconds"] += EPOCH_SECONDS
+            now["waited"] += 0.5 * (runtime.rank() + 1)
 
-        return read
-
-    monkeypatch.setattr(throughput, "perf_counter", later("clock", EPOCH_SECONDS))
-    monkeypatch.setattr(_engine, "waited_seconds", later("waited", 0.5 * (runtime.rank() + 1)))
+    return Clock()
 
 
 def fit(model, *others, **options):
@@ -43,13 +42,13 @@ def distributed(make=make_model, **options):
 
 
 @pytest.mark.parity("throughput and waiting in the logs")
-def test_samples_of_all_ranks_and_the_mean_of_their_waiting(fixed_clock, shared_tmp_path):
+def test_samples_of_all_ranks_and_the_mean_of_their_waiting(clock, shared_tmp_path):
     n = keras_dist.size()
     path = shared_tmp_path / "log.csv"
     logger = keras_dist.callbacks.RootOnly(keras.callbacks.CSVLogger(str(path)))
     # Validation in the second epoch alone resets what the epoch has counted.
     x, y = make_data(7)
-    history = fit(distributed(), logger, validation_data=(x, y), validation_freq=2)
+    history = fit(distributed(), clock, logger, validation_data=(x, y), validation_freq=2)
     assert history["samples_per_second"] == [SAMPLES * n / EPOCH_SECONDS] * 2
     assert history["waiting"] == pytest.approx([0.5 * (n + 1) / 2 / EPOCH_SECONDS] * 2)
     assert agreed(history)
@@ -57,7 +56,7 @@ def test_samples_of_all_ranks_and_the_mean_of_their_waiting(fixed_clock, shared_
         assert {"samples_per_second", "waiting"} <= set(path.read_text().split("\n")[0].split(","))
 
 
-def test_a_step_of_ones_own_that_counts_no_samples(fixed_clock):
+def test_a_step_of_ones_own_that_counts_no_samples(clock):
     class Batches(keras.metrics.Mean):
         def update_state(self, values, sample_weight=None):
             super().update_state(values)
@@ -67,9 +66,31 @@ def test_a_step_of_ones_own_that_counts_no_samples(fixed_clock):
     model = with_logs(lambda logs: logs)(inputs, outputs)
     distributed(lambda optimizer: compiled(model, optimizer))
     model._loss_tracker = Batches(name="loss")
-    history = fit(model)
+    history = fit(model, clock)
     assert history["steps_per_second"] == [STEPS / EPOCH_SECONDS] * 2
     assert "samples_per_second" not in history
+
+
+class Shown(keras.callbacks.Callback):
+    """Keeps what the progress bar is given at batches, but for metrics."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.logs = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.logs.append({name: value for name, value in logs.items() if name != "loss"})
+
+
+def test_the_progress_bar_shows_the_speed_of_this_ranks_steps(clock):
+    shown = Shown()
+    fit(distributed(), clock, shown)
+    # Of the steps of the epoch before, each had so many samples.
+    speed = SAMPLES * keras_dist.size() / STEPS / EPOCH_SECONDS
+    waiting = min(0.5 * (keras_dist.rank() + 1) / EPOCH_SECONDS, 1.0)
+    assert shown.logs == [
+        {"samples_per_second": pytest.approx(speed * step), "waiting": waiting}
+        for step in range(1, STEPS + 1)
+    ]
 
 
 class Late(keras.callbacks.Callback):
