@@ -4,7 +4,7 @@ import warnings
 
 import keras
 import pytest
-from test_optimizer import Gan
+from test_several import Gan
 from training import (
     CLASSES,
     FEATURES,

@@ -9,10 +9,14 @@ import keras
 import numpy as np
 import pytest
 from training import (
+    BATCH,
     FEATURES,
+    STEPS,
     agreed,
     assert_close,
     compiled,
+    fit_rows,
+    global_data,
     make_data,
     make_model,
     rows_of_rank,
@@ -22,7 +26,6 @@ from training import (
 import keras_dist
 from keras_dist import config, errors
 
-BATCH, STEPS = 4, 6
 BACKEND = keras.backend.backend()
 on_tensorflow = pytest.mark.skipif(
     BACKEND != "tensorflow", reason="only TensorFlow gives the gradient of an embedding as rows"
@@ -66,13 +69,9 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
     )
 
 
-def data():
-    return make_data(STEPS * BATCH * keras_dist.size())
-
-
 def train_both(make_optimizer, make=make_model, fit=None, **options):
     """Trains on this rank's rows with keras_dist and on all rows without; returns both."""
-    x, y = data()
+    x, y = global_data()
     plain = make(optimizer=make_optimizer())
     plain.fit(x, y, batch_size=BATCH * keras_dist.size(), shuffle=False, verbose=0)
     model = make(optimizer=keras_dist.DistributedOptimizer(make_optimizer()), **options)
@@ -80,11 +79,6 @@ def train_both(make_optimizer, make=make_model, fit=None, **options):
     fit(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
     keras_dist.verify_replicas(model)
     return model, plain
-
-
-def fit_rows(model, x, y):
-    callbacks = keras_dist.callbacks()
-    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
 
 
 def train_on_batches(model, x, y):
@@ -148,7 +142,7 @@ def test_buckets_of_any_size_give_the_same_weights(monkeypatch, bucket_nbytes, o
 
 
 def test_wrapping_after_a_step_was_traced_takes_effect():
-    x, y = data()
+    x, y = global_data()
     plain, model = make_model(), make_model()
     for start in range(0, len(x), BATCH * keras_dist.size()):
         rows = slice(start, start + BATCH * keras_dist.size())
@@ -204,7 +198,7 @@ def test_a_subclassed_model_that_is_not_built(monkeypatch):
 
 @pytest.mark.parity("the sum of gradients in place of their average")
 def test_sum_adds_gradients():
-    x, y = data()
+    x, y = global_data()
     n = keras_dist.size()
     plain = make_model(optimizer=keras.optimizers.SGD(0.1 * n))
     plain.fit(x, y, batch_size=BATCH * n, shuffle=False, verbose=0)
@@ -405,139 +399,6 @@ def test_a_saved_model_loads_where_keras_dist_cannot_be_imported(shared_tmp_path
     if keras_dist.rank() == 0:
         arguments = [str(path), str(STEPS), str(path.with_suffix(".npz"))]
         subprocess.run([sys.executable, "-c", LOAD_PLAIN, *arguments], check=True)
-
-
-# --- Several fits, models and optimizers in one program
-
-
-def test_a_second_fit_goes_on_with_the_schedule_of_the_first():
-    def adamw():
-        decay = keras.optimizers.schedules.CosineDecay(0.01, STEPS)
-        return keras.optimizers.AdamW(decay, weight_decay=0.1)
-
-    x, y = data()
-    model, plain = make_model(keras_dist.DistributedOptimizer(adamw())), make_model(adamw())
-    half = len(x) // 2
-    for part in (slice(half), slice(half, None)):
-        plain.fit(x[part], y[part], BATCH * keras_dist.size(), shuffle=False, verbose=0)
-        fit_rows(model, rows_of_rank(x[part], BATCH), rows_of_rank(y[part], BATCH))
-    keras_dist.verify_replicas(model)
-    assert int(model.optimizer.iterations) == STEPS
-    assert_close(weights_of(model), weights_of(plain))
-
-
-def test_models_in_turn_and_the_clone_of_a_model():
-    x, y = data()
-    own_x, own_y = rows_of_rank(x, BATCH), rows_of_rank(y, BATCH)
-    model = make_model(keras_dist.DistributedOptimizer(OPTIMIZERS["sgd"]()))
-    start = model.get_weights()
-    clone = keras.models.clone_model(model)
-    clone.set_weights(start)
-    copied = type(model.optimizer).from_config(model.optimizer.get_config())
-    compiled(clone, keras_dist.DistributedOptimizer(copied))
-    plain = make_model(OPTIMIZERS["sgd"]())
-    batches = [slice(step * BATCH, (step + 1) * BATCH) for step in range(STEPS)]
-    for rows, others in zip(batches, batches[::-1], strict=True):
-        model.train_on_batch(own_x[rows], own_y[rows])
-        clone.train_on_batch(own_x[others], own_y[others])
-    for one, order in ((model, range(STEPS)), (clone, range(STEPS)[::-1])):
-        keras_dist.verify_replicas(one)
-        plain.set_weights(start)
-        for step in order:
-            plain.train_on_batch(np.split(x, STEPS)[step], np.split(y, STEPS)[step])
-        assert_close(weights_of(one), weights_of(plain))
-
-
-class Gan(keras.Model):
-    """Two networks against each other, each with an optimizer of its own.
-
-    A train step of JAX is given the state of the one optimizer that was compiled, so there the
-    other one's travels with the weights that training does not touch.
-    """
-
-    def __init__(self, wrap=lambda optimizer: optimizer):
-        super().__init__()
-        keras.utils.set_random_seed(1)
-        self.maker = keras.Sequential([keras.Input((2,)), keras.layers.Dense(FEATURES)])
-        self.judge = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
-        self.judging = wrap(keras.optimizers.SGD(0.1, momentum=0.9))
-        self.judging.build(self.judge.trainable_variables)
-        self.compile(wrap(keras.optimizers.Adam(0.01)))
-        self.optimizer.build(self.maker.trainable_variables)
-        self.built = True
-
-    def losses_of(self, real, noise):
-        made, softplus = self.judge(self.maker(noise)), keras.ops.softplus
-        judged = keras.ops.mean(softplus(-self.judge(real))) + keras.ops.mean(softplus(made))
-        return judged, keras.ops.mean(softplus(-made))
-
-    def train_step(self, *arguments):
-        real, noise = arguments[-1]
-        if BACKEND == "jax":
-            return self.step_of_jax(arguments[0], real, noise)
-        if BACKEND == "torch":
-            import torch
-
-            for loss, optimizer, network in self.turns():
-                self.zero_grad()
-                loss(real, noise).backward()
-                variables = network.trainable_weights
-                with torch.no_grad():
-                    optimizer.apply([v.value.grad for v in variables], variables)
-            return {}
-        import tensorflow as tf
-
-        for loss, optimizer, network in self.turns():
-            with tf.GradientTape() as tape:
-                value = loss(real, noise)
-            variables = network.trainable_variables
-            optimizer.apply(tape.gradient(value, variables), variables)
-        return {"loss": value}
-
-    def turns(self):
-        yield lambda *data: self.losses_of(*data)[0], self.judging, self.judge
-        yield lambda *data: self.losses_of(*data)[1], self.optimizer, self.maker
-
-    def step_of_jax(self, state, real, noise):
-        import jax
-
-        trainable, others, making, metrics = state
-        maker, judge = trainable[:2], trainable[2:]
-        judging, others = (
-            others[: len(self.judging.variables)],
-            others[len(self.judging.variables) :],
-        )
-
-        def loss(number):
-            def of(maker, judge):
-                values = zip(self.trainable_variables, [*maker, *judge], strict=True)
-                with keras.StatelessScope(list(values)):
-                    return self.losses_of(real, noise)[number]
-
-            return of
-
-        gradients = jax.grad(loss(0), 1)(maker, judge)
-        judge, judging = self.judging.stateless_apply(judging, gradients, judge)
-        gradients = jax.grad(loss(1), 0)(maker, judge)
-        maker, making = self.optimizer.stateless_apply(making, gradients, maker)
-        return {}, ([*maker, *judge], [*judging, *others], making, metrics)
-
-    @property
-    def non_trainable_variables(self):
-        return [*self.judging.variables, *super().non_trainable_variables]
-
-
-def test_two_optimizers_in_one_train_step():
-    n = keras_dist.size()
-    real, _ = make_data(STEPS * BATCH * n)
-    noise = np.random.default_rng(2).standard_normal((len(real), 2)).astype("float32")
-    plain, model = Gan(), Gan(keras_dist.DistributedOptimizer)
-    plain.fit(real, noise, batch_size=BATCH * n, shuffle=False, verbose=0)
-    fit_rows(model, rows_of_rank(real, BATCH), rows_of_rank(noise, BATCH))
-    assert agreed([weight.tobytes() for weight in weights_of(model)])
-    assert agreed([np.array(v).tobytes() for v in model.judging.variables])
-    assert int(model.judging.iterations) == int(model.optimizer.iterations) == STEPS
-    assert_close(weights_of(model), weights_of(plain))
 
 
 # --- Bad input

@@ -9,8 +9,12 @@ import keras
 import numpy as np
 import pytest
 from training import (
+    BATCH,
+    STEPS,
     assert_close,
     compiled,
+    fit_rows,
+    global_data,
     make_data,
     make_model,
     rows_of_rank,
@@ -20,28 +24,22 @@ from training import (
 import keras_dist
 from keras_dist import _engine, errors
 
-BATCH, STEPS = 4, 6
 BACKEND = keras.backend.backend()
 POWER_OF_TWO = [1, 2, 4, 8]
 
 
-def fit(model, x, y, batch=BATCH):
-    callbacks = keras_dist.callbacks()
-    model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, callbacks=callbacks)
-
-
 def train(make_optimizer, make=make_model, **options):
     """Returns a model that was trained on this rank's rows by a distributed optimizer."""
-    x, y = make_data(STEPS * BATCH * keras_dist.size())
+    x, y = global_data()
     model = make(optimizer=keras_dist.DistributedOptimizer(make_optimizer(), **options))
-    fit(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
+    fit_rows(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
     keras_dist.verify_replicas(model)
     return model
 
 
 def train_plain(optimizer):
     """Returns a model that was trained on the rows of all ranks by plain Keras."""
-    x, y = make_data(STEPS * BATCH * keras_dist.size())
+    x, y = global_data()
     model = make_model(optimizer=optimizer)
     model.fit(x, y, batch_size=BATCH * keras_dist.size(), shuffle=False, verbose=0)
     return model
@@ -123,7 +121,7 @@ def test_passes_are_averaged_or_added_up(monkeypatch, scale, average):
 @pytest.mark.parity("`mixed_float16` with several passes: only updates reduce")
 def test_passes_under_a_loss_scale_reduce_in_updates_alone(monkeypatch):
     n = keras_dist.size()
-    x, y = make_data(STEPS * BATCH * n)
+    x, y = global_data()
     x[3 * BATCH * n - 1] = 1e30  # the last sample of the third pass, which the last rank has
 
     def made(wrap):
@@ -139,7 +137,7 @@ def test_passes_under_a_loss_scale_reduce_in_updates_alone(monkeypatch):
     plain.fit(x, y, batch_size=BATCH * n, shuffle=False, verbose=0)
     model = made(keras_dist.DistributedOptimizer)
     with counting(monkeypatch) as calls:
-        fit(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
+        fit_rows(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
     keras_dist.verify_replicas(model)
     scaled = model.optimizer
     assert int(scaled.iterations) == int(plain.optimizer.iterations) == (STEPS - 1) // 2
@@ -228,7 +226,7 @@ def test_rows_of_an_embedding_become_dense():
 
     wrapped = keras_dist.DistributedOptimizer(Watched(0.1), sparse_as_dense=True)
     model = embedding_model(wrapped)
-    fit(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
+    fit_rows(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
     keras_dist.verify_replicas(model)
     plain = embedding_model(keras.optimizers.SGD(0.1))
     plain.fit(x, y, batch_size=BATCH * n, shuffle=False, verbose=0)
@@ -255,7 +253,7 @@ def test_adasum_of_an_embedding():
         pytest.skip("Adasum is for a power of two")
     model = embedding_model(keras_dist.DistributedOptimizer(adam(), op=keras_dist.Adasum))
     rng = np.random.default_rng(keras_dist.rank())
-    fit(model, rng.integers(0, 20, (BATCH, 4)), rng.integers(0, 3, BATCH))
+    fit_rows(model, rng.integers(0, 20, (BATCH, 4)), rng.integers(0, 3, BATCH))
     keras_dist.verify_replicas(model)
     assert all(np.isfinite(weight).all() for weight in weights_of(model))
 
@@ -335,7 +333,7 @@ def test_callbacks_warn_of_an_optimizer_that_is_not_wrapped():
     x, y = make_data(8)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(make_model(), x, y)
+        fit_rows(make_model(), x, y)
     plain = [str(one.message) for one in caught if one.category is RuntimeWarning]
     assert len(plain) == (keras_dist.size() > 1 and keras_dist.rank() == 0)
     assert all("to be distributed. Received: a plain SGD" in text for text in plain)

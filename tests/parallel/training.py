@@ -6,6 +6,7 @@ import numpy as np
 import keras_dist
 
 FEATURES, CLASSES = 6, 3
+BATCH, STEPS = 4, 6
 
 
 def make_model(optimizer=None, regularised=False, **options):
@@ -50,12 +51,23 @@ def make_data(samples, seed=0):
     return x, y
 
 
+def global_data():
+    """The data of all ranks together: so many steps of a batch on each."""
+    return make_data(STEPS * BATCH * keras_dist.size())
+
+
 def rows_of_rank(array, batch):
     """The rows that this rank takes when each global batch is dealt out over the ranks."""
     n = keras_dist.size()
     steps = len(array) // (n * batch)
     dealt = array[: steps * n * batch].reshape(steps, n, batch, *array.shape[1:])
     return np.concatenate(dealt[:, keras_dist.rank()])
+
+
+def fit_rows(model, x, y):
+    """Trains for an epoch on what `rows_of_rank` gives."""
+    callbacks = keras_dist.callbacks()
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
 
 
 def weights_of(model):
