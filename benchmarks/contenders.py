@@ -57,6 +57,10 @@ def maker(name, model):
 
     if name == "reading":
         return ours, reading_way()
+    if name == "parallel":
+        from data_parallel import data_parallel
+
+        return data_parallel(plain)
     makers = {"none": plain, "ours": ours, "naive": naive, "torch": loop, "ddp": loop}
     return makers[name], contextlib.nullcontext
 
