@@ -124,6 +124,14 @@ VARIABLES = (
         "a whole number of seconds, 1 or more, or 0",
     ),
     Variable(
+        "on_failure",
+        _one_of("stop", "continue"),
+        "stop",
+        "what the others do when a rank dies: end (stop), or go on without it, where MPI allows it "
+        "(continue)",
+        "stop or continue",
+    ),
+    Variable(
         "single_process",
         _flag,
         "0",
@@ -145,6 +153,7 @@ class Settings:
     compression: str
     stall_seconds: int
     stall_abort_seconds: int
+    on_failure: str
     single_process: bool
 
 

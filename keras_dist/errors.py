@@ -10,6 +10,7 @@ KerasDistError
 ├── ArgumentTypeError  (TypeError)     an argument is of a kind that cannot be used
 ├── DataError          (ValueError)    the data cannot be shared out over the ranks
 ├── MismatchError      (RuntimeError)  the ranks do not mean the same thing
+├── RankLostError      (RuntimeError)  a rank has died, and others wait for it
 ├── CallbackError      (RuntimeError)  a callback failed on the root
 └── CheckpointError    (OSError)       a checkpoint could not be written or read
 ```
@@ -24,6 +25,7 @@ __all__ = [
     "KerasDistError",
     "LaunchError",
     "MismatchError",
+    "RankLostError",
     "explain",
 ]
 
@@ -50,6 +52,10 @@ class DataError(KerasDistError, ValueError):
 
 class MismatchError(KerasDistError, RuntimeError):
     """The ranks do not mean the same thing. Raised on every rank, with the same text."""
+
+
+class RankLostError(KerasDistError, RuntimeError):
+    """A rank has died while others wait for it. Raised on those that wait."""
 
 
 class CallbackError(KerasDistError, RuntimeError):

@@ -34,7 +34,9 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "may_outlive_ranks",
     "notify",
+    "outlive_ranks",
     "overlaps",
     "rank",
     "ranks_of",
@@ -110,6 +112,8 @@ def init(
             f"({_engine.mpi_failure()}). For several ranks install one, for example "
             f"with: pip install 'keras_dist[mpich]'"
         )
+    if config.settings().on_failure == "continue":
+        outlive_ranks()
     ending.watch()
 
 
@@ -259,6 +263,29 @@ def overlaps(comm: _engine.Communicator) -> bool:
     if chosen == "auto":
         return not comm.is_one_node or comm.job.fewest_cores > 1
     return chosen == "on"
+
+
+def may_outlive_ranks() -> bool:
+    """Tells whether this rank could go on when others die: whether MPI allows it."""
+    return communicator().size > 1 and _engine.outlives_processes()
+
+
+def outlive_ranks() -> None:
+    """Makes this rank go on when others die, where MPI allows it; else the root says so.
+
+    Every rank of the job must call it, at the same place.
+    """
+    comm = communicator()
+    if comm.size == 1 or comm.recovery is not None:
+        return
+    if _engine.outlives_processes():
+        comm.recovery = _engine.Recovery(comm)
+        return
+    notify(
+        "keras_dist cannot go on without a rank that dies: only Open MPI 5 or newer can, started "
+        f"with: mpiexec --with-ft ulfm. This is {_engine.library(comm.mpi)}. The job ends then; "
+        "keras-dist run --max-restarts starts it anew."
+    )
 
 
 def rank() -> int:

@@ -22,6 +22,7 @@ ALIKE = (
     "compression",
     "stall_seconds",
     "stall_abort_seconds",
+    "on_failure",
 )  # the settings that all ranks must share
 
 _log = logging.getLogger("keras_dist")

@@ -9,7 +9,7 @@ from keras_dist import config, errors
 
 def test_defaults():
     settings = config.parse({})
-    assert settings == config.Settings(0, 0, True, "copy", "auto", "none", 60, 600, False)
+    assert settings == config.Settings(0, 0, True, "copy", "auto", "none", 60, 600, "stop", False)
 
 
 def test_values_are_parsed():

@@ -60,6 +60,7 @@ TABLE = [
     (".torch.*",               f"torch {FACE} .torch.*",                      ""),
     (".cli.*",       "rich .config .errors .launcher ._version .cli.*",       "mpi4py"),
     (".callbacks.backup",      f"{ON_KERAS} .callbacks.* .data.epochs h5py",               ""),
+    (".callbacks.survival",    f"{ON_KERAS} .callbacks.* .data.epochs",       ""),
     (".callbacks.*",           f"{ON_KERAS} .callbacks.*",                    ""),
     (".collectives.*",  f"{FACE} .config .process_sets .reduce_op .collectives.*",    ""),
     (".asynchronous",          ".runtime ._engine .collectives .errors",      ""),

@@ -25,9 +25,11 @@ from keras_dist._engine.mpi_library import (
     library,
     load_mpi,
     mpi_failure,
+    outlives_processes,
     start_mpi,
 )
 from keras_dist._engine.progress import begin_epoch, during
+from keras_dist._engine.recovery import Recovery
 from keras_dist._engine.reduce import ReduceOp, parse_factor, parse_op
 from keras_dist._engine.tuning import best_bucket_nbytes
 from keras_dist._engine.wait import waited_seconds
@@ -40,6 +42,7 @@ __all__ = [
     "Compressor",
     "FusedAllreduce",
     "Handle",
+    "Recovery",
     "ReduceOp",
     "adasum",
     "allgather",
@@ -61,6 +64,7 @@ __all__ = [
     "library",
     "load_mpi",
     "mpi_failure",
+    "outlives_processes",
     "parse_compression",
     "parse_factor",
     "parse_op",

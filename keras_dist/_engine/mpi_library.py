@@ -1,9 +1,20 @@
 """The MPI library behind mpi4py: loaded, started, named. Knows no ranks."""
 
+import os
 import sys
 from typing import Any
 
-__all__ = ["is_communicator", "library", "load_mpi", "mpi_failure", "start_mpi"]
+__all__ = [
+    "failed_process",
+    "is_communicator",
+    "library",
+    "load_mpi",
+    "mpi_failure",
+    "outlives_processes",
+    "start_mpi",
+]
+
+ULFM = "OMPI_MCA_mpi_ft_enable"  # set by Open MPI's mpiexec
 
 _failure: str | None = None
 
@@ -37,7 +48,21 @@ def start_mpi(mpi: Any) -> None:
     import mpi4py
 
     if not mpi.Is_initialized():
+        if outlives_processes():
+            # At its end Open MPI would wait for the dead as well, now and then for ever.
+            os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
         mpi.Init_thread(getattr(mpi, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+
+
+def failed_process(mpi: Any, error: BaseException) -> bool:
+    """Tells whether an error of MPI says that a process has died, or that another has seen it."""
+    classes = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+    return isinstance(error, mpi.Exception) and error.Get_error_class() in classes
+
+
+def outlives_processes() -> bool:
+    """Tells whether MPI goes on when a process dies: Open MPI 5, started by `--with-ft ulfm`."""
+    return os.environ.get(ULFM) in ("1", "true")
 
 
 def mpi_failure() -> str | None:

@@ -2,12 +2,13 @@
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_dist._engine import peers
+from keras_dist._engine.processes import Processes, namespace
 from keras_dist._engine.shared import MeetingPlace, Segment, clean_up, make_segment
 
 __all__ = ["Node", "join_node"]
@@ -21,6 +22,7 @@ class Node:
         size: the number of ranks on the node.
         share: gives every rank's object to all ranks of the node, in rank order.
         place: where they meet.
+        pids: their processes.
         may_read: whether ranks read each other's memory.
     """
 
@@ -30,15 +32,16 @@ class Node:
         size: int,
         share: Callable[[Any], list[Any]],
         place: MeetingPlace,
+        pids: Sequence[int],
         may_read: bool,
     ):
         self.rank = rank
         self.size = size
         self.share = share
-        self.meet, self.come = place.meet, place.come
+        self.meet, self.come, self.leave = place.meet, place.come, place.leave
+        self.pids = pids
         self.may_read = may_read
         self._scratch = np.empty(0, np.uint8)
-        self.pids = share(os.getpid())
 
     def scratch(self, nbytes: int) -> np.ndarray:
         """Returns private memory for what lasts no longer than a call; always the same."""
@@ -52,7 +55,11 @@ class Node:
 
 
 def join_node(
-    rank: int, size: int, share: Callable[[Any], list[Any]], read: bool
+    rank: int,
+    size: int,
+    share: Callable[[Any], list[Any]],
+    read: bool,
+    lost: Callable[[list[int]], Exception],
 ) -> tuple[Node | None, str | None]:
     """Brings the ranks of a node together in shared memory.
 
@@ -63,6 +70,7 @@ def join_node(
         size: the number of ranks on the node.
         share: gives every rank's object to all ranks of the node, in rank order.
         read: whether ranks should read each other's memory, where the kernel lets them.
+        lost: makes the error for ranks of the node that have died.
 
     Returns:
         The node and `None`; or `None` and the reason why there is no shared memory.
@@ -76,4 +84,13 @@ def join_node(
     if segment is None:
         return None, trouble
     may_read = read and peers.can_read_all(share)
-    return Node(rank, size, share, MeetingPlace(segment, rank, size), may_read), None
+    pids, namespaces = zip(*share((os.getpid(), namespace())), strict=True)
+    known = len(set(namespaces)) == 1 and bool(namespaces[0])
+    processes = Processes(pids if known else ())
+
+    def check() -> None:
+        if dead := processes.dead():
+            raise lost(dead)
+
+    place = MeetingPlace(segment, rank, size, check)
+    return Node(rank, size, share, place, pids, may_read), None

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_dist import errors
 from keras_dist._engine.wait import Counter, waiting
 
 __all__ = ["DIRECTORY", "MeetingPlace", "Segment", "clean_up", "make_segment"]
@@ -137,12 +138,16 @@ class MeetingPlace:
         segment: at least `nbytes_for(size)` bytes.
         rank: this rank on the node.
         size: the number of ranks on the node.
+        check: called now and then by a rank that waits, and raises when a rank has died.
     """
 
     LINES = 3  # counter, two digests
 
-    def __init__(self, segment: Segment, rank: int, size: int):
-        lines = segment.memory[: self.nbytes_for(size)].reshape(size, self.LINES, LINE)
+    def __init__(self, segment: Segment, rank: int, size: int, check: Callable[[], None]):
+        self._check = check
+        end = self.nbytes_for(size)
+        self._left = segment.memory[end - LINE : end].data
+        lines = segment.memory[: end - LINE].reshape(size, self.LINES, LINE)
         self._counters = [Counter(lines[r, 0, :4].view(np.uint32)) for r in range(size)]
         self._mine = self._counters[rank]
         self._others = [c for r, c in enumerate(self._counters) if r != rank]
@@ -155,7 +160,13 @@ class MeetingPlace:
     @classmethod
     def nbytes_for(cls, size: int) -> int:
         """Returns how many bytes the meeting place of `size` ranks takes."""
-        return size * cls.LINES * LINE
+        return (size * cls.LINES + 1) * LINE
+
+    def leave(self) -> None:
+        """Tells whoever waits here, or will, that not all ranks will come any more."""
+        self._left[0] = 1
+        for counter in self._counters:
+            counter.wake()
 
     def meet(self, digest: bytes) -> bool:
         """Waits until all ranks of the node have come here.
@@ -182,15 +193,22 @@ class MeetingPlace:
         self._arrive(digest)
 
         def answer() -> bool | None:
-            everyone = all(counter.has_reached(self._meetings) for counter in self._others)
-            return self._agree(digest) if everyone else None
+            if all(counter.has_reached(self._meetings) for counter in self._others):
+                return self._agree(digest)
+            self._look()
+            return None
 
         return answer
 
     def _wait(self) -> None:
         with waiting:  # one wait, whoever is missing
             for counter in self._others:
-                counter.wait_for(self._meetings)
+                counter.wait_for(self._meetings, self._look)
+
+    def _look(self) -> None:
+        if self._left[0]:
+            raise errors.RankLostError("Another rank of this node has lost one.")
+        self._check()
 
     def _arrive(self, digest: bytes) -> None:
         self._meetings = (self._meetings + 1) % 2**32

@@ -9,7 +9,7 @@ counted how long this process has waited for other ranks.
 import ctypes
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 __all__ = ["Counter", "blocked", "note", "waited_seconds", "waiting", "waits"]
 
 SPIN_SECONDS = 30e-6
-PATIENCE_SECONDS = 1.0  # a sleeper looks again now and then, whatever happened to its waker
+PATIENCE_SECONDS = 0.5  # a sleeper looks now and then whether the others are alive
 
 # The system call has no wrapper in the C library.
 _FUTEX = 202
@@ -29,7 +29,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_patience = ctypes.byref(_Timespec(int(PATIENCE_SECONDS), 0))
+_patience = ctypes.byref(_Timespec(0, int(PATIENCE_SECONDS * 1e9)))
 _syscall = ctypes.CDLL(None).syscall
 
 # Two threads that add at once, on process sets of their own, may lose the time of one.
@@ -103,20 +103,31 @@ class Counter:
         memory barrier, and asking first would need one as well.
         """
         self._view[0] = value
-        _syscall(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
+        self.wake()
 
     def has_reached(self, value: int) -> bool:
         """Tells whether the number has reached `value`, both counted modulo 2**32."""
         return _reached(self._view[0], value)
 
-    def wait_for(self, value: int) -> None:
-        """Returns once the number has reached `value`, both counted modulo 2**32."""
+    def wake(self) -> None:
+        """Wakes who sleeps on the number; any process may call this."""
+        _syscall(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
+
+    def wait_for(self, value: int, check: Callable[[], None]) -> None:
+        """Returns once the number has reached `value`, both counted modulo 2**32.
+
+        Args:
+            value: the number to wait for.
+            check: called now and then, and raises when there is no use in waiting on.
+        """
         began = time.perf_counter()
         while not _reached(seen := self._view[0], value):
             if time.perf_counter() < began + SPIN_SECONDS:
                 os.sched_yield()
             else:
                 _syscall(_FUTEX, self._address, _WAIT, seen, _patience, None, 0)
+                if not _reached(self._view[0], value):
+                    check()
 
 
 def _reached(seen: int, value: int) -> bool:

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from keras_dist._engine.mpi_library import failed_process
 from keras_dist._engine.progress import say_progress
 from keras_dist._engine.wait import waits
 
@@ -113,6 +114,11 @@ class Watch:
             time.sleep(BUSY_SECONDS / 100)
         self._world.Free()
 
+    def abandon(self) -> None:
+        """Ends the watch where a rank has died, so that no others can be waited for."""
+        self._closing.set()
+        self._thread.join()
+
     def _run(self) -> None:
         try:
             while not self._closing.wait(self._pause()):
@@ -124,6 +130,8 @@ class Watch:
                 for case in list(self._cases.values()):
                     self._pursue(case)
         except Exception as error:
+            if failed_process(self._mpi, error):
+                return  # whoever waits for that rank says so
             _log.warning("[rank %d] The stall watch has ended: %r", self._rank, error)
 
     def _pause(self) -> float:

@@ -13,12 +13,13 @@ Their order matters, and `keras_dist.callbacks()` keeps it:
 4. `AverageStatisticsCallback`: equal statistics before validation and checkpoints use them.
 5. `MetricAverageCallback`: from here on every callback sees the metrics of all ranks, so
    those that decide by them decide alike.
-6. `Throughput`, when asked for: it speaks for all ranks by itself, so after the averaging.
-7. `LearningRateWarmupCallback`, when asked for: before the user's own schedules, which may
+6. `GoOnWithoutLostRanks`, when asked for: it prints what all ranks have averaged.
+7. `Throughput`, when asked for: it speaks for all ranks by itself, so after the averaging.
+8. `LearningRateWarmupCallback`, when asked for: before the user's own schedules, which may
    take over after it.
-8. the user's callbacks.
-9. `ModelCheckpoint`, when asked for, so that it writes what all others have done.
-10. `AgreeOnStoppingCallback`: last, so that it sees whether any other has stopped training. It
+9. the user's callbacks.
+10. `ModelCheckpoint`, when asked for, so that it writes what all others have done.
+11. `AgreeOnStoppingCallback`: last, so that it sees whether any other has stopped training. It
    does so after every batch where one of the user's callbacks may stop there, else once an epoch.
 """
 
@@ -28,7 +29,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import errors, runtime
+from keras_dist import config, errors, runtime
 from keras_dist.callbacks.backup import BackupAndRestore
 from keras_dist.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from keras_dist.callbacks.checkpoint import ModelCheckpoint
@@ -41,6 +42,7 @@ from keras_dist.callbacks.metrics import MetricAverageCallback
 from keras_dist.callbacks.root import RootOnly
 from keras_dist.callbacks.statistics import AverageStatisticsCallback
 from keras_dist.callbacks.stopping import AgreeOnStoppingCallback, may_stop_at_a_batch
+from keras_dist.callbacks.survival import GoOnWithoutLostRanks
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.uneven import UnevenDataCallback
 from keras_dist.callbacks.verification import VerifyReplicas
@@ -50,6 +52,7 @@ __all__ = [
     "AverageStatisticsCallback",
     "BackupAndRestore",
     "BroadcastGlobalVariablesCallback",
+    "GoOnWithoutLostRanks",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
@@ -71,6 +74,7 @@ def callbacks(
     checkpoint: str | None = None,
     throughput: bool = False,
     uneven: str = "continue",
+    on_failure: str | None = None,
     verbose: int = 0,
 ) -> list[keras.callbacks.Callback]:
     """Returns the callbacks that training on many ranks needs, in the right order.
@@ -93,13 +97,17 @@ def callbacks(
             `False`.
         uneven: what happens when a rank is out of data before others: `"continue"`, `"stop"` or
             `"error"`, see `UnevenDataCallback`. Defaults to `"continue"`.
+        on_failure: `"continue"`: the other ranks go on when one dies, see `GoOnWithoutLostRanks`;
+            `"stop"`: the job ends. Defaults to `None`: what `KERAS_DIST_ON_FAILURE` says, `"stop"`
+            unless it is set.
         verbose: 1 prints the end of the warmup and each checkpoint, on the root.
 
     Returns:
         A flat list for `fit`, `evaluate` or `predict`.
 
     Raises:
-        ArgumentError: a warmup without `initial_lr`, or no such `uneven`.
+        ArgumentError: a warmup without `initial_lr`, or no such `uneven` or `on_failure`; another
+            root than rank 0 where ranks go on without those that die.
     """
     made: list[keras.callbacks.Callback] = [
         RootConsoleCallback(root_rank),
@@ -108,6 +116,8 @@ def callbacks(
         AverageStatisticsCallback(),
         MetricAverageCallback(root_rank=root_rank),
     ]
+    if _goes_on(on_failure, root_rank):
+        made.append(GoOnWithoutLostRanks())
     if throughput:
         made.append(Throughput())
     if warmup_epochs:
@@ -126,6 +136,19 @@ def callbacks(
         made.append(ModelCheckpoint(checkpoint, verbose=verbose, root_rank=root_rank))
     made.append(AgreeOnStoppingCallback(may_stop_at_a_batch(others)))
     return made
+
+
+def _goes_on(on_failure: str | None, root_rank: int) -> bool:
+    choice = on_failure or config.settings().on_failure
+    if choice not in ("stop", "continue"):
+        expected = "on_failure to be 'stop', 'continue' or None"
+        remedy = "Leave it out to end the job when a rank dies."
+    elif choice == "continue" and root_rank != 0:
+        expected, choice = "root_rank=0 with on_failure='continue'", f"root_rank={root_rank}"
+        remedy = "The ranks are numbered anew when one dies, and rank 0 is then the next."
+    else:
+        return choice == "continue"
+    raise errors.ArgumentError(errors.explain(runtime.where(), expected, repr(choice), remedy))
 
 
 class _CallablePackage(types.ModuleType):

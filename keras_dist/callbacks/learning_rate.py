@@ -179,9 +179,15 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         )
         self.warmup_epochs = warmup_epochs
         self.verbose = verbose
+        self._ranks = 1
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Notes how many ranks there are: if some die, the rate grows as it would have."""
+        self._ranks = runtime.size()
+        super().on_train_begin(logs)
 
     def _growth(self, epoch: float) -> float:
-        ranks = runtime.size()
+        ranks = self._ranks
         done = min(epoch + 1 / self._steps, self.warmup_epochs)
         return (1 + done * (ranks - 1) / self.warmup_epochs) / ranks
 

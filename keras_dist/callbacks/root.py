@@ -119,17 +119,20 @@ def on_root(
     Raises:
         KerasDistError: the work failed; of that kind, raised on every rank.
     """
-    value = failure = cause = None
-    if runtime.rank() == root_rank:
-        try:
-            value = work()
-        except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
-            received = f"{type(error).__name__}: {error}"
-            explained = errors.explain(runtime.where(), expected, received, remedy)
-            cause, failure = error, str(error) if isinstance(error, kind) else explained
-    failure, value = _engine.broadcast_object(
-        runtime.communicator(), (failure, value), root_rank, key
-    )
+    cause: Exception | None = None
+    told: Any = None
+    while told is None:  # a root that dies tells nothing, and the next rank has its number
+        value = failure = None
+        if runtime.rank() == root_rank:
+            try:
+                value = work()
+            except Exception as error:  # whatever it is, the others are waiting to hear of it
+                received = f"{type(error).__name__}: {error}"
+                explained = errors.explain(runtime.where(), expected, received, remedy)
+                cause, failure = error, str(error) if isinstance(error, kind) else explained
+            told = failure, value
+        told = _engine.broadcast_object(runtime.communicator(), told, root_rank, key)
+    failure, value = told
     if failure is not None:
         raise kind(failure) from cause
     return value

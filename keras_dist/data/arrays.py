@@ -1,5 +1,6 @@
 """numpy arrays, alone or in tuples, lists and dicts: sample i belongs to rank i % size."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 
 from keras_dist import errors
 from keras_dist.data.epochs import Epochs
-from keras_dist.data.partition import Plan, plan_samples
+from keras_dist.data.partition import Plan, Remainder, plan_for_fewer, plan_samples
 from keras_dist.data.terms import Fact, Terms
 
 __all__ = ["ArrayBatches", "ArraySource"]
@@ -58,6 +59,7 @@ class ArraySource:
             plan,
             None if terms.shuffle is False else terms.seed,
             hashlib.blake2b(kind, digest_size=8).hexdigest(),
+            functools.partial(_share_out, total, terms.remainder) if terms.may_shrink else None,
         )
 
     def part(self, held: Sequence[int | None]) -> Any:
@@ -87,12 +89,22 @@ class ArrayBatches:
         plan: this rank's part of it.
         seed: for the order of every epoch; `None` keeps the order of the arrays.
         kind: what the whole data set is, see `Epochs`.
+        replan: makes the plan for fewer ranks of the one before, the rank and their number.
+            Defaults to none: batches keep their sizes.
     """
 
-    def __init__(self, data: Any, plan: Plan, seed: int | None, kind: str = "arrays"):
+    def __init__(
+        self,
+        data: Any,
+        plan: Plan,
+        seed: int | None,
+        kind: str = "arrays",
+        replan: Callable[[Plan, int, int], Plan] | None = None,
+    ):
         self.data = _map(lambda array: array, data)
         self.plan = plan
-        self.epochs = Epochs(kind)
+        self._replan = replan
+        self.epochs = Epochs(kind, self._share_out)
         self._seed = seed
         self._latest = (0, plan.order(seed, epoch=0))
 
@@ -102,13 +114,28 @@ class ArrayBatches:
         indices = self._order(epoch)[start:stop]
         return _map(lambda array: np.asarray(array[indices]), self.data)
 
+    @property
+    def sizes(self) -> set[int]:
+        """The numbers of samples that batches may have; none where they may change."""
+        return set(self.plan.sizes()) if self._replan is None else set()
+
+    def _share_out(self, rank: int, size: int) -> None:
+        if self._replan is None or size == self.plan.size:
+            return
+        self.plan = self._replan(self.plan, rank, size)
+        self._latest = (-1, np.empty(0, np.int64))
+
     def _order(self, epoch: int) -> np.ndarray:
         # One tuple, so that two threads in different epochs cannot mix them up.
         known, order = self._latest
-        if known != epoch and self._seed is not None:
+        if known != epoch and (self._seed is not None or known < 0):
             order = self.plan.order(self._seed, epoch)
             self._latest = (epoch, order)
         return order
+
+
+def _share_out(total: int, remainder: Remainder, plan: Plan, rank: int, size: int) -> Plan:
+    return plan_for_fewer(plan, total, size, rank, remainder)
 
 
 def _map(function: Callable[[np.ndarray], Any], data: Any) -> Any:

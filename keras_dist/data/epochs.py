@@ -10,9 +10,9 @@ import collections
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["Epochs", "go_on_with", "numbers"]
+__all__ = ["Epochs", "go_on_with", "numbers", "share_out"]
 
 
 class Epochs:
@@ -20,11 +20,15 @@ class Epochs:
 
     Args:
         kind: what the data set is, the same on all ranks and in every run.
+        share_out: a method that shares the data out among fewer ranks, from the next epoch on;
+            it takes the number of this rank and of all. Defaults to none: each keeps its part.
     """
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, share_out: Callable[[int, int], None] | None = None):
         self.kind = kind
         self.number = 0
+        # Weakly, or data would wait for the garbage collector.
+        self._share_out = weakref.WeakMethod(share_out) if share_out is not None else None
         self._lock = threading.Lock()
         _living[next(_serials)] = self
 
@@ -33,6 +37,12 @@ class Epochs:
         with self._lock:
             self.number += 1
             return self.number - 1
+
+    def share_out(self, rank: int, size: int) -> None:
+        """Shares the data out among fewer ranks, if it can be."""
+        method = self._share_out() if self._share_out is not None else None
+        if method is not None:
+            method(rank, size)
 
 
 _serials = itertools.count()
@@ -48,6 +58,12 @@ def go_on_with(epoch_by_name: Mapping[str, int]) -> None:
     """Sets the epochs of the data sets that live, as `numbers` gave them in an earlier run."""
     for name, epochs in _named():
         epochs.number = epoch_by_name.get(name, epochs.number)
+
+
+def share_out(rank: int, size: int) -> None:
+    """Shares the data sets that live, as far as they can be, out among fewer ranks."""
+    for epochs in list(_living.values()):
+        epochs.share_out(rank, size)
 
 
 def _named() -> Iterator[tuple[str, Epochs]]:

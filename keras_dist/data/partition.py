@@ -10,7 +10,17 @@ from typing import Literal
 
 import numpy as np
 
-__all__ = ["Deal", "Plan", "Remainder", "Spread", "plan_deal", "plan_samples", "plan_spread"]
+__all__ = [
+    "Deal",
+    "EvenPlan",
+    "Plan",
+    "Remainder",
+    "Spread",
+    "plan_deal",
+    "plan_for_fewer",
+    "plan_samples",
+    "plan_spread",
+]
 
 Remainder = Literal["uneven", "pad", "drop"]
 
@@ -97,6 +107,35 @@ def plan_samples(total: int, size: int, rank: int, batch_size: int, remainder: R
     batch_size = min(batch_size, fewest)
     steps = fewest // batch_size
     return Plan(rank, size, fewest, steps * batch_size, steps, batch_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvenPlan(Plan):
+    """A part whose batches differ by one sample at most; `batch_size` is of no account."""
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """Returns where batch `step` begins and ends in the order of an epoch."""
+        return step * self.count // self.steps, (step + 1) * self.count // self.steps
+
+
+def plan_for_fewer(plan: Plan, total: int, size: int, rank: int, remainder: Remainder) -> EvenPlan:
+    """Plans how the samples are shared out when there are fewer ranks than before.
+
+    The number of steps stays, and so does the number of samples in a step of all ranks.
+
+    Args:
+        plan: that of this rank before.
+        total: number of samples.
+        size: number of ranks now.
+        rank: whose plan is wanted, by its number now.
+        remainder: as for `plan_samples`.
+    """
+    now = plan_samples(total, size, rank, plan.batch_size, remainder)
+    limit = plan.steps * plan.batch_size * plan.size // size  # where an epoch was to end early
+    count = min(now.count, limit) if plan.count < plan.held else now.count
+    if remainder == "drop":
+        count = min(now.held, limit) // plan.steps * plan.steps
+    return EvenPlan(rank, size, now.held, count, plan.steps, plan.batch_size * plan.size // size)
 
 
 @dataclasses.dataclass(frozen=True)

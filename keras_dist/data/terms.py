@@ -53,6 +53,7 @@ class Terms:
     rank: int = dataclasses.field(default_factory=runtime.rank)
     size: int = dataclasses.field(default_factory=runtime.size)
     where: str = dataclasses.field(default_factory=runtime.where)
+    may_shrink: bool = dataclasses.field(default_factory=runtime.may_outlive_ranks)
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "steps", "shuffle_buffer"):

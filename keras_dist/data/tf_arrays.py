@@ -18,7 +18,7 @@ def pipeline_of(batches: ArrayBatches) -> tf.data.Dataset:
     """
     epochs = batches.epochs
     steps = batches.plan.steps
-    sizes = set(batches.plan.sizes())
+    sizes = batches.sizes
     size = sizes.pop() if len(sizes) == 1 else None
     arrays = tf.nest.flatten(batches.data)
     dtypes = [tf.as_dtype(array.dtype) for array in arrays]

@@ -18,11 +18,13 @@ from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.rows import exchange_rows, gather_rows, row_bounds
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.recovery import survives
 from keras_dist._engine.reduce import ReduceOp, check_dtype, scaled
 
 __all__ = ["adasum", "check_power_of_two"]
 
 
+@survives
 def adasum(
     comm: Communicator,
     arrays: Sequence[np.ndarray],

@@ -8,6 +8,7 @@ from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.collectives.meet import meet, telling
 from keras_dist._engine.collectives.rows import check_rows, gather_rows
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.recovery import survives
 
 __all__ = ["allgather", "grouped_allgather"]
 
@@ -34,6 +35,7 @@ def allgather(
     return grouped_allgather(comm, [array], [name], key)[0]
 
 
+@survives
 def grouped_allgather(
     comm: Communicator, arrays: Sequence[np.ndarray], names: Sequence[str], key: str | None = None
 ) -> list[np.ndarray]:

@@ -11,6 +11,7 @@ from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.meet import meet, telling
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor
+from keras_dist._engine.recovery import survives
 from keras_dist._engine.reduce import (
     ReduceOp,
 )
@@ -22,6 +23,7 @@ KEPT_PLANS = 64
 KEPT_NBYTES = 256 * 2**20
 
 
+@survives
 def allreduce(
     comm: Communicator,
     arrays: Sequence[np.ndarray],

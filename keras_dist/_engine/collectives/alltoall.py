@@ -10,11 +10,13 @@ from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.objects import exchange_or_raise
 from keras_dist._engine.collectives.rows import check_rows, exchange_bytes
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.recovery import survives
 from keras_dist._engine.transfer import as_bytes
 
 __all__ = ["alltoall"]
 
 
+@survives
 def alltoall(
     comm: Communicator, array: np.ndarray, splits: Any, name: str, key: str | None = None
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -3,10 +3,12 @@
 from keras_dist._engine.agreement import Call
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.recovery import survives
 
 __all__ = ["barrier"]
 
 
+@survives
 def barrier(comm: Communicator, key: str | None = None) -> None:
     """Waits for all ranks. Collective: every rank; blocks."""
     with comm.lock:

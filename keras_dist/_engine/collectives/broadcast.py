@@ -7,11 +7,13 @@ import numpy as np
 from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.collectives.meet import meet, telling
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.recovery import survives
 from keras_dist._engine.transfer import as_bytes, broadcast_bytes
 
 __all__ = ["broadcast", "broadcast_into"]
 
 
+@survives
 def broadcast(
     comm: Communicator,
     arrays: Sequence[np.ndarray],
@@ -69,19 +71,33 @@ def broadcast_into(
         ArgumentError: `root` is not one of the ranks.
         MismatchError: the ranks differ.
     """
+    received = _broadcast_into(comm, arrays, names, root, key)
+    for array, buffer in zip(arrays, received, strict=True):
+        if buffer is not array:
+            array[...] = buffer
+
+
+@survives
+def _broadcast_into(
+    comm: Communicator,
+    arrays: Sequence[np.ndarray],
+    names: Sequence[str],
+    root: int,
+    key: str | None,
+) -> list[np.ndarray]:
     with telling(comm, "broadcast_"):
         source = comm.place_of_root(root)
     entries = _entries(names, arrays)
     with comm.lock:
         meet(comm, Call("broadcast_", entries, root=int(root), key=key))
-        # What lies in one piece is received where it lies.
+        # What lies in one piece is received where it lies, unless it may be needed once more.
+        in_place = comm.recovery is None
         buffers = [
-            array if array.flags.c_contiguous else np.array(array, order="C") for array in arrays
+            array if in_place and array.flags.c_contiguous else np.array(array, order="C")
+            for array in arrays
         ]
         _send(comm, buffers, source)
-    for array, buffer in zip(arrays, buffers, strict=True):
-        if buffer is not array:
-            array[...] = buffer
+    return buffers
 
 
 def _entries(names: Sequence[str], arrays: Sequence[np.ndarray]) -> tuple[Entry, ...]:

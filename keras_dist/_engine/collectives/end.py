@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from keras_dist._engine.agreement import Call
 from keras_dist._engine.collectives.meet import tell_difference
 from keras_dist._engine.communicator import NAP_SECONDS, Communicator
+from keras_dist._engine.recovery import again
 from keras_dist._engine.wait import note
 
 __all__ = ["at_the_end"]
@@ -25,9 +26,14 @@ def at_the_end(comms: Sequence[Communicator]) -> None:
     Raises:
         MismatchError: another rank is in a collective, for which this one has gone.
     """
-    call = Call("the end of the script")
     for comm in comms:
         comm.finish_queued()
+    again(comms[0], lambda: _come_to_the_end(comms))
+    comms[0].end_watch()
+
+
+def _come_to_the_end(comms: Sequence[Communicator]) -> None:
+    call = Call("the end of the script")
     note(comms[0].ranks, call)
     with contextlib.ExitStack() as locks:
         for comm in comms:
@@ -41,4 +47,3 @@ def at_the_end(comms: Sequence[Communicator]) -> None:
                 if same is False:
                     tell_difference(comm, call)
             time.sleep(NAP_SECONDS)
-    comms[0].end_watch()

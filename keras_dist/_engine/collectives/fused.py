@@ -17,6 +17,7 @@ from keras_dist._engine.compression import Compression, Compressor, Wire, wire_f
 from keras_dist._engine.line import Handle
 from keras_dist._engine.mpi_reduction import SMALL_NBYTES, reduce_through_mpi
 from keras_dist._engine.progress import count_update
+from keras_dist._engine.recovery import again
 from keras_dist._engine.reduce import (
     ReduceOp,
     check_dtype,
@@ -112,6 +113,11 @@ class FusedAllreduce:
         ]
         self._start = dataclasses.replace(self.call, first=True)
         self._shared: dict[int, BucketReduction] | None = None
+        self._losses = comm.losses  # memory and wires are those of as many ranks
+        self._size = comm.size
+        # Of the last bucket: whether it went through shared memory alone; whether its result lies
+        # in what is lent.
+        self._needs_no_mpi = self._is_lent = False
 
     def reduce_bucket(self, number: int, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Reduces the arrays of one bucket.
@@ -125,21 +131,34 @@ class FusedAllreduce:
         Returns:
             The reduced arrays, in the same order: views of one buffer.
         """
-        bucket = self.buckets[number]
         if self._updates and number == 0:
             count_update()
+        work = functools.partial(self._reduce_bucket, number, arrays)
+        return again(
+            self.comm,
+            work,
+            needs_no_mpi=lambda: self._needs_no_mpi,
+            lasts=lambda: self._is_lent,
+        )
+
+    def _reduce_bucket(self, number: int, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        bucket = self.buckets[number]
         if self.op is ReduceOp.ADASUM:
             names = [self.call.entries[slot.index].name for slot in bucket.slots]
             call = self.call
             return adasum(self.comm, arrays, names, call.key, call.prescale, call.postscale)
         arrays = [scaled(array, self.call.prescale) for array in arrays]
         with self.comm.lock:
+            if self._losses != self.comm.losses:
+                self._losses, self._shared, self._wires = self.comm.losses, None, {}
+            self._needs_no_mpi = self.comm.is_one_node and number in (self._shared or {})
             if self._shared is None:
                 self._shared = self._share_memory()
             reduction = (self._shared or {}).get(number)
             if reduction is not None:
                 reduction.publish(arrays)
             meet(self.comm, self._calls[number])
+            self._is_lent = False
             if self.comm.absence is not None:
                 return bucket.unpack(self._reduce_among(bucket.pack(arrays)))
             if reduction is None:
@@ -150,7 +169,10 @@ class FusedAllreduce:
                 flat = reduction.reduce(self._across(number, reduction.reads))
                 if not self.lend and reduction.is_shared:
                     flat = flat.copy()
-        return bucket.unpack(scaled(flat, self.call.postscale))
+                self._is_lent = self.lend and reduction.is_shared
+        factor = self._postscale(self.comm.size)
+        self._is_lent &= factor == 1
+        return bucket.unpack(scaled(flat, factor))
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Reduces the whole list. Collective: every rank; blocks."""
@@ -222,8 +244,12 @@ class FusedAllreduce:
         """Reduces a bucket over the ranks that are here; uncompressed, as it is rare."""
         rows = exchange_among(self.comm, flat)
         reduce_into(flat, iter(rows), self.op)
-        share = self.comm.size / len(rows) if self._divides else 1.0
-        return scaled(flat, self.call.postscale * share)
+        return scaled(flat, self._postscale(len(rows)))
+
+    def _postscale(self, ranks: int) -> float:
+        """Returns the factor for results of so many ranks."""
+        share = self._size / ranks if self._divides else 1.0
+        return self.call.postscale * share
 
     def _reduce_flat(self, number: int, flat: np.ndarray) -> None:
         """Reduces a bucket over all ranks at once, in place, in the order of the other way."""

@@ -10,6 +10,7 @@ from keras_dist._engine.agreement import JOINED, Absence, Call
 from keras_dist._engine.collectives.meet import tell_difference
 from keras_dist._engine.collectives.objects import exchange_or_raise
 from keras_dist._engine.communicator import SPIN_SECONDS, Communicator
+from keras_dist._engine.recovery import again
 from keras_dist._engine.wait import note, waiting
 
 __all__ = ["exchange_among", "stand_in"]
@@ -33,6 +34,11 @@ def stand_in(comms: Sequence[Communicator]) -> dict[Communicator, Absence | None
         MismatchError: other ranks call what has no meaning without this one; raised on every
             rank. The further communicators are of no use then: this rank has come there.
     """
+    absences = again(comms[0], lambda: _stand_in(comms), joins=True)
+    return dict(zip(comms, absences, strict=True))
+
+
+def _stand_in(comms: Sequence[Communicator]) -> list[Absence | None]:
     call = Call(JOINED)
     found: dict[Communicator, Absence | None] = dict.fromkeys(comms)
     with contextlib.ExitStack() as locks:
@@ -50,7 +56,7 @@ def stand_in(comms: Sequence[Communicator]) -> dict[Communicator, Absence | None
                 tell_difference(comm, call)
                 _exchange(comm, None)
                 answers[comm] = comm.come(call.digest)
-    return found
+    return list(found.values())
 
 
 def _next_answer(answers: dict[Communicator, Callable[[], bool | None]]) -> tuple[Any, bool]:
@@ -83,7 +89,9 @@ def exchange_among(comm: Communicator, mine: Any) -> list[Any]:
 
 def _exchange(comm: Communicator, mine: Any) -> list[Any]:
     try:
-        return exchange_or_raise(comm, mine)
+        everyone = exchange_or_raise(comm, mine)
+        comm.assure()
+        return everyone
     except errors.KerasDistError:
         comm.absence = None  # the error ends it on all ranks alike
         raise

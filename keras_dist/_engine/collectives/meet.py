@@ -86,6 +86,7 @@ def tell_difference(comm: Communicator, call: Call) -> None:
     """
     mine = pickle.dumps((call, say_progress()))
     told = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
+    comm.assure()
     calls = [call for call, _ in told]
     absence, comm.absence = comm.absence, None  # an error ends it on all ranks alike
     wrong = [other.error for other in (call, *calls) if other.error is not None]

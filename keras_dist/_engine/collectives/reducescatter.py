@@ -8,11 +8,13 @@ from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.rows import check_rows, exchange_rows
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.recovery import survives
 from keras_dist._engine.reduce import ReduceOp, check_dtype, check_sum, reduce_rows, scaled
 
 __all__ = ["reducescatter"]
 
 
+@survives
 def reducescatter(
     comm: Communicator,
     arrays: Sequence[np.ndarray],

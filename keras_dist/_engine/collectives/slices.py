@@ -11,11 +11,13 @@ from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.objects import exchange_or_raise
 from keras_dist._engine.collectives.rows import check_rows, gather_rows
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.recovery import survives
 from keras_dist._engine.reduce import ReduceOp, accumulator, check_dtype, check_sum, divide
 
 __all__ = ["reduce_slices"]
 
 
+@survives
 def reduce_slices(
     comm: Communicator,
     values: np.ndarray,

@@ -1,0 +1,69 @@
+"""Training that goes on when ranks die: whose duties, whose data, said by whom."""
+
+import secrets
+from typing import Any
+
+import keras
+
+from keras_dist import _engine, runtime
+from keras_dist.data import epochs
+
+__all__ = ["GoOnWithoutLostRanks"]
+
+
+class GoOnWithoutLostRanks(keras.callbacks.Callback):
+    """Lets the other ranks go on when one dies, in place: no step is lost, nothing is rolled back.
+
+    Needs Open MPI 5 or newer, started by `mpiexec --with-ft ulfm`, which
+    `keras-dist run --on-failure continue` does; elsewhere the root says so, and the job ends when a
+    rank dies. The step in which a rank died is reduced among the others, who have their gradients
+    still. From then on:
+
+    - The others are numbered anew, 0 to `size() - 1`, in their order. If the root died the next
+      rank takes its place: it prints, a line an epoch, and writes checkpoints.
+    - Averages are those of the ranks that are left.
+    - From the next epoch on, arrays that `keras_dist.data.shard` shares out are shared out anew:
+      the number of steps and the samples in a step of all ranks stay, so each rank's batches grow,
+      and the learning rate stays right as it is. What the dead still had to do in the epoch of its
+      death is left out. Other data is not shared out anew: each rank keeps its part, and the batch
+      of all ranks is smaller by that of the dead.
+
+    A rank that raises is not lost: its error ends the job. So does a death where there are process
+    sets, or between the end of an uneven epoch's steps and what follows.
+
+    Collective: every rank must pass it to `fit`, behind `MetricAverageCallback`.
+
+    Args:
+        verbose: whether a rank that becomes the root prints. Defaults to `True`.
+    """
+
+    def __init__(self, verbose: bool = True):
+        super().__init__()
+        runtime.outlive_ranks()
+        self.verbose = verbose
+        self._name = secrets.token_hex(8)
+        self._bar: keras.callbacks.Callback | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Notes whose duties are this rank's."""
+        self._was_root = runtime.rank() == 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Shares data and duties out anew, where ranks have died in the last epoch."""
+        # One rank may hear of a death before another. What they gather is the same on all.
+        names = _engine.allgather_object(
+            runtime.communicator(), self._name, operation="counting the ranks"
+        )
+        epochs.share_out(names.index(self._name), len(names))
+        if self._bar is None and self.verbose and runtime.rank() == 0 and not self._was_root:
+            keras.utils.enable_interactive_logging()
+            self._bar = keras.callbacks.ProgbarLogger()
+            self._bar.set_params({**self.params, "verbose": 2})
+            self._bar.set_model(self.model)
+        if self._bar is not None:
+            self._bar.on_epoch_begin(epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Prints, as the root that this rank has become."""
+        if self._bar is not None:
+            self._bar.on_epoch_end(epoch, logs)

@@ -1,0 +1,218 @@
+"""Ranks die, and the others go on in place: Open MPI 5 with its ULFM."""
+
+import pytest
+
+ULFM = ("--with-ft", "ulfm")
+GO_ON = {"KERAS_DIST_ON_FAILURE": "continue"}
+BEGIN = """
+import signal
+import numpy as np
+from keras_dist import collectives
+runtime.init()
+me = runtime.rank()
+def die():
+    fault()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+# Each rank brings a power of two, so a sum says whose part is in it.
+STEPS = """
+kills = {1: 4, 2: 9}
+sums = []
+for step in range(14):
+    if kills.get(me) == step:
+        die()
+    total = collectives.allreduce(np.full(50_000, 2.0**me), op="sum", name="gradients")
+    assert (total == total[0]).all()
+    sums.append(int(total[0]))
+    if step == 11:
+        collectives.join()
+assert len(set(map(tuple, collectives.allgather_object(sums)))) == 1
+assert collectives.broadcast([me], root_rank=0).tolist() == [0]
+if runtime.rank() == 0:
+    print("sums", sums)
+"""
+
+
+@pytest.mark.parametrize("way", ["copy", "mpi"])
+@pytest.mark.fault(
+    "two of four ranks are killed, one after the other, with `on_failure=continue`",
+    "each step is reduced among the others, who lose none; equal results, exit code 0",
+    within=20,
+)
+def test_two_of_four_die(job, open_mpi, way):
+    ended = job(
+        4, BEGIN + STEPS, bare=True, python=open_mpi, options=ULFM, KERAS_DIST_REDUCE=way, **GO_ON
+    )
+    assert ended.returncode == 0, ended.stdout
+    assert f"sums {[15] * 4 + [13] * 5 + [9] * 5}" in ended.stdout
+    assert "keras_dist: rank 1 has died. 3 of 4 ranks go on" in ended.stdout
+    assert "keras_dist: rank 1 has died. 2 of 3 ranks go on" in ended.stdout
+
+
+@pytest.mark.fault(
+    "the root is killed while others wait for its broadcast, with `on_failure=continue`",
+    "the next rank is the root, and its value is sent",
+    within=15,
+)
+def test_the_root_dies_in_a_broadcast(job, open_mpi):
+    text = """
+if me == 0:
+    die()
+assert collectives.broadcast_object(f"from {me}") == "from 1"
+assert (runtime.rank(), runtime.size()) == (me - 1, 2)
+"""
+    ended = job(3, BEGIN + text, bare=True, python=open_mpi, options=ULFM, **GO_ON)
+    assert ended.returncode == 0, ended.stdout
+
+
+@pytest.mark.fault(
+    "a rank is killed while another has joined, being out of data, with `on_failure=continue`",
+    "the others reduce and join as before",
+    within=15,
+)
+def test_a_rank_dies_while_another_has_joined(job, open_mpi):
+    text = """
+if me != 1:
+    for step in range(3):
+        if me == 2 and step == 1:
+            die()
+        total = collectives.allreduce(2.0**me, op="sum")
+        assert total == [9 + 4, 9, 9][step], total
+collectives.join()
+assert collectives.allreduce(2.0**me, op="sum") == 11
+"""
+    ended = job(4, BEGIN + text, bare=True, python=open_mpi, options=ULFM, **GO_ON)
+    assert ended.returncode == 0, ended.stdout
+
+
+@pytest.mark.fault(
+    "a rank is killed where there are process sets, with `on_failure=continue`",
+    "the job ends; the error says that process sets cannot go on",
+    within=15,
+)
+def test_process_sets_cannot_go_on(job, open_mpi):
+    text = """
+runtime.add_process_set([0, 1])
+if me == 2:
+    die()
+collectives.barrier()
+"""
+    ended = job(3, BEGIN + text, bare=True, python=open_mpi, options=ULFM, **GO_ON)
+    assert ended.returncode != 0
+    assert "Expected no process sets where ranks go on" in ended.stdout
+
+
+@pytest.mark.fault(
+    "a rank raises, with `on_failure=continue`",
+    "its error ends the job as ever: an error of the script is none of one process",
+    within=10,
+)
+def test_an_error_is_no_death(job, open_mpi):
+    text = """
+if me == 1:
+    fault()
+    raise ValueError("broken on purpose")
+collectives.barrier()
+"""
+    ended = job(3, BEGIN + text, bare=True, python=open_mpi, options=ULFM, **GO_ON)
+    assert ended.returncode != 0
+    assert "[1] ValueError: broken on purpose" in ended.stdout
+
+
+@pytest.mark.fault(
+    "`on_failure=continue` with an MPI that cannot, and a rank is killed",
+    "said at the start, with the remedy; then the job ends",
+    within=5,
+)
+def test_mpi_that_cannot_go_on_is_said_at_the_start(job):
+    text = """
+if me == 1:
+    time.sleep(1)
+    die()
+collectives.barrier()
+"""
+    ended = job(2, BEGIN + text, bare=True, **GO_ON)
+    assert ended.returncode != 0
+    assert "cannot go on without a rank that dies: only Open MPI 5 or newer can" in ended.stdout
+    assert "keras-dist run --max-restarts" in ended.stdout
+
+
+FIT = """
+import signal
+import keras, numpy as np, keras_dist
+keras_dist.init()
+me = keras_dist.rank()
+x = np.random.default_rng(0).standard_normal((96, 8)).astype("float32")
+y = x.sum(axis=1, keepdims=True)
+train = keras_dist.data.shard((x, y), batch_size=8)
+test = keras_dist.data.shard((x, y), batch_size=8, shuffle=False)
+def die():
+    fault()
+    os.kill(os.getpid(), signal.SIGKILL)
+samples = []
+class Dying(keras.callbacks.Callback):
+    def set_model(self, model):
+        super().set_model(model)
+        if (me, KILL) == (1, "broadcast"):
+            die()
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        if epoch == 3:
+            samples.append(sum(len(batch[0]) for batch in train))
+    def on_train_batch_begin(self, batch, logs=None):
+        if (me, KILL, self.epoch, batch) == (0, "batch", 1, 2):
+            die()
+    def on_test_batch_begin(self, batch, logs=None):
+        if (me, KILL, self.epoch, batch) == (2, "validation", 1, 1):
+            die()
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(1)])
+model.compile(keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+save = model.save
+def dying_save(*args, **kwargs):
+    if (me, KILL, os.path.exists("saved.keras")) == (0, "checkpoint", True):
+        die()
+    save(*args, **kwargs)
+model.save = dying_save
+options = dict(checkpoint="saved.keras", on_failure="continue")
+callbacks = keras_dist.callbacks(Dying(), **options)
+history = model.fit(train, validation_data=test, epochs=4, verbose=2, callbacks=callbacks)
+keras_dist.verify_replicas(model)
+told = keras_dist.allgather_object((history.history, samples[-1]))
+if keras_dist.rank() == 0:
+    assert all(history == told[0][0] for history, _ in told)
+    assert history.history["loss"][-1] < history.history["loss"][0]
+    print("ended", keras_dist.size(), sum(count for _, count in told))
+    keras.saving.load_model("saved.keras")
+"""
+
+SITES = {
+    "batch": "the root is killed in the midst of an epoch",
+    "broadcast": "a rank is killed while weights are broadcast",
+    "checkpoint": "the root is killed while it writes a checkpoint",
+    "validation": "a rank is killed in validation",
+}
+
+
+@pytest.mark.parametrize(
+    "site",
+    [
+        pytest.param(
+            site,
+            marks=pytest.mark.fault(
+                f"{text} of `fit`, with `on_failure=continue`",
+                "training goes on, all data shared out among the others; equal weights",
+                within=60,
+            ),
+        )
+        for site, text in SITES.items()
+    ],
+)
+def test_fit_goes_on(job, open_mpi, tmp_path, site):
+    text = f"KILL = {site!r}\nimport os\nos.chdir({str(tmp_path)!r})\n{FIT}"
+    ended = job(3, text, python=open_mpi, options=ULFM, timeout=150)
+    assert ended.returncode == 0, ended.stdout
+    assert "ended 2 96" in ended.stdout
+    assert ended.stdout.count("Epoch 4/4") == 1
+    died = [line for line in ended.stdout.splitlines() if "has died" in line]
+    assert len(died) == 1 and "2 of 3 ranks go on" in died[0], ended.stdout
