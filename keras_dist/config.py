@@ -132,6 +132,13 @@ VARIABLES = (
         "stop or continue",
     ),
     Variable(
+        "restart",
+        _natural,
+        "0",
+        "how often `keras-dist run` has started this job anew; it sets it for the ranks",
+        "a whole number, 0 or more",
+    ),
+    Variable(
         "single_process",
         _flag,
         "0",
@@ -154,6 +161,7 @@ class Settings:
     stall_seconds: int
     stall_abort_seconds: int
     on_failure: str
+    restart: int
     single_process: bool
 
 

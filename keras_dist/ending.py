@@ -15,7 +15,9 @@ from types import TracebackType
 
 from keras_dist import errors
 
-__all__ = ["watch"]
+__all__ = ["PREEMPTED_EXIT_CODE", "watch"]
+
+PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL: state was kept, another try may go on
 
 GRACE_SECONDS = 0.5  # an error of all ranks reaches them at about the same time
 

@@ -9,7 +9,8 @@ from keras_dist import config, errors
 
 def test_defaults():
     settings = config.parse({})
-    assert settings == config.Settings(0, 0, True, "copy", "auto", "none", 60, 600, "stop", False)
+    expected = config.Settings(0, 0, True, "copy", "auto", "none", 60, 600, "stop", 0, False)
+    assert settings == expected
 
 
 def test_values_are_parsed():

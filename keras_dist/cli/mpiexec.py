@@ -1,0 +1,144 @@
+"""The mpiexec that belongs to the MPI library of mpi4py, and what it wants to be told."""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from keras_dist import errors
+
+__all__ = ["Library", "find_mpiexec", "load_library", "mpiexec_options"]
+
+# What says that slots come from a batch system, which knows them better.
+ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """An MPI library.
+
+    Args:
+        vendor: its name as mpi4py says it.
+        version: its version.
+        text: both, as the library says them itself.
+    """
+
+    vendor: str
+    version: tuple[int, ...]
+    text: str
+
+    @property
+    def is_open_mpi(self) -> bool:
+        """Whether its launcher is that of Open MPI; the others have Hydra, MPICH's."""
+        return self.vendor in ("Open MPI", "Spectrum MPI")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the ranks that are left can go on when one has died (ULFM)."""
+        return self.vendor == "Open MPI" and self.version >= (5,)
+
+
+def load_library() -> Library:
+    """Returns the MPI library that ranks will load; does not initialise MPI.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    import mpi4py
+
+    initialize, mpi4py.rc.initialize = mpi4py.rc.initialize, False  # this process is no rank
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py raises either, by version and cause
+        raise errors.LaunchError(
+            errors.explain(
+                "[keras-dist]",
+                "an MPI library",
+                f"none: {str(error).splitlines()[0]}",
+                "pip install 'keras_dist[mpich]', or load the cluster's MPI module.",
+            )
+        ) from None
+    finally:
+        mpi4py.rc.initialize = initialize
+    text = " ".join(MPI.Get_library_version().replace("\0", "").split()[:5])
+    return Library(*MPI.get_vendor(), text)
+
+
+def find_mpiexec(library: Library) -> str:
+    """Returns the path of the mpiexec that belongs to a library.
+
+    The wheels put it beside Python; the first on the PATH may be that of another library, whose
+    ranks would not find each other.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    seen = []
+    for path in dict.fromkeys(_candidates()):
+        if ("Open MPI" in _version(path)) == library.is_open_mpi:
+            return path
+        seen.append(path)
+    others = f"only {', '.join(seen)}, of another library" if seen else "none"
+    raise errors.LaunchError(
+        errors.explain(
+            "[keras-dist]",
+            f"the mpiexec of {library.text} beside {sys.executable} or on the PATH",
+            others,
+            "Load the module of that library. Where jobs are started by srun, use it in place of "
+            "keras-dist run.",
+        )
+    )
+
+
+def mpiexec_options(
+    library: Library, ranks: int, passed: Sequence[str], goes_on: bool
+) -> list[str]:
+    """Returns what an mpiexec is to be told besides program and environment.
+
+    Args:
+        library: to which it belongs.
+        ranks: the number of ranks.
+        passed: names of environment variables that ranks on other nodes need; Hydra passes all.
+        goes_on: whether ranks go on when one has died.
+    """
+    options = ["-n", str(ranks)]
+    if not library.is_open_mpi:
+        return options
+    if os.getuid() == 0:
+        options.append("--allow-run-as-root")
+    if ranks > _cores() and not any(name in os.environ for name in ALLOCATIONS):
+        options.append("--oversubscribe")
+    if goes_on:
+        options += ["--with-ft", "ulfm"]
+    for name in passed:
+        options += ["-x", name]
+    return options
+
+
+def _candidates() -> Iterator[str]:
+    beside = str(Path(sys.executable).with_name("mpiexec"))
+    for name in (beside, "mpiexec", "mpirun", "mpiexec.hydra"):
+        if (path := shutil.which(name)) is not None:
+            yield path
+
+
+def _version(mpiexec: str) -> str:
+    return subprocess.run(
+        [mpiexec, "--version"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ).stdout
+
+
+def _cores() -> int:
+    """Returns the cores this process may use, which are Open MPI's slots; not their threads."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    paths = [Path(siblings.format(cpu)) for cpu in os.sched_getaffinity(0)]
+    return len({path.read_text() if path.exists() else path for path in paths})

@@ -1,0 +1,177 @@
+"""`keras-dist run`: a failed job is started anew, one that is told to end leaves nothing."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import all_gone
+from jobs import BARE
+
+RUN = [sys.executable, "-c", "import sys; from keras_dist.cli import main; sys.exit(main())", "run"]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A function that starts the launcher with some options and a text for the ranks."""
+    started = []
+
+    def run(*options, text):
+        script = tmp_path / "train.py"
+        pids = (
+            f"import os, pathlib\npathlib.Path({str(tmp_path)!r}, f'pid-{{os.getpid()}}').touch()\n"
+        )
+        script.write_text(pids + text)
+        launcher = subprocess.Popen(
+            [*RUN, *options, str(script)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(launcher)
+        return launcher
+
+    yield run
+    for launcher in started:
+        launcher.kill()
+
+
+TRAINING = """
+import os, signal, sys
+from pathlib import Path
+import keras, numpy as np, keras_dist
+keras_dist.init()
+keras.utils.set_random_seed(7)
+folder = Path({folder!r})
+x = np.random.default_rng(0).standard_normal((48, 4)).astype("float32")
+data = keras_dist.data.shard((x, x.sum(axis=1, keepdims=True)), batch_size=4)
+model = keras.Sequential([
+    keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.2, seed=3),
+    keras.layers.Dense(1),
+])
+model.compile(keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+class Die(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        marker = folder / "died"
+        if self.epoch == 2 and batch == 3 and keras_dist.rank() == 1 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+backup = keras_dist.callbacks.BackupAndRestore(str(folder / "backup"))
+callbacks = keras_dist.callbacks(backup, *([Die()] if {dies} else []))
+model.fit(data, epochs=4, verbose=0, callbacks=callbacks)
+if keras_dist.rank() == 0:
+    np.savez(folder / "weights", *model.get_weights())
+print("restarts", os.environ["KERAS_DIST_RESTART"], flush=True)
+"""
+
+
+@pytest.mark.fault(
+    "a rank is killed in `fit`, under `keras-dist run --max-restarts`",
+    "the job starts anew from the last checkpoint; the weights equal those of an uninterrupted "
+    "run to the bit",
+    within=60,
+)
+def test_a_restarted_training_ends_with_the_weights_of_one_that_was_not_interrupted(
+    start, tmp_path
+):
+    found = []
+    for dies in (True, False):
+        folder = tmp_path / str(dies)
+        folder.mkdir()
+        options = ["-np", "2", "--max-restarts", "2"]
+        job = start(*options, text=TRAINING.format(folder=str(folder), dies=dies))
+        printed, _ = job.communicate(timeout=60)
+        assert job.returncode == 0, printed
+        assert printed.count(f"restarts {int(dies)}") == 2, printed
+        assert ("Restart 1 of 2 in 1 s." in printed) == dies
+        found.append(np.load(folder / "weights.npz"))
+    interrupted, whole = found
+    assert len(whole.files) == 4
+    for name in whole.files:
+        assert (interrupted[name] == whole[name]).all()
+
+
+@pytest.mark.fault(
+    "every try of a job fails, under `keras-dist run --max-restarts`",
+    "it ends after so many restarts, with the exit code of the last",
+    within=20,
+)
+def test_a_job_that_always_fails_is_given_up(start):
+    text = f"{BARE}runtime.init()\nraise SystemExit(7)"
+    job = start("-np", "2", "--max-restarts", "2", text=text)
+    printed, _ = job.communicate(timeout=20)
+    assert job.returncode == 7, printed
+    assert "failed with exit code 7. Restart 1 of 2 in 1 s." in printed
+    assert "failed with exit code 7. Restart 2 of 2 in 2 s." in printed
+    assert "failed with exit code 7, after 2 restarts." in printed
+
+
+@pytest.mark.parametrize("code", [2, 75])
+def test_some_ends_are_passed_on_at_once(start, code):
+    job = start("-np", "2", "--max-restarts", "2", text=f"raise SystemExit({code})")
+    printed, _ = job.communicate(timeout=60)
+    assert job.returncode == code
+    assert "Restart" not in printed
+
+
+WAITING = f"""{BARE}
+import time
+from keras_dist import collectives
+runtime.init()
+collectives.barrier()
+print("ready", flush=True)
+if runtime.rank() == 0:
+    time.sleep(100)
+collectives.barrier()
+"""
+
+
+@pytest.mark.fault(
+    "Ctrl-C, SIGTERM, SIGHUP or SIGKILL to `keras-dist run`",
+    "all ranks end, nothing is left, nothing is started anew",
+    within=5,
+)
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
+def test_a_launcher_that_is_told_to_end_leaves_nothing(start, tmp_path, name):
+    job = start("-np", "2", "--max-restarts", "2", text=WAITING)
+    wait_until_ready(job)
+    told = time.monotonic()
+    job.send_signal(number := getattr(signal, name))
+    printed, _ = job.communicate(timeout=30)
+    assert job.returncode == (128 + number if name != "SIGKILL" else -number), printed
+    all_gone(tmp_path, printed)
+    assert time.monotonic() - told < 5
+    assert "Restart" not in printed
+
+
+@pytest.mark.fault(
+    "Ctrl-C twice to `keras-dist run` whose ranks ignore it",
+    "all ranks are killed, nothing is left",
+    within=5,
+)
+def test_a_second_interrupt_kills(start, tmp_path):
+    ignores = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    job = start("-np", "2", text=ignores + WAITING)
+    wait_until_ready(job)
+    told = time.monotonic()
+    job.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    job.send_signal(signal.SIGINT)
+    printed, _ = job.communicate(timeout=30)
+    assert job.returncode == 128 + signal.SIGINT
+    all_gone(tmp_path, printed)
+    assert time.monotonic() - told < 5
+
+
+def wait_until_ready(job):
+    """Reads what a job prints until both ranks wait."""
+    ready = 0
+    while ready < 2:
+        line = job.stdout.readline()
+        assert line, "the job ended"
+        ready += line.count("ready")
