@@ -159,7 +159,7 @@ _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split
 
 # Under a launcher two things cannot wait until keras_dist is used.
 launcher.limit_threads()
-if (announced := launcher.announced_size()) is not None and announced.size > 1:
+if launcher.starts_ranks():
     ending.watch()
 
 

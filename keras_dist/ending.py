@@ -8,7 +8,9 @@ from the moment keras_dist is imported.
 import atexit
 import functools
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from types import TracebackType
@@ -19,16 +21,18 @@ __all__ = ["PREEMPTED_EXIT_CODE", "watch"]
 
 PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL: state was kept, another try may go on
 
+INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT  # as a shell says it
 GRACE_SECONDS = 0.5  # an error of all ranks reaches them at about the same time
 
 
 @functools.cache
 def watch() -> None:
     """Watches for the end of this process. Further calls do nothing."""
-    previous = sys.excepthook
+    previous, pid = sys.excepthook, os.getpid()
+    of_threads = threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if _alone():
+        if os.getpid() != pid or _alone():  # a forked child is no rank
             previous(kind, error, trace)
             return
         _report("".join(traceback.format_exception(kind, error, trace)))
@@ -37,10 +41,19 @@ def watch() -> None:
         # A launcher ends the others as soon as one is gone; let them say the same first.
         time.sleep(GRACE_SECONDS)
         if not isinstance(error, errors.LaunchError):  # then MPI had better be left alone
-            _end_all()
+            _end_all(INTERRUPTED_EXIT_CODE if isinstance(error, KeyboardInterrupt) else 1)
 
-    sys.excepthook = hook
-    atexit.register(_leave, os.getpid())
+    def thread_hook(failed: threading.ExceptHookArgs) -> None:
+        # As in one process a thread ends alone; but which rank's it was must be told.
+        if os.getpid() != pid or _alone() or failed.exc_type is SystemExit:
+            of_threads(failed)
+            return
+        name = failed.thread.name if failed.thread is not None else "unknown"
+        text = traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
+        _report(f"Exception in thread {name}:\n{''.join(text)}")
+
+    sys.excepthook, threading.excepthook = hook, thread_hook
+    atexit.register(_leave, pid)
 
 
 def _alone() -> bool:
@@ -48,8 +61,7 @@ def _alone() -> bool:
 
     if runtime.is_initialized():
         return runtime.size() == 1
-    announced = launcher.announced_size()
-    return announced is None or announced.size == 1
+    return not launcher.starts_ranks()
 
 
 def _report(text: str) -> None:
@@ -71,27 +83,39 @@ def _report(text: str) -> None:
 
 
 def _leave(pid: int) -> None:
-    """Meets the other ranks at the end of the script; ends the job when they are elsewhere."""
+    """Leaves MPI at the end of the script, after the last meeting where there are other ranks."""
     from keras_dist import _engine, runtime
 
-    # A forked child is no rank.
-    if os.getpid() != pid or not runtime.is_initialized():
+    if os.getpid() != pid:  # a forked child
         return
+    if runtime.is_initialized():
+        _meet()
+    _engine.stop_mpi()
+
+
+def _meet() -> None:
+    """Meets the other ranks; ends the job when they are elsewhere."""
+    from keras_dist import _engine, runtime
+
     comms = runtime.communicators()
     if comms[0].mpi is not None and comms[0].mpi.Is_finalized():
         return
     try:
         _engine.at_the_end(comms)
+        if comms[0].size > 1:
+            runtime.leave("a call from a handler of atexit, when the ranks had met and left")
     except errors.MismatchError as error:
         _report(f"{error}\n")
         time.sleep(GRACE_SECONDS)
-        _end_all()
+        _end_all(1)
+    except KeyboardInterrupt:
+        _end_all(INTERRUPTED_EXIT_CODE)
 
 
-def _end_all() -> None:
+def _end_all(code: int) -> None:
     from keras_dist import _engine
 
     mpi = _engine.load_mpi()
     if mpi is not None:
         _engine.start_mpi(mpi)
-        mpi.COMM_WORLD.Abort(1)
+        mpi.COMM_WORLD.Abort(code)

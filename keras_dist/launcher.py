@@ -6,6 +6,7 @@ not belong together, and to size thread pools before MPI is up.
 """
 
 import dataclasses
+import multiprocessing
 import os
 from collections.abc import Mapping
 
@@ -14,7 +15,9 @@ __all__ = [
     "announced_local_size",
     "announced_size",
     "has_sized_threads",
+    "is_child",
     "limit_threads",
+    "starts_ranks",
 ]
 
 # Launcher, variable with the number of ranks. The first that is present wins: a process
@@ -70,6 +73,21 @@ def announced_local_size(environment: Mapping[str, str] = os.environ) -> int:
         if size is not None:
             return size
     return _slurm_tasks_per_node(environment)
+
+
+def is_child() -> bool:
+    """Tells whether `multiprocessing` has started this process: its parent is the rank.
+
+    It inherits the environment, and a script that is not guarded runs in it from the top.
+    """
+    runs_script = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return runs_script or multiprocessing.parent_process() is not None
+
+
+def starts_ranks() -> bool:
+    """Tells whether a launcher has started this process as one of several ranks."""
+    announced = announced_size()
+    return announced is not None and announced.size > 1 and not is_child()
 
 
 def limit_threads() -> None:

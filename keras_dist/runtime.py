@@ -5,7 +5,9 @@ runs a collective before `init` was called initialises keras_dist with its defau
 is joined is `startup`'s; moves no data.
 """
 
+import functools
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,6 +34,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "leave",
     "local_rank",
     "local_size",
     "may_outlive_ranks",
@@ -48,6 +51,7 @@ __all__ = [
 
 _log = logging.getLogger("keras_dist")
 _sets: SetTable | None = None  # with the communicator of all ranks
+_left: str | None = None  # how this process has ceased to be a rank, if it has
 
 USUAL_BUCKET_NBYTES = 25 * 2**20
 
@@ -75,7 +79,8 @@ def init(
 
     Raises:
         LaunchError: the launcher speaks of more ranks than MPI sees, or MPI does not allow
-            calls from several threads.
+            calls from several threads; or this is a child of a rank, made by a fork or by
+            `multiprocessing`.
         ArgumentTypeError: `comm` is neither a communicator nor a list of ranks, or
             `process_sets` no list of `ProcessSet`; the latter is raised on every rank, as are
             the next two.
@@ -97,6 +102,17 @@ def init(
         if new := without_id(wanted):
             _sets.add(lambda: check_list(new), "init")
         return
+    if _left is not None:
+        raise errors.LaunchError(
+            errors.explain(
+                "[keras_dist]",
+                "the process that has called keras_dist.init, before the end of its script",
+                _left,
+                "Use keras_dist in that process alone, and hand its workers what they need, such "
+                "as the rank, as arguments.",
+            )
+        )
+    _watch_forks()
     joined = startup.join_ranks(comm)
     sets = SetTable(joined, comm if _engine.is_communicator(comm) else None)
     try:
@@ -127,6 +143,16 @@ def shutdown() -> None:
     if _sets is not None:
         _sets.free()
         _sets = None
+
+
+def leave(how: str) -> None:
+    """Makes this process no rank any more, without a word to the others; any use is an error.
+
+    Args:
+        how: how it has come to that, for the message.
+    """
+    global _sets, _left
+    _sets, _left = None, how
 
 
 def is_initialized() -> bool:
@@ -332,6 +358,15 @@ def notify(message: str) -> None:
     """Tells the user something, once for the job: only rank 0 logs it, as a warning."""
     if rank() == 0:
         _log.warning(message)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_be_no_rank)
+
+
+def _be_no_rank() -> None:
+    leave(f"process {os.getpid()}, which was forked from it and is no rank")
 
 
 def _process_sets() -> SetTable:

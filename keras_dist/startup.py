@@ -41,6 +41,8 @@ def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
         MismatchError: settings differ between the ranks.
     """
     alone = config.settings().single_process
+    if not alone:
+        _check_process()
     mpi = None if alone else _engine.load_mpi()
     if mpi is not None:
         _check_launcher(mpi)
@@ -53,6 +55,8 @@ def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
     settings = config.settings()
     joined = _engine.Communicator(mpi, members, settings.reduce)
     joined.watch(settings.stall_seconds, settings.stall_abort_seconds)
+    if mpi is not None:
+        _engine.take_names_away()
     return joined
 
 
@@ -105,6 +109,19 @@ def _subset(mpi: Any, ranks: list[int]) -> Any:
         )
     group = world.group.Incl(sorted(set(ranks)))
     return world.Create_group(group)
+
+
+def _check_process() -> None:
+    if launcher.is_child() and launcher.announced_size() is not None:
+        raise errors.LaunchError(
+            errors.explain(
+                "[keras_dist.init]",
+                "a process that a launcher has started",
+                "a child that multiprocessing has started from one, which is no rank",
+                "Put what the script does under if __name__ == '__main__', so that its children "
+                "do not run it, and use keras_dist in the script alone.",
+            )
+        )
 
 
 def _check_launcher(mpi: Any) -> None:

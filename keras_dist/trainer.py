@@ -8,12 +8,14 @@ distributed, and does nothing for models with other optimizers.
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from keras_dist import _backends, _engine, errors, runtime
+from keras_dist.fit_plan import agree_on_fit
 from keras_dist.reduction import distributed_optimizers, move_outwards
 
 __all__ = ["watch_models"]
@@ -50,8 +52,23 @@ def watch_models() -> None:
         return made
 
     keras.Model.make_train_function = make_train_function
+    keras.Model.fit = _agreed(keras.Model.fit)
     for task in ("fit", "evaluate", "predict"):
         setattr(keras.Model, task, _noted(getattr(keras.Model, task), task))
+
+
+def _agreed(fit: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the `fit` of models, with a comparison of its arguments between the ranks before."""
+    signature = inspect.signature(fit)
+
+    @functools.wraps(fit)
+    def agreed(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        agree_on_fit(bound.arguments)
+        return fit(*args, **kwargs)
+
+    return agreed
 
 
 def _noted(method: Callable[..., Any], task: str) -> Callable[..., Any]:

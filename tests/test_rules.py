@@ -20,7 +20,7 @@ ENGINE = "numpy .config .errors ._engine.*"
 ON_KERAS = (
     "keras numpy .runtime ._backends ._engine .config .errors .launcher "
     ".callbacks .collectives .layers .optimizer .process_sets .reduce_op .reduction .replicas "
-    ".saved_terms .terms "
+    ".fit_plan .saved_terms .terms "
     ".trainer"
 )
 DATA = (
@@ -65,6 +65,7 @@ TABLE = [
     (".collectives.*",  f"{FACE} .config .process_sets .reduce_op .collectives.*",    ""),
     (".asynchronous",          ".runtime ._engine .collectives .errors",      ""),
     (".optimizer",             ON_KERAS,                                      ""),
+    (".fit_plan",              ON_KERAS,                                      ""),
     (".layers",                ON_KERAS,                                      ""),
     (".optimizers",            "keras .errors",                               ""),
     (".compression",           "._engine",                                    ""),

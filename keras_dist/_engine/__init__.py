@@ -27,6 +27,8 @@ from keras_dist._engine.mpi_library import (
     mpi_failure,
     outlives_processes,
     start_mpi,
+    stop_mpi,
+    take_names_away,
 )
 from keras_dist._engine.progress import begin_epoch, during
 from keras_dist._engine.recovery import Recovery
@@ -72,6 +74,8 @@ __all__ = [
     "reducescatter",
     "stand_in",
     "start_mpi",
+    "stop_mpi",
+    "take_names_away",
     "telling",
     "waited_seconds",
 ]

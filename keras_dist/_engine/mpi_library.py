@@ -1,7 +1,10 @@
-"""The MPI library behind mpi4py: loaded, started, named. Knows no ranks."""
+"""The MPI library behind mpi4py: loaded, started, named, ended. Knows no ranks."""
 
+import contextlib
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -12,27 +15,33 @@ __all__ = [
     "mpi_failure",
     "outlives_processes",
     "start_mpi",
+    "stop_mpi",
+    "take_names_away",
 ]
 
 ULFM = "OMPI_MCA_mpi_ft_enable"  # set by Open MPI's mpiexec
 
 _failure: str | None = None
+_is_ours_to_end = False
 
 
 def load_mpi() -> Any | None:
     """Imports mpi4py's MPI but does not initialise it, so that it can be looked at first.
 
     An MPI library that was started by the launcher of another one may end the process as
-    soon as it is initialised.
+    soon as it is initialised. Nor does mpi4py end it, unless the user's script has imported MPI
+    before: it would do so in forked children too, and leave their parents waiting.
 
     Returns:
         mpi4py's `MPI` module; `None` when there is no MPI library, see `mpi_failure`.
     """
-    global _failure
+    global _failure, _is_ours_to_end
     import mpi4py
 
+    if "mpi4py.MPI" in sys.modules:
+        return sys.modules["mpi4py.MPI"]
     initialize, mpi4py.rc.initialize = mpi4py.rc.initialize, False
-    finalize, mpi4py.rc.finalize = mpi4py.rc.finalize, True
+    finalize, mpi4py.rc.finalize = mpi4py.rc.finalize, False
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises either, by version and cause
@@ -40,6 +49,7 @@ def load_mpi() -> Any | None:
         return None
     finally:
         mpi4py.rc.initialize, mpi4py.rc.finalize = initialize, finalize
+    _is_ours_to_end = True
     return MPI
 
 
@@ -63,6 +73,26 @@ def failed_process(mpi: Any, error: BaseException) -> bool:
 def outlives_processes() -> bool:
     """Tells whether MPI goes on when a process dies: Open MPI 5, started by `--with-ft ulfm`."""
     return os.environ.get(ULFM) in ("1", "true")
+
+
+def stop_mpi() -> None:
+    """Finalizes MPI where it was loaded here, at the end of a rank. Collective: every rank."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if _is_ours_to_end and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def take_names_away() -> None:
+    """Removes the names of MPICH's shared memory, so that a killed job leaves none.
+
+    MPICH opens it by name while it starts, and does not mind at its end that the name is gone.
+    Every rank of the node must have started MPI.
+    """
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        for name in set(re.findall(r"/dev/shm/mpich_shm_\w+$", maps.read_text(), re.MULTILINE)):
+            with contextlib.suppress(FileNotFoundError):  # another rank was quicker
+                os.unlink(name)
 
 
 def mpi_failure() -> str | None:

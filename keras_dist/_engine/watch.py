@@ -85,6 +85,7 @@ class Watch:
         self._talks = all(talks for _, _, talks in told)
         self._idle_seconds = min(MAX_IDLE_SECONDS, min(filter(None, (period, limit))) / 4)
         self._patience = 2 * self._idle_seconds + PATIENCE_SECONDS
+        self._launcher = os.getppid()
         self._busy_until = 0.0
         self._sent: list[Any] = []
         self._coming: list[Any] = []
@@ -124,6 +125,8 @@ class Watch:
             while not self._closing.wait(self._pause()):
                 if self._mpi.Is_finalized():
                     return
+                if os.getppid() != self._launcher:
+                    self._end_alone()
                 for message in self._receive():
                     self._hear(*message)
                 self._look()
@@ -133,6 +136,18 @@ class Watch:
             if failed_process(self._mpi, error):
                 return  # whoever waits for that rank says so
             _log.warning("[rank %d] The stall watch has ended: %r", self._rank, error)
+
+    def _end_alone(self) -> None:
+        """Ends this rank, whose launcher was killed: nobody else would."""
+        try:
+            _log.error(
+                "[rank %d of %d] ends: its launcher, process %d, is gone.",
+                self._rank,
+                self._size,
+                self._launcher,
+            )
+        finally:
+            os._exit(1)
 
     def _pause(self) -> float:
         return BUSY_SECONDS if time.perf_counter() < self._busy_until else self._idle_seconds

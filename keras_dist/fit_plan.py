@@ -1,0 +1,73 @@
+"""The plan of a fit: which of its arguments must be equal on all ranks, and that they are.
+
+The callbacks of keras_dist meet at the begin and end of epochs and at validation. A rank that
+makes more epochs than the others, or validates where they do not, would come to meetings alone.
+"""
+
+from typing import Any
+
+import keras
+
+from keras_dist import _engine, errors, runtime
+
+__all__ = ["agree_on_fit"]
+
+MEETING = "the begin of fit with the callbacks of keras_dist"
+VALIDATE_TOGETHER = ("MetricAverageCallback", "AverageStatisticsCallback")
+SAME_CALLBACKS = (
+    "Pass those of keras_dist on every rank; one that is for the root alone goes into "
+    "keras_dist.callbacks.RootOnly, and Keras' own may be in the list of one rank."
+)
+
+
+def agree_on_fit(arguments: dict[str, Any]) -> None:
+    """Makes sure that the ranks mean the same fit, where callbacks of keras_dist take part.
+
+    Not compared is what may differ: the data, the number of its batches, `verbose`, callbacks of
+    Keras and of the user's own. Collective: every rank; blocks.
+
+    Args:
+        arguments: those of `fit` by name, defaults included.
+
+    Raises:
+        MismatchError: they differ; raised on every rank with the same text.
+    """
+    ours = [name for one in _flat(arguments["callbacks"]) if (name := _name(one)) is not None]
+    if not ours or runtime.size() == 1:
+        return
+    comm = runtime.communicator()
+    plans = _engine.allgather_object(comm, _plan(arguments, ours), operation=MEETING)
+    for rank, plan in enumerate(plans):
+        for name, expected in plans[0].items():
+            if plan.get(name) != expected:
+                raise errors.MismatchError(
+                    errors.explain(
+                        f"[rank {rank} of {comm.size}]",
+                        f"{name}={expected} in fit as on rank 0",
+                        f"{name}={plan.get(name)}",
+                        SAME_CALLBACKS if name == "callbacks" else f"Pass the same {name}.",
+                    )
+                )
+
+
+def _plan(arguments: dict[str, Any], ours: list[str]) -> dict[str, str]:
+    """Returns what is compared, by the name that the user knows; as text, for messages."""
+    plan = {"callbacks": ", ".join(ours)}
+    plan.update({name: str(arguments[name]) for name in ("epochs", "initial_epoch")})
+    if any(name in ours for name in VALIDATE_TOGETHER):
+        validates = arguments["validation_data"] is not None or arguments["validation_split"]
+        plan["validation_data"] = "some" if validates else "none"
+        plan["validation_freq"] = str(arguments["validation_freq"]) if validates else "none"
+    return plan
+
+
+def _flat(callbacks: Any) -> list[Any]:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks.callbacks
+    return keras.tree.flatten(callbacks) if callbacks else []
+
+
+def _name(callback: Any) -> str | None:
+    """Returns the name of the class of keras_dist that a callback is of, if it is of one."""
+    classes = [one for one in type(callback).__mro__ if one.__module__.startswith("keras_dist.")]
+    return classes[0].__name__ if classes else None

@@ -1,0 +1,193 @@
+"""Ranks that call different things: the same error on all of them, and never a hang."""
+
+import re
+
+import pytest
+
+ENDS = "an error on every rank that names the rank, what differs and the remedy"
+
+
+def assert_all_told(ended, ranks, message):
+    """Checks that the job failed, and that the last words of every rank say why."""
+    assert ended.returncode != 0
+    for rank in range(ranks):
+        last_words = [line for line in ended.stdout.splitlines() if line.startswith(f"[{rank}] ")]
+        assert message in last_words[-1], ended.stdout
+
+
+CALLS = {
+    "another operation": (
+        "collectives.allreduce(1.0) if runtime.rank() == 0 else collectives.barrier()",
+        "[rank 1 of 2] Expected allreduce('value') as on rank 0. Received: barrier.",
+    ),
+    "another shape": (
+        "collectives.allreduce([0.0] * (3 + runtime.rank()))",
+        "[rank 1 of 2] Expected 'value' with shape (3,) as on rank 0. Received: (4,).",
+    ),
+    "another dtype": (
+        "collectives.allreduce(np.ones(3, ['f4', 'f8'][runtime.rank()]))",
+        "[rank 1 of 2] Expected 'value' with dtype float32 as on rank 0. Received: float64.",
+    ),
+    "another name": (
+        "collectives.allreduce(1.0, name='loss' if runtime.rank() == 0 else 'norm')",
+        "[rank 1 of 2] Expected name='loss' in allreduce('loss') as on rank 0. Received: name=",
+    ),
+    "another root": (
+        "collectives.broadcast(1.0, root_rank=runtime.rank())",
+        "[rank 1 of 2] Expected root_rank=0 in broadcast",
+    ),
+    "a root that is not there": (
+        "collectives.broadcast(1.0, root_rank=9)",
+        "Expected root_rank to be a rank of this job",
+    ),
+    "a bad argument on one rank": (
+        "collectives.allreduce('text' if runtime.rank() == 1 else 1.0)",
+        "[rank 1 of 2] Expected value to have a dtype",
+    ),
+}
+
+
+@pytest.mark.fault(
+    "a rank calls with another operation, shape, dtype, name or root", ENDS, within=5
+)
+@pytest.mark.parametrize("case", CALLS)
+def test_another_call(job, case):
+    text, message = CALLS[case]
+    begin = "import numpy as np\nfrom keras_dist import collectives\nruntime.init()\nfault()\n"
+    assert_all_told(job(2, begin + text, bare=True), 2, message)
+
+
+MODELS = """
+import keras, numpy as np, keras_dist
+keras_dist.init()
+rank = keras_dist.rank()
+def fit(layers, samples=8):
+    layers = [keras.layers.Dense(units) for units in layers]
+    model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1)])
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    data = keras_dist.data.shard((np.ones((samples, 6)), np.ones((samples, 1))), batch_size=4)
+    fault()
+    model.fit(data, verbose=0, callbacks=keras_dist.callbacks())
+for options in dict(layers=[4] * (1 + 2 * rank)), dict(layers=[4], samples=1):
+    try:
+        fit(**options)
+    except (keras_dist.errors.MismatchError, keras_dist.errors.DataError) as error:
+        print(f"{rank}: {error}\\n", end="", flush=True)
+fit([4 + rank])
+"""
+
+
+@pytest.mark.fault("a rank trains another model, more layers or other shapes", ENDS, within=10)
+@pytest.mark.fault("too few samples for all ranks", "an error on every rank", within=10)
+def test_another_model(job):
+    ended = job(2, MODELS, KERAS_BACKEND="jax")
+    same_model = "Build the same model, with the same optimizer, on every rank."
+    assert_all_told(ended, 2, same_model)
+    for rank in range(2):
+        told = [line for line in ended.stdout.splitlines() if line.startswith(f"{rank}: ")]
+        assert same_model in told[0], told
+        assert "Expected at least 2 samples" in told[1], told
+
+
+# --- A rank that has left
+
+
+LEFT = (
+    "[rank 1 of 2] Expected allreduce('loss') as on rank 0. Received: the end of the script. "
+    "Every rank must make the same calls and the same number of steps"
+)
+
+
+@pytest.mark.fault("a rank leaves by the end of its script, or by `sys.exit`", ENDS, within=5)
+@pytest.mark.parametrize("ending", ["pass", "raise SystemExit(0)", "raise SystemExit(3)"])
+def test_a_rank_that_leaves_early(job, ending):
+    text = f"""
+from keras_dist import collectives
+if runtime.rank() == 1:
+    fault()
+    {ending}
+else:
+    collectives.allreduce(1.0, name="loss")
+"""
+    ended = job(2, text, bare=True)
+    assert ended.returncode != 0
+    assert LEFT in ended.stdout
+
+
+@pytest.mark.fault("a rank leaves while others have more queued", ENDS, within=5)
+def test_a_rank_that_leaves_while_others_have_more_queued(job):
+    text = """
+from keras_dist import asynchronous
+asynchronous.allreduce_async(1.0)
+fault()
+if runtime.rank() == 0:
+    asynchronous.allreduce_async(1.0, name="loss")
+"""
+    ended = job(2, text, bare=True)
+    assert ended.returncode != 0
+    assert LEFT in ended.stdout
+
+
+@pytest.mark.fault("a rank leaves while others call on a process set", ENDS, within=5)
+@pytest.mark.parametrize("way", ["copy", "mpi"])
+def test_a_rank_that_leaves_while_others_call_on_a_process_set(job, way):
+    text = """
+from keras_dist import collectives
+from keras_dist.process_sets import ProcessSet
+first, last = ProcessSet([0, 1]), ProcessSet([1, 2])
+runtime.init(process_sets=[first, last])
+fault()
+if runtime.rank() == 1:
+    collectives.allreduce(1.0, name="loss", process_set=last)
+"""
+    ended = job(3, text, bare=True, KERAS_DIST_REDUCE=way)
+    assert ended.returncode != 0
+    assert (
+        "[rank 2 of 3] Expected allreduce('loss') as on rank 1. Received: the end of the script. "
+        "Every rank must make the same calls"
+    ) in ended.stdout
+
+
+TRAINING = """
+import keras, numpy as np, keras_dist
+keras_dist.init()
+def build():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    return model
+x, y = np.ones((8, 3)), np.ones((8, 1))
+class Slow(keras.callbacks.Callback):
+    def on_test_begin(self, logs=None):
+        time.sleep(3)
+class Test(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if keras_dist.rank() == 1 and epoch == 1:
+            build().evaluate(x, y, verbose=0, callbacks=[Slow()])
+def fit(callbacks=(), **options):
+    options.update(batch_size=4, verbose=0, callbacks=keras_dist.callbacks(*callbacks))
+    model.fit(x, y, **options)
+model = build()
+fit([Test()], epochs=2)
+fault()
+if keras_dist.rank() == 0:
+    fit()
+"""
+
+
+@pytest.mark.fault(
+    "a rank is in `evaluate` while another is in `fit`",
+    "the root says so, with the stack, after `KERAS_DIST_STALL_SECONDS`; the job goes on",
+    within=5,
+)
+@pytest.mark.fault("a rank is in `fit` when another has left training", ENDS, within=5)
+def test_a_rank_in_evaluate_or_after_training_is_named_as_such(job):
+    periods = {"KERAS_DIST_STALL_SECONDS": "1", "KERAS_DIST_STALL_ABORT_SECONDS": "0"}
+    ended = job(2, TRAINING, KERAS_BACKEND="jax", **periods)
+    assert ended.returncode != 0
+    lines = ended.stdout.splitlines()
+    waited = r"keras_dist: rank 0 of 2 has waited \d+ s for rank 1 in .* \(in fit, epoch 2\)\."
+    assert any(re.fullmatch(waited, line) for line in lines), ended.stdout
+    there = re.compile(r"Rank 1 \(pid \d+ on .*\), in evaluate within fit, epoch 2:")
+    assert any(there.fullmatch(line) for line in lines), ended.stdout
+    assert ", in on_test_begin" in ended.stdout
+    assert "Received: the end of the script. Rank 0 is in fit, rank 1 after fit. " in ended.stdout
