@@ -109,6 +109,7 @@ def _meet() -> None:
         time.sleep(GRACE_SECONDS)
         _end_all(1)
     except KeyboardInterrupt:
+        _report("KeyboardInterrupt while waiting for the other ranks at the end of the script\n")
         _end_all(INTERRUPTED_EXIT_CODE)
 
 
