@@ -29,7 +29,7 @@ class Ended:
 
     Args:
         code: the exit code of mpiexec, by which shells know it.
-        signal: the first signal that was passed on to it, if there was one.
+        signal: the first signal by which it was asked to end, if there was one.
         timed_out: whether it took too long.
     """
 
@@ -85,7 +85,7 @@ class _Job:
                 signal.signal(number, handler)
         if code != 0:
             _kill(lambda: _children() - others)
-        first = self._signals[0] if self._signals else None
+        first = next((number for number in self._signals if number in ENDING), None)
         return Ended(code if code >= 0 else 128 - code, first, self._timed_out)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:

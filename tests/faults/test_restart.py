@@ -66,7 +66,7 @@ callbacks = keras_dist.callbacks(backup, *([Die()] if {dies} else []))
 model.fit(data, epochs=4, verbose=0, callbacks=callbacks)
 if keras_dist.rank() == 0:
     np.savez(folder / "weights", *model.get_weights())
-print("restarts", os.environ["KERAS_DIST_RESTART"], flush=True)
+print(f"restarts {{os.environ['KERAS_DIST_RESTART']}}\\n", end="", flush=True)
 """
 
 
