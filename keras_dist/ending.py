@@ -119,4 +119,5 @@ def _end_all(code: int) -> None:
     mpi = _engine.load_mpi()
     if mpi is not None:
         _engine.start_mpi(mpi)
+        _engine.take_names_away()
         mpi.COMM_WORLD.Abort(code)
