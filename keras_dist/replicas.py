@@ -21,6 +21,7 @@ __all__ = [
     "average_statistics",
     "broadcast_state",
     "broadcast_variables",
+    "keep_local",
     "local_variables",
     "optimizers_inside",
     "optimizers_of",
@@ -29,11 +30,16 @@ __all__ = [
     "state",
     "trained_by",
     "variable_name",
+    "verify_once",
     "verify_replicas",
 ]
 
 # Of Keras 3.15 and later.
 MULTI_OPTIMIZER: Any = getattr(keras.optimizers, "MultiOptimizer", ())
+# On a model: at which moment its replicas have been found equal.
+VERIFIED = "_keras_dist_verified"
+# And which variables each rank keeps for itself, whatever its optimizers do.
+LOCAL = "_keras_dist_local"
 SAME_MODEL = "Build the same model, with the same optimizer, on every rank."
 
 
@@ -95,31 +101,36 @@ def accumulators(optimizers: Iterable[Any]) -> list[Any]:
     return [variable for found in lists for variable in found if variable is not None]
 
 
+def keep_local(model: keras.Model, variables: Iterable[Any]) -> None:
+    """Leaves variables of a model to each rank from now on, beside those of its optimizers."""
+    object.__setattr__(model, LOCAL, variables)
+
+
 def local_variables(model: keras.Model) -> list[Any]:
-    """Returns the variables that the model's optimizers leave to each rank."""
+    """Returns the variables that the model and its optimizers leave to each rank."""
     reductions = [getattr(one, "_keras_dist", None) for one in optimizers_of(model)]
-    return [v for one in reductions if one is not None for v in one.local_variables()]
+    own = [v for one in reductions if one is not None for v in one.local_variables()]
+    return [*own, *model.__dict__.get(LOCAL, ())]
 
 
-def broadcast_state(model: keras.Model, root_rank: int = 0, exclude: Iterable[Any] = ()) -> None:
+def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
     """Gives every rank the root's weights and optimizer state.
 
-    Variables that the optimizer keeps local, and their optimizer state, are left as they are.
+    Variables that are kept local, and their optimizer state, are left as they are.
 
     Collective: every rank; the model must be built and its architecture the same; blocks.
 
     Args:
         model: a built Keras model.
         root_rank: the rank whose state all receive. Defaults to 0.
-        exclude: further variables that each rank keeps for itself, with what the optimizer
-            keeps for each of them.
 
     Raises:
         MismatchError: the models differ; raised on every rank.
         ArgumentError: `root_rank` is not a rank.
     """
-    left_out = [*local_variables(model), *exclude]
-    broadcast_variables(runtime.communicator(), _without(model, left_out), root_rank)
+    model.__dict__.pop(VERIFIED, None)
+    variables = _without(model, local_variables(model))
+    broadcast_variables(runtime.communicator(), variables, root_rank)
 
 
 def broadcast_variables(
@@ -261,6 +272,24 @@ def verify_replicas(model: keras.Model) -> None:
             "keras_dist.DistributedOptimizer, and change weights on all ranks alike.",
         )
     )
+
+
+def verify_once(model: keras.Model, moment: str) -> None:
+    """Does as `verify_replicas`, unless it has at this moment and after this update.
+
+    Collective: every rank; blocks.
+
+    Args:
+        model: a Keras model.
+        moment: a name for what is about to happen.
+
+    Raises:
+        MismatchError: the replicas differ; raised on every rank.
+    """
+    now = (moment, [int(one.iterations) for one in optimizers_of(model)])
+    if model.__dict__.get(VERIFIED) != now:
+        verify_replicas(model)
+        object.__setattr__(model, VERIFIED, now)
 
 
 def variable_name(variable: Any) -> str:

@@ -65,8 +65,9 @@ def load_model(
         A Keras model.
 
     Raises:
-        CheckpointError: there is no such file, it cannot be read, it holds another optimizer state
-            than its optimizer takes, or it speaks of variables that the model has not.
+        CheckpointError: there is no such file, it cannot be read, it is damaged, it holds another
+            optimizer state than its optimizer takes, or it speaks of variables that the model has
+            not.
         ArgumentError: the process set or the compression it was saved with has to be made or
             passed first, or as `DistributedOptimizer`.
         ArgumentTypeError: `custom_optimizers` holds something else, or as `DistributedOptimizer`.
@@ -80,6 +81,7 @@ def load_model(
     where = runtime.where()
     inspect.signature(DistributedOptimizer).bind_partial(None, **settings)
     known = _by_name(custom_optimizers, where) | dict(custom_objects or {})
+    _check_whole(pathlib.Path(filepath), where)
     try:
         saved = _read_terms(pathlib.Path(filepath))
         model = _load(filepath, known, compile, safe_mode)
@@ -109,6 +111,26 @@ def _by_name(optimizers: Any, where: str) -> dict[str, type]:
 
 def _registered(optimizer: type) -> str:
     return keras.saving.get_registered_name(optimizer)
+
+
+def _check_whole(path: pathlib.Path, where: str) -> None:
+    """Checks that a `.keras` file holds the bytes that were written; others have no checksum.
+
+    Raises:
+        CheckpointError: it has been cut off, or bytes of it have changed.
+    """
+    if path.suffix != ".keras" or not path.is_file():
+        return
+    received = "no whole zip archive: it was cut off, or another program wrote it"
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            name = archive.testzip()
+        if name is None:
+            return
+        received = f"{name!r} in it does not have its checksum: bytes have changed"
+    remedy = "The file is damaged: load an earlier checkpoint, or a copy of this one."
+    expected = f"the whole model that was saved to {path}"
+    raise errors.CheckpointError(errors.explain(where, expected, received, remedy))
 
 
 def _read_terms(path: pathlib.Path) -> dict[str, Any] | None:

@@ -59,7 +59,7 @@ TABLE = [
     (".tensorflow.*",          f"tensorflow {FACE} .tensorflow.*",            ""),
     (".torch.*",               f"torch {FACE} .torch.*",                      ""),
     (".cli.*",       ".config .ending .errors .launcher ._version .cli.*",       "mpi4py"),
-    (".callbacks.backup",      f"{ON_KERAS} .callbacks.* .data.epochs h5py",               ""),
+    (".callbacks.backup",      f"{ON_KERAS} .callbacks.* .data.epochs",       ""),
     (".callbacks.survival",    f"{ON_KERAS} .callbacks.* .data.epochs",       ""),
     (".callbacks.*",           f"{ON_KERAS} .callbacks.*",                    ""),
     (".collectives.*",  f"{FACE} .config .process_sets .reduce_op .collectives.*",    ""),
@@ -85,7 +85,8 @@ COLLECTIVES = set(
     "exchange_or_raise exchange_rows gather gather_rows "
     "grouped_allgather grouped_allgather_async grouped_allreduce grouped_allreduce_async "
     "grouped_reducescatter grouped_reducescatter_async meet reduce_slices reducescatter "
-    "reducescatter_async scatter stand_in sparse_allreduce sparse_allreduce_async verify_replicas "
+    "reducescatter_async scatter stand_in sparse_allreduce sparse_allreduce_async verify_once "
+    "verify_replicas verify_before_writing "
     "allgather_parts alltoall_parts broadcast_bytes reduce_through_mpi "
     "Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Dup Gather Iallgather "
     "Iallgatherv Ialltoallv Ibarrier "

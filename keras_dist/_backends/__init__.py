@@ -105,6 +105,17 @@ class Backend(Protocol):
             model: a compiled Keras model with a distributed optimizer.
         """
 
+    def pass_over(self, count: int, *arguments: Any) -> Any:
+        """Takes as many batches as a train function would, and trains on none of them.
+
+        Args:
+            count: how many.
+            *arguments: what Keras passes to the train function.
+
+        Returns:
+            What the train function would, with empty logs.
+        """
+
     def build_from(self, model: Any, batches: Any) -> None:
         """Creates a model's variables from the shapes of its data, using up none of it.
 

@@ -27,6 +27,7 @@ __all__ = [
     "check_model",
     "limit_threads",
     "multiply",
+    "pass_over",
     "pin_device",
     "reduce_gradients",
     "sum_over_ranks",
@@ -98,6 +99,11 @@ def as_dense(gradients: Sequence[Any]) -> list[Any]:
 def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
     """Multiplies gradients by a number. See `Backend.multiply`."""
     return [gradient * factor for gradient in gradients]
+
+
+def pass_over(count: int, state: Any, batches: Any) -> tuple[dict[str, Any], Any]:
+    """Leaves the state as it is; Keras has taken the batches. See `Backend.pass_over`."""
+    return {}, state
 
 
 def build_from(model: Any, batches: Any) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "check_model",
     "limit_threads",
     "multiply",
+    "pass_over",
     "pin_device",
     "reduce_gradients",
     "sum_over_ranks",
@@ -134,6 +135,13 @@ def as_dense(gradients: Sequence[Any]) -> list[Any]:
 def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
     """Multiplies gradients, `IndexedSlices` too, by a number. See `Backend.multiply`."""
     return [tf.math.scalar_mul(factor, gradient) for gradient in gradients]
+
+
+def pass_over(count: int, iterator: Any) -> dict[str, Any]:
+    """Takes batches from the iterator. See `Backend.pass_over`."""
+    for _ in range(count):
+        next(iterator)
+    return {}
 
 
 def build_from(model: Any, batches: Any) -> None:

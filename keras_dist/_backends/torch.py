@@ -22,6 +22,7 @@ __all__ = [
     "check_model",
     "limit_threads",
     "multiply",
+    "pass_over",
     "pin_device",
     "reduce_gradients",
     "sum_over_ranks",
@@ -115,6 +116,11 @@ def as_dense(gradients: Sequence[Any]) -> list[Any]:
 def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
     """Multiplies gradients, sparse ones too, by a number. See `Backend.multiply`."""
     return [gradient * factor for gradient in gradients]
+
+
+def pass_over(count: int, batches: Any) -> dict[str, Any]:
+    """Does nothing: Keras has taken the batches. See `Backend.pass_over`."""
+    return {}
 
 
 def build_from(model: Any, batches: Any) -> None:

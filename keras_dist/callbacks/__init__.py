@@ -19,8 +19,9 @@ Their order matters, and `keras_dist.callbacks()` keeps it:
    take over after it.
 9. the user's callbacks.
 10. `ModelCheckpoint`, when asked for, so that it writes what all others have done.
-11. `AgreeOnStoppingCallback`: last, so that it sees whether any other has stopped training. It
-   does so after every batch where one of the user's callbacks may stop there, else once an epoch.
+11. `VerifyReplicas`, at the end of the fit alone: it sees what all others have left.
+12. `AgreeOnStoppingCallback`: behind those that may stop training. It asks them after every
+   batch where one of the user's callbacks may stop there, else once an epoch.
 """
 
 import sys
@@ -134,6 +135,7 @@ def callbacks(
     made.extend(others)
     if checkpoint is not None:
         made.append(ModelCheckpoint(checkpoint, verbose=verbose, root_rank=root_rank))
+    made.append(VerifyReplicas(every=None, root_rank=root_rank))
     made.append(AgreeOnStoppingCallback(may_stop_at_a_batch(others)))
     return made
 

@@ -3,17 +3,20 @@
 import functools
 import itertools
 import json
+import logging
 import pathlib
 import shutil
-import warnings
-from typing import Any
+from typing import Any, BinaryIO
 
-import h5py
 import keras
+import numpy as np
 
-from keras_dist import errors, runtime
-from keras_dist.callbacks.files import NEEDS_ROOM, write_beside
+from keras_dist import _backends, _engine, errors, runtime
+from keras_dist.callbacks import generations
+from keras_dist.callbacks.attempts import Attempts
+from keras_dist.callbacks.files import NEEDS_ROOM
 from keras_dist.callbacks.root import on_root
+from keras_dist.callbacks.verification import ENDING, verify_before_writing
 from keras_dist.data import epochs
 from keras_dist.replicas import (
     accumulators,
@@ -27,44 +30,53 @@ from keras_dist.replicas import (
 
 __all__ = ["BackupAndRestore"]
 
-# What Keras does not write with weights and optimizer, as attributes of its file.
-EPOCH, SEED, DATA = "keras_dist_epoch", "keras_dist_seed", "keras_dist_data"
-# The names and shapes of what is in the file. Keras takes from it what its model has, in silence
-# where there is more, and only warns where an optimizer's state does not fit.
-VARIABLES = "keras_dist_variables"
+# Names in the file, beside the numbers of the variables.
+ABOUT, SEED = "about", "seed"
 
 ANEW = "Remove it to begin anew."
+
+_log = logging.getLogger("keras_dist")
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
     """Keras' `BackupAndRestore` for many ranks: only the root writes and reads.
 
-    Weights, optimizer state, random states and epoch are in one file, which takes its place in
-    one go, so an interruption at any moment leaves a whole backup. All ranks receive the root's
-    state and go on with the same epoch, also when only the root sees the directory. From the
-    border of an epoch they go on to the same bits as without interruption where the data comes
-    in the same order. It does when it is not shuffled, and when `keras_dist.data.shard` shuffles
-    arrays, as the epoch that each such data set has come to is kept too; Keras' own shuffling
-    and that of a `tf.data.Dataset` begin anew. On torch dropout needs a seed, or else it draws
-    from torch's own generator.
+    Weights, optimizer state, random states, epoch and batch are in one file, whose name carries a
+    digest of its bytes. It takes its place in one go, and the one before stays until the next but
+    one: whenever the writer is killed, a whole backup is there. One that is damaged is noticed and
+    the one before is used, which the root says. All ranks receive the root's state and go on
+    at the same place, also when only the root sees the directory.
 
-    As in Keras, a backup in the midst of an epoch, `save_freq` being a number, resumes at the
-    begin of that epoch. Gradients that ranks have gathered and not yet applied are lost: let the
-    steps of an epoch be a multiple of `backward_passes_per_step`. Of variables that each rank keeps
+    They go on to the same bits as without interruption where the data comes in the same order. It
+    does when it is not shuffled, and when `keras_dist.data.shard` shuffles arrays, as the epoch
+    that each such data set has come to is kept too; Keras' own shuffling and that of a
+    `tf.data.Dataset` begin anew. On torch dropout needs a seed, or else it draws from torch's own
+    generator.
+
+    A backup in the midst of an epoch, `save_freq` being a number or a signal having come, resumes
+    there: batches that have been learnt are read and passed over, callbacks see them with empty
+    logs, and the metrics of that epoch are those of the others. Moving statistics are averaged over
+    the ranks when it is written. Gradients that ranks have gathered and not yet applied are lost:
+    let `save_freq` be a multiple of `backward_passes_per_step`. Of variables that each rank keeps
     for itself only the root's are kept, and only the root receives them again.
+
+    Before each write the replicas are verified, see `VerifyReplicas`. A disk that is full does not
+    end the training: the root says so, and the backups that are there stay. Nor does any failure
+    after a first write that succeeded. A backup holds arrays and JSON, nothing that is executed.
 
     Collective: every rank must pass it to `fit`, with the same arguments, behind
     `BroadcastGlobalVariablesCallback`.
 
     Args:
-        backup_dir: as in Keras; a local directory.
-        *args: as in Keras.
+        backup_dir: as in Keras; a local directory, of this backup alone.
+        *args: as in Keras; two backups are kept whatever `double_checkpoint` says.
         root_rank: the rank that writes and reads. Defaults to 0.
         **kwargs: as in Keras.
 
     Raises:
-        CheckpointError: the backup could not be written, read or removed; raised on every
-            rank, by `fit`.
+        CheckpointError: the backup could not be written at all, read or removed, or none that is
+            there is whole; raised on every rank, by `fit`.
+        MismatchError: the replicas differ; raised on every rank, by `fit`.
         ArgumentError: `root_rank` is not a rank.
     """
 
@@ -72,16 +84,21 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         super().__init__(str(backup_dir), *args, **kwargs)
         runtime.communicator().place_of_root(root_rank)
         self.root_rank = root_rank
-        directory = pathlib.Path(self.backup_dir)
-        self._latest = directory / "latest.weights.h5"
-        self._previous = directory / "previous.weights.h5"
+        self._directory = pathlib.Path(self.backup_dir)
+        self._attempts = Attempts()
+        self._whole: pathlib.Path | None = None  # on the root: the last one that is known to be
         self._data: dict[str, int] = {}
+        self._step = 0  # batches of this epoch that have been learnt
+        self._passed_over = 0  # of them, those before the interruption
+        self._written: tuple[int, int] | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Gives all ranks what the root finds in the directory, if anything."""
-        epoch, data = self._on_root(self._restore, "to restore the backup in", ANEW)
+        epoch, step, data = self._on_root(self._restore, "to restore the backup in", ANEW)
         # Of an earlier fit of this model it would count again.
         self.model._initial_epoch = epoch
+        self._written = None if epoch is None else (epoch, step)
+        self._passed_over = step
         if epoch is not None:
             epochs.go_on_with(data)
             # The file holds those of the root, which would count for all ranks.
@@ -89,107 +106,168 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 gathered.assign(keras.ops.zeros(gathered.shape, gathered.dtype))
             broadcast_state(self.model, self.root_rank)
             separate_seeds(self.model, self.root_rank)
+            _pass_over(self.model, step)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes to which epoch a backup in its midst is to go back."""
         self._current_epoch = epoch  # Keras counts from 0 until the first that it has seen end
+        self._step = self._passed_over
         self._data = epochs.numbers()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Counts, and writes where it is to."""
+        self._step = max(batch + 1, self._passed_over)
+        if batch + 1 > self._passed_over:
+            super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes, unless it does so at batches; the next epoch is the one to go on with."""
         self._data = epochs.numbers()
+        self._step = self._passed_over = 0
         super().on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Removes the backup, unless it is to be kept."""
         if self.delete_checkpoint:
+            verify_before_writing(self.model, ENDING)
             self._on_root(
                 functools.partial(shutil.rmtree, self.backup_dir, ignore_errors=True),
                 "to remove the backup in",
                 "Remove it by hand.",
             )
 
+    def save_now(self) -> bool:
+        """Writes what has been reached, unless that has been written.
+
+        Collective: every rank; blocks.
+
+        Returns:
+            Whether it is there.
+        """
+        steps = _engine.allgather_object(
+            runtime.communicator(), self._step, operation="the place of a backup"
+        )
+        self._step = max(steps)  # ranks that are out of data have made fewer
+        if self._written != (self._current_epoch, self._step):
+            self._save_model()
+        return self._written == (self._current_epoch, self._step)
+
     def _save_model(self) -> None:
-        self._on_root(self._write, "to write a backup into", NEEDS_ROOM)
+        verify_before_writing(self.model)
+        if self._on_root(self._write, "to write a backup into", NEEDS_ROOM):
+            self._written = (self._current_epoch, self._step)
 
     def _on_root(self, work: Any, what: str, remedy: str) -> Any:
         expected = f"{what} {self.backup_dir}"
         return on_root(self.root_rank, what, work, errors.CheckpointError, expected, remedy)
 
-    def _write(self) -> None:
-        self._latest.parent.mkdir(parents=True, exist_ok=True)
-        if self.double_checkpoint and self._latest.exists():
-            self._latest.replace(self._previous)
+    def _write(self) -> bool:
+        def write() -> bool:
+            self._whole = generations.add(self._directory, self._save, self._whole)
+            return True
 
-        def save(path: str) -> None:
-            self.model.save_weights(path)
-            with h5py.File(path, "r+") as file:
-                file.attrs[EPOCH] = self._current_epoch
-                file[VARIABLES] = json.dumps(_describe(self.model))
-                file.attrs[DATA] = json.dumps(self._data)
-                for number, variable in enumerate(random_states(self.model)):
-                    file.attrs[f"{SEED}_{number}"] = keras.ops.convert_to_numpy(variable)
+        return self._attempts.make(write, f"to write a backup into {self.backup_dir}")
 
-        write_beside(save, str(self._latest))
+    def _save(self, file: BinaryIO) -> None:
+        about = {
+            "epoch": self._current_epoch,
+            "step": self._step,
+            "data": self._data,
+            "variables": _describe(self.model),
+        }
+        arrays: dict[str, Any] = {ABOUT: np.array(json.dumps(about))}
+        for number, variable in enumerate(state(self.model)):
+            arrays[str(number)] = _bytes_of(variable)
+        for number, variable in enumerate(random_states(self.model)):
+            arrays[f"{SEED}{number}"] = _bytes_of(variable)
+        np.savez(file, **arrays)
 
-    def _restore(self) -> tuple[int | None, dict[str, int]]:
-        """Loads the latest backup that can be read; returns the epoch to go on with, the data's."""
-        found = [path for path in (self._latest, self._previous) if path.exists()]
-        for path in found:
-            try:
-                return self._load(path)
-            except errors.CheckpointError:
-                raise
-            except Exception as error:  # whatever is wrong with a file, there may be another
-                if path == found[-1]:
-                    expected = f"to restore the backup {path}"
-                    received = f"{type(error).__name__}: {error}"
-                    text = errors.explain(runtime.where(), expected, received, ANEW)
-                    raise errors.CheckpointError(text) from error
-                warnings.warn(f"{path} cannot be read: {error}", RuntimeWarning, stacklevel=2)
-        return None, {}
+    def _restore(self) -> tuple[int | None, int, dict[str, int]]:
+        """Loads the newest whole backup; returns epoch and batch to go on with, the data's."""
+        found = generations.newest_first(self._directory)
+        self._whole = next((path for path in found if generations.is_whole(path)), None)
+        damaged = found if self._whole is None else found[: found.index(self._whole)]
+        names = ", ".join(str(path) for path in damaged)
+        if damaged and self._whole is None:
+            expected = f"a whole backup in {self.backup_dir}"
+            received = f"{names}: the bytes are not those that were written"
+            text = errors.explain(runtime.where(), expected, received, ANEW)
+            raise errors.CheckpointError(text)
+        if damaged:
+            _log.warning(
+                "%s is damaged: the bytes are not those that were written. Training goes on from "
+                "the backup before it, %s.",
+                names,
+                self._whole,
+            )
+        return (None, 0, {}) if self._whole is None else self._load(self._whole)
 
-    def _load(self, path: pathlib.Path) -> tuple[int, dict[str, int]]:
+    def _load(self, path: pathlib.Path) -> tuple[int, int, dict[str, int]]:
         if not self.model.built:
             raise ValueError("the model is not built; build it before fit")
         optimizer = self.model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        with h5py.File(path) as file:
-            if VARIABLES in file:
-                self._check(json.loads(file[VARIABLES][()]), path)
-        with warnings.catch_warnings():
-            # Keras only warns that it skips an optimizer or a layer of another shape.
-            warnings.simplefilter("error", UserWarning)
-            self.model.load_weights(str(path))
-        with h5py.File(path) as file:
+        with np.load(path, allow_pickle=False) as file:
+            about = json.loads(str(file[ABOUT]))
+            self._check(about["variables"], path)
+            for number, variable in enumerate(state(self.model)):
+                _assign_bytes(variable, file[str(number)])
             for number, variable in enumerate(random_states(self.model)):
-                variable.assign(file.attrs[f"{SEED}_{number}"])
-            return int(file.attrs[EPOCH]), json.loads(file.attrs.get(DATA, "{}"))
+                _assign_bytes(variable, file[f"{SEED}{number}"])
+        return about["epoch"], about["step"], about["data"]
 
-    def _check(self, written: list[tuple[str, list[int]]], path: pathlib.Path) -> None:
+    def _check(self, written: list[list[Any]], path: pathlib.Path) -> None:
         """Checks that a file was written by a model and an optimizer such as these.
 
         Raises:
             CheckpointError: by others.
         """
         mine = _describe(self.model)
-        pairs = itertools.zip_longest(mine, written, fillvalue=("none", None))
-        different = next((pair for pair in pairs if pair[0][1] != pair[1][1]), None)
+        none = ("none", None, None)
+        pairs = itertools.zip_longest(mine, written, fillvalue=none)
+        different = next((pair for pair in pairs if list(pair[0][1:]) != list(pair[1][1:])), None)
         if different is None:
             return
-        (expected, shape), (received, other) = different
+        (expected, *kind), (received, *other) = different
         raise errors.CheckpointError(
             errors.explain(
                 runtime.where(),
                 f"the {len(mine)} variables of this model and its optimizer in the backup {path}, "
-                f"with {expected!r} of shape {shape}",
-                f"{len(written)} variables, with {received!r} of shape {other} in that place",
+                f"with {expected!r} of shape {kind[0]} and dtype {kind[1]}",
+                f"{len(written)} variables, with {received!r} of shape {other[0]} and dtype "
+                f"{other[1]} in that place",
                 ANEW,
             )
         )
 
 
-def _describe(model: keras.Model) -> list[tuple[str, list[int]]]:
-    """Returns names and shapes of a model's weights and of its optimizer's variables."""
-    return [(variable_name(variable), list(variable.shape)) for variable in state(model)]
+def _describe(model: keras.Model) -> list[tuple[str, list[int], str]]:
+    """Returns names, shapes and dtypes of a model's weights and of its optimizer's variables."""
+    return [(variable_name(one), list(one.shape), str(one.dtype)) for one in state(model)]
+
+
+def _bytes_of(variable: Any) -> np.ndarray:
+    # Whatever the dtype: numpy's files know none but its own.
+    array = np.ascontiguousarray(keras.ops.convert_to_numpy(variable))
+    return array.reshape(-1).view(np.uint8)
+
+
+def _assign_bytes(variable: Any, raw: np.ndarray) -> None:
+    dtype = np.asarray(keras.ops.convert_to_numpy(variable)).dtype
+    variable.assign(raw.view(dtype).reshape(variable.shape))
+
+
+def _pass_over(model: keras.Model, steps: int) -> None:
+    """Makes the first steps of a fit take their batches and do nothing else."""
+    step, backend = model.train_function, _backends.active()
+    executions = [model.steps_per_execution] * (steps // model.steps_per_execution)
+
+    def first_steps(*arguments: Any) -> Any:
+        if executions:
+            return backend.pass_over(executions.pop(), *arguments)
+        model.train_function = step
+        return step(*arguments)
+
+    if executions:
+        model.train_function = first_steps

@@ -8,7 +8,7 @@ import keras
 
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.reduction import distributed_optimizers
-from keras_dist.replicas import broadcast_state, separate_seeds
+from keras_dist.replicas import broadcast_state, keep_local, separate_seeds
 
 __all__ = ["BroadcastGlobalVariablesCallback"]
 
@@ -51,6 +51,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Broadcasts now, or, when there are no variables yet, once the data is at hand."""
         if runtime.size() == 1:
             return
+        keep_local(self.model, self.local_variables)
         if runtime.rank() == self.root_rank:
             _warn_of_plain_optimizer(self.model)
         if self.model.built:
@@ -75,7 +76,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             )
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        broadcast_state(model, self.root_rank, self.local_variables)
+        broadcast_state(model, self.root_rank)
         separate_seeds(model, self.root_rank)
 
     def _broadcast_before_first_step(self) -> None:

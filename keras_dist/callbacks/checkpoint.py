@@ -5,12 +5,19 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_dist import errors, runtime
+from keras_dist.callbacks.attempts import Attempts
 from keras_dist.callbacks.files import NEEDS_ROOM, BackgroundWriter, write_beside
 from keras_dist.callbacks.root import on_root
+from keras_dist.callbacks.verification import verify_before_writing
+from keras_dist.replicas import state
 
 __all__ = ["ModelCheckpoint"]
+
+# What HDF5 takes for a variable besides its values, and for itself: an upper bound.
+HDF5_NBYTES = 8192
 
 
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -18,7 +25,11 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     The file is written beside its place under another name and then moved there, so a
     reader never meets half a file and a crash leaves the previous checkpoint whole. All
-    ranks wait until it is written; when it cannot be, all of them raise the same error.
+    ranks wait until it is written. A disk that is full does not end the training: the root says
+    so, and the checkpoint that is there stays. Nor does any failure after a first write that
+    succeeded; one before it is an error on all ranks. Before each write the replicas are verified,
+    see `VerifyReplicas`, moving statistics having been averaged. A `.keras` file is a zip archive
+    with checksums: `keras_dist.load_model` finds out when it is damaged. Other files have none.
 
     Where that place is slow, `asynchronous=True` lets training go on meanwhile: the root writes
     to the directory of temporary files, see `TMPDIR`, and a thread moves the file from there. One
@@ -35,8 +46,9 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         **kwargs: as in Keras.
 
     Raises:
-        CheckpointError: the file could not be written; raised on every rank, by `fit`: at once,
-            or when `asynchronous` at the next checkpoint or the end of training.
+        CheckpointError: the first file could not be written; raised on every rank, by `fit`: at
+            once, or when `asynchronous` at the next checkpoint or the end of training.
+        MismatchError: the replicas differ; raised on every rank, by `fit`.
         ArgumentError: `root_rank` is not a rank.
     """
 
@@ -54,45 +66,69 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         runtime.communicator().place_of_root(root_rank)
         self.root_rank = root_rank
         self._behind = BackgroundWriter() if asynchronous else None
+        self._attempts = Attempts()
         if runtime.rank() != root_rank:
             self.verbose = 0
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Waits until the last checkpoint is at its place."""
         if self._behind is not None:
-            self._on_root("the last checkpoint", self._behind.wait, self.filepath)
+            self._on_root("the last checkpoint", self._wait, self.filepath)
 
     def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
+        verify_before_writing(self.model)
         path = self._get_file_path(epoch, batch, logs or {})
-        save = functools.partial(self._save_atomically, epoch, batch, logs or {})
+        save = functools.partial(self._save_atomically, path, epoch, batch, logs or {})
         self.best = self._on_root("a checkpoint", save, path)
 
     def _on_root(self, what: str, work: Callable[[], Any], path: str) -> Any:
         expected = f"to write the checkpoint {path}"
         return on_root(self.root_rank, what, work, errors.CheckpointError, expected, NEEDS_ROOM)
 
-    def _save_atomically(self, epoch: int, batch: int | None, logs: dict[str, Any]) -> float | None:
+    def _wait(self) -> None:
+        if self._behind is not None:
+            self._attempts.make(self._behind.wait, "to write the checkpoint before")
+
+    def _save_atomically(
+        self, path: str, epoch: int, batch: int | None, logs: dict[str, Any]
+    ) -> float | None:
         """Lets Keras decide and write; returns the best value so far."""
         if self.save_best_only and self.monitor_op is None:
             self._set_monitor_op()  # Keras leaves that to the end of the first epoch
+        self._wait()
+        best = self.best
+        save = functools.partial(self._save, epoch, batch, logs)
+        # Keras notes the best before it writes.
+        return self.best if self._attempts.make(save, f"to write the checkpoint {path}") else best
+
+    def _save(self, epoch: int, batch: int | None, logs: dict[str, Any]) -> bool:
+        """Returns whether a file has come to its place."""
         model = self.model
         write = write_beside if self._behind is None else self._behind.write
-        self.set_model(_Saver(model, write))
+        saver = _Saver(model, write)
+        self.set_model(saver)
         try:
             super()._save_model(epoch, batch, logs)
         finally:
             self.set_model(model)
-        return self.best
+        return saver.has_saved and self._behind is None
 
 
 class _Saver:
     """Stands in for a model while Keras saves it, and hands over how and where to."""
 
-    def __init__(self, model: keras.Model, write: Callable[[Callable[[str], None], str], None]):
-        self._model, self._write = model, write
+    def __init__(self, model: keras.Model, write: Callable[..., None]):
+        self._model, self._write_file = model, write
+        self.has_saved = False
 
     def save(self, filepath: str, overwrite: bool = True) -> None:
         self._write(self._model.save, filepath)
 
     def save_weights(self, filepath: str, overwrite: bool = True) -> None:
         self._write(self._model.save_weights, filepath)
+
+    def _write(self, save: Callable[[str], None], filepath: str) -> None:
+        variables = state(self._model)
+        nbytes = sum(np.asarray(keras.ops.convert_to_numpy(one)).nbytes for one in variables)
+        self._write_file(save, filepath, nbytes + HDF5_NBYTES * (1 + len(variables)))
+        self.has_saved = True

@@ -3,6 +3,8 @@
 Knows no callbacks and moves nothing between ranks; whoever writes is the root.
 """
 
+import contextlib
+import errno
 import functools
 import os
 import pathlib
@@ -10,65 +12,91 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from keras_dist import errors, runtime
 
-__all__ = ["NEEDS_ROOM", "BackgroundWriter", "write_beside"]
+__all__ = [
+    "NEEDS_ROOM",
+    "BackgroundWriter",
+    "beside",
+    "is_out_of_room",
+    "move",
+    "write_beside",
+]
 
 Save = Callable[[str], None]
 
-SUFFIXES = (".weights.h5", ".keras", ".h5")
+HDF5 = ".h5"
 #: the remedy where a file cannot be written
 NEEDS_ROOM = "Choose a place that the root can write to and that has room."
 COPY_NBYTES = 2**23
+# What a disk, a quota or a limit says that is full, and a device or a server that fails: nothing
+# is wrong with the path, and it may pass.
+OUT_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
 
 
-def write_beside(save: Save, filepath: str) -> None:
+def write_beside(save: Save, filepath: str, nbytes: int = 0) -> None:
     """Saves to an unguessable name in the same directory, then moves the file to its place.
 
     Args:
         save: writes the file of a given path.
         filepath: the place, with one of the suffixes that Keras knows.
+        nbytes: about how large the file is. HDF5 is not begun where there is less room: on a full
+            disk that library ends the process when it closes its file.
     """
     target = pathlib.Path(filepath)
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}{_suffix(filepath)}")
+    with beside(target) as path:
+        if target.suffix == HDF5:
+            _try_room(path, nbytes)
+        save(str(path))
+        move(path, target)
+
+
+@contextlib.contextmanager
+def beside(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Gives an unguessable, hidden name beside the target; a file of it is gone afterwards."""
+    path = target.with_name(f".{secrets.token_hex(8)}.{target.name}")
     try:
-        save(str(beside))
-        _flush(beside)
-        os.replace(beside, target)
-        _flush(target.parent)
+        yield path
     finally:
-        beside.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+
+def move(path: pathlib.Path, target: pathlib.Path) -> None:
+    """Gives a file another name in its directory, when it is on disk, and puts that there too."""
+    _flush(path)
+    os.replace(path, target)
+    _flush(target.parent)
+
+
+def is_out_of_room(error: BaseException) -> bool:
+    """Tells whether the disk is full, or fails, rather than the path being wrong."""
+    return isinstance(error, OSError) and error.errno in OUT_OF_ROOM
 
 
 class BackgroundWriter:
     """Writes files while training goes on, one at a time.
 
     What is to be written is serialised at once, to the directory of temporary files, which is
-    local on most machines; a thread brings it to its place. A failure is told when the next file
-    is written, or by `wait`.
+    local on most machines; a thread brings it to its place. A failure is told by `wait`.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: tuple[str, Exception] | None = None
 
-    def write(self, save: Save, filepath: str) -> None:
-        """Serialises now and returns; waits for the file before.
-
-        Args:
-            save: writes the file of a given path.
-            filepath: the place, with one of the suffixes that Keras knows.
+    def write(self, save: Save, filepath: str, nbytes: int = 0) -> None:
+        """Serialises now and returns; waits for the file before. The arguments: `write_beside`.
 
         Raises:
-            CheckpointError: the file before could not be written.
+            OSError: this file could not be serialised.
         """
-        self.wait()
-        with tempfile.TemporaryDirectory(prefix="keras_dist-") as directory:
-            local = os.path.join(directory, f"checkpoint{_suffix(filepath)}")
-            save(local)
+        self._join()
+        directory = pathlib.Path(tempfile.gettempdir())
+        with beside(directory / f"keras_dist-{pathlib.Path(filepath).name}") as local:
+            write_beside(save, str(local), nbytes)
             content = open(local, "rb")  # noqa: SIM115, the thread closes it
         # The file has lost its name: whatever ends this process, none remains.
         self._thread = threading.Thread(
@@ -76,15 +104,14 @@ class BackgroundWriter:
         )
         self._thread.start()
 
-    def wait(self) -> None:
-        """Waits until the last file is at its place.
+    def wait(self) -> bool:
+        """Waits until the last file is at its place; returns whether there was one on its way.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: it could not be written; its cause is the error itself.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        was_there = self._thread is not None
+        self._join()
         failure, self._failure = self._failure, None
         if failure is not None:
             filepath, error = failure
@@ -92,6 +119,12 @@ class BackgroundWriter:
             received = f"{type(error).__name__}: {error}"
             text = errors.explain(runtime.where(), expected, received, NEEDS_ROOM)
             raise errors.CheckpointError(text) from error
+        return was_there
+
+    def _join(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
 
     def _bring(self, content: BinaryIO, filepath: str) -> None:
         try:
@@ -106,8 +139,11 @@ def _copy(content: BinaryIO, path: str) -> None:
         shutil.copyfileobj(content, file, COPY_NBYTES)
 
 
-def _suffix(filepath: str) -> str:
-    return next(suffix for suffix in SUFFIXES if filepath.endswith(suffix))
+def _try_room(path: pathlib.Path, nbytes: int) -> None:
+    """Raises where a file of that size has no room."""
+    with path.open("xb") as file:
+        if nbytes and hasattr(os, "posix_fallocate"):  # macOS has none
+            os.posix_fallocate(file.fileno(), 0, nbytes)
 
 
 def _flush(path: pathlib.Path) -> None:

@@ -1,7 +1,5 @@
 """Training that is interrupted goes on as if it had not been."""
 
-import warnings
-
 import keras
 import pytest
 from test_several import Gan
@@ -19,6 +17,7 @@ from training import (
 import keras_dist
 from keras_dist import errors, replicas
 from keras_dist.callbacks import BackupAndRestore
+from keras_dist.callbacks.generations import newest_first
 from keras_dist.data import epochs
 
 
@@ -179,26 +178,7 @@ def test_a_backup_within_an_epoch_resumes_at_its_begin(directory):
         fit(BackupAndRestore(directory, save_freq=1), Interrupt(1, batch=1))
     _, epochs = fit(BackupAndRestore(directory, delete_checkpoint=False))
     assert epochs == [1, 2]
-    assert [path.name for path in directory.iterdir()] == ["latest.weights.h5"]
-
-
-@pytest.mark.parametrize("double", [True, False])
-def test_a_broken_backup_is_an_error_unless_there_is_an_earlier_one(double, directory):
-    backup = {"backup_dir": directory, "double_checkpoint": double}
-    with pytest.raises(Interrupted):
-        fit(BackupAndRestore(**backup), Interrupt(2))
-    if keras_dist.rank() == 0:
-        (directory / "latest.weights.h5").write_bytes(b"half")
-    keras_dist.barrier()
-    if double:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            assert fit(BackupAndRestore(**backup))[1] == [1, 2]
-        return
-    with pytest.raises(errors.CheckpointError, match="to restore the backup") as caught:
-        fit(BackupAndRestore(**backup))
-    assert str(directory / "latest.weights.h5") in str(caught.value)
-    assert agreed(str(caught.value))
+    assert len(newest_first(directory)) == len(list(directory.iterdir())) == 2
 
 
 @pytest.mark.parametrize("other", ["optimizer", "smaller model"])
@@ -209,7 +189,9 @@ def test_a_backup_of_another_model_is_an_error_on_every_rank(other, directory):
         fit(BackupAndRestore(directory), Interrupt(1), model=interrupted)
     if other == "optimizer":
         model = new_model(keras.optimizers.Adam(0.1), run_eagerly=True)
-        found = r"with '.*' of shape \[6\]. Received: 8 variables, with 'none' of shape None"
+        found = (
+            r"of shape \[6\] and dtype float32. Received: 8 variables, with 'none' of shape None"
+        )
     else:
         optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
         layers = [keras.Input((FEATURES,)), keras.layers.BatchNormalization()]
@@ -219,7 +201,7 @@ def test_a_backup_of_another_model_is_an_error_on_every_rank(other, directory):
     with pytest.raises(errors.CheckpointError, match=found) as caught:
         fit(BackupAndRestore(directory), model=model)
     assert agreed(str(caught.value))
-    assert str(directory / "latest.weights.h5") in str(caught.value)
+    assert str(newest_first(directory)[0]) in str(caught.value)
     assert "Remove it to begin anew" in str(caught.value)
     if keras_dist.rank() == 0:
         assert everything_of(model)[: len(before)] == before

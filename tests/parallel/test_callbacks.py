@@ -39,6 +39,7 @@ def test_the_list_is_flat_and_in_order():
         "LearningRateWarmupCallback",
         "EarlyStopping",
         "ModelCheckpoint",
+        "VerifyReplicas",
         "AgreeOnStoppingCallback",
     ]
 

@@ -1,0 +1,73 @@
+"""The backups in a directory, one generation after another: which is the newest whole one?
+
+The name of each carries its number and a digest of its bytes. So there is no list of them that
+could be of another moment than they are: a file is there under its name, whole, or it is not.
+Knows no model and no ranks.
+"""
+
+import hashlib
+import pathlib
+import re
+from collections.abc import Callable
+from typing import BinaryIO
+
+from keras_dist.callbacks.files import beside, move
+
+__all__ = ["add", "is_whole", "newest_first"]
+
+SUFFIX = ".npz"
+NAME = re.compile(rf"(\d{{8,}})-([0-9a-f]{{32}}){re.escape(SUFFIX)}")
+
+
+def add(
+    directory: pathlib.Path, save: Callable[[BinaryIO], None], before: pathlib.Path | None
+) -> pathlib.Path:
+    """Writes a new generation; then all others but one are removed.
+
+    Whenever it is interrupted, the one before is there, and the new one is or is not.
+
+    Args:
+        directory: where to; it is made when it is missing.
+        save: writes into a file.
+        before: the generation before, which is known to be whole and is kept; `None` for none.
+
+    Returns:
+        The path of the new one.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for left in directory.glob(f".*{SUFFIX}"):
+        left.unlink(missing_ok=True)  # by a writer that was killed
+    known = newest_first(directory)
+    number = _number(known[0]) + 1 if known else 1
+    with beside(directory / f"backup{SUFFIX}") as hidden:
+        with hidden.open("xb") as file:
+            save(file)
+        path = directory / f"{number:08d}-{_digest(hidden)}{SUFFIX}"
+        move(hidden, path)
+    for old in known:
+        if old != before:
+            old.unlink(missing_ok=True)
+    return path
+
+
+def newest_first(directory: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the paths of all generations in a directory, whole or not."""
+    found = [path for path in directory.glob(f"*{SUFFIX}") if NAME.fullmatch(path.name)]
+    return sorted(found, key=_number, reverse=True)
+
+
+def is_whole(path: pathlib.Path) -> bool:
+    """Tells whether a generation can be read and holds the bytes that were written."""
+    try:
+        return f"-{_digest(path)}" in path.name
+    except OSError:
+        return False
+
+
+def _number(path: pathlib.Path) -> int:
+    return int(path.name.partition("-")[0])
+
+
+def _digest(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

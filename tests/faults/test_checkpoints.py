@@ -1,0 +1,190 @@
+"""Checkpoints survive: a writer that is killed, a disk that is full, bytes that change."""
+
+import pytest
+
+TRAIN = """
+import logging, pathlib, random, resource, shutil, signal
+import keras, numpy as np
+import keras_dist
+from keras_dist import errors
+from keras_dist.callbacks import BackupAndRestore, ModelCheckpoint, generations
+
+folder = pathlib.Path(os.environ["FOLDER"])
+rank = keras_dist.rank()
+
+class At(keras.callbacks.Callback):
+    "Does something on the root at the begin of epochs; notes which there were."
+    def __init__(self, **by_epoch):
+        super().__init__()
+        self.by_epoch, self.epochs = by_epoch, []
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epochs.append(epoch)
+        if rank == 0 and f"epoch{epoch}" in self.by_epoch:
+            self.by_epoch[f"epoch{epoch}"]()
+
+def fit(*callbacks, epochs):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(64), keras.layers.Dense(1)])
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    x = np.ones((16, 6), "float32")
+    callbacks = keras_dist.callbacks(*callbacks)
+    model.fit(x, x[:, :1], epochs=epochs, verbose=0, callbacks=callbacks)
+    return model
+"""
+
+
+@pytest.mark.fault(
+    "the writer of backups is killed, 40 times at random moments",
+    "the newest backup, or the one before, is whole and is what a restart takes",
+    within=60,
+)
+def test_the_writer_is_killed(job, tmp_path):
+    text = f"""{TRAIN}
+def write_for_ever(acknowledge):
+    whole, number = next(iter(generations.newest_first(folder)), None), 0
+    while True:
+        number += 1
+        def save(file):
+            np.savez(file, number=number, values=np.full(100_000, number))
+        whole = generations.add(folder, save, whole)
+        os.write(acknowledge, number.to_bytes(4, "little"))
+
+draw = random.Random(7)
+fault()
+within = []
+for turn in range(40):
+    shutil.rmtree(folder, ignore_errors=True)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        write_for_ever(write)
+    os.close(write)
+    last = int.from_bytes(os.read(read, 4), "little")
+    time.sleep(draw.uniform(0.0, 0.05))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while told := os.read(read, 4):
+        last = int.from_bytes(told, "little")
+    os.close(read)
+    within.append(any(path.name.startswith(".") for path in folder.iterdir()))
+    found = generations.newest_first(folder)
+    assert all(generations.is_whole(path) for path in found), found
+    with np.load(found[0], allow_pickle=False) as file:
+        number = int(file["number"])
+        assert (file["values"] == number).all()
+    assert number in (last, last + 1), (number, last)
+    # What was left of it goes when the next one is written.
+    whole = generations.add(folder, lambda file: file.write(b"new"), found[0])
+    assert {{path.name for path in folder.iterdir()}} == {{whole.name, found[0].name}}
+print("killed within a write:", sum(within))
+assert sum(within) > 10
+"""
+    ended = job(1, text, FOLDER=str(tmp_path / "backups"))
+    assert ended.returncode == 0, ended.stdout
+
+
+@pytest.mark.fault(
+    "the newest backup is damaged, or cut off; then all are",
+    "training goes on from the one before, which is said; then an error on every rank",
+    within=60,
+)
+def test_damaged_backups(job, tmp_path):
+    text = f"""{TRAIN}
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+def cut_off(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+backup = BackupAndRestore(folder, delete_checkpoint=False)
+fit(backup, epochs=2)
+fault()
+for epochs, damage in (3, flip), (4, cut_off):
+    keras_dist.barrier()
+    if rank == 0:
+        damage(generations.newest_first(folder)[0])
+    keras_dist.barrier()
+    at = At()
+    fit(at, backup, epochs=epochs)
+    assert at.epochs == [epochs - 2, epochs - 1], at.epochs
+if rank == 0:
+    for path in generations.newest_first(folder):
+        flip(path)
+keras_dist.barrier()
+try:
+    fit(backup, epochs=5)
+    raise SystemExit("not found")
+except errors.CheckpointError as error:
+    assert "a whole backup in" in str(error) and "Remove it to begin anew." in str(error), error
+"""
+    ended = job(2, text, FOLDER=str(tmp_path / "backup"))
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("is damaged: the bytes are not those that were written.") == 2
+
+
+@pytest.mark.fault(
+    "no room while a backup and checkpoints are written",
+    "training goes on, the root says so each time, what was there stays, nothing half is left",
+    within=60,
+)
+def test_no_room(job, tmp_path):
+    # A limit on the size of files: what a full disk looks like to those who write, for any user.
+    text = f"""{TRAIN}
+def contents():
+    return {{path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}}
+def fill():
+    before.update(contents())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+def make_room():
+    after.update(contents())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+before, after = {{}}, {{}}
+at = At(epoch1=fill, epoch3=make_room)
+written = [
+    BackupAndRestore(folder / "backup", delete_checkpoint=False),
+    ModelCheckpoint(folder / "model.keras"),
+    ModelCheckpoint(folder / "model.weights.h5", save_weights_only=True),
+    ModelCheckpoint(folder / "behind.keras", asynchronous=True),
+]
+fault()
+fit(at, *written, epochs=4)
+assert at.epochs == [0, 1, 2, 3]
+if rank == 0:
+    assert before == after
+    names = {{path.name for path in contents()}}
+    new = generations.newest_first(folder / "backup")
+    assert names == {{*(p.name for p in new), "model.keras", "model.weights.h5", "behind.keras"}}
+    assert len(new) == 2 and new[1] in before and new[0] not in before
+    assert all(contents()[path] != before[path] for path in folder.glob("*.*"))
+"""
+    ended = job(2, text, FOLDER=str(tmp_path / "out"))
+    assert ended.returncode == 0, ended.stdout
+    lines = [line for line in ended.stdout.splitlines() if "Training goes on" in line]
+    # Two epochs without room, four writes in each.
+    assert len(lines) == 8 and all("File too large" in line for line in lines), ended.stdout
+
+
+@pytest.mark.fault(
+    "the directory of backups is removed while training, then a file takes its place",
+    "it is made anew; then training goes on without, and the root says so",
+    within=60,
+)
+def test_the_directory_goes_away(job, tmp_path):
+    text = f"""{TRAIN}
+def remove():
+    shutil.rmtree(folder)
+def take_place():
+    assert len(generations.newest_first(folder)) == 1
+    shutil.rmtree(folder)
+    folder.write_text("")
+fault()
+at = At(epoch1=remove, epoch2=take_place)
+fit(at, BackupAndRestore(folder, delete_checkpoint=False), epochs=3)
+assert at.epochs == [0, 1, 2]
+"""
+    ended = job(2, text, FOLDER=str(tmp_path / "backup"))
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("Training goes on, and what was written before stays") == 1
+    assert "FileExistsError" in ended.stdout

@@ -1,0 +1,50 @@
+"""Replicas that have gone apart: found when a fit ends, and before anything is written."""
+
+import pytest
+
+
+@pytest.mark.fault(
+    "the weights of one rank differ, at the end of a fit or when a checkpoint is due",
+    "an error on every rank that names variables and ranks; nothing is written",
+    within=60,
+)
+def test_replicas_have_gone_apart(job, tmp_path):
+    text = """
+import keras, numpy as np
+import keras_dist
+from keras_dist import errors
+
+folder = os.environ["FOLDER"]
+rank = keras_dist.rank()
+
+class Disturb(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1 and rank == 1:
+            weight = self.model.layers[0].bias
+            weight.assign(weight + 1.0)
+
+def fit(*callbacks, epochs):
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((6,)), keras.layers.Dense(3, name="first"), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    x = np.ones((16, 6), "float32")
+    callbacks = keras_dist.callbacks(*callbacks)
+    model.fit(x, x[:, :1], epochs=epochs, verbose=0, callbacks=callbacks)
+
+backup = keras_dist.callbacks.BackupAndRestore(folder + "/backup", delete_checkpoint=False)
+checkpoint = keras_dist.callbacks.ModelCheckpoint(folder + "/{epoch}.keras")
+fault()
+for others, epochs in ([Disturb()], 2), ([Disturb(), checkpoint], 3), ([Disturb(), backup], 3):
+    try:
+        fit(*others, epochs=epochs)
+        raise SystemExit("not found")
+    except errors.MismatchError as error:
+        assert "Received: differences from rank 0 in" in str(error), error
+        assert "first/bias (ranks 1). " in str(error), error
+if rank == 0:
+    names = sorted(os.listdir(folder)), len(os.listdir(folder + "/backup"))
+    assert names == (["1.keras", "backup"], 1), names
+"""
+    ended = job(2, text, FOLDER=str(tmp_path))
+    assert ended.returncode == 0, ended.stdout
