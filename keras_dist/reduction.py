@@ -247,7 +247,7 @@ class GradientReduction:
     def _reduce_slices(
         self, comm: _engine.Communicator, name: str, values: np.ndarray, indices: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        return _engine.reduce_slices(comm, values, indices, self.terms.op, name)
+        return _engine.reduce_slices(comm, values, indices, self.terms.op, name, tells=True)
 
 
 def sum_over_ranks(comm: _engine.Communicator, tensor: Any, name: str) -> Any:

@@ -61,6 +61,7 @@ TABLE = [
     (".cli.*",       ".config .ending .errors .launcher ._version .cli.*",       "mpi4py"),
     (".callbacks.backup",      f"{ON_KERAS} .callbacks.* .data.epochs",       ""),
     (".callbacks.survival",    f"{ON_KERAS} .callbacks.* .data.epochs",       ""),
+    (".callbacks.preemption",  f"{ON_KERAS} .callbacks.* .ending",            ""),
     (".callbacks.*",           f"{ON_KERAS} .callbacks.*",                    ""),
     (".collectives.*",  f"{FACE} .config .process_sets .reduce_op .collectives.*",    ""),
     (".asynchronous",          ".runtime ._engine .collectives .errors",      ""),

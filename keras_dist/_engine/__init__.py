@@ -30,7 +30,8 @@ from keras_dist._engine.mpi_library import (
     stop_mpi,
     take_names_away,
 )
-from keras_dist._engine.progress import begin_epoch, during
+from keras_dist._engine.notice import listen, notice, tell
+from keras_dist._engine.progress import begin_epoch, during, is_during, say_progress
 from keras_dist._engine.recovery import Recovery
 from keras_dist._engine.reduce import ReduceOp, parse_factor, parse_op
 from keras_dist._engine.tuning import best_bucket_nbytes
@@ -63,19 +64,24 @@ __all__ = [
     "entries_of",
     "grouped_allgather",
     "is_communicator",
+    "is_during",
     "library",
+    "listen",
     "load_mpi",
     "mpi_failure",
+    "notice",
     "outlives_processes",
     "parse_compression",
     "parse_factor",
     "parse_op",
     "reduce_slices",
     "reducescatter",
+    "say_progress",
     "stand_in",
     "start_mpi",
     "stop_mpi",
     "take_names_away",
+    "tell",
     "telling",
     "waited_seconds",
 ]

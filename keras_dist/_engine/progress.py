@@ -7,7 +7,7 @@ is not compared between the ranks before something is wrong.
 import contextlib
 from collections.abc import Iterator
 
-__all__ = ["begin_epoch", "count_update", "during", "say_progress"]
+__all__ = ["begin_epoch", "count_update", "during", "is_during", "say_progress"]
 
 
 class _Progress:
@@ -37,6 +37,11 @@ def during(task: str) -> Iterator[None]:
         if not _progress.tasks:
             _progress.begin()
             _progress.left = task
+
+
+def is_during(task: str) -> bool:
+    """Tells whether the process is in a task."""
+    return task in _progress.tasks
 
 
 def begin_epoch(epoch: int) -> None:

@@ -22,6 +22,7 @@ Their order matters, and `keras_dist.callbacks()` keeps it:
 11. `VerifyReplicas`, at the end of the fit alone: it sees what all others have left.
 12. `AgreeOnStoppingCallback`: behind those that may stop training. It asks them after every
    batch where one of the user's callbacks may stop there, else once an epoch.
+12. `PreemptionCallback`: last, so that everything else is done when it ends the job.
 """
 
 import sys
@@ -40,6 +41,7 @@ from keras_dist.callbacks.learning_rate import (
     LearningRateWarmupCallback,
 )
 from keras_dist.callbacks.metrics import MetricAverageCallback
+from keras_dist.callbacks.preemption import PreemptionCallback
 from keras_dist.callbacks.root import RootOnly
 from keras_dist.callbacks.statistics import AverageStatisticsCallback
 from keras_dist.callbacks.stopping import AgreeOnStoppingCallback, may_stop_at_a_batch
@@ -58,6 +60,7 @@ __all__ = [
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
     "ModelCheckpoint",
+    "PreemptionCallback",
     "RootConsoleCallback",
     "RootOnly",
     "Throughput",
@@ -137,6 +140,8 @@ def callbacks(
         made.append(ModelCheckpoint(checkpoint, verbose=verbose, root_rank=root_rank))
     made.append(VerifyReplicas(every=None, root_rank=root_rank))
     made.append(AgreeOnStoppingCallback(may_stop_at_a_batch(others)))
+    backups = [one for one in others if isinstance(one, BackupAndRestore)]
+    made.append(PreemptionCallback(backups, root_rank))
     return made
 
 

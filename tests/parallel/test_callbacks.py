@@ -41,6 +41,7 @@ def test_the_list_is_flat_and_in_order():
         "ModelCheckpoint",
         "VerifyReplicas",
         "AgreeOnStoppingCallback",
+        "PreemptionCallback",
     ]
 
 

@@ -32,6 +32,7 @@ def adasum(
     key: str | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    tells: bool = False,
 ) -> list[np.ndarray]:
     """Combines arrays of all ranks by Adasum, each by itself. Collective: every rank; blocks.
 
@@ -46,6 +47,7 @@ def adasum(
         key: a name under which the ranks must meet; `None` for none.
         prescale: factor for the contributions.
         postscale: factor for the results.
+        tells: see `meet`.
 
     Returns:
         New arrays of the same shapes and dtypes, bit-equal on all ranks.
@@ -65,7 +67,7 @@ def adasum(
     op = ReduceOp.ADASUM.value
     call = Call("allreduce", entries, op=op, key=key, prescale=prescale, postscale=postscale)
     with comm.lock:
-        meet(comm, call)
+        meet(comm, call, tells)
         # Behind the meeting: what the ranks agree on is wrong on all, so all raise.
         check_power_of_two(comm)
         for name, array in zip(names, arrays, strict=True):

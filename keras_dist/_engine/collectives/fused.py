@@ -146,7 +146,8 @@ class FusedAllreduce:
         if self.op is ReduceOp.ADASUM:
             names = [self.call.entries[slot.index].name for slot in bucket.slots]
             call = self.call
-            return adasum(self.comm, arrays, names, call.key, call.prescale, call.postscale)
+            factors = (call.prescale, call.postscale)
+            return adasum(self.comm, arrays, names, call.key, *factors, tells=self._updates)
         arrays = [scaled(array, self.call.prescale) for array in arrays]
         with self.comm.lock:
             if self._losses != self.comm.losses:
@@ -157,7 +158,7 @@ class FusedAllreduce:
             reduction = (self._shared or {}).get(number)
             if reduction is not None:
                 reduction.publish(arrays)
-            meet(self.comm, self._calls[number])
+            meet(self.comm, self._calls[number], tells=self._updates)
             self._is_lent = False
             if self.comm.absence is not None:
                 return bucket.unpack(self._reduce_among(bucket.pack(arrays)))

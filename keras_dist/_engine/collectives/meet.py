@@ -1,12 +1,14 @@
 """The start of every collective: all ranks come together and agree on what they do."""
 
 import contextlib
+import dataclasses
 import pickle
 from collections.abc import Iterator
 
 from keras_dist import errors
 from keras_dist._engine.agreement import JOINED, Absence, Call, difference
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.notice import hear, notice
 from keras_dist._engine.progress import say_progress
 from keras_dist._engine.wait import note
 
@@ -25,7 +27,7 @@ UNDEFINED = (
 ELSEWHERE = "not in fit, evaluate or predict"
 
 
-def meet(comm: Communicator, call: Call) -> None:
+def meet(comm: Communicator, call: Call, tells: bool = False) -> None:
     """Waits for all ranks and checks that they are about to do the same.
 
     Collective: every rank of `comm`; blocks until all have come. Where some have joined, and
@@ -34,6 +36,8 @@ def meet(comm: Communicator, call: Call) -> None:
     Args:
         comm: the ranks.
         call: what this rank is about to do.
+        tells: whether ranks of the job tell each other their notices here: in updates alone, to
+            which all of them come at the same place of their scripts.
 
     Raises:
         MismatchError: the calls differ; raised on every rank with the same text, and the
@@ -42,6 +46,8 @@ def meet(comm: Communicator, call: Call) -> None:
     if comm.size == 1:
         return
     note(comm.ranks, call)
+    if tells and notice() is not None and comm.job is comm:
+        call = dataclasses.replace(call, notice=notice())
     if not comm.agree(call.digest):
         tell_difference(comm, call)
 
@@ -78,6 +84,8 @@ def _foreign(comm: Communicator, operation: str, error: Exception) -> errors.Arg
 def tell_difference(comm: Communicator, call: Call) -> None:
     """Finds out in what the calls of the ranks differ; notes it where some have but joined.
 
+    Where they have but something to tell each other, that is handed on.
+
     Collective: every rank of `comm`, when the digests of their calls were not equal.
 
     Raises:
@@ -87,7 +95,8 @@ def tell_difference(comm: Communicator, call: Call) -> None:
     mine = pickle.dumps((call, say_progress()))
     told = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
     comm.assure()
-    calls = [call for call, _ in told]
+    notices = [call.notice for call, _ in told]
+    calls = [dataclasses.replace(call, notice=None) for call, _ in told]
     absence, comm.absence = comm.absence, None  # an error ends it on all ranks alike
     wrong = [other.error for other in (call, *calls) if other.error is not None]
     if wrong:
@@ -105,6 +114,7 @@ def tell_difference(comm: Communicator, call: Call) -> None:
             places = f"Rank {expecting} is {its_place or ELSEWHERE}, rank {rank} "
             remedy = f"{places}{place or ELSEWHERE}. {remedy}"
         raise _mismatch(comm, rank, expected, received, remedy)
+    hear(notices)
     if not out:
         return
     if not first.spares:

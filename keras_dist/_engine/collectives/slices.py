@@ -25,6 +25,7 @@ def reduce_slices(
     op: ReduceOp,
     name: str,
     key: str | None = None,
+    tells: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sums or averages rows that carry their index. Collective: every rank; blocks.
 
@@ -40,6 +41,7 @@ def reduce_slices(
         op: `ReduceOp.SUM` or `ReduceOp.AVERAGE`.
         name: what the table is called in messages.
         key: a name under which the ranks must meet; `None` for none.
+        tells: see `meet`.
 
     Returns:
         The rows and their indices, new, each index once, in ascending order.
@@ -63,7 +65,7 @@ def reduce_slices(
     except errors.KerasDistError as error:
         mine = error
     with comm.lock:
-        meet(comm, Call("sparse_allreduce", entries, op=op.value, key=key, spares=True))
+        meet(comm, Call("sparse_allreduce", entries, op=op.value, key=key, spares=True), tells)
         if comm.absence is not None:
             brought = mine if isinstance(mine, errors.KerasDistError) else (rows, places)
             parts = exchange_among(comm, brought)

@@ -1,0 +1,129 @@
+"""A batch system wants its nodes back: all ranks stop after the same step, write and leave."""
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from keras_dist import _engine, runtime
+from keras_dist.callbacks.backup import BackupAndRestore
+from keras_dist.callbacks.metrics import RESULT
+from keras_dist.callbacks.signals import Signals
+from keras_dist.ending import PREEMPTED_EXIT_CODE
+
+__all__ = ["PreemptionCallback"]
+
+_log = logging.getLogger("keras_dist")
+
+
+class PreemptionCallback(keras.callbacks.Callback):
+    """Ends the job with a backup when any rank receives SIGTERM or SIGUSR1 during `fit`.
+
+    These are what batch systems send before they take nodes away. All ranks finish the step, write
+    through `BackupAndRestore` and leave by `SystemExit` with exit code 75, EX_TEMPFAIL: start the
+    job again, and it goes on after that step. Which rank heard what, and what was written, is said
+    by the root. A signal that comes more than two seconds after the first ends its rank at once,
+    and with it the job.
+
+    The ranks tell each other in the reduction of gradients, so waiting for a signal costs nothing.
+    They also ask each other at the begin and end of every epoch: that is where they stop when a
+    signal comes during validation, or when no optimizer averages over all ranks. Within an
+    execution of several steps, `steps_per_execution`, they stop at its end.
+
+    A signal for which the script has a handler of its own is left to it. So are all of them where
+    `fit` does not run in the main thread, and where no optimizer is distributed.
+
+    It must stand last in the list; `keras_dist.callbacks()` puts it there.
+
+    Collective: every rank must pass it to `fit`.
+
+    Args:
+        backups: the callbacks that write. Defaults to none: then nothing is written.
+        root_rank: the rank that says what happened. Defaults to 0.
+
+    Raises:
+        SystemExit: a rank received a signal; raised on every rank, by `fit`.
+    """
+
+    def __init__(self, backups: Sequence[BackupAndRestore] = (), root_rank: int = 0):
+        super().__init__()
+        self.backups = backups
+        self.root_rank = root_rank
+        self._told: list[str] = []
+        self._signals: Signals | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begins to listen."""
+        self._told = []
+        _engine.listen(self._hear)
+        if self._signals is not None:
+            self._signals.close()
+        self._signals = Signals(self._tell)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Asks the other ranks, and prepares to leave within the epoch, where there is no hook."""
+        self._ask()
+        model = self.model
+        before = model.__dict__.get(RESULT)
+
+        def result(logs: Any) -> Any:
+            model.__dict__.pop(RESULT)
+            if before is not None:
+                object.__setattr__(model, RESULT, before)
+            found = getattr(model, RESULT)(logs)  # all ranks are at the end of its steps then
+            if self._told:
+                self._leave()
+            return found
+
+        object.__setattr__(model, RESULT, result)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Asks the other ranks."""
+        self._ask()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Gives the signals back."""
+        _engine.listen(None)
+        if self._signals is not None:
+            self._signals.close()
+
+    def _tell(self, name: str) -> None:
+        text = f"{name} on rank {runtime.rank()}"
+        if runtime.size() == 1:
+            self._hear([text])
+        else:
+            _engine.tell(text)
+
+    def _hear(self, told: list[str]) -> None:
+        # From within the step, in whatever thread; `self.model` would copy the state of JAX.
+        self._told = told
+        self._model.stop_training = True
+
+    def _ask(self) -> None:
+        everyone = _engine.allgather_object(
+            runtime.communicator(), _engine.notice(), operation="asking whether to go on"
+        )
+        self._told += [text for text in everyone if text is not None]
+        if self._told:
+            self._leave()
+
+    def _leave(self) -> None:
+        written = [str(one.backup_dir) for one in self.backups if one.save_now()]
+        if runtime.rank() == self.root_rank:
+            what = (
+                f"A backup is in {', '.join(written)}: start the job again, and it goes on there."
+                if written
+                else "No backup was written: pass BackupAndRestore to keras_dist.callbacks, and "
+                "see above whether it failed."
+            )
+            _log.warning(
+                "keras_dist: %s: all %d ranks stop, %s. %s Exit code %d.",
+                ", ".join(self._told),
+                runtime.size(),
+                _engine.say_progress(),
+                what,
+                PREEMPTED_EXIT_CODE,
+            )
+        sys.exit(PREEMPTED_EXIT_CODE)
