@@ -21,6 +21,7 @@ __all__ = [
     "average_statistics",
     "broadcast_state",
     "broadcast_variables",
+    "bytes_of",
     "keep_local",
     "local_variables",
     "optimizers_inside",
@@ -298,6 +299,11 @@ def variable_name(variable: Any) -> str:
     return re.sub(r":\d+$", "", str(path))
 
 
+def bytes_of(variable: Any) -> np.ndarray:
+    """Returns the bytes of a variable's value, whatever its dtype, as a flat uint8 array."""
+    return np.ascontiguousarray(_to_numpy(variable)).reshape(-1).view(np.uint8)
+
+
 def _without(model: keras.Model, variables: Iterable[Any]) -> list[Any]:
     """Returns a model's state but for some variables and the optimizer's state of each."""
     left_out = _with_slots(optimizers_of(model), variables)
@@ -333,7 +339,7 @@ def _own_seed(generator_state: np.ndarray, rank: int) -> np.ndarray:
 def _differing(comm: _engine.Communicator, variables: Sequence[Any]) -> dict[int, list[int]]:
     """Returns the indices of variables that are not equal everywhere, and on which ranks."""
     names = [variable_name(variable) for variable in variables]
-    digests = [hashlib.blake2b(_to_numpy(v).tobytes(), digest_size=16).digest() for v in variables]
+    digests = [hashlib.blake2b(bytes_of(v).data, digest_size=16).digest() for v in variables]
     mine = np.frombuffer(b"".join(digests), np.uint8).reshape(1, -1, 16)
     everyone = _engine.allgather(comm, mine, f"the digests of {len(names)} variables")
     odd = (everyone != everyone[:1]).any(axis=2)

@@ -21,6 +21,7 @@ from keras_dist.data import epochs
 from keras_dist.replicas import (
     accumulators,
     broadcast_state,
+    bytes_of,
     optimizers_of,
     random_states,
     separate_seeds,
@@ -177,9 +178,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         }
         arrays: dict[str, Any] = {ABOUT: np.array(json.dumps(about))}
         for number, variable in enumerate(state(self.model)):
-            arrays[str(number)] = _bytes_of(variable)
+            arrays[str(number)] = bytes_of(variable)
         for number, variable in enumerate(random_states(self.model)):
-            arrays[f"{SEED}{number}"] = _bytes_of(variable)
+            arrays[f"{SEED}{number}"] = bytes_of(variable)
         np.savez(file, **arrays)
 
     def _restore(self) -> tuple[int | None, int, dict[str, int]]:
@@ -245,12 +246,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 def _describe(model: keras.Model) -> list[tuple[str, list[int], str]]:
     """Returns names, shapes and dtypes of a model's weights and of its optimizer's variables."""
     return [(variable_name(one), list(one.shape), str(one.dtype)) for one in state(model)]
-
-
-def _bytes_of(variable: Any) -> np.ndarray:
-    # Whatever the dtype: numpy's files know none but its own.
-    array = np.ascontiguousarray(keras.ops.convert_to_numpy(variable))
-    return array.reshape(-1).view(np.uint8)
 
 
 def _assign_bytes(variable: Any, raw: np.ndarray) -> None:

@@ -331,3 +331,24 @@ def test_wrong_arguments_are_refused(shared_tmp_path):
         keras_dist.load_model(path, grops=2)
     assert "op to be" in wrong(path, errors.ArgumentError, op="mean")
     assert "custom_optimizers" in wrong(path, errors.ArgumentTypeError, custom_optimizers=["sgd"])
+
+
+# --- Files that are not what was saved
+
+
+@pytest.mark.parametrize("damage", ["cut off", "a bit"])
+def test_a_damaged_file_is_said_to_be(damage, tmp_path):
+    path = tmp_path / "model.keras"
+    make().save(path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content if damage == "a bit" else content[:-30])
+    with pytest.raises(errors.CheckpointError, match="The file is damaged: load an earlier"):
+        keras_dist.load_model(path)
+
+
+def test_code_in_a_file_is_not_run(tmp_path):
+    path = tmp_path / "model.keras"
+    keras.Sequential([keras.Input((3,)), keras.layers.Lambda(lambda x: x + 1)]).save(path)
+    with pytest.raises(errors.CheckpointError, match="safe_mode"):
+        keras_dist.load_model(path)
