@@ -102,7 +102,10 @@ def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
 
 
 def pass_over(count: int, state: Any, batches: Any) -> tuple[dict[str, Any], Any]:
-    """Leaves the state as it is; Keras has taken the batches. See `Backend.pass_over`."""
+    """Leaves the state as it is. See `Backend.pass_over`."""
+    if isinstance(batches, Iterator):  # or a list, in earlier versions of Keras
+        for _ in range(count):
+            next(batches)
     return {}, state
 
 
