@@ -88,10 +88,28 @@ class Signals:
 _installed: list[Signals] = []
 
 
+def _hold() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+
+
+def _go_on() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+
+
 def _forget() -> None:
-    # A forked child, such as a worker that loads data, would write into the pipe of its parent.
     for one in list(_installed):
         one.give_back()
+        _go_on()
 
 
-os.register_at_fork(after_in_child=_forget)
+def _if_installed(act: Callable[[], None]) -> Callable[[], None]:
+    return lambda: act() if _installed else None
+
+
+# A forked child, such as a worker that loads data, would write into the pipe of its parent. What
+# comes for it before it has given the signals back waits.
+os.register_at_fork(
+    before=_if_installed(_hold),
+    after_in_parent=_if_installed(_go_on),
+    after_in_child=_forget,
+)

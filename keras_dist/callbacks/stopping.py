@@ -20,10 +20,10 @@ BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tra
 class AgreeOnStoppingCallback(keras.callbacks.Callback):
     """Stops all ranks when `model.stop_training` has been set on any of them.
 
-    It must stand last, so that it sees what the others have decided; `keras_dist.callbacks()`
-    puts it there. The ranks agree at the begin and end of every epoch. At batches they do so
-    only where `each_batch` says that a callback may stop there, since it costs a meeting a
-    step. A rank that stopped alone would leave the others with an error.
+    It must stand behind all that may stop, so that it sees what they have decided;
+    `keras_dist.callbacks()` puts it there. The ranks agree at the begin and end of every epoch. At
+    batches they do so only where `each_batch` says that a callback may stop there, since it costs a
+    meeting a step. A rank that stopped alone would leave the others with an error.
 
     Collective: every rank must pass it to `fit`.
 

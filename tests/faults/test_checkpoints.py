@@ -134,6 +134,8 @@ def test_no_room(job, tmp_path):
 def contents():
     return {{path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}}
 def fill():
+    while not (folder / "behind.keras").exists():
+        time.sleep(0.05)
     before.update(contents())
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 def make_room():

@@ -46,5 +46,5 @@ if rank == 0:
     names = sorted(os.listdir(folder)), len(os.listdir(folder + "/backup"))
     assert names == (["1.keras", "backup"], 1), names
 """
-    ended = job(2, text, FOLDER=str(tmp_path))
+    ended = job(2, text, FOLDER=str(tmp_path / "out"))
     assert ended.returncode == 0, ended.stdout
