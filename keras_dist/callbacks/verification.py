@@ -23,7 +23,7 @@ class VerifyReplicas(keras.callbacks.Callback):
     `VerifyReplicas(repair=True)` in front of those. At the end of a fit, and before a write,
     models are left alone whose optimizers do not average over all ranks.
 
-    Only digests travel, 16 bytes a variable; to compute them takes 0.1 to 0.2 s for 100 MB of
+    Only digests travel, 16 bytes a variable; to compute them takes about 0.2 s for 100 MB of
     weights and optimizer state. Weights that training does not touch, such as moving statistics,
     must have been made equal before, so it has to stand behind `AverageStatisticsCallback`, as in
     `keras_dist.callbacks(VerifyReplicas())`.
