@@ -29,7 +29,8 @@ def add(
     Args:
         directory: where to; it is made when it is missing.
         save: writes into a file.
-        before: the generation before, which is known to be whole and is kept; `None` for none.
+        before: the generation before, which is known to be whole and is kept; `None` where that
+            is not known: then the newest is kept.
 
     Returns:
         The path of the new one.
@@ -39,6 +40,7 @@ def add(
         left.unlink(missing_ok=True)  # by a writer that was killed
     known = newest_first(directory)
     number = _number(known[0]) + 1 if known else 1
+    before = before or next(iter(known), None)
     with beside(directory / f"backup{SUFFIX}") as hidden:
         with hidden.open("xb") as file:
             save(file)
