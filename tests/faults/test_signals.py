@@ -98,6 +98,7 @@ assert [v.numpy().tobytes() for v in resumed.optimizer.variables] == [
     v.numpy().tobytes() for v in expected.optimizer.variables
 ]
 assert not folder.exists()
+fault()  # there is none in this job
 """
     ended = job(2, text, BACKUP=str(backup))
     assert ended.returncode == 0, ended.stdout
