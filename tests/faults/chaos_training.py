@@ -1,0 +1,104 @@
+"""What the ranks of tests/faults/chaos.py run: digits are learned until something goes wrong.
+
+python tests/faults/chaos_training.py PLAN.json
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+import keras
+import numpy as np
+from sklearn.datasets import load_digits
+
+import keras_dist
+
+plan = json.loads(pathlib.Path(sys.argv[1]).read_text())
+folder = pathlib.Path(plan["folder"])
+keras_dist.init()
+me = keras_dist.rank()
+(folder / f"pid-{os.getpid()}").touch()
+keras.utils.set_random_seed(7)
+
+
+def strike(kind):
+    """Brings about what is to happen on this rank."""
+    (folder / "fault").write_text(str(time.time()))
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "raise":
+        raise ValueError("chaos")
+    elif kind == "delay":
+        time.sleep(1.5)
+
+
+class Fault(keras.callbacks.Callback):
+    """Waits for the chosen update; a kill or stop comes some milliseconds later, wherever."""
+
+    def __init__(self, kind, update, milliseconds):
+        super().__init__()
+        self.kind, self.update, self.milliseconds = kind, update, milliseconds
+        self.updates = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.updates += 1
+        mark = folder / f"done-{me}"
+        if self.updates != self.update or mark.exists():  # once, whatever is started anew
+            return
+        mark.touch()
+        if self.kind in ("kill", "stop"):
+            threading.Timer(self.milliseconds / 1000, strike, [self.kind]).start()
+        else:
+            strike(self.kind)
+
+
+digits = load_digits()
+x, y = digits.data[:480].astype("float32") / 16, digits.target[:480]
+if plan["uneven"]:
+    own = [(x[i : i + 20], y[i : i + 20]) for i in range(0, 80 + 20 * plan["uneven"][me], 20)]
+    data = [own] * plan["epochs"]
+else:
+    shared = keras_dist.data.shard((x, y), batch_size=20, seed=1)
+    data = None
+
+model = keras.Sequential(
+    [
+        keras.Input((64,)),
+        keras.layers.Dense(32, "relu"),
+        keras.layers.Dropout(0.2, seed=3),
+        keras.layers.Dense(10, "softmax"),
+    ]
+)
+model.compile(
+    keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)), "sparse_categorical_crossentropy"
+)
+# Behind the others, where the ranks need not agree at every batch that it stops nothing.
+mine = [Fault(*fault) for rank, *fault in plan["faults"] if rank == me]
+backup = keras_dist.callbacks.BackupAndRestore(folder / "backup")
+options = {"on_failure": "continue"} if plan["mode"] == "continue" else {}
+if data is None:
+    callbacks = keras_dist.callbacks(backup, **options)
+    model.fit(shared, epochs=plan["epochs"], verbose=0, callbacks=callbacks + mine)
+else:
+    for batches in data:
+
+        def generate(batches=batches):
+            yield from batches
+
+        callbacks = keras_dist.callbacks(**options)
+        model.fit(generate(), verbose=0, callbacks=callbacks + mine)
+keras_dist.verify_replicas(model)
+digest = hashlib.blake2b(b"".join(np.asarray(w).tobytes() for w in model.get_weights()))
+told = keras_dist.allgather_object((digest.hexdigest(), me))
+if keras_dist.rank() == 0:
+    assert len({weights for weights, _ in told}) == 1
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+    end = {"weights": told[0][0], "ranks": [rank for _, rank in told]}
+    (folder / "end.json").write_text(json.dumps(end))
