@@ -18,10 +18,9 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._engine.agreement import Absence
 from keras_dist._engine.line import Handle, Line
-from keras_dist._engine.mpi_library import failed_process
 from keras_dist._engine.node import Node, join_node
-from keras_dist._engine.progress import say_progress
 from keras_dist._engine.recovery import Recovery
+from keras_dist._engine.survivors import lost
 from keras_dist._engine.transfer import allgather_parts
 from keras_dist._engine.wait import blocked, waiting
 from keras_dist._engine.watch import Watch
@@ -30,7 +29,6 @@ __all__ = ["Communicator"]
 
 SPIN_SECONDS = 100e-6  # poll this long before giving the core away
 NAP_SECONDS = 50e-6
-NEWS_SECONDS = 1.0  # how long the news of a death may be on its way
 
 _log = logging.getLogger("keras_dist")
 
@@ -81,12 +79,16 @@ class Communicator:
         self.ranks: Sequence[int] = ranks or (0,)
         self.recovery: Recovery | None = None  # where ranks go on without those that die
         self.losses = 0  # how many ranks have died so far
-        self._subsets = 0
+        self.subsets = 0  # how many communicators of some of these ranks there are
         if mpi is not None:
-            self._settle((comm if comm is not None else mpi.COMM_WORLD).Dup())
+            self.settle((comm if comm is not None else mpi.COMM_WORLD).Dup())
 
-    def _settle(self, world: Any) -> None:
-        """Finds the place of this rank among those of a communicator. Collective; blocks."""
+    def settle(self, world: Any) -> None:
+        """Finds the place of this rank among others, and what they share. Collective; blocks.
+
+        Args:
+            world: an MPI communicator for this one alone.
+        """
         mpi = self.mpi
         self.world = world
         self.node = None
@@ -110,6 +112,20 @@ class Communicator:
         # Nodes of different sizes would cut a bucket into different slices.
         if self.local_size > 1 and self.is_homogeneous and self.reduce != "mpi":
             self._join_node(read=self.reduce == "read")
+        self.watch(*self._periods)
+
+    @property
+    def worlds(self) -> tuple[Any, ...]:
+        """The MPI communicators behind this one."""
+        return self.across, self._local, self.world
+
+    def forget(self) -> None:
+        """Lets go of what these ranks have in common, as one of them has died."""
+        if self._watch is not None:
+            self._watch.abandon()
+            self._watch = None
+        self.plans.clear()
+        self.absence = None
 
     @property
     def job(self) -> "Communicator":
@@ -143,10 +159,10 @@ class Communicator:
         self.plans.clear()
         self.node = None
         if self._job is not None:
-            self._job._subsets -= 1
+            self._job.subsets -= 1
         if self.mpi is not None:
-            for comm in (self.across, self._local, self.world):
-                comm.Free()
+            for world in self.worlds:
+                world.Free()
 
     def watch(self, period: int, limit: int) -> None:
         """Begins to watch for ranks that do not come. Collective: every rank; blocks.
@@ -194,7 +210,7 @@ class Communicator:
         Args:
             ranks: numbers of ranks here, ascending, this one among them.
         """
-        self._subsets += 1
+        self.subsets += 1
         if self.mpi is None:
             return Communicator(job=self, ranks=ranks)
         everyone = self.world.Get_group()
@@ -234,10 +250,10 @@ class Communicator:
         share = functools.partial(_share, self._local)
         neighbours = [self.ranks[place] for place in share(self.rank)]
 
-        def lost(places: list[int]) -> errors.RankLostError:
-            return self._lost([neighbours[place] for place in places])
+        def error(places: list[int]) -> errors.RankLostError:
+            return lost(self.where(), [neighbours[place] for place in places])
 
-        node, trouble = join_node(self.local_rank, self.local_size, share, read, lost)
+        node, trouble = join_node(self.local_rank, self.local_size, share, read, error)
         trouble = self.first_trouble(trouble)
         if trouble is None and node is not None:
             # Or a rank would ask whether its partners on other nodes could read, and they not.
@@ -245,108 +261,6 @@ class Communicator:
             self.node = node
         else:
             self.explain_no_shared_memory(trouble)
-
-    def _lost(self, ranks: Sequence[int]) -> errors.RankLostError:
-        return errors.RankLostError(
-            errors.explain(
-                self.where(),
-                "all ranks to come",
-                f"{_have(ranks)} died",
-                "Its last words, or the log of the system (out of memory) or of the batch "
-                "system, tell why. KERAS_DIST_ON_FAILURE=continue goes on without it.",
-            )
-        )
-
-    def is_loss(self, error: BaseException) -> bool:
-        """Tells whether an error comes of a rank that has died, as far as this rank can know."""
-        if isinstance(error, errors.RankLostError) or failed_process(self.mpi, error):
-            return True
-        if _knows_of_dead(self.world) or isinstance(error, errors.KerasDistError):
-            return _knows_of_dead(self.world)
-        # What was received may be nonsense, which is noticed before the death is.
-        end = time.perf_counter() + NEWS_SECONDS
-        while not (known := _knows_of_dead(self.world)) and time.perf_counter() < end:
-            time.sleep(NAP_SECONDS)
-        return known
-
-    def confirm(self, fine: bool) -> bool:
-        """Tells whether all ranks live and are fine; the answer is the same on all.
-
-        Collective: every rank that lives; blocks.
-        """
-        return self._agreed(self.world, fine)
-
-    def assure(self) -> None:
-        """Confirms, where ranks go on without those that die, that none has. Collective.
-
-        Raises:
-            RankLostError: one has; raised on every rank.
-        """
-        if self.recovery is not None and not self.confirm(True):
-            raise errors.RankLostError("A rank has died.")
-
-    def leave(self) -> None:
-        """Makes sure that no rank waits for this one any longer."""
-        if self.node is not None:
-            self.node.leave()
-        for comm in (self.across, self._local, self.world):
-            comm.Revoke()
-
-    def rebuild(self, exchange: Callable[[], Any]) -> Any:
-        """Goes on without the ranks that have died. Collective: every rank that lives; blocks.
-
-        Ranks that die meanwhile are left out as well: all begin again.
-
-        Args:
-            exchange: the last step, collective too.
-
-        Returns:
-            What `exchange` returns.
-
-        Raises:
-            RankLostError: there are process sets, of which nobody knows what they are without
-                the dead.
-        """
-        if self._subsets:
-            raise errors.RankLostError(
-                errors.explain(
-                    self.where(),
-                    "no process sets where ranks go on without one that has died",
-                    f"{self._subsets} of them, and a rank that has died",
-                    "Start the job again, or do without process sets.",
-                )
-            )
-        old = base = self.world
-        if self._watch is not None:
-            self._watch.abandon()
-            self._watch = None
-        self.plans.clear()
-        self.absence = None
-        found, whole = None, False
-        while not whole:
-            self.leave()
-            base = base.Shrink()
-            try:
-                self._settle(base.Dup())
-                self.watch(*self._periods)
-                found, fine = exchange(), True
-            except Exception as error:
-                if not self.is_loss(error):
-                    raise
-                fine = False
-                self.leave()
-            whole = self._agreed(base, fine)
-        gone = _missing(self.mpi, old, base)
-        self.losses += len(gone)
-        if self.rank == 0:
-            _log.warning(_say_gone(gone, old.Get_size(), self.size))
-        return found
-
-    def _agreed(self, world: Any, fine: bool) -> bool:
-        try:
-            return bool(world.Agree(fine and not _knows_of_dead(world)))
-        except self.mpi.Exception:
-            return False
 
     def first_trouble(self, trouble: str | None) -> str | None:
         """Returns what went wrong on the first rank on which something did. Collective."""
@@ -444,37 +358,6 @@ class Communicator:
         digests = np.empty((self.size, mine.size), np.uint8)
         request = self.world.Iallgather(mine, digests)
         return lambda: bool((digests == digests[0]).all()) if request.Test() else None
-
-
-def _knows_of_dead(world: Any) -> bool:
-    dead = world.Get_failed()
-    count = dead.Get_size()
-    dead.Free()
-    return bool(count) or world.Is_revoked()
-
-
-def _missing(mpi: Any, old: Any, new: Any) -> list[int]:
-    """Returns the ranks of a communicator that are not in another one."""
-    before, after = old.Get_group(), new.Get_group()
-    places = before.Translate_ranks(None, after)
-    before.Free()
-    after.Free()
-    return [rank for rank, place in enumerate(places) if place == mpi.UNDEFINED]
-
-
-def _have(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} has"
-    return f"ranks {', '.join(map(str, ranks))} have"
-
-
-def _say_gone(gone: Sequence[int], before: int, after: int) -> str:
-    progress = say_progress()
-    where = f" ({progress})" if progress else ""
-    return (
-        f"keras_dist: {_have(gone)} died{where}. {after} of {before} ranks go on, numbered anew "
-        "in their order."
-    )
 
 
 def _share(comm: Any, value: Any) -> list[Any]:

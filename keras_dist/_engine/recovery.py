@@ -12,7 +12,7 @@ What went through MPI is confirmed by all at the end: Open MPI 5 was seen to giv
 which the data of a rank that had just died was missing, without an error. Shared memory needs no
 such thing: the dead have written their part before they came to the meeting, or have not come.
 
-Knows no MPI; `Communicator.rebuild` does.
+Knows no MPI; `survivors` does.
 """
 
 import copy
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from keras_dist import errors
+from keras_dist._engine.survivors import agree, is_loss, leave, rebuild
 
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
@@ -120,8 +121,8 @@ class Recovery:
             confirmed = self._comm.absence is not None or needs_no_mpi()
             if outcome is not None and confirmed:
                 break
-            if not self._comm.confirm(outcome is not None):
-                outcome = self._comm.rebuild(functools.partial(self._catch_up, joins))
+            if not agree(self._comm, outcome is not None):
+                outcome = rebuild(self._comm, functools.partial(self._catch_up, joins))
         return outcome
 
     def _try(self, work: Callable[[], Any]) -> _Outcome | None:
@@ -129,8 +130,8 @@ class Recovery:
         try:
             return _Outcome(work())
         except Exception as error:
-            if self._comm.is_loss(error):
-                self._comm.leave()
+            if is_loss(self._comm, error):
+                leave(self._comm)
                 return None
             if isinstance(error, errors.KerasDistError):
                 return _Outcome(error=error)

@@ -11,6 +11,7 @@ from keras_dist._engine.collectives.meet import tell_difference
 from keras_dist._engine.collectives.objects import exchange_or_raise
 from keras_dist._engine.communicator import SPIN_SECONDS, Communicator
 from keras_dist._engine.recovery import again
+from keras_dist._engine.survivors import assure
 from keras_dist._engine.wait import note, waiting
 
 __all__ = ["exchange_among", "stand_in"]
@@ -90,7 +91,7 @@ def exchange_among(comm: Communicator, mine: Any) -> list[Any]:
 def _exchange(comm: Communicator, mine: Any) -> list[Any]:
     try:
         everyone = exchange_or_raise(comm, mine)
-        comm.assure()
+        assure(comm)
         return everyone
     except errors.KerasDistError:
         comm.absence = None  # the error ends it on all ranks alike

@@ -10,6 +10,7 @@ from keras_dist._engine.agreement import JOINED, Absence, Call, difference
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.notice import hear, notice
 from keras_dist._engine.progress import say_progress
+from keras_dist._engine.survivors import assure
 from keras_dist._engine.wait import note
 
 __all__ = ["meet", "tell_difference", "telling"]
@@ -94,7 +95,7 @@ def tell_difference(comm: Communicator, call: Call) -> None:
     """
     mine = pickle.dumps((call, say_progress()))
     told = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
-    comm.assure()
+    assure(comm)
     notices = [call.notice for call, _ in told]
     calls = [dataclasses.replace(call, notice=None) for call, _ in told]
     absence, comm.absence = comm.absence, None  # an error ends it on all ranks alike
