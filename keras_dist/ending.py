@@ -108,6 +108,10 @@ def _meet() -> None:
         _report(f"{error}\n")
         time.sleep(GRACE_SECONDS)
         _end_all(1)
+    except Exception:
+        _report(traceback.format_exc())
+        time.sleep(GRACE_SECONDS)
+        _end_all(1)
     except KeyboardInterrupt:
         _report("KeyboardInterrupt while waiting for the other ranks at the end of the script\n")
         _end_all(INTERRUPTED_EXIT_CODE)

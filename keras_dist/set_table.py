@@ -89,10 +89,12 @@ class SetTable:
             return [self._wish(one) for one in sets]
 
         with self.job.lock:
+            self._ranks[GLOBAL] = tuple(self.job.ranks)  # some may have died since
             agreed = _agree(self._share(wishes, operation), self.job)
             self._check_new([ranks for entry in agreed for ranks in entry])
             for process_set, entry in zip(sets, agreed, strict=True):
                 self._make(process_set, entry)
+            self.job.subsets = len(self._ranks) - 1
         return sets
 
     def remove(self, process_set: Any, operation: str) -> bool:
@@ -119,6 +121,7 @@ class SetTable:
                 return False
             for number in entries[0]:
                 del self._ranks[number]
+            self.job.subsets = len(self._ranks) - 1
             self._known.remove(process_set)
             _release(process_set)
             return True

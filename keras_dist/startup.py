@@ -47,6 +47,7 @@ def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
     if mpi is not None:
         _check_launcher(mpi)
         _engine.start_mpi(mpi)
+        _check_all_live(mpi)
     if comm is None and not alone:
         _check_ranks(mpi)
     members = _as_comm(mpi, comm)
@@ -135,6 +136,20 @@ def _check_launcher(mpi: Any) -> None:
         and not mpi.Is_initialized()
     ):
         raise _not_together(announced, _engine.library(mpi))
+
+
+def _check_all_live(mpi: Any) -> None:
+    """Makes sure that no rank has died before, in a job whose others go on."""
+    if _engine.outlives_processes() and (dead := mpi.COMM_WORLD.Get_failed().Get_size()):
+        raise errors.LaunchError(
+            errors.explain(
+                "[keras_dist.init]",
+                "all ranks to live",
+                f"{dead} of {mpi.COMM_WORLD.size} that have died",
+                "After a shutdown the ranks that live cannot join again: leave shutdown out, or "
+                "start the job again.",
+            )
+        )
 
 
 def _check_ranks(mpi: Any | None) -> None:

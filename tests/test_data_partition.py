@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_dist.data.partition import plan_deal, plan_samples, plan_spread
+from keras_dist.data.partition import plan_deal, plan_for_fewer, plan_samples, plan_spread
 
 SIZES = range(1, 9)
 batch_sizes = st.integers(1, 40)
@@ -25,6 +25,27 @@ def plans(total, size, batch_size, remainder):
 def epoch_of(plan, seed, epoch=0):
     order = plan.order(seed, epoch)
     return [order[slice(*plan.bounds(step))] for step in range(plan.steps)]
+
+
+# --- Fewer ranks than before
+
+
+@given(totals_and_sizes(), batch_sizes, remainders, st.integers(1, 8))
+def test_fewer_ranks_take_as_many_steps_and_share_everything(shape, batch_size, remainder, left):
+    total, size = shape
+    left = min(left, size)
+    first = plans(total, size, batch_size, remainder)[0]
+    fewer = [plan_for_fewer(first, total, left, rank, remainder) for rank in range(left)]
+    assert {plan.steps for plan in fewer} == {first.steps}
+    parts = [np.concatenate(epoch_of(plan, None)) for plan in fewer]
+    for plan, part in zip(fewer, parts, strict=True):
+        assert sum(plan.sizes()) == plan.count == len(part)
+        assert min(plan.sizes()) >= 1 and max(plan.sizes()) - min(plan.sizes()) <= 1
+    together = np.concatenate(parts)
+    if remainder == "drop":
+        assert len(set(map(len, parts))) == 1 and len(set(together)) == len(together)
+    else:
+        assert set(together) == set(range(total))
 
 
 # --- Single samples

@@ -79,7 +79,7 @@ class Communicator:
         self.ranks: Sequence[int] = ranks or (0,)
         self.recovery: Recovery | None = None  # where ranks go on without those that die
         self.losses = 0  # how many ranks have died so far
-        self.subsets = 0  # how many communicators of some of these ranks there are
+        self.subsets = 0  # how many process sets there are, this rank in them or not
         if mpi is not None:
             self.settle((comm if comm is not None else mpi.COMM_WORLD).Dup())
 
@@ -124,6 +124,7 @@ class Communicator:
         if self._watch is not None:
             self._watch.abandon()
             self._watch = None
+        # MPI's communicators are left as they are: to free them would take the dead as well.
         self.plans.clear()
         self.absence = None
 
@@ -158,11 +159,13 @@ class Communicator:
         # Their shared memory is the kernel's again, unless somebody holds results in it.
         self.plans.clear()
         self.node = None
-        if self._job is not None:
-            self._job.subsets -= 1
         if self.mpi is not None:
             for world in self.worlds:
-                world.Free()
+                try:
+                    world.Free()
+                except self.mpi.Exception:
+                    if self.recovery is None:
+                        raise  # else a rank has died, and nobody needs it any more
 
     def watch(self, period: int, limit: int) -> None:
         """Begins to watch for ranks that do not come. Collective: every rank; blocks.
@@ -178,7 +181,9 @@ class Communicator:
     def end_watch(self) -> None:
         """Ends the watch, if there is one. Collective: every rank; blocks."""
         if self._watch is not None:
-            self._watch.close()
+            # Its last meeting would wait for ranks that die now.
+            end = self._watch.close if self.recovery is None else self._watch.abandon
+            end()
             self._watch = None
 
     def queue(self, work: Callable[[], Any], what: str) -> Handle:
@@ -210,7 +215,6 @@ class Communicator:
         Args:
             ranks: numbers of ranks here, ascending, this one among them.
         """
-        self.subsets += 1
         if self.mpi is None:
             return Communicator(job=self, ranks=ranks)
         everyone = self.world.Get_group()
@@ -314,10 +318,10 @@ class Communicator:
         mine = np.frombuffer(payload, np.uint8)
         if self.size == 1:
             return [mine]
-        counts = np.empty(self.size, np.int64)
+        counts = np.zeros(self.size, np.int64)
         with blocked:
             self.world.Allgather(np.array([mine.size], np.int64), counts)
-        everything = np.empty(int(counts.sum()), np.uint8)
+        everything = np.zeros(int(counts.sum()), np.uint8)
         allgather_parts(self.world, mine, everything, counts)
         return np.split(everything, np.cumsum(counts)[:-1])
 

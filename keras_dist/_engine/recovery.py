@@ -147,10 +147,10 @@ class Recovery:
         if behind:  # they wait for others to join, who have seen all join
             holder = next(rank for rank, (place, _) in enumerate(told) if place.joined == joined)
         else:
-            ended = {rank: place.ended for rank, (place, out) in enumerate(told) if not out}
-            newest = max(ended.values(), default=0)
-            behind = [rank for rank, count in ended.items() if count < newest]
-            holder = next((rank for rank, count in ended.items() if count == newest), 0)
+            # Who has joined may have ended the last operation all the same, before it did so.
+            newest = max(place.ended for place, _ in told)
+            behind = [r for r, (place, out) in enumerate(told) if not out and place.ended < newest]
+            holder = next(r for r, (place, _) in enumerate(told) if place.ended == newest)
         if not behind:
             return None
         parts = comm.allgather_bytes(pickle.dumps(self._last) if comm.rank == holder else b"")

@@ -62,22 +62,25 @@ def make_segment(
     Returns:
         The segment and `None`; or `None` and the reason, on every rank alike.
     """
-    path, handle, trouble = "", -1, None
-    if rank == 0:
-        path, handle, trouble = _create(nbytes)
-    path, trouble = share((path, trouble))[0]
+    made, handle, trouble = _create(nbytes) if rank == 0 else ("", -1, None)
     segment = None
-    if trouble is None:
-        try:
-            if rank > 0:
-                handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            segment = Segment(handle, nbytes)
-        except OSError as error:
-            trouble = f"{path} cannot be opened and mapped: {error.strerror}"
-    troubles = [text for text in share(trouble) if text is not None]
-    if rank == 0 and path:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+    try:
+        path, trouble = share((made, trouble))[0]
+        if trouble is None:
+            try:
+                if rank > 0:
+                    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                taken, handle = handle, -1
+                segment = Segment(taken, nbytes)
+            except OSError as error:
+                trouble = f"{path} cannot be opened and mapped: {error.strerror}"
+        troubles = [text for text in share(trouble) if text is not None]
+    finally:  # also where a rank has died meanwhile
+        if handle >= 0:
+            os.close(handle)
+        if made:
+            with contextlib.suppress(OSError):
+                os.unlink(made)
     return (None, troubles[0]) if troubles else (segment, None)
 
 

@@ -20,6 +20,7 @@ from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.mpi_library import library
+from keras_dist._engine.recovery import again
 from keras_dist._engine.reduce import ReduceOp
 
 __all__ = ["best_bucket_nbytes"]
@@ -47,8 +48,7 @@ def best_bucket_nbytes(comm: Communicator, call: Call, nbytes: int) -> tuple[int
     """
     ranks = f"{comm.size} ranks, {comm.cross_size} nodes"
     place = f"{platform.node()}, {os.cpu_count()} cores, {ranks}, {_way(comm)}"
-    with comm.lock:
-        meet(comm, call)
+    again(comm, lambda: meet(comm, call))
     root = comm.ranks[0]
     known = broadcast_object(comm, _recall().get(place) if comm.rank == 0 else None, root)
     if known is not None:

@@ -28,8 +28,9 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
       death is left out. Other data is not shared out anew: each rank keeps its part, and the batch
       of all ranks is smaller by that of the dead.
 
-    A rank that raises is not lost: its error ends the job. So does a death where there are process
-    sets, or between the end of an uneven epoch's steps and what follows.
+    A rank that raises is not lost: its error ends the job. So does a death before
+    `keras_dist.init` has returned, where there are process sets, between the end of an uneven
+    epoch's steps and what follows, and under Adasum, unless a power of two of ranks is left.
 
     Collective: every rank must pass it to `fit`, behind `MetricAverageCallback`.
 
@@ -42,11 +43,17 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
         runtime.outlive_ranks()
         self.verbose = verbose
         self._name = secrets.token_hex(8)
+        self._was_silent = False
         self._bar: keras.callbacks.Callback | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Notes whose duties are this rank's."""
-        self._was_root = runtime.rank() == 0
+        """Notes whether this rank prints already."""
+        self._bar = None
+        is_root = runtime.rank() == 0
+        if is_root and self._was_silent:
+            keras.utils.enable_interactive_logging()
+        self._prints = is_root
+        self._was_silent |= not is_root
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Shares data and duties out anew, where ranks have died in the last epoch."""
@@ -55,7 +62,8 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
             runtime.communicator(), self._name, operation="counting the ranks"
         )
         epochs.share_out(names.index(self._name), len(names))
-        if self._bar is None and self.verbose and runtime.rank() == 0 and not self._was_root:
+        if self.verbose and runtime.rank() == 0 and not self._prints:
+            self._prints = True
             keras.utils.enable_interactive_logging()
             self._bar = keras.callbacks.ProgbarLogger()
             self._bar.set_params({**self.params, "verbose": 2})

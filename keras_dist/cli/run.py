@@ -111,6 +111,9 @@ def _try_again_and_again(
             return code
         if restart < max_restarts:
             pause = min(2**restart, MAX_PAUSE_SECONDS)
+            if end is not None and time.monotonic() + pause >= end:
+                _say(f"the job failed with exit code {code}. {seconds} s are over (--timeout).")
+                return code
             _say(
                 f"the job failed with exit code {code}. Restart {restart + 1} of {max_restarts} "
                 f"in {pause} s."

@@ -102,7 +102,7 @@ class ArrayBatches:
         replan: Callable[[Plan, int, int], Plan] | None = None,
     ):
         self.data = _map(lambda array: array, data)
-        self.plan = plan
+        self.plan = self._first_plan = plan
         self._replan = replan
         self.epochs = Epochs(kind, self._share_out)
         self._seed = seed
@@ -122,7 +122,7 @@ class ArrayBatches:
     def _share_out(self, rank: int, size: int) -> None:
         if self._replan is None or size == self.plan.size:
             return
-        self.plan = self._replan(self.plan, rank, size)
+        self.plan = self._replan(self._first_plan, rank, size)
         self._latest = (-1, np.empty(0, np.int64))
 
     def _order(self, epoch: int) -> np.ndarray:

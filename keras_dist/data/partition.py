@@ -124,7 +124,7 @@ def plan_for_fewer(plan: Plan, total: int, size: int, rank: int, remainder: Rema
     The number of steps stays, and so does the number of samples in a step of all ranks.
 
     Args:
-        plan: that of this rank before.
+        plan: that of this rank when none had died yet.
         total: number of samples.
         size: number of ranks now.
         rank: whose plan is wanted, by its number now.
@@ -135,7 +135,7 @@ def plan_for_fewer(plan: Plan, total: int, size: int, rank: int, remainder: Rema
     count = min(now.count, limit) if plan.count < plan.held else now.count
     if remainder == "drop":
         count = min(now.held, limit) // plan.steps * plan.steps
-    return EvenPlan(rank, size, now.held, count, plan.steps, plan.batch_size * plan.size // size)
+    return EvenPlan(rank, size, now.held, count, plan.steps, plan.batch_size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,6 +87,90 @@ assert collectives.allreduce(2.0**me, op="sum") == 11
 
 
 @pytest.mark.fault(
+    "a rank comes to the last reduction and is killed; one rank sees it before, two after it has "
+    "ended for them and they have joined, with `on_failure=continue`",
+    "the one receives the result of the two; equal results",
+    within=15,
+)
+def test_a_rank_dies_when_it_has_been_waited_for(job, open_mpi):
+    text = """
+from keras_dist import _engine
+from keras_dist._engine import shared
+comm = runtime.communicator()
+specs = [((1000,), np.dtype("float64"))]
+plan = _engine.FusedAllreduce(comm, ["g"], specs, _engine.ReduceOp.SUM, 2**20, updates=True)
+for step in range(3):
+    plan([np.full(1000, 2.0**me)])
+collectives.barrier()
+if me == 3:
+    come = shared.Counter.raise_to
+    def come_and_die(*args):
+        come(*args)
+        die()
+    shared.Counter.raise_to = come_and_die
+if me in (0, 2):
+    time.sleep(1.5)
+total = plan([np.full(1000, 2.0**me)])[0]
+collectives.join()
+assert (total == 15).all(), total
+"""
+    ended = job(4, BEGIN + text, bare=True, python=open_mpi, options=ULFM, **GO_ON)
+    assert ended.returncode == 0, ended.stdout
+
+
+@pytest.mark.fault(
+    "a rank is killed while shared memory is made, with `on_failure=continue`",
+    "the others go on; nothing stays in `/dev/shm`",
+    within=15,
+)
+def test_a_rank_dies_while_memory_is_made(job, open_mpi):
+    text = """
+from keras_dist._engine import shared
+if me == 1:
+    shared.Segment.__init__ = lambda *args: die()
+total = collectives.allreduce(np.full(100_000, 2.0**me), op="sum")
+assert (total == 5).all()
+made = [name for name in os.listdir("/dev/shm") if name.startswith(f"keras_dist-{os.getuid()}-")]
+assert not [name for name in made if name.split("-")[2] == str(os.getpid())]
+"""
+    ended = job(3, BEGIN + text, bare=True, python=open_mpi, options=ULFM, **GO_ON)
+    assert ended.returncode == 0, ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("wish", "code"),
+    [
+        pytest.param(
+            "continue",
+            0,
+            marks=pytest.mark.fault(
+                "a rank is killed while others have come to the end of the script, with "
+                "`on_failure=continue`",
+                "the others end well, exit code 0",
+                within=15,
+            ),
+        ),
+        pytest.param(
+            "stop",
+            1,
+            marks=pytest.mark.fault(
+                "the same without, under an MPI that goes on",
+                "the job ends with the reason, exit code not 0",
+                within=15,
+            ),
+        ),
+    ],
+)
+def test_a_rank_dies_when_others_are_at_the_end(job, open_mpi, wish, code):
+    text = "if me == 1:\n    time.sleep(1)\n    die()\n"
+    environment = {"KERAS_DIST_ON_FAILURE": wish}
+    ended = job(3, BEGIN + text, bare=True, python=open_mpi, options=ULFM, **environment)
+    assert (ended.returncode != 0) == bool(code), ended.stdout
+    assert "rank 1 has died" in ended.stdout
+    assert "Exception ignored" not in ended.stdout
+
+
+@pytest.mark.fault(
     "a rank is killed where there are process sets, with `on_failure=continue`",
     "the job ends; the error says that process sets cannot go on",
     within=15,
