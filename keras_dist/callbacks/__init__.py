@@ -22,7 +22,7 @@ Their order matters, and `keras_dist.callbacks()` keeps it:
 11. `VerifyReplicas`, at the end of the fit alone: it sees what all others have left.
 12. `AgreeOnStoppingCallback`: behind those that may stop training. It asks them after every
    batch where one of the user's callbacks may stop there, else once an epoch.
-12. `PreemptionCallback`: last, so that everything else is done when it ends the job.
+13. `PreemptionCallback`: last, so that everything else is done when it ends the job.
 """
 
 import sys
