@@ -22,6 +22,7 @@ __all__ = ["PREEMPTED_EXIT_CODE", "watch"]
 PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL: state was kept, another try may go on
 
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT  # as a shell says it
+STAGGER_SECONDS = 1.0  # from one rank that ends the job to the next that does, if it still lives
 GRACE_SECONDS = 0.5  # an error of all ranks reaches them at about the same time
 
 
@@ -124,4 +125,8 @@ def _end_all(code: int) -> None:
     if mpi is not None:
         _engine.start_mpi(mpi)
         _engine.take_names_away()
+        if _engine.outlives_processes():
+            # Where several ranks end a job at once, Open MPI's mpiexec was seen to stay, or to end
+            # with 0. The first one is enough.
+            time.sleep(mpi.COMM_WORLD.Get_rank() * STAGGER_SECONDS)
         mpi.COMM_WORLD.Abort(code)
