@@ -27,3 +27,22 @@ def launcher():
         # It would refuse to run as root and to start more ranks than there are cores.
         return [mpiexec, "--allow-run-as-root", "--oversubscribe"]
     return [mpiexec]
+
+
+def pids(folder):
+    """Returns the processes of a job, each of which has left a file `pid-N` there."""
+    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
+
+def is_alive(pid):
+    """Tells whether a process runs, or is stopped; what has ended may still have a number."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def made_by(found):
+    """Returns what processes have made in /dev/shm and is there still."""
+    made = Path("/dev/shm").glob("keras_dist-*")
+    return {str(path) for path in made if int(path.name.split("-")[2]) in found}

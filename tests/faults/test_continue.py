@@ -15,6 +15,18 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
+
+@pytest.fixture
+def go_on(job, open_mpi):
+    """A function that runs a bare text on n ranks that go on where one dies; see `job`."""
+
+    def run(ranks, text, **variables):
+        environment = {**GO_ON, **variables}
+        return job(ranks, BEGIN + text, bare=True, python=open_mpi, options=ULFM, **environment)
+
+    return run
+
+
 # Each rank brings a power of two, so a sum says whose part is in it.
 STEPS = """
 kills = {1: 4, 2: 9}
@@ -40,10 +52,8 @@ if runtime.rank() == 0:
     "each step is reduced among the others, who lose none; equal results, exit code 0",
     within=20,
 )
-def test_two_of_four_die(job, open_mpi, way):
-    ended = job(
-        4, BEGIN + STEPS, bare=True, python=open_mpi, options=ULFM, KERAS_DIST_REDUCE=way, **GO_ON
-    )
+def test_two_of_four_die(go_on, way):
+    ended = go_on(4, STEPS, KERAS_DIST_REDUCE=way)
     assert ended.returncode == 0, ended.stdout
     assert f"sums {[15] * 4 + [13] * 5 + [9] * 5}" in ended.stdout
     assert "keras_dist: rank 1 has died. 3 of 4 ranks go on" in ended.stdout
@@ -55,14 +65,14 @@ def test_two_of_four_die(job, open_mpi, way):
     "the next rank is the root, and its value is sent",
     within=15,
 )
-def test_the_root_dies_in_a_broadcast(job, open_mpi):
+def test_the_root_dies_in_a_broadcast(go_on):
     text = """
 if me == 0:
     die()
 assert collectives.broadcast_object(f"from {me}") == "from 1"
 assert (runtime.rank(), runtime.size()) == (me - 1, 2)
 """
-    ended = job(3, BEGIN + text, bare=True, python=open_mpi, options=ULFM, **GO_ON)
+    ended = go_on(3, text)
     assert ended.returncode == 0, ended.stdout
 
 
@@ -71,7 +81,7 @@ assert (runtime.rank(), runtime.size()) == (me - 1, 2)
     "the others reduce and join as before",
     within=15,
 )
-def test_a_rank_dies_while_another_has_joined(job, open_mpi):
+def test_a_rank_dies_while_another_has_joined(go_on):
     text = """
 if me != 1:
     for step in range(3):
@@ -82,7 +92,7 @@ if me != 1:
 collectives.join()
 assert collectives.allreduce(2.0**me, op="sum") == 11
 """
-    ended = job(4, BEGIN + text, bare=True, python=open_mpi, options=ULFM, **GO_ON)
+    ended = go_on(4, text)
     assert ended.returncode == 0, ended.stdout
 
 
@@ -92,7 +102,7 @@ assert collectives.allreduce(2.0**me, op="sum") == 11
     "the one receives the result of the two; equal results",
     within=15,
 )
-def test_a_rank_dies_when_it_has_been_waited_for(job, open_mpi):
+def test_a_rank_dies_when_it_has_been_waited_for(go_on):
     text = """
 from keras_dist import _engine
 from keras_dist._engine import shared
@@ -114,7 +124,7 @@ total = plan([np.full(1000, 2.0**me)])[0]
 collectives.join()
 assert (total == 15).all(), total
 """
-    ended = job(4, BEGIN + text, bare=True, python=open_mpi, options=ULFM, **GO_ON)
+    ended = go_on(4, text)
     assert ended.returncode == 0, ended.stdout
 
 
@@ -123,7 +133,7 @@ assert (total == 15).all(), total
     "the others go on; nothing stays in `/dev/shm`",
     within=15,
 )
-def test_a_rank_dies_while_memory_is_made(job, open_mpi):
+def test_a_rank_dies_while_memory_is_made(go_on):
     text = """
 from keras_dist._engine import shared
 if me == 1:
@@ -133,7 +143,7 @@ assert (total == 5).all()
 made = [name for name in os.listdir("/dev/shm") if name.startswith(f"keras_dist-{os.getuid()}-")]
 assert not [name for name in made if name.split("-")[2] == str(os.getpid())]
 """
-    ended = job(3, BEGIN + text, bare=True, python=open_mpi, options=ULFM, **GO_ON)
+    ended = go_on(3, text)
     assert ended.returncode == 0, ended.stdout
 
 
@@ -161,10 +171,9 @@ assert not [name for name in made if name.split("-")[2] == str(os.getpid())]
         ),
     ],
 )
-def test_a_rank_dies_when_others_are_at_the_end(job, open_mpi, wish, code):
+def test_a_rank_dies_when_others_are_at_the_end(go_on, wish, code):
     text = "if me == 1:\n    time.sleep(1)\n    die()\n"
-    environment = {"KERAS_DIST_ON_FAILURE": wish}
-    ended = job(3, BEGIN + text, bare=True, python=open_mpi, options=ULFM, **environment)
+    ended = go_on(3, text, KERAS_DIST_ON_FAILURE=wish)
     assert (ended.returncode != 0) == bool(code), ended.stdout
     assert "rank 1 has died" in ended.stdout
     assert "Exception ignored" not in ended.stdout
@@ -175,14 +184,14 @@ def test_a_rank_dies_when_others_are_at_the_end(job, open_mpi, wish, code):
     "the job ends; the error says that process sets cannot go on",
     within=15,
 )
-def test_process_sets_cannot_go_on(job, open_mpi):
+def test_process_sets_cannot_go_on(go_on):
     text = """
 runtime.add_process_set([0, 1])
 if me == 2:
     die()
 collectives.barrier()
 """
-    ended = job(3, BEGIN + text, bare=True, python=open_mpi, options=ULFM, **GO_ON)
+    ended = go_on(3, text)
     assert ended.returncode != 0
     assert "Expected no process sets where ranks go on" in ended.stdout
 
@@ -192,14 +201,14 @@ collectives.barrier()
     "its error ends the job as ever: an error of the script is none of one process",
     within=10,
 )
-def test_an_error_is_no_death(job, open_mpi):
+def test_an_error_is_no_death(go_on):
     text = """
 if me == 1:
     fault()
     raise ValueError("broken on purpose")
 collectives.barrier()
 """
-    ended = job(3, BEGIN + text, bare=True, python=open_mpi, options=ULFM, **GO_ON)
+    ended = go_on(3, text)
     assert ended.returncode != 0
     assert "[1] ValueError: broken on purpose" in ended.stdout
 

@@ -97,7 +97,8 @@ def test_an_abort(job):
     within=5,
 )
 def test_a_rank_leaves_without_a_word(job):
-    job(3, dying("os._exit(0)"), bare=True)
+    # The others would reduce for ever: that they are gone is all there is to see.
+    assert job(3, dying("os._exit(0)"), bare=True).seconds < 5
 
 
 @pytest.mark.fault("a rank leaves by `os._exit(0)`, under Open MPI", ENDS, within=5)
