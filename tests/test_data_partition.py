@@ -4,7 +4,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_dist.data.partition import plan_deal, plan_for_fewer, plan_samples, plan_spread
+from keras_dist.data.partition import (
+    Rest,
+    plan_deal,
+    plan_for_fewer,
+    plan_samples,
+    plan_spread,
+)
 
 SIZES = range(1, 9)
 batch_sizes = st.integers(1, 40)
@@ -46,6 +52,24 @@ def test_fewer_ranks_take_as_many_steps_and_share_everything(shape, batch_size, 
         assert len(set(map(len, parts))) == 1 and len(set(together)) == len(together)
     else:
         assert set(together) == set(range(total))
+
+
+@given(st.integers(1, 300), st.integers(1, 6), st.data())
+def test_what_is_left_of_an_epoch_is_shared_out_in_as_many_steps(extra, size, data):
+    steps = data.draw(st.integers(1, 12))
+    first, second = sorted(data.draw(st.tuples(*[st.integers(0, steps - 1)] * 2)))
+    fewer = data.draw(st.integers(1, size))
+    indices = np.arange(steps * size + extra)
+    parts = [Rest(rank, size, indices, first, steps) for rank in range(size)]
+    before = [part.batch(step) for part in parts for step in range(first, second)]
+    left = np.concatenate([part.left(second) for part in parts])
+    parts = [Rest(rank, fewer, left, second, steps) for rank in range(fewer)]
+    batches = [[part.batch(step) for step in range(second, steps)] for part in parts]
+    for each in batches:
+        counts = list(map(len, each))
+        assert min(counts) >= 1 and max(counts) - min(counts) <= 1
+    everything = np.concatenate([*before, *(batch for each in batches for batch in each)])
+    assert sorted(everything) == list(indices)
 
 
 # --- Single samples

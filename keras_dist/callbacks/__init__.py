@@ -79,6 +79,7 @@ def callbacks(
     throughput: bool = False,
     uneven: str = "continue",
     on_failure: str | None = None,
+    share_out: str = "next epoch",
     verbose: int = 0,
 ) -> list[keras.callbacks.Callback]:
     """Returns the callbacks that training on many ranks needs, in the right order.
@@ -104,6 +105,8 @@ def callbacks(
         on_failure: `"continue"`: the other ranks go on when one dies, see `GoOnWithoutLostRanks`;
             `"stop"`: the job ends. Defaults to `None`: what `KERAS_DIST_ON_FAILURE` says, `"stop"`
             unless it is set.
+        share_out: when the others take over the data of a rank that has died: `"next epoch"` or
+            `"at once"`, see `GoOnWithoutLostRanks`. Defaults to `"next epoch"`.
         verbose: 1 prints the end of the warmup and each checkpoint, on the root.
 
     Returns:
@@ -121,7 +124,7 @@ def callbacks(
         MetricAverageCallback(root_rank=root_rank),
     ]
     if _goes_on(on_failure, root_rank):
-        made.append(GoOnWithoutLostRanks())
+        made.append(GoOnWithoutLostRanks(share_out=share_out))
     if throughput:
         made.append(Throughput())
     if warmup_epochs:

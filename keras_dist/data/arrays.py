@@ -1,20 +1,24 @@
 """numpy arrays, alone or in tuples, lists and dicts: sample i belongs to rank i % size."""
 
+import dataclasses
 import functools
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from keras_dist import errors
 from keras_dist.data.epochs import Epochs
-from keras_dist.data.partition import Plan, Remainder, plan_for_fewer, plan_samples
+from keras_dist.data.partition import Plan, Rest, plan_for_fewer, plan_samples
 from keras_dist.data.terms import Fact, Terms
 
 __all__ = ["ArrayBatches", "ArraySource"]
 
 DEFAULT_BATCH_SIZE = 32
+
+PlanAmong = Callable[[int, int], Plan]  # of a rank and the number of ranks
 
 
 class ArraySource:
@@ -59,7 +63,7 @@ class ArraySource:
             plan,
             None if terms.shuffle is False else terms.seed,
             hashlib.blake2b(kind, digest_size=8).hexdigest(),
-            functools.partial(_share_out, total, terms.remainder) if terms.may_shrink else None,
+            functools.partial(_plan_among, total, terms, plan.steps) if terms.may_shrink else None,
         )
 
     def part(self, held: Sequence[int | None]) -> Any:
@@ -89,8 +93,8 @@ class ArrayBatches:
         plan: this rank's part of it.
         seed: for the order of every epoch; `None` keeps the order of the arrays.
         kind: what the whole data set is, see `Epochs`.
-        replan: makes the plan for fewer ranks of the one before, the rank and their number.
-            Defaults to none: batches keep their sizes.
+        plan_among: makes the plan of a rank among fewer, of its number and theirs. Defaults to
+            none: batches keep their sizes.
     """
 
     def __init__(
@@ -99,34 +103,56 @@ class ArrayBatches:
         plan: Plan,
         seed: int | None,
         kind: str = "arrays",
-        replan: Callable[[Plan, int, int], Plan] | None = None,
+        plan_among: PlanAmong | None = None,
     ):
         self.data = _map(lambda array: array, data)
-        self.plan = self._first_plan = plan
-        self._replan = replan
-        self.epochs = Epochs(kind, self._share_out)
+        self.plan = plan
+        self.position = (0, 0)
+        self.lock = threading.RLock()
+        self._plan_among = plan_among
+        self.epochs = Epochs(kind, self if plan_among is not None else None)
         self._seed = seed
         self._latest = (0, plan.order(seed, epoch=0))
+        self._rest: tuple[int, Rest] | None = None  # of an epoch, by its number
 
     def batch(self, epoch: int, step: int) -> Any:
         """Returns new arrays with the samples of a step, in the structure of the data."""
-        start, stop = self.plan.bounds(step)
-        indices = self._order(epoch)[start:stop]
+        with self.lock:
+            self.position = max(self.position, (epoch, step + 1))
+            indices = self._indices(epoch, step)
         return _map(lambda array: np.asarray(array[indices]), self.data)
 
     @property
     def sizes(self) -> set[int]:
         """The numbers of samples that batches may have; none where they may change."""
-        return set(self.plan.sizes()) if self._replan is None else set()
+        return set(self.plan.sizes()) if self._plan_among is None else set()
 
-    def _share_out(self, rank: int, size: int) -> None:
-        if self._replan is None or size == self.plan.size:
+    def share_out(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
+        """Shares the data out among fewer ranks, from a batch on, or else from the next epoch."""
+        if self._plan_among is None or size == self.plan.size:
             return
-        self.plan = self._replan(self._first_plan, rank, size)
-        self._latest = (-1, np.empty(0, np.int64))
+        with self.lock:
+            if position is not None and position[1] < self.plan.steps:
+                left = np.concatenate([self._left(r, *position) for r in range(self.plan.size)])
+                rest = Rest(rank, size, left, position[1], self.plan.steps)
+                self._rest = position[0], rest
+            self.plan = self._plan_among(rank, size)
+            self._latest = (-1, np.empty(0, np.int64))
+
+    def _left(self, rank: int, epoch: int, step: int) -> np.ndarray:
+        """Returns what one of the ranks before, perhaps dead now, has not read of an epoch."""
+        if self._rest is not None and self._rest[0] == epoch:
+            return dataclasses.replace(self._rest[1], rank=rank).left(step)
+        plan = cast(PlanAmong, self._plan_among)(rank, self.plan.size)
+        return plan.order(self._seed, epoch)[plan.bounds(step)[0] :]
+
+    def _indices(self, epoch: int, step: int) -> np.ndarray:
+        if self._rest is not None and self._rest[0] == epoch:
+            return self._rest[1].batch(step)
+        start, stop = self.plan.bounds(step)
+        return self._order(epoch)[start:stop]
 
     def _order(self, epoch: int) -> np.ndarray:
-        # One tuple, so that two threads in different epochs cannot mix them up.
         known, order = self._latest
         if known != epoch and (self._seed is not None or known < 0):
             order = self.plan.order(self._seed, epoch)
@@ -134,8 +160,14 @@ class ArrayBatches:
         return order
 
 
-def _share_out(total: int, remainder: Remainder, plan: Plan, rank: int, size: int) -> Plan:
-    return plan_for_fewer(plan, total, size, rank, remainder)
+def _plan_among(total: int, terms: Terms, steps: int, rank: int, size: int) -> Plan:
+    """Returns the plan of a rank among so many, of which others may have died."""
+    batch_size = terms.batch_size or DEFAULT_BATCH_SIZE
+    first_rank = rank if size == terms.size else 0
+    first = plan_samples(total, terms.size, first_rank, batch_size, terms.remainder).limited(steps)
+    if size == terms.size:
+        return first
+    return plan_for_fewer(first, total, size, rank, terms.remainder)
 
 
 def _map(function: Callable[[np.ndarray], Any], data: Any) -> Any:

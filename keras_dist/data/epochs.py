@@ -7,12 +7,27 @@ same names.
 """
 
 import collections
+import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
-__all__ = ["Epochs", "go_on_with", "numbers", "share_out"]
+__all__ = ["Epochs", "Shared", "go_on_with", "held", "numbers", "positions", "share_out"]
+
+
+class Shared(Protocol):
+    """Data that can be shared out anew when ranks have died."""
+
+    lock: threading.RLock  # who reads a batch holds it
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch and step of the first batch that nobody has asked for on this rank."""
+
+    def share_out(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
+        """Shares the data out among fewer ranks, see `epochs.share_out`."""
 
 
 class Epochs:
@@ -20,15 +35,14 @@ class Epochs:
 
     Args:
         kind: what the data set is, the same on all ranks and in every run.
-        share_out: a method that shares the data out among fewer ranks, from the next epoch on;
-            it takes the number of this rank and of all. Defaults to none: each keeps its part.
+        data: what can be shared out among fewer ranks. Defaults to none: each keeps its part.
     """
 
-    def __init__(self, kind: str, share_out: Callable[[int, int], None] | None = None):
+    def __init__(self, kind: str, data: Shared | None = None):
         self.kind = kind
         self.number = 0
         # Weakly, or data would wait for the garbage collector.
-        self._share_out = weakref.WeakMethod(share_out) if share_out is not None else None
+        self._data = weakref.ref(data) if data is not None else lambda: None
         self._lock = threading.Lock()
         _living[next(_serials)] = self
 
@@ -38,11 +52,9 @@ class Epochs:
             self.number += 1
             return self.number - 1
 
-    def share_out(self, rank: int, size: int) -> None:
-        """Shares the data out among fewer ranks, if it can be."""
-        method = self._share_out() if self._share_out is not None else None
-        if method is not None:
-            method(rank, size)
+    def data(self) -> Shared | None:
+        """Returns the data, while it lives and where it can be shared out anew."""
+        return self._data()
 
 
 _serials = itertools.count()
@@ -60,10 +72,38 @@ def go_on_with(epoch_by_name: Mapping[str, int]) -> None:
         epochs.number = epoch_by_name.get(name, epochs.number)
 
 
-def share_out(rank: int, size: int) -> None:
-    """Shares the data sets that live, as far as they can be, out among fewer ranks."""
-    for epochs in list(_living.values()):
-        epochs.share_out(rank, size)
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Keeps everybody from reading what can be shared out anew."""
+    with contextlib.ExitStack() as stack:
+        for _, data in _shared():
+            stack.enter_context(data.lock)
+        yield
+
+
+def positions() -> dict[str, tuple[int, int]]:
+    """Returns how far data that can be shared out anew has been read, by name: epoch and step."""
+    return {name: data.position for name, data in _shared()}
+
+
+def share_out(rank: int, size: int, read: Sequence[Mapping[str, tuple[int, int]]] = ()) -> None:
+    """Shares the data sets that live, as far as they can be, out among fewer ranks.
+
+    Args:
+        rank: the number of this rank among them.
+        size: how many ranks there are.
+        read: the `positions` of all of them: what lies behind is shared out at once. Defaults to
+            none: data is shared out from the next epoch on.
+    """
+    for name, data in _shared():
+        known = [each[name] for each in read if name in each]
+        data.share_out(rank, size, max(known, default=None))
+
+
+def _shared() -> Iterator[tuple[str, Shared]]:
+    for name, epochs in _named():
+        if (data := epochs.data()) is not None:
+            yield name, data
 
 
 def _named() -> Iterator[tuple[str, Epochs]]:

@@ -15,6 +15,7 @@ __all__ = [
     "EvenPlan",
     "Plan",
     "Remainder",
+    "Rest",
     "Spread",
     "plan_deal",
     "plan_for_fewer",
@@ -124,7 +125,7 @@ def plan_for_fewer(plan: Plan, total: int, size: int, rank: int, remainder: Rema
     The number of steps stays, and so does the number of samples in a step of all ranks.
 
     Args:
-        plan: that of this rank when none had died yet.
+        plan: that of rank 0 when none had died yet.
         total: number of samples.
         size: number of ranks now.
         rank: whose plan is wanted, by its number now.
@@ -136,6 +137,41 @@ def plan_for_fewer(plan: Plan, total: int, size: int, rank: int, remainder: Rema
     if remainder == "drop":
         count = min(now.held, limit) // plan.steps * plan.steps
     return EvenPlan(rank, size, now.held, count, plan.steps, plan.batch_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rest:
+    """One rank's part of what is left of an epoch in which ranks have died.
+
+    The number of steps stays; batches grow, and differ by one sample at most.
+
+    Args:
+        rank: whose part this is.
+        size: number of ranks now.
+        indices: int64 array of shape `(left,)`, the samples that are left for all ranks; at least
+            one for each rank and step.
+        first_step: the step with which it begins.
+        steps: number of batches in the whole epoch.
+    """
+
+    rank: int
+    size: int
+    indices: np.ndarray
+    first_step: int
+    steps: int
+
+    def left(self, first_step: int) -> np.ndarray:
+        """Returns the indices of this rank's samples from a step on, in order."""
+        mine = self.indices[self.rank :: self.size]
+        return mine[self._begin(first_step, len(mine)) :]
+
+    def batch(self, step: int) -> np.ndarray:
+        """Returns the indices of the samples of a step."""
+        mine = self.indices[self.rank :: self.size]
+        return mine[self._begin(step, len(mine)) : self._begin(step + 1, len(mine))]
+
+    def _begin(self, step: int, count: int) -> int:
+        return (step - self.first_step) * count // (self.steps - self.first_step)
 
 
 @dataclasses.dataclass(frozen=True)

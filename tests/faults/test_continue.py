@@ -305,3 +305,47 @@ def test_fit_goes_on(job, open_mpi, tmp_path, kills):
     assert ended.stdout.count("Epoch 4/4") == 1
     died = [line for line in ended.stdout.splitlines() if "has died" in line]
     assert ["3 of 4 ranks go on" in died[0], "2 of 3 ranks go on" in died[1]] == [True, True]
+
+
+AT_ONCE = """
+import signal
+import keras, numpy as np, keras_dist
+keras_dist.init()
+me = keras_dist.rank()
+x = np.arange(96, dtype="float32")[:, None]
+train = keras_dist.data.shard((x, x), batch_size=2)
+seen = []
+class Dying(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        seen.append([])
+    def on_train_batch_begin(self, batch, logs=None):
+        if (me, self.epoch, batch) in ((1, 1, 3), (0, 1, 6)):
+            fault()
+            os.kill(os.getpid(), signal.SIGKILL)
+class Seeing(keras.Sequential):
+    def call(self, x, **kwargs):
+        seen[-1] += x[:, 0].tolist()
+        return super().call(x, **kwargs)
+model = Seeing([keras.layers.Dense(1)])
+model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(1e-9)), "mse")
+callbacks = keras_dist.callbacks(Dying(), on_failure="continue", share_out="at once")
+seen.append([])
+model.fit(train, epochs=3, verbose=0, callbacks=callbacks)
+epochs = [sum(told, []) for told in zip(*keras_dist.allgather_object(seen[-3:]))]
+if keras_dist.rank() == 0:
+    print("seen", [(len(epoch), len(set(epoch))) for epoch in epochs])
+"""
+
+
+# Of 96 samples, 2 a step on each of 4 ranks, one has learnt 6 when it dies, and 2 are left out. Of
+# the 64 that 3 ranks share out, another has learnt 8 + 5 when it dies, and 3 are left out.
+@pytest.mark.fault(
+    "two of four ranks are killed in an epoch of `fit`, with `share_out='at once'`",
+    "what is left of the epoch is shared out among the others, each sample once",
+    within=30,
+)
+def test_the_rest_of_an_epoch_is_shared_out_at_once(job, open_mpi):
+    ended = job(4, AT_ONCE, python=open_mpi, options=ULFM, timeout=150, KERAS_BACKEND="torch")
+    assert ended.returncode == 0, ended.stdout
+    assert "seen [(48, 48), (72, 72), (96, 96)]" in ended.stdout
