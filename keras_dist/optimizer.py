@@ -6,9 +6,10 @@ from typing import Any
 import keras
 
 from keras_dist import _engine, errors, runtime
+from keras_dist.distributed import attach, check_local, is_distributed
+from keras_dist.model_state import MULTI_OPTIMIZER, optimizers_inside
 from keras_dist.process_sets import ProcessSet
-from keras_dist.reduction import GradientReduction, attach, check_local, is_distributed
-from keras_dist.replicas import MULTI_OPTIMIZER, optimizers_inside
+from keras_dist.reduction import GradientReduction
 from keras_dist.terms import (
     Terms,
     parse_groups,

@@ -1,121 +1,26 @@
-"""How an optimizer comes to reduce its gradients: a mixin over the user's own class.
+"""The reduction of an optimizer's gradients: from gradients to a plan, from the plan to a backend.
 
-The optimizer keeps its class, its name and its state: a subclass of its own class, with the
-same name and module, is put in place on the instance. So `isinstance` holds, state that was
-built stays, and a model saved with it loads in a process that has no keras_dist.
-
-The reduction comes after Keras' local gradient accumulation and before clipping, so that a
-clipping norm is taken of the averaged gradient.
+Knows gradients and variables, not who has them: `distributed` calls it.
 """
 
 import functools
 import math
-import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_dist import _backends, _engine, errors, runtime, saved_terms
-from keras_dist.replicas import (
-    MULTI_OPTIMIZER,
-    SAME_MODEL,
-    optimizers_inside,
-    optimizers_of,
-    variable_name,
-)
+from keras_dist import _backends, _engine, runtime
+from keras_dist.model_state import variable_name
+from keras_dist.replicas import SAME_MODEL
 from keras_dist.terms import Terms
 
-__all__ = [
-    "GradientReduction",
-    "attach",
-    "check_local",
-    "distributed_optimizers",
-    "is_distributed",
-    "move_outwards",
-    "sum_over_ranks",
-]
+__all__ = ["GradientReduction", "sum_over_ranks"]
 
 # The last gradients of a model are ready first: reducing begins before the rest has come.
 FIRST_NBYTES = 2**20
-
-
-def is_distributed(optimizer: Any) -> TypeGuard["_Distributed"]:
-    """Tells whether an optimizer reduces its gradients over the ranks."""
-    return isinstance(optimizer, _Distributed)
-
-
-def distributed_optimizers(model: Any) -> list["_Distributed"]:
-    """Returns those optimizers of a model that reduce, a custom train step's further ones too."""
-    return [one for one in optimizers_of(model) if is_distributed(one)]
-
-
-def move_outwards(optimizer: Any) -> None:
-    """Moves the reduction from the optimizer inside a `LossScaleOptimizer` to the outside.
-
-    `compile` puts such a wrapper around the user's optimizer under `mixed_float16`. It looks
-    at the gradients and, when one overflows, skips the step; left inside, the reduction
-    would then be missing on that rank alone. Does nothing for other optimizers.
-    """
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if is_distributed(inner) and not is_distributed(optimizer):
-        reduction = inner._keras_dist
-        if reduction.local_variables():
-            check_local(optimizer)
-        inner.__class__ = type(inner).__bases__[1]
-        object.__delattr__(inner, "_keras_dist")
-        attach(optimizer, reduction)
-
-
-def attach(optimizer: Any, reduction: "GradientReduction") -> None:
-    """Makes an optimizer reduce its gradients by `reduction`; changes its class in place."""
-    mixin: Any = _Distributed
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        mixin = _LossScaled
-        if optimizer.inner_optimizer.gradient_accumulation_steps:
-            attach(optimizer.inner_optimizer, reduction)
-    elif isinstance(optimizer, MULTI_OPTIMIZER):
-        mixin = _HandingOn
-    object.__setattr__(optimizer, "_keras_dist", reduction)
-    optimizer.__class__ = _distributed_class(optimizer.__class__, mixin)
-
-
-def check_local(optimizer: Any) -> None:
-    """Checks that an optimizer treats each variable by itself.
-
-    Raises:
-        ArgumentError: it does not: what it does to a shared variable would depend on the
-            gradients of those that each rank keeps for itself.
-    """
-    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    every = [optimizer, *optimizers_inside(optimizer)]
-    if scaled or any(one.global_clipnorm for one in every):
-        received = "a LossScaleOptimizer" if scaled else "one with a global_clipnorm"
-        raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                "an optimizer that treats each variable by itself, for local variables",
-                received,
-                "Use clipnorm in place of global_clipnorm, bfloat16 in place of float16.",
-            )
-        )
-
-
-@functools.cache
-def _distributed_class(base: Any, mixin: Any) -> type:
-    made = type(
-        base.__name__,
-        (mixin, base),
-        {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__},
-    )
-    package, _, name = keras.saving.get_registered_name(base).rpartition(">")
-    if package:
-        # Both are saved under the name that the user has registered; it stands for the user's.
-        for one in (made, base):
-            keras.saving.register_keras_serializable(package, name)(one)
-    return made
 
 
 class GradientReduction:
@@ -270,131 +175,3 @@ def sum_over_ranks(comm: _engine.Communicator, tensor: Any, name: str) -> Any:
 
 def _name(variable: Any) -> str:
     return f"the gradient of {variable_name(variable)}"
-
-
-class _Distributed:
-    """The override that makes an optimizer distributed. Comes before the user's class."""
-
-    _keras_dist: GradientReduction
-
-    @classmethod
-    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes an optimizer of the user's class, not distributed, from a configuration."""
-        base: Any = cls.__bases__[1]
-        return base.from_config(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        """Pickles what the user's class would: an optimizer that is not distributed."""
-        arguments = super().__reduce__()[1]
-        return type(self).__bases__[1]._unpickle_model, arguments  # type: ignore[attr-defined]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copies as Keras does, and makes the copy distributed on the same terms."""
-        make, arguments = self.__reduce__()
-        copied = make(*arguments)
-        mine = self._keras_dist
-        attach(copied, GradientReduction(mine.terms, mine.lend, mine.local_layers))
-        copied._keras_dist.registered.extend(mine.registered)
-        return copied
-
-    def save_assets(self, directory: str) -> None:
-        """Writes the terms of the reduction; Keras calls it when it saves a model.
-
-        Keras alone does not read them; `keras_dist.load_model` does.
-
-        Args:
-            directory: where to.
-        """
-        if hasattr(super(), "save_assets"):
-            super().save_assets(directory)  # type: ignore[misc]
-        mine = self._keras_dist
-        variables = getattr(self, "_trainable_variables", ())
-        text = saved_terms.describe(mine.terms, variables, mine.registered, mine.local_layers)
-        pathlib.Path(directory, saved_terms.FILE).write_text(text)
-
-    def register_local_var(self, variable: Any) -> None:
-        """Leaves a variable's gradient out of the reduction: each rank keeps its own.
-
-        Call it on every rank, before training; the callback that broadcasts the initial state
-        has a `register_local_var` as well.
-
-        Args:
-            variable: a Keras variable of the model.
-
-        Raises:
-            ArgumentTypeError: `variable` is none.
-            ArgumentError: the optimizer looks at all gradients together, as for a
-                `global_clipnorm` or a loss scale: ranks would no longer take the same steps.
-        """
-        if not isinstance(variable, keras.Variable):
-            raise errors.ArgumentTypeError(
-                errors.explain(
-                    runtime.where(),
-                    "a Keras variable to keep local",
-                    f"{variable!r} of type {type(variable).__name__}",
-                    "Pass for example layer.kernel; local_layers= takes layers.",
-                )
-            )
-        check_local(self)
-        self._keras_dist.registered.append(variable)
-
-    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
-        # `_clip_gradients`, the one call between accumulation and update, is not told of
-        # which variables the gradients are.
-        self._keras_dist.variables = list(trainable_variables)
-        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
-
-    def _clip_gradients(self, grads: Any) -> Any:
-        when = None
-        if self.gradient_accumulation_steps and keras.backend.backend() == "jax":  # type: ignore[attr-defined]
-            # On JAX Keras comes here in every step and drops the result of those that only
-            # accumulate; elsewhere only in steps that update.
-            when = (self._iterations + 1) % self.gradient_accumulation_steps == 0  # type: ignore[attr-defined]
-        reduced = self._keras_dist(grads, self._keras_dist.variables, when)
-        return super()._clip_gradients(reduced)  # type: ignore[misc]
-
-
-class _HandingOn(_Distributed):
-    """The override for a `MultiOptimizer`, which hands gradients to others before any clipping."""
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        variables = list(trainable_variables or self._trainable_variables)  # type: ignore[attr-defined]
-        reduced = self._reduced(grads, variables)
-        return super().apply(reduced, trainable_variables)  # type: ignore[misc]
-
-    def _reduced(self, grads: Any, variables: Any) -> Any:
-        return self._keras_dist(grads, variables)
-
-
-class _LossScaled(_HandingOn):
-    """The override for a `LossScaleOptimizer`, whose own `apply` decides on skipping.
-
-    Where the optimizer in it accumulates, that one reduces what it has gathered, once for each
-    update. Of single passes the ranks tell each other only whether to skip them.
-    """
-
-    inner_optimizer: Any
-
-    def check_finite(self, grads: Any) -> Any:
-        finite = super().check_finite(grads)  # type: ignore[misc]
-        return self._keras_dist.agreed(finite) if self._hands_on_all() else finite
-
-    def stateless_apply(
-        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
-    ) -> Any:
-        grads = self._reduced(grads, self._trainable_variables)  # type: ignore[attr-defined]
-        given = optimizer_variables, grads, trainable_variables
-        if not self._hands_on_all():
-            return super().stateless_apply(*given)  # type: ignore[misc]
-        # Keras would reduce inside a branch, where a step of JAX cannot be cut.
-        finite = self.check_finite(grads)
-        taken = self._stateless_handle_finite_grads(*given)  # type: ignore[attr-defined]
-        skipped = self._stateless_handle_non_finite_grads(optimizer_variables, trainable_variables)  # type: ignore[attr-defined]
-        return keras.tree.map_structure(functools.partial(ops.where, finite), taken, skipped)
-
-    def _reduced(self, grads: Any, variables: Any) -> Any:
-        return grads if self._hands_on_all() else super()._reduced(grads, variables)
-
-    def _hands_on_all(self) -> bool:
-        """Tells whether the optimizer inside reduces."""
-        return is_distributed(self.inner_optimizer)

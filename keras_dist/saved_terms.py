@@ -12,8 +12,8 @@ from typing import Any
 import keras
 
 from keras_dist import _engine, errors, runtime
+from keras_dist.model_state import variable_name
 from keras_dist.process_sets import say_ranks
-from keras_dist.replicas import variable_name
 from keras_dist.terms import Terms
 
 __all__ = ["FILE", "describe", "local_parts", "parse", "settings"]

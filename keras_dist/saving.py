@@ -16,8 +16,8 @@ import h5py
 import keras
 
 from keras_dist import errors, runtime, saved_terms
+from keras_dist.distributed import check_local
 from keras_dist.optimizer import DistributedOptimizer
-from keras_dist.reduction import check_local
 
 __all__ = ["load_model"]
 

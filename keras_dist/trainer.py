@@ -15,8 +15,8 @@ from typing import Any
 import keras
 
 from keras_dist import _backends, _engine, errors, runtime
+from keras_dist.distributed import distributed_optimizers, move_outwards
 from keras_dist.fit_plan import agree_on_fit
-from keras_dist.reduction import distributed_optimizers, move_outwards
 
 __all__ = ["watch_models"]
 

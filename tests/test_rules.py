@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 ENGINE = "numpy .config .errors ._engine.*"
 ON_KERAS = (
     "keras numpy .runtime ._backends ._engine .config .errors .launcher "
-    ".callbacks .collectives .layers .optimizer .process_sets .reduce_op .reduction .replicas "
+    ".callbacks .collectives .distributed .layers .model_state .optimizer .process_sets .reduce_op "
+    ".reduction .replicas "
     ".fit_plan .saved_terms .terms "
     ".trainer"
 )
@@ -66,6 +67,8 @@ TABLE = [
     (".collectives.*",  f"{FACE} .config .process_sets .reduce_op .collectives.*",    ""),
     (".asynchronous",          ".runtime ._engine .collectives .errors",      ""),
     (".optimizer",             ON_KERAS,                                      ""),
+    (".distributed",           ON_KERAS,                                      ""),
+    (".model_state",           "keras numpy",                                 ""),
     (".fit_plan",              ON_KERAS,                                      ""),
     (".layers",                ON_KERAS,                                      ""),
     (".optimizers",            "keras .errors",                               ""),

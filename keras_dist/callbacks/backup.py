@@ -18,16 +18,15 @@ from keras_dist.callbacks.files import NEEDS_ROOM
 from keras_dist.callbacks.root import on_root
 from keras_dist.callbacks.verification import ENDING, verify_before_writing
 from keras_dist.data import epochs
-from keras_dist.replicas import (
+from keras_dist.model_state import (
     accumulators,
-    broadcast_state,
     bytes_of,
     optimizers_of,
     random_states,
-    separate_seeds,
     state,
     variable_name,
 )
+from keras_dist.replicas import broadcast_state, separate_seeds
 
 __all__ = ["BackupAndRestore"]
 

@@ -7,8 +7,9 @@ from typing import Any
 import keras
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist.reduction import distributed_optimizers
-from keras_dist.replicas import broadcast_state, keep_local, separate_seeds
+from keras_dist.distributed import distributed_optimizers
+from keras_dist.model_state import keep_local
+from keras_dist.replicas import broadcast_state, separate_seeds
 
 __all__ = ["BroadcastGlobalVariablesCallback"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_dist import errors, runtime
-from keras_dist.reduction import distributed_optimizers
+from keras_dist.distributed import distributed_optimizers
 from keras_dist.replicas import average_statistics, broadcast_state, verify_once
 
 __all__ = ["ENDING", "VerifyReplicas", "verify_before_writing"]

@@ -15,7 +15,7 @@ from training import (
 )
 
 import keras_dist
-from keras_dist import errors, replicas
+from keras_dist import errors, model_state
 from keras_dist.callbacks import BackupAndRestore
 from keras_dist.callbacks.generations import newest_first
 from keras_dist.data import epochs
@@ -66,7 +66,7 @@ def fit(*callbacks, model=None, epochs=3, **data):
 
 
 def everything_of(model):
-    return [value_of(variable) for variable in replicas.state(model)]
+    return [value_of(variable) for variable in model_state.state(model)]
 
 
 def value_of(variable):
@@ -141,7 +141,7 @@ def test_shuffled_arrays_go_on_in_the_order_of_the_epoch(directory):
     arrays = make_data(9 * keras_dist.size() + 1)
     model = new_model(keras.optimizers.SGD(0.1, momentum=0.9))
     model.optimizer.build(model.trainable_variables)
-    variables = [*replicas.state(model), *replicas.random_states(model)]
+    variables = [*model_state.state(model), *model_state.random_states(model)]
     start = [keras.ops.convert_to_numpy(variable).copy() for variable in variables]
 
     def fit_arrays(*callbacks):
@@ -161,12 +161,12 @@ def test_shuffled_arrays_go_on_in_the_order_of_the_epoch(directory):
     assert fit_arrays(BackupAndRestore(directory)) == (expected, [2, 3], came_to)
     keras_dist.barrier()
     # Within an epoch as well, but for moving statistics: those were averaged for the backup.
-    learnt = [value_of(variable) for variable in replicas.trained_by(model.optimizer)]
+    learnt = [value_of(variable) for variable in model_state.trained_by(model.optimizer)]
     with pytest.raises(Interrupted):
         fit_arrays(BackupAndRestore(directory, save_freq=1), Interrupt(2, batch=0))
     keras_dist.barrier()
     assert fit_arrays(BackupAndRestore(directory))[1:] == ([2, 3], came_to)
-    assert [value_of(variable) for variable in replicas.trained_by(model.optimizer)] == learnt
+    assert [value_of(variable) for variable in model_state.trained_by(model.optimizer)] == learnt
 
 
 def test_the_model_itself_starts_anew_once_it_is_done(directory):

@@ -9,7 +9,7 @@ import pytest
 from training import CLASSES, FEATURES, compiled, make_data
 
 import keras_dist
-from keras_dist import errors, reduction, replicas, saved_terms
+from keras_dist import distributed, errors, model_state, saved_terms
 
 BACKEND = keras.backend.backend()
 
@@ -56,13 +56,13 @@ def terms_of(model):
     terms = model.optimizer._keras_dist.terms
     paths = terms.groups
     if not isinstance(paths, int):
-        paths = [[replicas.variable_name(variable) for variable in group] for group in paths]
+        paths = [[model_state.variable_name(variable) for variable in group] for group in paths]
     others = {name: value for name, value in vars(terms).items() if name != "groups"}
     return {**others, "groups": paths}
 
 
 def everything_of(model):
-    return [keras.ops.convert_to_numpy(variable) for variable in replicas.state(model)]
+    return [keras.ops.convert_to_numpy(variable) for variable in model_state.state(model)]
 
 
 def assert_same_state(model, other):
@@ -93,7 +93,7 @@ def fit(model, epochs=1):
 def test_an_optimizer_is_distributed_as_it_was(options, shared_tmp_path):
     model = built(make(**options))
     loaded = keras_dist.load_model(saved(model, shared_tmp_path))
-    assert reduction.is_distributed(loaded.optimizer)
+    assert distributed.is_distributed(loaded.optimizer)
     assert terms_of(loaded) == terms_of(model)
     assert loaded.optimizer.get_config() == model.optimizer.get_config()
 
@@ -190,7 +190,7 @@ def test_a_compression_of_ones_own_has_to_be_given(shared_tmp_path):
 def test_state_and_iteration_stay(way, shared_tmp_path):
     model = make(sgd() if way == "plain" else None)
     model.optimizer.build(model.trainable_variables)
-    for number, variable in enumerate(replicas.state(model)):
+    for number, variable in enumerate(model_state.state(model)):
         variable.assign(np.full(variable.shape, number))
     path = saved(model, shared_tmp_path)
     if way == "by Keras":
@@ -200,7 +200,7 @@ def test_state_and_iteration_stay(way, shared_tmp_path):
         loaded = keras_dist.load_model(path)
     assert_same_state(loaded, model)
     assert int(loaded.optimizer.iterations) == int(model.optimizer.iterations) > 0
-    assert reduction.is_distributed(loaded.optimizer)
+    assert distributed.is_distributed(loaded.optimizer)
 
 
 def test_what_the_root_alone_has_loaded_reaches_all_ranks(shared_tmp_path):
@@ -225,8 +225,8 @@ def test_a_loss_scale_stays_inside(shared_tmp_path):
         model = make(op="sum")
         for step in range(2):  # before the first step the reduction is not outside yet
             loaded = keras_dist.load_model(saved(model, shared_tmp_path))
-            assert reduction.is_distributed(loaded.optimizer)
-            assert not reduction.is_distributed(loaded.optimizer.inner_optimizer)
+            assert distributed.is_distributed(loaded.optimizer)
+            assert not distributed.is_distributed(loaded.optimizer.inner_optimizer)
             assert loaded.optimizer._keras_dist.terms.op is keras_dist.Sum
             if step == 0:
                 fit(model)

@@ -9,7 +9,7 @@ import pytest
 from training import agreed, assert_close
 
 import keras_dist
-from keras_dist import errors, replicas
+from keras_dist import errors, model_state
 
 BATCH, RATE, MOMENTUM = 4, 0.1, 0.5
 backend = keras.backend.backend()
@@ -187,7 +187,7 @@ def trained_once(optimizer, predivide=1.0, passes=None, **options):
 
 
 def state_of(model):
-    return replicas.state(model) + replicas.accumulators(replicas.optimizers_of(model))
+    return model_state.state(model) + model_state.accumulators(model_state.optimizers_of(model))
 
 
 def model_of(optimizer="SGD", **options):

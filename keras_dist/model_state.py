@@ -1,0 +1,143 @@
+"""The state of a model: its weights, its optimizers and theirs, and what each rank has of its own.
+
+Moves nothing; knows no ranks. `replicas` says what must be equal.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+__all__ = [
+    "MULTI_OPTIMIZER",
+    "accumulators",
+    "bytes_of",
+    "keep_local",
+    "local_variables",
+    "optimizers_inside",
+    "optimizers_of",
+    "random_states",
+    "shared_state",
+    "state",
+    "to_numpy",
+    "trained_by",
+    "variable_name",
+]
+
+# Of Keras 3.15 and later.
+MULTI_OPTIMIZER: Any = getattr(keras.optimizers, "MultiOptimizer", ())
+# On a model: which variables each rank keeps for itself, whatever its optimizers do.
+LOCAL = "_keras_dist_local"
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """Returns the optimizers of a model, each once, and those inside them.
+
+    The one it was compiled with comes first. A custom train step may use others: attributes of
+    the model, or in its lists and dicts.
+    """
+    found: list[Any] = [getattr(model, "optimizer", None)]
+    for value in vars(model).values():
+        items = value.values() if isinstance(value, dict) else value
+        found.extend(items if isinstance(value, list | tuple | dict) else [value])
+    ours = [one for one in found if isinstance(one, keras.optimizers.Optimizer)]
+    every = [one for outer in ours for one in (outer, *optimizers_inside(outer))]
+    return list({id(one): one for one in every}.values())
+
+
+def optimizers_inside(optimizer: Any) -> list[Any]:
+    """Returns the optimizers to which this one hands gradients on, as far as they are known."""
+    if isinstance(optimizer, MULTI_OPTIMIZER):
+        return list(optimizer.optimizers)
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [] if inner is None else [inner, *optimizers_inside(inner)]
+
+
+def state(model: keras.Model) -> list[Any]:
+    """Returns the variables that must be equal on all ranks, each once.
+
+    Args:
+        model: a Keras model; the variables of an optimizer count when it has been built.
+
+    Returns:
+        List of Keras variables, in the same order on every rank.
+    """
+    variables = list(model.weights)
+    for optimizer in optimizers_of(model):
+        variables.extend(optimizer.variables)
+    own = {id(variable) for variable in accumulators(optimizers_of(model))}
+    return list({id(v): v for v in variables if id(v) not in own}.values())
+
+
+def shared_state(model: keras.Model) -> list[Any]:
+    """Returns the state but for what each rank keeps for itself, and the optimizer's of that."""
+    left_out = _with_slots(optimizers_of(model), local_variables(model))
+    return [variable for variable in state(model) if id(variable) not in left_out]
+
+
+def trained_by(optimizer: Any) -> list[Any]:
+    """Returns what the ranks of a distributed optimizer share: its state, and what it trains.
+
+    Variables that each rank keeps for itself are not among it, nor what it has gathered of its
+    own gradients.
+    """
+    every = [optimizer, *optimizers_inside(optimizer)]
+    local = optimizer._keras_dist.local_variables()
+    own = _with_slots(every, local) | {id(one) for one in accumulators(every)}
+    variables = [*getattr(optimizer, "_trainable_variables", ()), *optimizer.variables]
+    return list({id(v): v for v in variables if id(v) not in own}.values())
+
+
+def accumulators(optimizers: Iterable[Any]) -> list[Any]:
+    """Returns the variables in which a rank gathers its own gradients between two updates."""
+    lists = [getattr(one, "_accumulated_gradients", None) or [] for one in optimizers]
+    return [variable for found in lists for variable in found if variable is not None]
+
+
+def keep_local(model: keras.Model, variables: Iterable[Any]) -> None:
+    """Leaves variables of a model to each rank from now on, beside those of its optimizers."""
+    object.__setattr__(model, LOCAL, variables)
+
+
+def local_variables(model: keras.Model) -> list[Any]:
+    """Returns the variables that the model and its optimizers leave to each rank."""
+    reductions = [getattr(one, "_keras_dist", None) for one in optimizers_of(model)]
+    own = [v for one in reductions if one is not None for v in one.local_variables()]
+    return [*own, *model.__dict__.get(LOCAL, ())]
+
+
+def random_states(model: keras.Model) -> list[Any]:
+    """Returns the variables of a model's random generators, which differ from rank to rank."""
+    weights = {id(weight) for weight in model.weights}
+    return [variable for variable in model.variables if id(variable) not in weights]
+
+
+def variable_name(variable: Any) -> str:
+    """Returns the path by which a user knows a variable, such as `dense/kernel`."""
+    path = getattr(variable, "path", None) or variable.name
+    return re.sub(r":\d+$", "", str(path))
+
+
+def bytes_of(variable: Any) -> np.ndarray:
+    """Returns the bytes of a variable's value, whatever its dtype, as a flat uint8 array."""
+    return np.ascontiguousarray(to_numpy(variable)).reshape(-1).view(np.uint8)
+
+
+def to_numpy(variable: Any) -> np.ndarray:
+    """Returns the value of a variable as a host array."""
+    return np.asarray(keras.ops.convert_to_numpy(variable))
+
+
+def _with_slots(optimizers: Iterable[Any], variables: Iterable[Any]) -> set[int]:
+    """Returns the ids of some variables and of what optimizers keep for each."""
+    left_out = {id(variable) for variable in variables}
+    for one in optimizers:
+        trainable = list(getattr(one, "_trainable_variables", ()))
+        places = [place for place, variable in enumerate(trainable) if id(variable) in left_out]
+        # Keras' optimizers keep what belongs to each variable in lists as long as theirs.
+        for name, slots in vars(one).items() if places else ():
+            if name != "_variables" and isinstance(slots, list) and len(slots) == len(trainable):
+                left_out.update(id(slots[place]) for place in places)
+    return left_out
