@@ -10,7 +10,9 @@ KerasDistError
 ├── ArgumentTypeError  (TypeError)     an argument is of a kind that cannot be used
 ├── DataError          (ValueError)    the data cannot be shared out over the ranks
 ├── MismatchError      (RuntimeError)  the ranks do not mean the same thing
+├── RankError          (RuntimeError)  a function that was run on ranks failed on one
 ├── RankLostError      (RuntimeError)  a rank has died, and others wait for it
+├── CellError          (RuntimeError)  a cell of a notebook failed on a rank
 ├── CallbackError      (RuntimeError)  a callback failed on the root
 └── CheckpointError    (OSError)       a checkpoint could not be written or read
 ```
@@ -20,11 +22,13 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "CallbackError",
+    "CellError",
     "CheckpointError",
     "DataError",
     "KerasDistError",
     "LaunchError",
     "MismatchError",
+    "RankError",
     "RankLostError",
     "explain",
 ]
@@ -54,8 +58,29 @@ class MismatchError(KerasDistError, RuntimeError):
     """The ranks do not mean the same thing. Raised on every rank, with the same text."""
 
 
+class RankError(KerasDistError, RuntimeError):
+    """A function that `keras_dist.run` runs on ranks failed on one. Raised where it was called.
+
+    Its cause is the exception itself, where that can be brought here.
+
+    Args:
+        message: what happened.
+        rank: the rank on which it did; `None` when the job ended without a word of it.
+        traceback: where it did, as text.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, traceback: str = ""):
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+
+
 class RankLostError(KerasDistError, RuntimeError):
     """A rank has died while others wait for it. Raised on those that wait."""
+
+
+class CellError(KerasDistError, RuntimeError):
+    """A cell of a notebook that all ranks run failed on this one."""
 
 
 class CallbackError(KerasDistError, RuntimeError):

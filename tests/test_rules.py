@@ -22,12 +22,13 @@ ON_KERAS = (
     ".callbacks .collectives .distributed .layers .model_state .optimizer .process_sets .reduce_op "
     ".reduction .replicas "
     ".fit_plan .saved_terms .terms "
-    ".trainer"
+    ".trainer .whole_files"
 )
 DATA = (
     "numpy .runtime .collectives .errors "
     ".data .data.agreement .data.arrays .data.epochs .data.files .data.partition .data.terms"
 )
+DOCUMENTS = "IPython nbformat traitlets"
 SETS = "numpy ._engine .errors .process_sets"
 FACE = "numpy .runtime ._backends ._engine .errors"
 TABLE = [
@@ -37,6 +38,9 @@ TABLE = [
     (".errors",                "",                                            ""),
     (".config",                ".errors",                                     ""),
     (".launcher",              ".errors",                                     ""),
+    (".whole_files",           "",                                            ""),
+    (".rank_log",              "",                                            ""),
+    (".notebook.*", f"{DOCUMENTS} .errors .launcher .rank_log .whole_files .notebook.*", ""),
     (".ending",                ".errors",               ".launcher .runtime ._engine"),
     (".runtime",               f"{SETS} .config .ending .set_table .startup", ""),
     (".startup",               "._backends ._engine .config .errors .launcher", ""),
@@ -59,6 +63,7 @@ TABLE = [
     (".data.*",                DATA,         "keras tensorflow h5py mpi4py .data.*"),
     (".tensorflow.*",          f"tensorflow {FACE} .tensorflow.*",            ""),
     (".torch.*",               f"torch {FACE} .torch.*",                      ""),
+    (".cli.run_notebook",      ".errors",                            "yaml .notebook"),
     (".cli.*",       ".config .ending .errors .launcher ._version .cli.*",       "mpi4py"),
     (".callbacks.backup",      f"{ON_KERAS} .callbacks.* .data.epochs",       ""),
     (".callbacks.survival",    f"{ON_KERAS} .callbacks.* .data.epochs",       ""),

@@ -3,26 +3,23 @@
 Knows no callbacks and moves nothing between ranks; whoever writes is the root.
 """
 
-import contextlib
 import errno
 import functools
 import os
 import pathlib
-import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import BinaryIO
 
 from keras_dist import errors, runtime
+from keras_dist.whole_files import beside, move
 
 __all__ = [
     "NEEDS_ROOM",
     "BackgroundWriter",
-    "beside",
     "is_out_of_room",
-    "move",
     "write_beside",
 ]
 
@@ -52,23 +49,6 @@ def write_beside(save: Save, filepath: str, nbytes: int = 0) -> None:
             _try_room(path, nbytes)
         save(str(path))
         move(path, target)
-
-
-@contextlib.contextmanager
-def beside(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives an unguessable, hidden name beside the target; a file of it is gone afterwards."""
-    path = target.with_name(f".{secrets.token_hex(8)}.{target.name}")
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def move(path: pathlib.Path, target: pathlib.Path) -> None:
-    """Gives a file another name in its directory, when it is on disk, and puts that there too."""
-    _flush(path)
-    os.replace(path, target)
-    _flush(target.parent)
 
 
 def is_out_of_room(error: BaseException) -> bool:
@@ -144,12 +124,3 @@ def _try_room(path: pathlib.Path, nbytes: int) -> None:
     with path.open("xb") as file:
         if nbytes and hasattr(os, "posix_fallocate"):  # macOS has none
             os.posix_fallocate(file.fileno(), 0, nbytes)
-
-
-def _flush(path: pathlib.Path) -> None:
-    """Makes the system put a file, or the entries of a directory, on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

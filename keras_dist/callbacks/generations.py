@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import BinaryIO
 
-from keras_dist.callbacks.files import beside, move
+from keras_dist.whole_files import beside, move
 
 __all__ = ["add", "is_whole", "newest_first"]
 

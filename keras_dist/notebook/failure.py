@@ -1,0 +1,68 @@
+"""How the root hears that a cell has failed on another rank, so that the notebook holds it.
+
+The root may be within a collective then, and the job is about to end: the other rank leaves a file
+beside the notebook, and waits until a thread of the root has taken it.
+"""
+
+import contextlib
+import glob
+import json
+import pathlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from keras_dist import whole_files
+
+__all__ = ["listen", "tell"]
+
+TURN_SECONDS = 0.1
+TAKEN_SECONDS = 5.0  # the root may be where no thread of it runs, or be gone
+
+
+def tell(notebook: pathlib.Path, rank: int, failure: dict[str, Any]) -> None:
+    """Tells the root of a failure; returns when it has heard of it, or has had its time.
+
+    Args:
+        notebook: the file that the root writes.
+        rank: this rank.
+        failure: what the root is to be told, of what JSON knows.
+    """
+    path = _path(notebook, str(rank))
+    end = time.monotonic() + TAKEN_SECONDS
+    with contextlib.suppress(OSError):  # there is still the console
+        with whole_files.beside(path) as other:
+            other.write_text(json.dumps(failure))
+            whole_files.move(other, path)
+        while path.exists() and time.monotonic() < end:
+            time.sleep(TURN_SECONDS)
+        path.unlink(missing_ok=True)
+
+
+def listen(notebook: pathlib.Path, hear: Callable[[dict[str, Any]], None]) -> None:
+    """Hears of failures of other ranks, in a thread, to the end of the process.
+
+    Args:
+        notebook: the file that this rank writes.
+        hear: is called with each failure; until it has returned the other rank waits.
+    """
+    for path in _told(notebook):  # by a job that was killed in that moment
+        path.unlink(missing_ok=True)
+
+    def look() -> None:
+        while True:
+            time.sleep(TURN_SECONDS)
+            for path in _told(notebook):
+                hear(json.loads(path.read_text()))
+                path.unlink(missing_ok=True)
+
+    threading.Thread(target=look, name="keras_dist notebook", daemon=True).start()
+
+
+def _told(notebook: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(notebook.parent.glob(f"{glob.escape(_path(notebook, '').name)}*"))
+
+
+def _path(notebook: pathlib.Path, rank: str) -> pathlib.Path:
+    return notebook.with_name(f".{notebook.name}.failed-{rank}")
