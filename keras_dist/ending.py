@@ -23,6 +23,7 @@ PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL: state was kept, another try may go on
 
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT  # as a shell says it
 STAGGER_SECONDS = 1.0  # from one rank that ends the job to the next that does, if it still lives
+START_SECONDS = 5.0  # for MPI, where this rank has not used it before it failed
 GRACE_SECONDS = 0.5  # an error of all ranks reaches them at about the same time
 
 
@@ -123,7 +124,11 @@ def _end_all(code: int) -> None:
 
     mpi = _engine.load_mpi()
     if mpi is not None:
+        # MPI starts when all ranks have come to that, and some may never. No handler could run
+        # meanwhile: the signal itself ends this process, and that ends the job.
+        signal.setitimer(signal.ITIMER_REAL, START_SECONDS)
         _engine.start_mpi(mpi)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         _engine.take_names_away()
         if _engine.outlives_processes():
             # Where several ranks end a job at once, Open MPI's mpiexec was seen to stay, or to end
