@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         sparse_allreduce,
     )
     from keras_dist.compression import Compression, Compressor
+    from keras_dist.interactive import run
     from keras_dist.optimizer import DistributedOptimizer, PartialDistributedOptimizer
     from keras_dist.process_sets import ProcessSet, global_process_set
     from keras_dist.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
@@ -125,6 +126,7 @@ __all__ = [
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "run",
     "shutdown",
     "size",
     "sparse_allreduce",
@@ -145,6 +147,7 @@ _ROOMS = {
         "reducescatter sparse_allreduce"
     ),
     "compression": "Compression Compressor",
+    "interactive": "run",
     "optimizer": "DistributedOptimizer PartialDistributedOptimizer",
     "process_sets": "ProcessSet global_process_set",
     "reduce_op": "Adasum Average Max Min Product ReduceOp Sum",

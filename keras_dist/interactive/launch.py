@@ -1,0 +1,249 @@
+"""`keras_dist.run`: a function on many ranks, from a process that is none."""
+
+import linecache
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+
+from keras_dist import errors, launcher
+from keras_dist.interactive.exchange import Exchange, Failure
+from keras_dist.interactive.view import View, open_view
+
+__all__ = ["run"]
+
+WHERE = "[keras_dist.run]"
+TURN_SECONDS = 0.1
+END_SECONDS = 5.0  # from the request to end to the one that waits for nothing
+USAGE = 2  # the exit code of keras-dist run where there was no job
+SHOWN_LINES = 20
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int = 2,
+    *,
+    hosts: str | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    verbose: bool = True,
+) -> list[Any]:
+    """Runs a function on new ranks and returns what it returns on each.
+
+    For notebooks and consoles: the ranks are processes of their own, started by `keras-dist run`,
+    and are gone when this returns, with what they held of GPUs and memory. The calling process is
+    no rank. The function, whatever it refers to and what it returns travel by cloudpickle, so it
+    may be defined in a cell. It runs in a fresh Python: it is the place to call
+    `keras_dist.init()`, to build the model and to read the data.
+
+    What the root prints is shown as it comes, with a table of all ranks below it in a terminal and
+    above it in a notebook. An interrupt ends the ranks.
+
+    Args:
+        fn: the function.
+        args: what it is called with, on every rank alike. Defaults to nothing.
+        kwargs: the same by name. Defaults to nothing.
+        np: the number of ranks. Defaults to 2.
+        hosts: where they run, such as `"node1:4,node2:4"`; the working directory must then be one
+            that all of them share. Defaults to this machine, or the nodes of the batch job.
+        env: variables for the ranks, besides those of this process. Defaults to none.
+        timeout: seconds after which the ranks are ended. Defaults to `None`, never.
+        verbose: whether output and table are shown. Defaults to `True`.
+
+    Returns:
+        List of values, one for each rank, in their order.
+
+    Raises:
+        RankError: the function raised on a rank, or the job ended without a value of each, or it
+            took too long. Its cause is the exception itself, where that can be pickled.
+        ArgumentError: `np` is less than 1.
+        ArgumentTypeError: `fn` cannot be called, or it or its arguments cannot be pickled.
+        LaunchError: this process is itself a rank, or the ranks could not be started.
+
+    Example:
+    ```python
+    def train(epochs):
+        import keras_dist
+        keras_dist.init()
+        ...
+        return model.fit(data, epochs=epochs, callbacks=keras_dist.callbacks()).history
+
+    histories = keras_dist.run(train, kwargs={"epochs": 3}, np=4)
+    ```
+    """
+    _check(fn, np)
+    # Nodes share the directories that people work in, seldom that of temporary files.
+    place = None if hosts is None else "."
+    with tempfile.TemporaryDirectory(prefix=".keras_dist-", dir=place) as name:
+        exchange = Exchange(pathlib.Path(name).absolute())
+        work = _pickled((fn, tuple(args), dict(kwargs or {})))
+        path = [os.path.abspath(entry) for entry in sys.path]
+        exchange.put_call((dict(env or {}), path, _cells(), work))
+        log = exchange.folder / "launcher"
+        with open_view(exchange, np, verbose) as view, log.open("xb") as said:
+            code = _wait(_start(exchange, np, hosts, env or {}, said), view, timeout)
+        return _values(exchange, np, code, log.read_text(errors="replace"))
+
+
+def _start(
+    exchange: Exchange, np: int, hosts: str | None, env: Mapping[str, str], said: Any
+) -> subprocess.Popen[bytes]:
+    """Starts the ranks by a process that looks after them; signals of this one stay as they are."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **env}  # output comes as it is made
+    if environment.get("MPLBACKEND", "").startswith("module://matplotlib_inline"):
+        del environment["MPLBACKEND"]  # of this notebook, which ranks have none of
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "keras_dist.cli", "run", "-np", str(np)),
+            *([] if hosts is None else ["-H", hosts]),
+            *(sys.executable, "-m", "keras_dist.interactive.rank", str(exchange.folder)),
+        ],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=said,
+        stderr=said,
+        start_new_session=True,  # an interrupt comes by way of this process alone
+    )
+
+
+def _wait(process: subprocess.Popen[bytes], view: View, timeout: float | None) -> int:
+    """Shows what goes on to the end, which it brings about where it is interrupted."""
+    end = None if timeout is None else time.monotonic() + timeout
+    try:
+        while process.poll() is None:
+            view.show()
+            if end is not None and time.monotonic() > end:
+                raise errors.RankError(
+                    errors.explain(
+                        WHERE,
+                        f"the function to return within {timeout} s",
+                        "ranks that were still at work and have been ended",
+                        "Pass a longer timeout, or find out where they stand from the table.",
+                    )
+                )
+            time.sleep(TURN_SECONDS)
+        return process.returncode
+    finally:
+        _end(process)
+        view.show()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a job that still runs: as Ctrl-C would, and a second time where that takes long."""
+    for _ in range(2):
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                continue
+    process.wait()
+
+
+def _values(exchange: Exchange, np: int, code: int, said: str) -> list[Any]:
+    for rank, failure in exchange.failures(np).items():
+        raise _as_error(failure, rank, np, exchange)
+    outcomes = [exchange.outcome(rank) for rank in range(np)]
+    started = any(exchange.log(rank).exists() for rank in range(np))
+    missing = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+    if not missing and code == 0:
+        return [_loaded(outcome, rank, np) for rank, outcome in enumerate(outcomes)]
+    if code == USAGE and not started:
+        raise errors.LaunchError(said.strip().removeprefix("keras-dist: "))
+    logs = [f"rank {rank}:\n{_tail(exchange, rank)}" for rank in missing if _tail(exchange, rank)]
+    text = errors.explain(
+        WHERE,
+        f"{np} ranks to run the function and to return",
+        f"exit code {code}, and no value of {len(missing)} of them",
+        "What was printed last:" if started else "Ask keras-dist doctor, or for fewer ranks.",
+    )
+    kind = errors.RankError if started else errors.LaunchError
+    raise kind("\n".join([text, *logs, "\n".join(said.splitlines()[-SHOWN_LINES:])]))
+
+
+def _loaded(outcome: Any, rank: int, np: int) -> Any:
+    try:
+        return cloudpickle.loads(outcome.pickled)
+    except Exception as error:  # objects raise what they like
+        raise errors.RankError(
+            errors.explain(
+                f"[rank {rank} of {np}]",
+                "the function to return what can be read here",
+                f"an object of type {outcome.kind} ({type(error).__name__}: {error})",
+                "Return numbers, arrays or the like.",
+            ),
+            rank,
+        ) from error
+
+
+def _as_error(failure: Failure, rank: int, np: int, exchange: Exchange) -> errors.RankError:
+    printed = _tail(exchange, rank) if rank else ""  # that of the root has been shown
+    text = errors.explain(
+        f"[rank {rank} of {np}]",
+        "the function to return",
+        failure.text,
+        f"There:\n{failure.traceback}" + (f"It had printed:\n{printed}" if printed else ""),
+    )
+    error = errors.RankError(text, rank, failure.traceback)
+    try:
+        error.__cause__ = cloudpickle.loads(failure.pickled) if failure.pickled else None
+    except Exception:  # some exceptions cannot be made from their own arguments
+        error.__cause__ = None
+    return error
+
+
+def _cells() -> dict[str, Any]:
+    """Returns the sources that are in no file, such as cells, for tracebacks of the ranks."""
+    entries = linecache.cache.items()
+    return {name: entry for name, entry in entries if len(entry) == 4 and entry[1] is None}
+
+
+def _tail(exchange: Exchange, rank: int) -> str:
+    path = exchange.log(rank)
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return "\n".join(lines[-SHOWN_LINES:])
+
+
+def _pickled(work: Any) -> bytes:
+    try:
+        return cloudpickle.dumps(work)
+    except Exception as error:  # objects raise what they like
+        raise errors.ArgumentTypeError(
+            errors.explain(
+                WHERE,
+                "a function and arguments that can be pickled, with all that they refer to",
+                f"{type(error).__name__}: {error}",
+                "Open files, locks and devices within the function.",
+            )
+        ) from error
+
+
+def _check(fn: Any, np: Any) -> None:
+    if not callable(fn):
+        raise errors.ArgumentTypeError(
+            errors.explain(WHERE, "a function", repr(fn), "Pass it without calling it.")
+        )
+    if not isinstance(np, int) or np < 1:
+        kind = errors.ArgumentError if isinstance(np, int) else errors.ArgumentTypeError
+        raise kind(errors.explain(WHERE, "np to be 1 rank or more", repr(np), "Pass np=2."))
+    announced = launcher.announced_size()
+    # A batch job announces its ranks to the script too, which is none of them.
+    if announced is not None and announced.size > 1 and announced.variable != "SLURM_NTASKS":
+        raise errors.LaunchError(
+            errors.explain(
+                WHERE,
+                "to be called from a process that is no rank",
+                f"one of {announced.size} ranks, as {announced.launcher} says "
+                f"({announced.variable})",
+                "Call the function itself on every rank, or start this script by python alone.",
+            )
+        )

@@ -1,0 +1,81 @@
+"""What a rank does for its caller: it runs the function, and says what came of it.
+
+`python -m keras_dist.interactive.rank FOLDER`, by an mpiexec.
+"""
+
+import linecache
+import os
+import pathlib
+import sys
+import threading
+import traceback
+from typing import Any
+
+import cloudpickle
+
+from keras_dist import errors, launcher
+from keras_dist.interactive.exchange import Exchange, Failure, Value
+from keras_dist.interactive.report import report
+from keras_dist.rank_log import printing_to
+
+__all__ = ["main"]
+
+REPORT_SECONDS = 0.5
+
+
+def main(folder: str) -> None:
+    """Runs the function of a call on this rank.
+
+    Args:
+        folder: that of the exchange with the caller.
+    """
+    exchange, rank = Exchange(pathlib.Path(folder)), launcher.announced_rank() or 0
+    with printing_to(exchange.log(rank)):
+        try:
+            environment, path, cells, work = exchange.call()
+            os.environ.update(environment)
+            linecache.cache.update(cells)
+            sys.path += [entry for entry in path if entry not in sys.path]
+            threading.Thread(target=_report, args=(exchange, rank), daemon=True).start()
+            function, args, kwargs = cloudpickle.loads(work)
+            exchange.put_outcome(rank, _as_value(function(*args, **kwargs), rank))
+        except BaseException as error:
+            exchange.put_outcome(rank, _as_failure(error))
+            raise
+
+
+def _report(exchange: Exchange, rank: int) -> None:
+    stop = threading.Event()
+    while not stop.wait(REPORT_SECONDS):
+        exchange.put_report(rank, report())
+
+
+def _as_value(value: Any, rank: int) -> Value:
+    kind = type(value).__qualname__
+    try:
+        return Value(kind, cloudpickle.dumps(value))
+    except Exception as error:  # objects raise what they like
+        raise errors.ArgumentTypeError(
+            errors.explain(
+                f"[rank {rank}]",
+                "the function to return what can be pickled",
+                f"an object of type {kind} ({type(error).__name__}: {error})",
+                "Return numbers, arrays or the like, and keep the object within the function.",
+            )
+        ) from None
+
+
+def _as_failure(error: BaseException) -> Failure:
+    # The first frame is of this file.
+    frames = error.__traceback__ and error.__traceback__.tb_next
+    lines = traceback.format_exception(type(error), error, frames)
+    try:
+        pickled = cloudpickle.dumps(error)
+    except Exception:  # what it holds may be anything
+        pickled = b""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return Failure(text, "".join(lines), pickled, isinstance(error, errors.RankLostError))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
