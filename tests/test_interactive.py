@@ -95,7 +95,7 @@ def test_from_a_notebook(tmp_path):
     table, *streams = book.cells[1].outputs
     assert table.output_type == "display_data"
     lines = table.data["text/plain"].splitlines()
-    assert all(word in lines[0] for word in ("rank", "host", "state", "memory", "GPU"))
+    assert all(word in lines[0] for word in ("rank", "host", "pid", "state", "memory"))
     assert [line.split()[0] for line in lines[1:]] == ["0", "1"]
     assert all("returned" in line and "GiB" in line for line in lines[1:])
     printed = "".join(stream.text for stream in streams)

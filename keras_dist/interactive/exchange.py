@@ -108,7 +108,7 @@ class Exchange:
         try:
             said = json.loads((self.folder / f"report-{rank}").read_bytes())
         except FileNotFoundError:
-            said = {}
+            said = {"state": "starting"}
         if (self.folder / f"failure-{rank}").exists():
             said["state"] = "failed"
         elif (self.folder / f"value-{rank}").exists():

@@ -4,7 +4,7 @@ import codecs
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_dist.interactive.exchange import Exchange
@@ -12,6 +12,22 @@ from keras_dist.interactive.exchange import Exchange
 __all__ = ["View", "open_view"]
 
 TABLE_SECONDS = 0.5
+
+
+def _as_gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"
+
+
+# Title, field of a report, what a cell shows of it. A column is there when one rank has something.
+COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("host", "host", str),
+    ("pid", "pid", str),
+    ("state", "state", str),
+    ("step", "step", str),
+    ("samples/s", "samples_per_second", lambda speed: f"{speed:,.0f}"),
+    ("memory", "memory_nbytes", _as_gib),
+    ("GPU", "gpu", lambda gpu: f"{gpu['use']:.0%}, {_as_gib(gpu['memory_nbytes'])}"),
+)
 
 
 class View:
@@ -52,11 +68,17 @@ class View:
         """Returns the table of ranks, for rich."""
         from rich.table import Table
 
+        reports = [self._exchange.report(rank) for rank in range(self._np)]
+        shown = {
+            name: [_cell(show, report, key) for report in reports] for name, key, show in COLUMNS
+        }
         table = Table(box=None, header_style="dim", pad_edge=False)
-        for name in ("rank", "host", "pid", "state", "step", "samples/s", "memory", "GPU"):
-            table.add_column(name, justify="left" if name in ("host", "state") else "right")
+        table.add_column("rank", justify="right")
+        filled = [name for name, cells in shown.items() if any(cells)]
+        for name in filled:
+            table.add_column(name)
         for rank in range(self._np):
-            table.add_row(str(rank), *_cells(self._exchange.report(rank)))
+            table.add_row(str(rank), *(shown[name][rank] for name in filled))
         return table
 
 
@@ -130,17 +152,9 @@ class _Nothing(View):
         pass
 
 
-def _cells(report: dict[str, Any]) -> list[str]:
-    speed, memory, gpu = (report.get(key) for key in ("samples_per_second", "memory_nbytes", "gpu"))
-    return [
-        str(report.get("host", "")),
-        str(report.get("pid", "")),
-        str(report.get("state", "starting")),
-        "",
-        "" if speed is None else f"{speed:,.0f}",
-        "" if memory is None else f"{memory / 2**30:.1f} GiB",
-        "" if gpu is None else f"{gpu['use']:.0%} {gpu['memory_nbytes'] / 2**30:.1f} GiB",
-    ]
+def _cell(show: Callable[[Any], str], report: dict[str, Any], key: str) -> str:
+    value = report.get(key)
+    return "" if value is None else show(value)
 
 
 def _as_shown(line: str) -> str:
