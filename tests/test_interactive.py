@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import is_alive
+from jobs import is_alive, pids
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
@@ -118,7 +118,7 @@ import os, keras_dist
 def work():
     from mpi4py import MPI
     return MPI.get_vendor()[0], MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank)
-assert keras_dist.run(work, np=3) == [("Open MPI", 3)] * 3
+assert keras_dist.run(work, np=2) == [("Open MPI", 1)] * 2
 def fail():
     from mpi4py import MPI
     if MPI.COMM_WORLD.rank == 1:
@@ -167,13 +167,36 @@ def test_a_rank_that_is_killed_is_told_with_its_last_words():
 
 def test_ranks_that_take_too_long_are_ended(tmp_path):
     def stay():
-        (tmp_path / str(os.getpid())).touch()
+        (tmp_path / f"pid-{os.getpid()}").touch()
         time.sleep(1000)
 
     with pytest.raises(errors.RankError, match="to return within 2 s"):
         keras_dist.run(stay, timeout=2, verbose=False)
-    found = [int(path.name) for path in tmp_path.iterdir()]
-    assert len(found) == 2 and not any(map(is_alive, found))
+    assert not any(map(is_alive, pids(tmp_path)))
+
+
+def test_ranks_end_when_their_caller_is_killed(tmp_path):
+    text = """
+import keras_dist
+def stay():
+    import os, pathlib, time
+    pathlib.Path(f"pid-{os.getpid()}").touch()
+    time.sleep(1000)
+keras_dist.run(stay, verbose=False)
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # nobody is left to remove it
+    command = [sys.executable, "-c", text]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as caller:
+        wait_for(lambda: len(pids(tmp_path)) == 2)
+        caller.kill()
+    wait_for(lambda: not any(map(is_alive, pids(tmp_path))))
+
+
+def wait_for(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_what_cannot_be_pickled_names_rank_and_type():

@@ -42,6 +42,7 @@ TABLE = [
     (".rank_log",              "",                                            ""),
     (".interactive.view",      ".interactive.exchange",               "IPython rich"),
     (".interactive.report",    "",                                    "._engine"),
+    (".interactive.launch",    "cloudpickle .errors .launcher .cli.job .interactive.*", ""),
     (".interactive.*", "cloudpickle .errors .launcher .rank_log .interactive.*", ""),
     (".notebook.*", f"{DOCUMENTS} .errors .launcher .rank_log .whole_files .notebook.*", ""),
     (".ending",                ".errors",               ".launcher .runtime ._engine"),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["Ended", "run_job"]
+__all__ = ["Ended", "end_with_parent", "run_job"]
 
 GRACE_SECONDS = 30  # to end after a signal: Slurm gives as much before it kills
 KILL_SECONDS = 5  # a killed process may hang in the kernel
@@ -74,7 +74,7 @@ class _Job:
                 env=environment,
                 stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
                 start_new_session=True,
-                preexec_fn=lambda: _prctl(_DEATH_SIGNAL, signal.SIGTERM),
+                preexec_fn=end_with_parent,
             )
             for number in self._signals:  # that came in between
                 self._process.send_signal(number)
@@ -119,6 +119,11 @@ def _children() -> set[int]:
     """Returns the processes whose parent this one is; none where there is no `/proc`."""
     path = Path(f"/proc/self/task/{threading.get_native_id()}/children")
     return set(map(int, path.read_text().split())) if path.exists() else set()
+
+
+def end_with_parent() -> None:
+    """Asks for SIGTERM when the parent of this process ends, on Linux; called in the child."""
+    _prctl(_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -17,6 +17,7 @@ import json
 import os
 import pathlib
 import pickle
+import threading
 from typing import Any
 
 import cloudpickle
@@ -99,9 +100,9 @@ class Exchange:
 
         return {rank: failed[rank] for rank in sorted(failed, key=place)}
 
-    def put_report(self, rank: int, report: dict[str, Any]) -> None:
-        """Keeps where a rank is."""
-        self._put(f"report-{rank}", json.dumps(report).encode())
+    def put_report(self, rank: int, report: str) -> None:
+        """Keeps where a rank is, as JSON."""
+        self._put(f"report-{rank}", report.encode())
 
     def report(self, rank: int) -> dict[str, Any]:
         """Returns where a rank is, as far as it has said."""
@@ -117,7 +118,7 @@ class Exchange:
 
     def _put(self, name: str, content: bytes) -> None:
         """Writes a file that readers find whole. What is only of use today need not be on disk."""
-        path = self.folder / f".{name}"
+        path = self.folder / f".{name}-{threading.get_native_id()}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "wb") as file:
             file.write(content)

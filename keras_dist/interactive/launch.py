@@ -1,5 +1,6 @@
 """`keras_dist.run`: a function on many ranks, from a process that is none."""
 
+import contextlib
 import linecache
 import os
 import pathlib
@@ -14,6 +15,7 @@ from typing import Any
 import cloudpickle
 
 from keras_dist import errors, launcher
+from keras_dist.cli.job import end_with_parent
 from keras_dist.interactive.exchange import Exchange, Failure
 from keras_dist.interactive.view import View, open_view
 
@@ -112,6 +114,7 @@ def _start(
         stdout=said,
         stderr=said,
         start_new_session=True,  # an interrupt comes by way of this process alone
+        preexec_fn=end_with_parent,  # a kernel may be started anew
     )
 
 
@@ -142,10 +145,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for _ in range(2):
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                continue
     process.wait()
 
 

@@ -8,6 +8,7 @@ import os
 import pathlib
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -36,18 +37,20 @@ def main(folder: str) -> None:
             os.environ.update(environment)
             linecache.cache.update(cells)
             sys.path += [entry for entry in path if entry not in sys.path]
-            threading.Thread(target=_report, args=(exchange, rank), daemon=True).start()
+            threading.Thread(target=_go_on_reporting, args=(exchange, rank), daemon=True).start()
             function, args, kwargs = cloudpickle.loads(work)
-            exchange.put_outcome(rank, _as_value(function(*args, **kwargs), rank))
+            value = function(*args, **kwargs)
+            exchange.put_report(rank, report())
+            exchange.put_outcome(rank, _as_value(value, rank))
         except BaseException as error:
             exchange.put_outcome(rank, _as_failure(error))
             raise
 
 
-def _report(exchange: Exchange, rank: int) -> None:
-    stop = threading.Event()
-    while not stop.wait(REPORT_SECONDS):
+def _go_on_reporting(exchange: Exchange, rank: int) -> None:
+    while True:
         exchange.put_report(rank, report())
+        time.sleep(REPORT_SECONDS)
 
 
 def _as_value(value: Any, rank: int) -> Value:

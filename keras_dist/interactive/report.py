@@ -1,22 +1,24 @@
 """Where this process is, for the table that its caller shows."""
 
+import json
 import os
 import pathlib
-from typing import Any
 
 __all__ = ["report"]
 
 
-def report() -> dict[str, Any]:
-    """Returns what this process says of itself, of what JSON knows. Asks no other rank."""
+def report() -> str:
+    """Returns what this process says of itself, as JSON. Asks no other rank."""
     from keras_dist import _engine
 
-    return {
-        "host": os.uname().nodename,
-        "pid": os.getpid(),
-        "state": _engine.say_progress() or "running",
-        "memory_nbytes": _memory(),
-    }
+    return json.dumps(
+        {
+            "host": os.uname().nodename,
+            "pid": os.getpid(),
+            "state": _engine.say_progress(),
+            "memory_nbytes": _memory(),
+        }
+    )
 
 
 def _memory() -> int | None:

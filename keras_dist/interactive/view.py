@@ -22,7 +22,7 @@ def _as_gib(nbytes: int) -> str:
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("host", "host", str),
     ("pid", "pid", str),
-    ("state", "state", str),
+    ("state", "state", lambda state: state or "running"),
     ("step", "step", str),
     ("samples/s", "samples_per_second", lambda speed: f"{speed:,.0f}"),
     ("memory", "memory_nbytes", _as_gib),
