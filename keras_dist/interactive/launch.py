@@ -16,16 +16,14 @@ import cloudpickle
 
 from keras_dist import errors, launcher
 from keras_dist.cli.job import end_with_parent
-from keras_dist.interactive.exchange import Exchange, Failure
+from keras_dist.interactive.exchange import Exchange
+from keras_dist.interactive.outcome import WHERE, values
 from keras_dist.interactive.view import View, open_view
 
 __all__ = ["run"]
 
-WHERE = "[keras_dist.run]"
 TURN_SECONDS = 0.1
 END_SECONDS = 5.0  # from the request to end to the one that waits for nothing
-USAGE = 2  # the exit code of keras-dist run where there was no job
-SHOWN_LINES = 20
 
 
 def run(
@@ -93,7 +91,7 @@ def run(
         log = exchange.folder / "launcher"
         with open_view(exchange, np, verbose) as view, log.open("xb") as said:
             code = _wait(_start(exchange, np, hosts, env or {}, said), view, timeout)
-        return _values(exchange, np, code, log.read_text(errors="replace"))
+        return values(exchange, np, code, log.read_text(errors="replace"))
 
 
 def _start(
@@ -150,68 +148,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _values(exchange: Exchange, np: int, code: int, said: str) -> list[Any]:
-    for rank, failure in exchange.failures(np).items():
-        raise _as_error(failure, rank, np, exchange)
-    outcomes = [exchange.outcome(rank) for rank in range(np)]
-    started = any(exchange.log(rank).exists() for rank in range(np))
-    missing = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
-    if not missing and code == 0:
-        return [_loaded(outcome, rank, np) for rank, outcome in enumerate(outcomes)]
-    if code == USAGE and not started:
-        raise errors.LaunchError(said.strip().removeprefix("keras-dist: "))
-    logs = [f"rank {rank}:\n{_tail(exchange, rank)}" for rank in missing if _tail(exchange, rank)]
-    text = errors.explain(
-        WHERE,
-        f"{np} ranks to run the function and to return",
-        f"exit code {code}, and no value of {len(missing)} of them",
-        "What was printed last:" if started else "Ask keras-dist doctor, or for fewer ranks.",
-    )
-    kind = errors.RankError if started else errors.LaunchError
-    raise kind("\n".join([text, *logs, "\n".join(said.splitlines()[-SHOWN_LINES:])]))
-
-
-def _loaded(outcome: Any, rank: int, np: int) -> Any:
-    try:
-        return cloudpickle.loads(outcome.pickled)
-    except Exception as error:  # objects raise what they like
-        raise errors.RankError(
-            errors.explain(
-                f"[rank {rank} of {np}]",
-                "the function to return what can be read here",
-                f"an object of type {outcome.kind} ({type(error).__name__}: {error})",
-                "Return numbers, arrays or the like.",
-            ),
-            rank,
-        ) from error
-
-
-def _as_error(failure: Failure, rank: int, np: int, exchange: Exchange) -> errors.RankError:
-    printed = _tail(exchange, rank) if rank else ""  # that of the root has been shown
-    text = errors.explain(
-        f"[rank {rank} of {np}]",
-        "the function to return",
-        failure.text,
-        f"There:\n{failure.traceback}" + (f"It had printed:\n{printed}" if printed else ""),
-    )
-    error = errors.RankError(text, rank, failure.traceback)
-    try:
-        error.__cause__ = cloudpickle.loads(failure.pickled) if failure.pickled else None
-    except Exception:  # some exceptions cannot be made from their own arguments
-        error.__cause__ = None
-    return error
-
-
 def _cells() -> dict[str, Any]:
     """Returns the sources that are in no file, such as cells, for tracebacks of the ranks."""
     entries = linecache.cache.items()
     return {name: entry for name, entry in entries if len(entry) == 4 and entry[1] is None}
-
-
-def _tail(exchange: Exchange, rank: int) -> str:
-    path = exchange.log(rank)
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return "\n".join(lines[-SHOWN_LINES:])
 
 
 def _pickled(work: Any) -> bytes:
