@@ -1,6 +1,7 @@
 """Handwritten digits: MNIST when Keras can get it, else the ones scikit-learn ships."""
 
 import contextlib
+import io
 import socket
 
 import keras
@@ -36,7 +37,7 @@ def _fetch_mnist():
     socket.setdefaulttimeout(10)
     try:
         # Keras reports the download on the console; ranks would write over each other.
-        with contextlib.redirect_stdout(None):
+        with contextlib.redirect_stdout(io.StringIO()):
             keras.datasets.mnist.load_data()
     except Exception:
         return False
