@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         size,
     )
     from keras_dist.saving import load_model
+    from keras_dist.timeline.control import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",
@@ -131,6 +132,8 @@ __all__ = [
     "size",
     "sparse_allreduce",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
     "verify_replicas",
 ]
@@ -157,6 +160,7 @@ _ROOMS = {
         "local_size rank remove_process_set shutdown size"
     ),
     "saving": "load_model",
+    "timeline.control": "start_timeline stop_timeline",
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}
 

@@ -29,6 +29,7 @@ class Variable:
         default: the value, as text, when the variable is not set.
         meaning: what it does, with its unit.
         expected: the values it takes, in words.
+        other_name: what Horovod calls it; counts where `name` is not set.
     """
 
     field: str
@@ -36,6 +37,7 @@ class Variable:
     default: str
     meaning: str
     expected: str
+    other_name: str = ""
 
     @property
     def name(self) -> str:
@@ -51,6 +53,26 @@ def _flag(text: str) -> bool:
 def _natural(text: str) -> int:
     number = int(text)
     if number < 0:
+        raise ValueError(text)
+    return number
+
+
+def _path(text: str) -> str:
+    # Horovod's word for a timeline that a script begins, which here needs no permission.
+    return "" if text == "DYNAMIC" else text
+
+
+def _window(text: str) -> tuple[int, int | None]:
+    first, _, end = text.partition(":")
+    window = (int(first or 0), int(end) if end else None)
+    if ":" not in text or window[0] < 0 or (window[1] is not None and window[1] <= window[0]):
+        raise ValueError(text)
+    return window
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
         raise ValueError(text)
     return number
 
@@ -139,6 +161,29 @@ VARIABLES = (
         "a whole number, 0 or more",
     ),
     Variable(
+        "timeline",
+        _path,
+        "",
+        "the file for a timeline of all ranks, a trace that Chrome and Perfetto open; empty: none",
+        "a path",
+        "HOROVOD_TIMELINE",
+    ),
+    Variable(
+        "timeline_steps",
+        _window,
+        "0:",
+        "the steps that the timeline shows: the first, counted from 0, and the one before which it "
+        "ends",
+        "two numbers of steps, such as 100:200, 100: or :200",
+    ),
+    Variable(
+        "timeline_mbytes",
+        _positive,
+        "100",
+        "the size of the whole timeline in MB, about, at which recording ends",
+        "a whole number of MB, 1 or more",
+    ),
+    Variable(
         "single_process",
         _flag,
         "0",
@@ -162,6 +207,9 @@ class Settings:
     stall_abort_seconds: int
     on_failure: str
     restart: int
+    timeline: str
+    timeline_steps: tuple[int, int | None]
+    timeline_mbytes: int
     single_process: bool
 
 
@@ -187,7 +235,8 @@ def parse(environment: Mapping[str, str]) -> Settings:
             )
     values = {}
     for variable in VARIABLES:
-        text = environment.get(variable.name, variable.default)
+        other = environment.get(variable.other_name, variable.default)
+        text = environment.get(variable.name, other)
         try:
             values[variable.field] = variable.parse(text)
         except (ValueError, KeyError):

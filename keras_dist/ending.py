@@ -71,10 +71,11 @@ def _report(text: str) -> None:
 
     A framework wraps an error of the engine in pages of its own.
     """
-    from keras_dist import runtime
+    from keras_dist import _engine, runtime
 
     mark, reason = "", None
     if runtime.is_initialized():
+        _engine.flush_part()
         mark = f"[{runtime.rank()}] "
         reason = runtime.communicator().mismatch
     lines = text.splitlines(keepends=True)
@@ -98,12 +99,14 @@ def _leave(pid: int) -> None:
 def _meet() -> None:
     """Meets the other ranks; ends the job when they are elsewhere."""
     from keras_dist import _engine, runtime
+    from keras_dist.timeline.recording import end_recording
 
     comms = runtime.communicators()
     if comms[0].mpi is not None and comms[0].mpi.Is_finalized():
         return
     try:
         _engine.at_the_end(comms)
+        end_recording(comms[0])
         if comms[0].size > 1:
             runtime.leave("a call from a handler of atexit, when the ranks had met and left")
     except errors.MismatchError as error:

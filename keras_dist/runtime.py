@@ -21,6 +21,7 @@ from keras_dist.process_sets import (
     without_id,
 )
 from keras_dist.set_table import SetTable
+from keras_dist.timeline.recording import begin_recording, end_recording
 
 __all__ = [
     "add_process_set",
@@ -121,6 +122,8 @@ def init(
         sets.free()
         raise
     startup.take_device(joined)
+    if config.settings().timeline:
+        begin_recording(joined, config.settings().timeline)
     _sets = sets
     if joined.mpi is None and not config.settings().single_process:
         notify(
@@ -141,6 +144,7 @@ def shutdown() -> None:
     """
     global _sets
     if _sets is not None:
+        end_recording(_sets.job)
         _sets.free()
         _sets = None
 
@@ -367,6 +371,7 @@ def _watch_forks() -> None:
 
 def _be_no_rank() -> None:
     leave(f"process {os.getpid()}, which was forked from it and is no rank")
+    _engine.forget_part()
 
 
 def _process_sets() -> SetTable:

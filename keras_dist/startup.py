@@ -23,6 +23,9 @@ ALIKE = (
     "stall_seconds",
     "stall_abort_seconds",
     "on_failure",
+    "timeline",
+    "timeline_steps",
+    "timeline_mbytes",
 )  # the settings that all ranks must share
 
 _log = logging.getLogger("keras_dist")

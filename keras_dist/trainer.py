@@ -22,6 +22,7 @@ __all__ = ["watch_models"]
 
 
 TRACED_FOR = "_keras_dist_traced_for"
+RECORDED = "_keras_dist_recorded"
 
 
 @functools.cache
@@ -49,12 +50,28 @@ def watch_models() -> None:
         with meets_host:
             made = original(self, force)
         self.__dict__[TRACED_FOR] = reductions
+        self.train_function = _recorded(self.train_function, self)
         return made
 
     keras.Model.make_train_function = make_train_function
     keras.Model.fit = _agreed(keras.Model.fit)
     for task in ("fit", "evaluate", "predict"):
         setattr(keras.Model, task, _noted(getattr(keras.Model, task), task))
+
+
+def _recorded(step: Callable[..., Any], model: keras.Model) -> Callable[..., Any]:
+    """Returns a train function whose calls are steps of the timeline."""
+    if hasattr(step, RECORDED):
+        return step  # Keras has returned what was made before
+    count = model.steps_per_execution
+
+    @functools.wraps(step, updated=())
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with _engine.step(count):
+            return step(*args, **kwargs)
+
+    setattr(recorded, RECORDED, True)
+    return recorded
 
 
 def _agreed(fit: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,9 @@ from keras_dist import config, errors
 
 def test_defaults():
     settings = config.parse({})
-    expected = config.Settings(0, 0, True, "copy", "auto", "none", 60, 600, "stop", 0, False)
+    expected = config.Settings(
+        0, 0, True, "copy", "auto", "none", 60, 600, "stop", 0, "", (0, None), 100, False
+    )
     assert settings == expected
 
 

@@ -4,6 +4,7 @@ This is its face; other rooms import nothing from the modules behind it.
 """
 
 from keras_dist._engine.agreement import Absence, Call, entries_of
+from keras_dist._engine.clocks import clock_offset
 from keras_dist._engine.collectives.adasum import adasum, check_power_of_two
 from keras_dist._engine.collectives.allgather import allgather, grouped_allgather
 from keras_dist._engine.collectives.allreduce import allreduce
@@ -31,9 +32,18 @@ from keras_dist._engine.mpi_library import (
     take_names_away,
 )
 from keras_dist._engine.notice import listen, notice, tell
+from keras_dist._engine.part import (
+    Part,
+    flush_part,
+    forget_part,
+    is_recording,
+    start_part,
+    stop_part,
+)
 from keras_dist._engine.progress import begin_epoch, during, is_during, say_progress
 from keras_dist._engine.recovery import Recovery
 from keras_dist._engine.reduce import ReduceOp, parse_factor, parse_op
+from keras_dist._engine.timeline import step
 from keras_dist._engine.tuning import best_bucket_nbytes
 from keras_dist._engine.wait import waited_seconds
 
@@ -45,6 +55,7 @@ __all__ = [
     "Compressor",
     "FusedAllreduce",
     "Handle",
+    "Part",
     "Recovery",
     "ReduceOp",
     "adasum",
@@ -60,11 +71,15 @@ __all__ = [
     "broadcast_into",
     "broadcast_object",
     "check_power_of_two",
+    "clock_offset",
     "during",
     "entries_of",
+    "flush_part",
+    "forget_part",
     "grouped_allgather",
     "is_communicator",
     "is_during",
+    "is_recording",
     "library",
     "listen",
     "load_mpi",
@@ -79,7 +94,10 @@ __all__ = [
     "say_progress",
     "stand_in",
     "start_mpi",
+    "start_part",
+    "step",
     "stop_mpi",
+    "stop_part",
     "take_names_away",
     "tell",
     "telling",

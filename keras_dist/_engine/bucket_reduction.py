@@ -17,6 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
+from keras_dist._engine import timeline
 from keras_dist._engine.buckets import Bucket, Piece, aligned, slice_bounds
 from keras_dist._engine.node import Node
 from keras_dist._engine.reduce import ReduceOp, reduce_into
@@ -101,8 +102,9 @@ class _Whole:
     def reduce(self, finish: Finish | None = None) -> np.ndarray:
         # Only now, when all have come for the same call: the turns of the ranks stay equal.
         self._turn ^= 1
-        result = np.empty(self._bucket.count, self._bucket.dtype)
-        reduce_into(result, iter(self._rows[self._turn]), self._op)
+        with timeline.phase("reduce"):
+            result = np.empty(self._bucket.count, self._bucket.dtype)
+            reduce_into(result, iter(self._rows[self._turn]), self._op)
         return result
 
 
@@ -140,16 +142,18 @@ class _Sliced:
         result = self._results[self._turn]
         trouble = None
         try:
-            for chunk in self._chunks:
-                parts = self._way.parts(chunk, self._turn)
-                reduce_into(result[chunk.low : chunk.high], parts, self._op)
+            with timeline.phase("reduce"):
+                for chunk in self._chunks:
+                    parts = self._way.parts(chunk, self._turn)
+                    reduce_into(result[chunk.low : chunk.high], parts, self._op)
         except OSError as error:
             trouble = error
         # A rank that has no slice comes all the same: others wait for it, on all nodes.
         whole = trouble is None
         if finish is not None:
             whole = finish(result[self._mine], whole)
-        together = self._node.meet(DONE if whole else FAILED)
+        with timeline.phase("wait for slices"):
+            together = self._node.meet(DONE if whole else FAILED)
         self._way.forget()
         if trouble is not None:
             raise trouble

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist import errors
+from keras_dist._engine import timeline
 from keras_dist._engine.agreement import Absence
 from keras_dist._engine.line import Handle, Line
 from keras_dist._engine.node import Node, join_node
@@ -80,6 +81,8 @@ class Communicator:
         self.recovery: Recovery | None = None  # where ranks go on without those that die
         self.losses = 0  # how many ranks have died so far
         self.subsets = 0  # how many process sets there are, this rank in them or not
+        self.meetings = 0  # how many there were, equal on all ranks
+        self._lane: timeline.Lane | None = None
         if mpi is not None:
             self.settle((comm if comm is not None else mpi.COMM_WORLD).Dup())
 
@@ -141,7 +144,14 @@ class Communicator:
     @property
     def lock(self) -> Any:
         """What a collective holds while it runs."""
-        return self._one_at_a_time._lock
+        lock, recorder = self._one_at_a_time._lock, timeline.recorder
+        return lock if recorder is None else timeline.held(lock, self._lane_of(recorder))
+
+    def _lane_of(self, recorder: timeline.Recorder) -> timeline.Lane:
+        if self._lane is None or self._lane.recorder is not recorder:
+            ranks = "" if self._job is None else f" of ranks {', '.join(map(str, self.ranks))}"
+            self._lane = timeline.Lane(f"communication{ranks}", recorder)
+        return self._lane
 
     @property
     def is_one_node(self) -> bool:
@@ -197,8 +207,9 @@ class Communicator:
         """
         if self._one_at_a_time is not self:
             return self._one_at_a_time.queue(work, what)
+        work = timeline.queued(work)
         if self._line is None:
-            with self.lock:  # of two threads that come here one makes the line
+            with self._lock:  # of two threads that come here one makes the line
                 if self._line is None:
                     self._lock = self._line = Line(self._lock)
         return self._line.queue(work, what)
@@ -338,6 +349,7 @@ class Communicator:
             Whether all ranks have brought the same digest; the answer is the same on all.
         """
         if self.node is not None and self.is_one_node:
+            self.meetings += 1
             return self.node.meet(digest)
         answer = self.come(digest)
         with waiting:
@@ -356,6 +368,7 @@ class Communicator:
         Returns:
             What tells the answer of `agree`; `None` as long as a rank is missing.
         """
+        self.meetings += 1
         if self.node is not None and self.is_one_node:
             return self.node.come(digest)
         mine = np.frombuffer(digest, np.uint8)

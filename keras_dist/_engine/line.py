@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from keras_dist._engine import timeline
+
 __all__ = ["Handle", "Line"]
 
 _log = logging.getLogger("keras_dist")
@@ -48,7 +50,9 @@ class Handle:
         Raises:
             KerasDistError: what the blocking operation raises.
         """
-        self._ended.wait()
+        if not self._ended.is_set():
+            with timeline.span("wait for what is queued"):
+                self._ended.wait()
         if self._error is not None:
             self._told = True
             try:

@@ -7,6 +7,8 @@ is not compared between the ranks before something is wrong.
 import contextlib
 from collections.abc import Iterator
 
+from keras_dist._engine import timeline
+
 __all__ = ["begin_epoch", "count_update", "during", "is_during", "say_progress"]
 
 
@@ -30,13 +32,15 @@ def during(task: str) -> Iterator[None]:
     if not _progress.tasks:
         _progress.begin()
     _progress.tasks.append(task)
-    try:
-        yield
-    finally:
-        _progress.tasks.remove(task)
-        if not _progress.tasks:
-            _progress.begin()
-            _progress.left = task
+    with timeline.task(task):
+        try:
+            yield
+        finally:
+            _progress.tasks.remove(task)
+            if not _progress.tasks:
+                timeline.end_epoch()
+                _progress.begin()
+                _progress.left = task
 
 
 def is_during(task: str) -> bool:
@@ -47,11 +51,13 @@ def is_during(task: str) -> bool:
 def begin_epoch(epoch: int) -> None:
     """Notes that an epoch begins, counted from 0; updates are counted anew."""
     _progress.epoch, _progress.updates = epoch, 0
+    timeline.begin_epoch(epoch)
 
 
 def count_update() -> None:
     """Notes that gradients are about to be reduced."""
     _progress.updates += 1
+    timeline.count_update()
 
 
 def say_progress() -> str:

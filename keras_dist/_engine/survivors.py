@@ -121,6 +121,7 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
         whole = _agree(comm.mpi, shrunk, fine)
     gone = _missing(comm.mpi, before, shrunk)
     comm.losses += len(gone)
+    comm.meetings = comm.losses << 32  # some had come to one to which others had not
     if comm.rank == 0:
         progress = say_progress()
         where = f" ({progress})" if progress else ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_dist._engine import timeline
 from keras_dist._engine.wait import blocked, waiting
 
 __all__ = [
@@ -51,7 +52,7 @@ def broadcast_bytes(world: Any, buffer: np.ndarray, root: int) -> None:
         root: the rank whose bytes count.
     """
     for chunk in _chunks(buffer):
-        with blocked:
+        with blocked, timeline.phase("transfer"):
             world.Bcast(chunk, root=root)
 
 
@@ -67,7 +68,7 @@ def allgather_parts(
         counts: how many bytes each rank has.
     """
     if everything.size <= MAX_NBYTES:
-        with blocked:
+        with blocked, timeline.phase("transfer"):
             world.Allgatherv(mine, [everything, counts, "B"])
         return
     for owner, part in enumerate(_parts(everything, counts)):
@@ -89,7 +90,7 @@ def alltoall_parts(world: Any, payload: np.ndarray, result: np.ndarray, table: n
     rank = world.Get_rank()
     sent, received = table[rank], table[:, rank]
     if max(table.sum(axis=0).max(), table.sum(axis=1).max()) <= MAX_NBYTES:
-        with blocked:
+        with blocked, timeline.phase("transfer"):
             world.Alltoallv([payload, sent, "B"], [result, received, "B"])
         return
     # Chunks between two ranks arrive in the order in which they are sent.
@@ -103,8 +104,9 @@ def alltoall_parts(world: Any, payload: np.ndarray, result: np.ndarray, table: n
         for peer, part in enumerate(_parts(payload, sent))
         for chunk in _chunks(part)
     ]
-    for request in requests:
-        wait(request)
+    with timeline.phase("transfer"):
+        for request in requests:
+            wait(request)
 
 
 def _chunks(buffer: np.ndarray) -> Iterator[np.ndarray]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from keras_dist import errors
 from keras_dist._version import __version__
-from keras_dist.cli import doctor, run, run_notebook
+from keras_dist.cli import doctor, run, run_notebook, timeline
 
 __all__ = ["main"]
 
@@ -22,12 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: that of the job for `run`; 0 when all is well, 1 when something is missing
-        for `doctor`; 2 when the command line makes no sense.
+        for `doctor`; 2 when the command line, or a file that it names, makes no sense.
     """
     parser = argparse.ArgumentParser(prog="keras-dist", description="Keras training on many ranks.")
     parser.add_argument("--version", action="version", version=f"keras_dist {__version__}")
     commands = parser.add_subparsers(required=True)
-    for command in (doctor, run, run_notebook):
+    for command in (doctor, run, run_notebook, timeline):
         command.add_to(commands)
     options = parser.parse_args(arguments)
     try:

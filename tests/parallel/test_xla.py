@@ -69,7 +69,9 @@ def operations(model):
 
     batches = iter(tf.data.Dataset.from_tensors(make_data(BATCH)))
     model.make_train_function()
-    steps = inspect.getclosurevars(model.train_function).nonlocals["multi_step_on_iterator"]
+    steps = inspect.getclosurevars(inspect.unwrap(model.train_function)).nonlocals[
+        "multi_step_on_iterator"
+    ]
     graph = steps.get_concrete_function(batches).graph.as_graph_def()
     compiles, others = collections.Counter(), collections.Counter()
     for function in graph.library.function:

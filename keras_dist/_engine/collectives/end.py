@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 
+from keras_dist._engine import timeline
 from keras_dist._engine.agreement import Call
 from keras_dist._engine.collectives.meet import tell_difference
 from keras_dist._engine.communicator import NAP_SECONDS, Communicator
@@ -38,6 +39,7 @@ def _come_to_the_end(comms: Sequence[Communicator]) -> None:
     with contextlib.ExitStack() as locks:
         for comm in comms:
             locks.enter_context(comm.lock)
+        locks.enter_context(timeline.meeting(call))
         answers = {comm: comm.come(call.digest) for comm in comms if comm.size > 1}
         while answers:
             for comm, answer in list(answers.items()):

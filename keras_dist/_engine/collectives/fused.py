@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from keras_dist._engine import timeline
 from keras_dist._engine.agreement import Call, entries_of
 from keras_dist._engine.bucket_reduction import BucketReduction, Finish, bucket_reduction
 from keras_dist._engine.buckets import plan_buckets
@@ -157,19 +158,23 @@ class FusedAllreduce:
                 self._shared = self._share_memory()
             reduction = (self._shared or {}).get(number)
             if reduction is not None:
-                reduction.publish(arrays)
+                with timeline.phase("copy in"):
+                    reduction.publish(arrays)
             meet(self.comm, self._calls[number], tells=self._updates)
             self._is_lent = False
             if self.comm.absence is not None:
                 return bucket.unpack(self._reduce_among(bucket.pack(arrays)))
             if reduction is None:
-                flat = bucket.pack(arrays)
+                with timeline.phase("copy in"):
+                    flat = bucket.pack(arrays)
                 if self.comm.size > 1:
-                    self._reduce_flat(number, flat)
+                    with timeline.phase("reduce through MPI"):
+                        self._reduce_flat(number, flat)
             else:
                 flat = reduction.reduce(self._across(number, reduction.reads))
                 if not self.lend and reduction.is_shared:
-                    flat = flat.copy()
+                    with timeline.phase("copy out"):
+                        flat = flat.copy()
                 self._is_lent = self.lend and reduction.is_shared
         factor = self._postscale(self.comm.size)
         self._is_lent &= factor == 1
@@ -285,7 +290,8 @@ class FusedAllreduce:
                     everyone = across.allgather(is_there)
                 if not all(everyone):
                     return False
-            reduce_through_mpi(across, part, op, wire, divisor)
+            with timeline.phase("cross-node"):
+                reduce_through_mpi(across, part, op, wire, divisor)
             return True
 
         return finish

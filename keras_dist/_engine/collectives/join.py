@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_dist import errors
+from keras_dist._engine import timeline
 from keras_dist._engine.agreement import JOINED, Absence, Call
 from keras_dist._engine.collectives.meet import tell_difference
 from keras_dist._engine.collectives.objects import exchange_or_raise
@@ -45,6 +46,7 @@ def _stand_in(comms: Sequence[Communicator]) -> list[Absence | None]:
     with contextlib.ExitStack() as locks:
         for comm in comms:
             locks.enter_context(comm.lock)
+        locks.enter_context(timeline.meeting(call))
         answers = {comm: comm.come(call.digest) for comm in comms if comm.size > 1}
         while answers:
             note(comms[0].ranks, call)

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Iterator
 
 from keras_dist import errors
+from keras_dist._engine import timeline
 from keras_dist._engine.agreement import JOINED, Absence, Call, difference
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.notice import hear, notice
@@ -49,7 +50,9 @@ def meet(comm: Communicator, call: Call, tells: bool = False) -> None:
     note(comm.ranks, call)
     if tells and notice() is not None and comm.job is comm:
         call = dataclasses.replace(call, notice=notice())
-    if not comm.agree(call.digest):
+    with timeline.meeting(call, comm.meetings + 1):
+        same = comm.agree(call.digest)
+    if not same:
         tell_difference(comm, call)
 
 

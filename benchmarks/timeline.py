@@ -1,0 +1,177 @@
+"""Measures what recording a timeline costs: a fit of a small network, with and without it.
+
+    python benchmarks/timeline.py [--backend tensorflow|jax|torch] [--ranks 2] [--quick]
+
+It starts its own ranks. Both train in turn in one job, so that what else the machine does falls on
+both alike. A small network is the worst case: what is recorded is of the same size in every step.
+On a busy machine the difference of two fits is noise; so what a step records is also repeated by
+itself, written included, and its time of the processor compared with that of a step.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from common import RESULTS, answer, in_turn, last_line, load, machine, mpi, start, table, verdicts
+from common import write as write_results
+from ranks import barrier, everyones
+
+BATCH, WARM_STEPS = 32, 20
+FEATURES, WIDTH, CLASSES = 64, 256, 10
+BOUND = 0.01
+CONTENDERS = ["without", "with"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", choices=["tensorflow", "jax", "torch"], default="tensorflow")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options.worker)
+        return
+    os.environ["KERAS_BACKEND"] = options.backend
+    before = load()
+    size = {"rounds": 3, "steps": 100} if options.quick else {"rounds": 40, "steps": 400}
+    report(options, before, start(__file__, options.ranks, size))
+
+
+# --- on every rank ---------------------------------------------------------------------------
+
+
+def work(path):
+    import keras_dist
+
+    task = json.loads(Path(path).read_text())
+    keras_dist.init()
+    model, steps = small_network(), WARM_STEPS + task["steps"]
+    random = np.random.default_rng(keras_dist.rank())
+    x = random.random((steps * BATCH, FEATURES), np.float32)
+    y = random.integers(0, CLASSES, steps * BATCH)
+    cpu = {name: [] for name in CONTENDERS}
+
+    def milliseconds(name):
+        """Returns the time of a step, the mean of the ranks."""
+        with tempfile.TemporaryDirectory() as directory:
+            if name == "with":
+                keras_dist.start_timeline(Path(directory, "t.json"))
+            barrier()
+            clock = make_clock(steps)
+            model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[clock])
+            keras_dist.stop_timeline()
+            barrier()
+        (wall, spent), *others = everyones([*clock.seconds.tolist()])
+        every = np.array([(wall, spent), *others]).mean(axis=0) / task["steps"] * 1e3
+        cpu[name].append(every[1])
+        return every[0]
+
+    for name in CONTENDERS:
+        milliseconds(name)
+        cpu[name].clear()
+    wall = in_turn(CONTENDERS, task["rounds"], milliseconds)
+    if keras_dist.rank() == 0:
+        alone = min(recording_alone() for _ in range(5))
+        answer(path, {"wall": wall, "cpu": cpu, "alone": alone})
+
+
+def recording_alone(count=5000):
+    """Returns the milliseconds of the processor that it takes to record a step and to write it."""
+    from keras_dist import _engine
+    from keras_dist._engine import part, timeline
+
+    lock, spent = threading.RLock(), []
+    gradients = _engine.entries_of(["kernel", "bias"] * 2, [((64, 256), np.dtype("f4"))] * 4)
+    call = _engine.Call("the reduction of gradients", gradients)
+    for records in (True, False):
+        with tempfile.TemporaryDirectory() as directory:
+            if records:
+                part.start_part(f"{directory}/part", {"rank": 0}, (0, 10**9), 10**9)
+            recorder = timeline.recorder
+            lane = timeline.Lane("communication", recorder) if records else None
+            began = time.process_time()
+            for number in range(count):
+                with (
+                    timeline.step(1),
+                    timeline.held(lock, lane) if records else lock,
+                ):
+                    with timeline.phase("copy in"):
+                        pass
+                    with timeline.meeting(call, number):
+                        pass
+                    with timeline.phase("reduce"):
+                        pass
+                    with timeline.phase("wait for slices"):
+                        pass
+            part.stop_part()
+            spent.append((time.process_time() - began) / count * 1e3)
+    return spent[0] - spent[1]
+
+
+def small_network():
+    import keras
+
+    import keras_dist
+
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((FEATURES,)), keras.layers.Dense(WIDTH, "relu")]
+    model = keras.Sequential([*layers, keras.layers.Dense(CLASSES)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss)
+    return model
+
+
+def make_clock(steps):
+    """Returns a callback that takes the seconds of the steps that count, and the processor's."""
+    import keras
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch in (WARM_STEPS - 1, steps - 1):
+                float(logs["loss"])  # JAX is ahead of its results
+                now = np.array([time.perf_counter(), time.process_time()])
+                if batch == WARM_STEPS - 1:
+                    self.begin = now
+                else:
+                    self.seconds = now - self.begin
+
+    return Clock()
+
+
+# --- what came out ---------------------------------------------------------------------------
+
+
+def report(options, before, found):
+    text = [f"# A timeline of a small network, {options.backend}, {options.ranks} ranks"]
+    text.append(f"\n{mpi()}; {machine()}; {before}.\n")
+    body, shares = [], {}
+    for kind, what in (("wall", "a step"), ("cpu", "the processors in a step")):
+        medians = [statistics.median(found[kind][name]) for name in CONTENDERS]
+        pairs = zip(found[kind]["with"], found[kind]["without"], strict=True)
+        shares[what] = statistics.median(a / b for a, b in pairs) - 1
+        body.append([what, *(f"{median:.3f} ms" for median in medians), f"{shares[what]:+.2%}"])
+    text.append(table(["time of", *CONTENDERS, "more"], body))
+    step = statistics.median(found["cpu"]["without"])
+    shares["the processor, recording alone"] = found["alone"] / step
+    text.append(f"\nRecording a step, by itself: {found['alone'] * 1e3:.1f} us of the processor.")
+    rows = [
+        (f"more time, with a timeline: {what}", f"< {BOUND:.0%}", f"{share:+.2%}", share < BOUND)
+        for what, share in shares.items()
+    ]
+    text.append("\n## Must reach\n\n" + verdicts(rows))
+    print("\n".join(text))
+    name = f"timeline_{options.backend}_{mpi().replace(' ', '').lower()}"
+    write_results(options.output, name, "\n".join([*text, "", last_line(rows)]))
+    print(last_line(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The file in which one rank records, line by line, while it works. Knows no MPI, no framework.
+
+A line is a list of whole numbers, or an object: the head, what a number stands for, the end. Lines
+are only appended, several times a second, by a thread; so a process that is killed leaves
+all lines but the last whole. `keras_dist.timeline` makes a trace of the parts of all ranks.
+"""
+
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from keras_dist._engine import timeline
+from keras_dist._engine.agreement import Entry
+
+__all__ = ["Part", "flush_part", "forget_part", "is_recording", "start_part", "stop_part"]
+
+FLUSH_SECONDS = 0.5
+EVENT_NBYTES = 120  # of the trace that is made of it, on the average
+MAX_KNOWN = 1000
+
+_log = logging.getLogger("keras_dist")
+_part: "Part | None" = None
+
+
+class Part:
+    """A rank's file and the thread that writes it.
+
+    Args:
+        path: where; what is there is overwritten.
+        head: what the first line says.
+        steps: the first step that is recorded and the one before which recording ends.
+        limit: how many bytes of the trace this rank may take.
+    """
+
+    def __init__(self, path: str, head: Mapping[str, Any], steps: tuple[int, int], limit: int):
+        self.path, self.head = path, head
+        self.is_full = False
+        self.recorder = timeline.Recorder(*steps)
+        self._limit = limit
+        self._nbytes = 0
+        self._lanes = 0  # how many have been written
+        self._names: dict[str, int] = {}
+        self._calls: dict[int, tuple[Any, int]] = {}  # by id; held, or the id might be another's
+        self._flushing = threading.Lock()
+        self._over = threading.Event()
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o644)
+        self._write([json.dumps(head)])
+        self._thread = threading.Thread(target=self._serve, name="keras_dist timeline", daemon=True)
+        self._thread.start()
+
+    def close(self, **last: Any) -> None:
+        """Writes what is left, and a last line, and ends the thread."""
+        self._over.set()
+        self._thread.join()
+        self.flush()
+        self._write([json.dumps({"end": True, **last})])
+        os.close(self._file)
+
+    def flush(self) -> None:
+        """Writes what has been recorded so far."""
+        with self._flushing:
+            lines: list[str] = []
+            records = self.recorder.records
+            for _ in range(len(records)):
+                record = records.popleft()
+                if not self.is_full:
+                    lines.append(self._line(record, lines))
+                    self._look_at_size(lines)
+            for number in range(self._lanes, len(self.recorder.lanes)):
+                lines.append(json.dumps({"lane": number, "name": self.recorder.lanes[number]}))
+                self._lanes = number + 1
+            self._write(lines)
+
+    def _line(self, record: tuple[Any, ...], lines: list[str]) -> str:
+        """Returns a record as a line; what its numbers stand for is added to `lines` before."""
+        kind, lane, what, *times, rest = record
+        self._nbytes += EVENT_NBYTES
+        if kind != timeline.OPERATION:
+            return repr([kind, lane, self._name(what, lines), *times, rest])
+        self._nbytes += EVENT_NBYTES * (len(rest) // 4)
+        rest[::4] = [self._name(name, lines) for name in rest[::4]]
+        return repr([kind, lane, self._call(what, lines), *times, *rest])
+
+    def _name(self, name: str, lines: list[str], **more: Any) -> int:
+        number = self._names.get(name)
+        if number is None:
+            number = self._names[name] = len(self._names)
+            lines.append(json.dumps({"number": number, "name": name, **more}))
+        return number
+
+    def _call(self, call: Any, lines: list[str]) -> int:
+        known = self._calls.get(id(call))
+        if known is not None:
+            return known[1]
+        name, entries = call.operation, call.entries
+        if len(call.buckets) > 1 and call.bucket is not None:
+            name = f"{name}, bucket {call.bucket + 1} of {len(call.buckets)}"
+            entries = tuple(entries[place] for place in call.buckets[call.bucket])
+        elif call.key is not None:
+            name = f"{name} {call.key!r}"
+        nbytes = sum(_nbytes(entry) for entry in entries)
+        arrays = ", ".join(entry.name for entry in entries[:3])
+        more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
+        # Two calls of one name may be of other arrays.
+        key = f"{name}\0{nbytes}\0{arrays}"
+        number = self._names.get(key)
+        if number is None:
+            number = self._names[key] = len(self._names)
+            said = {"number": number, "name": name, "bytes": nbytes, "arrays": arrays + more}
+            lines.append(json.dumps(said))
+        if len(self._calls) >= MAX_KNOWN:
+            self._calls.clear()
+        self._calls[id(call)] = call, number
+        return number
+
+    def _look_at_size(self, lines: list[str]) -> None:
+        if self._nbytes >= self._limit:
+            self._fill()
+            lines.append(json.dumps({"full": self.recorder.steps}))
+            _log.warning(
+                "keras_dist: rank %s records no more of its timeline, at step %d: the trace "
+                "has reached its size (KERAS_DIST_TIMELINE_MBYTES); KERAS_DIST_TIMELINE_STEPS=100:"
+                "200 records these steps alone.",
+                self.head["rank"],
+                self.recorder.steps,
+            )
+
+    def _fill(self) -> None:
+        self.is_full = True
+        self.recorder.stop()
+
+    def _write(self, lines: list[str]) -> None:
+        data = "".join(f"{line}\n" for line in lines).encode()
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:  # a full disk, for example: training goes on
+            if not self.is_full:
+                _log.warning("keras_dist records no more of its timeline: %s", error)
+            self._fill()
+
+    def _serve(self) -> None:
+        while not self._over.wait(FLUSH_SECONDS):
+            self.flush()
+
+
+def start_part(path: str, head: Mapping[str, Any], steps: tuple[int, int], limit: int) -> None:
+    """Begins to record what this process does; see `Part`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    global _part
+    _part = Part(path, head, steps, limit)
+    timeline.recorder = _part.recorder
+
+
+def stop_part(**last: Any) -> Part | None:
+    """Ends recording, if there is any, with a last line; returns what was recorded."""
+    global _part
+    part, _part, timeline.recorder = _part, None, None
+    if part is not None:
+        part.close(**last)
+    return part
+
+
+def is_recording() -> bool:
+    """Tells whether this process records what it does."""
+    return _part is not None
+
+
+def flush_part() -> None:
+    """Writes what has been recorded so far, before this process may end."""
+    if _part is not None:
+        _part.flush()
+
+
+def forget_part() -> None:
+    """Leaves the file to another process: this one was forked from it."""
+    global _part
+    _part, timeline.recorder = None, None
+
+
+def _nbytes(entry: Entry) -> int:
+    """Returns the size of an array of a call, 0 where it is not known before."""
+    if min(entry.shape, default=0) < 0:
+        return 0
+    try:
+        return math.prod(entry.shape) * np.dtype(entry.dtype).itemsize
+    except TypeError:  # bfloat16, where nobody has told numpy of it
+        return 0

@@ -1,0 +1,274 @@
+"""What this process does and when, recorded where it is done. Knows no MPI and no framework.
+
+While nothing is recorded every place costs one look at `recorder`. Otherwise an operation is
+one record: from the moment at which its communicator was asked for, with what it did in between
+as its phases. What a thread does besides, such as a step, is a span. Records gather in memory;
+`part` writes them to a file.
+
+Times are those of `time.perf_counter_ns`, which all processes of a node share.
+"""
+
+import collections
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any
+
+__all__ = [
+    "OPEN",
+    "OPERATION",
+    "SPAN",
+    "WAIT",
+    "Lane",
+    "Recorder",
+    "begin_epoch",
+    "count_update",
+    "end_epoch",
+    "held",
+    "meeting",
+    "phase",
+    "queued",
+    "span",
+    "step",
+    "task",
+]
+
+OPERATION, SPAN, OPEN = 0, 1, 2  # kinds of records
+WAIT = "wait for ranks"
+
+recorder: "Recorder | None" = None
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+_current: dict[int, "_Operation"] = {}  # by thread
+
+
+class Recorder:
+    """Gathers records while it is the one that records.
+
+    Args:
+        first: the first step that is recorded, counted from 0.
+        end: the step before which recording ends.
+    """
+
+    def __init__(self, first: int = 0, end: int = sys.maxsize):
+        self.records: collections.deque[tuple[Any, ...]] = collections.deque()
+        self.lanes: list[str] = []  # their names
+        self.steps = 0
+        self.is_on = first == 0
+        self.in_step = False
+        self.queued: dict[int, int] = {}  # by thread: since when what it runs has been queued
+        self.epoch: _Span | None = None
+        self._window = range(first, end)
+        self._threads: dict[int, int] = {}  # the lane of each
+
+    def add_lane(self, name: str) -> int:
+        """Returns the number of a new lane."""
+        self.lanes.append(name)
+        return len(self.lanes) - 1
+
+    def lane_of_thread(self) -> int:
+        """Returns the number of the lane of the calling thread."""
+        lane = self._threads.get(get_ident())
+        if lane is None:
+            thread = threading.current_thread()
+            is_main = thread is threading.main_thread()
+            lane = self.add_lane("training" if is_main else f"thread {thread.name}")
+            self._threads[get_ident()] = lane
+        return lane
+
+    def stop(self) -> None:
+        """Records no more."""
+        self._window, self.is_on = range(0), False
+
+    def count_steps(self, count: int = 1) -> None:
+        """Notes that steps begin; recording begins and ends by their number."""
+        self.is_on = self.steps in self._window
+        self.steps += count
+
+
+class Lane:
+    """Where the operations of one communicator are recorded, and those that were queued.
+
+    Args:
+        name: what it is called.
+        recorder: who records them.
+    """
+
+    def __init__(self, name: str, recorder: Recorder):
+        self.recorder = recorder
+        self.usual = recorder.add_lane(name)
+        self.behind = recorder.add_lane(f"{name}, behind the script")
+        self.operation: _Operation | None = None
+
+
+class _Operation:
+    """The lock of a communicator, recorded from when it was asked for until it is left."""
+
+    __slots__ = ("_came", "_lane", "_lock", "_number", "_outer", "_since", "call", "phases")
+
+    def __init__(self, lane: Lane, lock: Any):
+        self._lane, self._lock = lane, lock
+        self.call: Any = None
+        self.phases: list[Any] = []
+
+    def __enter__(self) -> None:
+        came = perf_counter_ns()
+        self._lock.__enter__()
+        lane = self._lane
+        if lane.operation is None:  # else it is a part of another
+            thread = get_ident()
+            lane.operation = self
+            self._outer = _current.get(thread)
+            _current[thread] = self
+            queued = lane.recorder.queued.pop(thread, None)
+            self._came = came if queued is None else queued
+            self._number = lane.usual if queued is None else lane.behind
+            self._since = perf_counter_ns()
+
+    def __exit__(self, *error: object) -> None:
+        lane = self._lane
+        if lane.operation is self:
+            lane.operation = None
+            if self._outer is None:
+                del _current[get_ident()]
+            else:
+                _current[get_ident()] = self._outer
+            if lane.recorder.is_on and self.call is not None:
+                times = (self._came, self._since, perf_counter_ns())
+                record = (OPERATION, self._number, self.call, *times, self.phases)
+                lane.recorder.records.append(record)
+        self._lock.__exit__(*error)
+
+
+class _Phase:
+    __slots__ = ("_began", "_meeting", "_name", "_operation")
+
+    def __init__(self, operation: _Operation, name: str, meeting: int):
+        self._operation, self._name, self._meeting = operation, name, meeting
+
+    def __enter__(self) -> None:
+        self._began = perf_counter_ns()
+
+    def __exit__(self, *error: object) -> None:
+        self._operation.phases += (self._name, self._began, perf_counter_ns(), self._meeting)
+
+
+class _Span:
+    """What a thread does besides operations; a task is told of when it begins as well."""
+
+    __slots__ = ("_began", "_is_task", "_lane", "_name", "_number", "_recorder")
+
+    def __init__(self, recorder: Recorder, name: str, number: int, is_task: bool = False):
+        self._recorder, self._name, self._number = recorder, name, number
+        self._is_task = is_task
+
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        self._lane = recorder.lane_of_thread()
+        self._began = began = perf_counter_ns()
+        if self._is_task:
+            recorder.records.append((OPEN, self._lane, self._name, began, began, self._number))
+
+    def __exit__(self, *error: object) -> None:
+        if self._recorder.is_on or self._is_task:
+            times = (self._began, perf_counter_ns())
+            self._recorder.records.append((SPAN, self._lane, self._name, *times, self._number))
+
+
+def held(lock: Any, lane: Lane) -> AbstractContextManager[None]:
+    """Returns a communicator's lock, whose outermost holding is recorded as an operation."""
+    return _Operation(lane, lock)
+
+
+def phase(name: str) -> AbstractContextManager[Any]:
+    """Returns a context that is a phase of the operation of the calling thread."""
+    if recorder is None:
+        return _NOTHING
+    operation = _current.get(get_ident())
+    return _NOTHING if operation is None else _Phase(operation, name, 0)
+
+
+def meeting(call: Any, number: int = 0) -> AbstractContextManager[Any]:
+    """Returns the phase in which an operation waits for all ranks.
+
+    Args:
+        call: what the operation is; the first one names it.
+        number: that of the meeting, equal on all ranks, by which it is seen who came last.
+            Defaults to 0, a meeting for which nobody asks that.
+    """
+    if recorder is None:
+        return _NOTHING
+    operation = _current.get(get_ident())
+    if operation is None:
+        return _NOTHING
+    if operation.call is None:
+        operation.call = call
+    return _Phase(operation, WAIT, number)
+
+
+def span(name: str) -> AbstractContextManager[Any]:
+    """Returns a context that is recorded on the lane of the calling thread."""
+    return _NOTHING if recorder is None else _Span(recorder, name, 0)
+
+
+def task(name: str) -> AbstractContextManager[Any]:
+    """Returns a context such as a fit, recorded whichever steps are, and as soon as it begins."""
+    return _NOTHING if recorder is None else _Span(recorder, name, 0, is_task=True)
+
+
+def begin_epoch(epoch: int) -> None:
+    """Notes that an epoch begins, and that the one before has ended."""
+    if recorder is not None:
+        end_epoch()
+        recorder.epoch = _Span(recorder, "epoch", epoch, is_task=True)
+        recorder.epoch.__enter__()
+
+
+def end_epoch() -> None:
+    """Notes that the last epoch has ended, if there was one."""
+    if recorder is not None and recorder.epoch is not None:
+        recorder.epoch.__exit__()
+        recorder.epoch = None
+
+
+def step(count: int) -> AbstractContextManager[Any]:
+    """Returns a context that is recorded as steps of training.
+
+    Args:
+        count: how many of them.
+    """
+    return _NOTHING if recorder is None else _step(recorder, count)
+
+
+@contextlib.contextmanager
+def _step(recorder: Recorder, count: int) -> Iterator[None]:
+    recorder.count_steps(count)
+    recorder.in_step = True
+    try:
+        with _Span(recorder, "step", recorder.steps - count):
+            yield
+    finally:
+        recorder.in_step = False
+
+
+def count_update() -> None:
+    """Notes that gradients are about to be reduced: a step, where no other way tells of steps."""
+    if recorder is not None and not recorder.in_step:
+        recorder.count_steps()
+
+
+def queued(work: Any) -> Any:
+    """Returns an operation that is about to be queued, with the time at which it was."""
+    if recorder is None:
+        return work
+    since, waiting_list = perf_counter_ns(), recorder.queued
+
+    def run() -> Any:
+        waiting_list[get_ident()] = since
+        return work()
+
+    return run

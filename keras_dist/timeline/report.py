@@ -1,0 +1,144 @@
+"""What a timeline tells, as tables on a terminal or in a page for a browser."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from keras_dist.timeline.summary import KINDS, Operation, Shares, Summary
+
+__all__ = ["COLOURS", "print_report", "save_html"]
+
+COLOURS = {
+    "compute": "green",
+    "wait": "red",
+    "transfer": "blue",
+    "queued": "magenta",
+    "other": "bright_black",
+}
+BAR = 30
+MOST_OPERATIONS = 20
+PHASES = {
+    "wait": ("wait for ranks",),
+    "copy in": ("copy in",),
+    "reduce": ("reduce", "wait for slices"),
+    "send": ("cross-node", "reduce through MPI", "transfer"),
+    "copy out": ("copy out",),
+}
+
+
+def print_report(summaries: Iterable[tuple[str, Summary]]) -> None:
+    """Prints what timelines tell.
+
+    Args:
+        summaries: what each is called, and what it tells.
+    """
+    console = Console()
+    for name, summary in summaries:
+        console.print(_report(name, summary))
+
+
+def save_html(summaries: Iterable[tuple[str, Summary]], path: str) -> None:
+    """Writes the same as a page without anything that would have to be loaded.
+
+    Args:
+        summaries: what each is called, and what it tells.
+        path: where to.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with open("/dev/null", "w") as nowhere:
+        console = Console(record=True, width=140, file=nowhere)
+        for name, summary in summaries:
+            console.print(_report(name, summary))
+        console.save_html(path)
+
+
+def _report(name: str, summary: Summary) -> Group:
+    parts: list[Any] = [Text(f"\n{name}: {len(summary.ranks)} ranks", style="bold"), _legend()]
+    hosts = {said["rank"]: said["host"] for said in summary.about}
+    rows = [(f"{rank} on {hosts[rank]}", shares) for rank, shares in summary.ranks.items()]
+    parts.append(_shares("rank", rows))
+    if summary.epochs:
+        rows = [(str(number), shares) for number, shares in summary.epochs]
+        parts.append(_shares("epoch, mean of ranks", rows))
+    if summary.operations:
+        parts.append(_operations(summary.operations, max(1, len(summary.ranks))))
+    return Group(*parts, *_remarks(summary))
+
+
+def _legend() -> Text:
+    text = Text()
+    for kind in KINDS:
+        text.append(f" {kind} ", style=f"white on {COLOURS[kind]}")
+    return text
+
+
+def _shares(title: str, rows: Iterable[tuple[str, Shares]]) -> Table:
+    table = Table()
+    table.add_column(title)
+    for head in ("s", *KINDS):
+        table.add_column(head, justify="right")
+    table.add_column("", no_wrap=True, min_width=BAR)
+    for name, shares in rows:
+        cells = [f"{shares.part(kind):.1%}" for kind in KINDS]
+        table.add_row(name, f"{shares.total:.2f}", *cells, _bar(shares))
+    return table
+
+
+def _bar(shares: Shares) -> Text:
+    text = Text()
+    done = drawn = 0.0
+    for kind in KINDS:
+        done += shares.part(kind) * BAR
+        width = round(done) - round(drawn)
+        text.append("█" * width, style=COLOURS[kind])
+        drawn = done
+    return text
+
+
+def _operations(operations: list[Operation], ranks: int) -> Table:
+    table = Table(title="operations: mean of a call, in ms", title_justify="left")
+    table.add_column("operation")
+    for head in ("calls", "MB", "all", "queue", *PHASES, "GB/s"):
+        table.add_column(head, justify="right")
+    for one in operations[:MOST_OPERATIONS]:
+        table.add_row(
+            one.name,
+            str(round(one.calls / ranks)),
+            f"{one.nbytes / one.calls / 1e6:.3f}",
+            *(_ms(seconds, one.calls) for seconds in (one.seconds, one.queued)),
+            *(
+                _ms(sum(one.phases.get(name, 0.0) for name in names), one.calls)
+                for names in PHASES.values()
+            ),
+            f"{one.speed:.2f}" if one.nbytes else "",
+        )
+    if len(operations) > MOST_OPERATIONS:
+        table.caption = f"and {len(operations) - MOST_OPERATIONS} more, which took less"
+    return table
+
+
+def _ms(seconds: float, calls: int) -> str:
+    return f"{seconds / calls * 1e3:.3f}" if seconds else ""
+
+
+def _remarks(summary: Summary) -> list[Text]:
+    remarks = []
+    if summary.slowest is not None:
+        rank, meetings = summary.slowest, sum(summary.last.values())
+        remarks.append(
+            f"Slowest: rank {rank}. It came last to {summary.last.get(rank, 0)} of {meetings} "
+            f"meetings; the others waited {summary.waited_for[rank]:.2f} s for it, all together."
+        )
+    error = max((max(said["clock_error_us"]) for said in summary.about), default=0.0)
+    remarks.append(f"Clocks of the ranks agree within {error:.0f} us.")
+    for said in summary.about:
+        if said["full_at_step"] is not None:
+            remarks.append(f"Rank {said['rank']} ends at step {said['full_at_step']}: size limit.")
+        if not said["ended"]:
+            remarks.append(f"Rank {said['rank']} did not end its recording: it was killed.")
+    return [Text(remark) for remark in remarks]

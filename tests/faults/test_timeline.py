@@ -1,0 +1,99 @@
+"""A timeline of a job in which something goes wrong, and of one that is started anew."""
+
+import pytest
+import traces
+from test_continue import GO_ON, ULFM
+
+from keras_dist.cli import main
+
+# The ranks reduce until one of them dies, at a moment that nobody has chosen.
+KILLED = """
+import random, signal, threading
+import numpy as np
+from keras_dist import collectives
+runtime.init()
+def die():
+    fault()
+    os.kill(os.getpid(), signal.SIGKILL)
+if runtime.rank() == 1:
+    threading.Timer(random.uniform(0, 1.5), die).start()
+while True:
+    collectives.allreduce(np.ones(20_000), name="gradients")
+"""
+
+
+@pytest.mark.fault(
+    "a rank is killed while a timeline is recorded",
+    "its file is a whole trace; `keras-dist timeline` puts in what the ranks had recorded",
+    within=5,
+)
+def test_a_trace_is_whole_after_a_kill_at_any_moment(job, tmp_path, capsys):
+    path = tmp_path / "t.json"
+    for _ in range(3):
+        assert job(2, KILLED, bare=True, KERAS_DIST_TIMELINE=str(path)).returncode != 0
+        traces.load(path)
+        assert main(["timeline", str(path)]) == 0
+        assert "Rank 1 did not end its recording: it was killed." in capsys.readouterr().out
+        trace = traces.load(path)
+        assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
+
+
+# Ranks whose directories are not the same, as on nodes that share no file system.
+APART = """
+import numpy as np
+from keras_dist import collectives
+directory = pathlib.Path(WHERE, os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
+directory.mkdir()
+os.chdir(directory)
+runtime.init()
+collectives.allreduce(np.ones(1_000_000), name="by hand")
+fault()
+"""
+
+
+def test_parts_on_other_nodes_are_sent_to_the_root(job, tmp_path):
+    text = f"WHERE = {str(tmp_path)!r}\n{APART}"
+    names = {"HOROVOD_TIMELINE": "deep/t.json", "KERAS_DIST_RESTART": "2"}
+    ended = job(4, text, bare=True, MPIR_CVAR_NUM_CLIQUES="2", **names)
+    assert ended.returncode == 0, ended.stdout
+    left = [path.relative_to(tmp_path) for path in tmp_path.glob("[0-3]/deep/*")]
+    assert [str(path) for path in left] == ["0/deep/t.restart2.json"]
+    trace = traces.load(tmp_path / left[0])
+    by_hand = traces.bars(trace, "allreduce 'by hand'")
+    assert [bar["pid"] for bar in sorted(by_hand, key=lambda bar: bar["pid"])] == [0, 1, 2, 3]
+    assert by_hand[0]["args"]["bytes"] == 8_000_000
+    assert {bar["pid"] for bar in traces.bars(trace, "cross-node")} == {0, 1, 2, 3}
+    about = trace["otherData"]["keras_dist"]["ranks"]
+    assert all(len(said["clock_error_us"]) == 2 and said["ended"] for said in about)
+
+
+def test_a_timeline_that_cannot_be_written_is_an_error_on_every_rank(job):
+    text = "\nruntime.init()\n"
+    ended = job(2, text, bare=True, KERAS_DIST_TIMELINE="/proc/t.json")
+    assert ended.returncode != 0
+    assert "[rank 0 of 2] Expected to write a timeline to /proc/t.json. Received: " in ended.stdout
+
+
+GOES_ON = """
+import signal
+import numpy as np
+from keras_dist import collectives
+runtime.init()
+for step in range(20):
+    if (runtime.rank(), step) == (1, 10) and runtime.size() == 3:
+        fault()
+        os.kill(os.getpid(), signal.SIGKILL)
+    collectives.allreduce(np.ones(20_000), name="gradients")
+"""
+
+
+def test_ranks_that_go_on_without_another_end_their_timeline(job, open_mpi, tmp_path):
+    path = tmp_path / "t.json"
+    variables = {**GO_ON, "KERAS_DIST_TIMELINE": str(path)}
+    ended = job(3, GOES_ON, bare=True, python=open_mpi, options=ULFM, **variables)
+    assert ended.returncode == 0, ended.stdout
+    trace = traces.load(path)
+    ended = {said["rank"]: said["ended"] for said in trace["otherData"]["keras_dist"]["ranks"]}
+    assert ended == {0: True, 1: False, 2: True}
+    for rank in (0, 2):
+        assert len(traces.bars(trace, "allreduce 'gradients'", rank)) == 20

@@ -1,0 +1,212 @@
+"""The timeline without a job: traces made of parts, what they tell, and files that are damaged."""
+
+import json
+
+import pytest
+import traces
+from hypothesis import given
+from hypothesis import strategies as st
+from traces import EPOCH, HANDLE, STEP, bars, operation, write_part
+
+from keras_dist.cli import main
+from keras_dist.timeline.rank_events import BEHIND
+from keras_dist.timeline.summary import summarise
+from keras_dist.timeline.trace import begin_trace, complete
+
+MS = 1_000_000
+QUEUED = 2  # the lane of what runs behind the script
+
+
+def two_ranks(path, **options):
+    """Writes the parts of two ranks: a step of 10 ms each, to which rank 1 comes 3 ms late.
+
+    The clock of rank 1 is 5 s ahead.
+    """
+    begin_trace(str(path), "j")
+    for rank, arrived in enumerate((3 * MS, 6 * MS)):
+        ahead = 5000 * MS * rank
+        times = (2 * MS, 2 * MS, 8 * MS, arrived, 6 * MS)
+        records = [
+            [2, 0, EPOCH, ahead, ahead, 0],
+            operation(*(ahead + time for time in times)),
+            [1, 0, STEP, ahead, ahead + 10 * MS, 0],
+            [1, 0, EPOCH, ahead, ahead + 11 * MS, 0],
+        ]
+        write_part(path, rank, records, ahead, **options)
+    return path
+
+
+def test_parts_become_a_trace_with_one_clock(tmp_path):
+    path = two_ranks(tmp_path / "t.json")
+    assert json.loads(path.read_text())["otherData"]["keras_dist"]["complete"] is False
+    complete(str(path), "j")
+    trace = traces.load(path)
+    assert trace["otherData"]["keras_dist"]["complete"] is True
+    steps = bars(trace, "step")
+    assert [(step["pid"], step["ts"], step["dur"]) for step in steps] == [(0, 0, 1e4), (1, 0, 1e4)]
+    for rank in (0, 1):
+        parts = [(bar["ts"], bar["dur"]) for bar in bars(trace, "compute", rank)]
+        assert parts == [(0, 2000), (8000, 2000)]
+    waits = bars(trace, "wait for ranks")
+    assert [wait["args"] for wait in waits] == [
+        {"last": 1, "late_us": 3000.0},
+        {"last": 1, "late_us": 0.0},
+    ]
+    (operation_of_root,) = bars(trace, "gradients", 0)
+    assert operation_of_root["args"] == {"bytes": 1000, "arrays": "kernel", "GB/s": 0.000333}
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["rank 0 on node0", "rank 1 on node1"]
+
+
+def test_a_clock_that_drifts_is_interpolated(tmp_path):
+    path = tmp_path / "t.json"
+    head_and_end = {"clock": (0, 1000 * MS)}
+    write_part(path, 0, [[1, 0, STEP, 500 * MS, 600 * MS, 0]], **head_and_end)
+    part = path.with_name("t.json.rank0.part")
+    *lines, _ = part.read_text().splitlines()
+    ahead = json.dumps({"end": True, "clock": [1001 * MS, 1 * MS, 10]})
+    part.write_text("\n".join([*lines, ahead]) + "\n")
+    complete(str(path), "j")
+    (step,) = bars(traces.load(path), "step")
+    assert step["ts"] == pytest.approx(499_500, abs=1)
+
+
+def test_a_summary_says_where_the_time_went(tmp_path):
+    summary = summarise(str(two_ranks(tmp_path / "t.json")))
+    first, second = summary.ranks[0], summary.ranks[1]
+    assert (first.compute, first.wait, first.transfer) == pytest.approx((0.004, 0.003, 0.003))
+    assert (second.compute, second.wait, second.transfer) == pytest.approx((0.004, 0.0, 0.006))
+    assert first.total == second.total == pytest.approx(0.011)
+    ((number, epoch),) = summary.epochs
+    assert (number, epoch.total, epoch.wait) == pytest.approx((1, 0.011, 0.0015))
+    assert summary.slowest == 1
+    assert summary.last == {1: 1}
+    assert summary.waited_for == {1: pytest.approx(0.003)}
+    (gradients,) = summary.operations
+    assert (gradients.calls, gradients.nbytes) == (2, 2000)
+    assert gradients.wait == pytest.approx(0.003)
+
+
+def test_what_runs_behind_the_script_leaves_it_computing(tmp_path):
+    path = tmp_path / "t.json"
+    records = [
+        operation(MS, 2 * MS, 8 * MS, 3 * MS, 4 * MS, lane=QUEUED),
+        [1, 0, HANDLE, 7 * MS, 8 * MS, 0],
+        [1, 0, STEP, 0, 10 * MS, 0],
+    ]
+    begin_trace(str(path), "j")
+    write_part(path, 0, records)
+    summary = summarise(str(path))
+    mine = summary.ranks[0]
+    assert (mine.compute, mine.queued, mine.wait) == pytest.approx((0.009, 0.001, 0))
+    trace = traces.load(path)
+    (queue,) = [event for event in trace["traceEvents"] if event["ph"] == "b"]
+    assert (queue["name"], queue["ts"]) == ("queue", 1000)
+    assert traces.lanes_of(trace)[0, QUEUED].endswith(BEHIND)
+
+
+times = st.lists(st.integers(0, 20 * MS), min_size=5, max_size=5).map(sorted)
+
+
+@given(st.lists(times, max_size=5), st.integers(-(10**15), 10**15))
+def test_any_operations_and_clock_make_a_trace_that_keeps_the_rules(tmp_path_factory, found, ahead):
+    path = tmp_path_factory.mktemp("trace") / "t.json"
+    one_after_the_other, at = [], 0
+    for came, began, arrived, met, ended in found:
+        moved = (at + time + ahead for time in (came, began, ended, arrived, met))
+        one_after_the_other.append(operation(*moved))
+        at += ended
+    begin, end = ahead + at // 4, ahead + at + MS
+    records = [*one_after_the_other, [1, 0, STEP, begin, end, 0]]
+    write_part(path, 0, records, ahead)
+    complete(str(path), "j")
+    trace = traces.load(path)
+    (step,) = bars(trace, "step")
+    in_step = sum(
+        max(0, min(o["ts"] + o["dur"], step["ts"] + step["dur"]) - max(o["ts"], step["ts"]))
+        for o in bars(trace, "gradients")
+    )
+    computed = sum(bar["dur"] for bar in bars(trace, "compute"))
+    assert computed + in_step == pytest.approx(step["dur"], abs=0.1)
+
+
+def test_the_part_of_a_killed_rank_may_end_anywhere(tmp_path):
+    path = two_ranks(tmp_path / "t.json", end=False)
+    part = path.with_name("t.json.rank1.part")
+    whole = part.read_bytes()
+    head = whole.index(b"\n") + 1
+    for cut in range(0, len(whole), 3):
+        part.write_bytes(whole[:cut])
+        about = complete(str(path), "j")
+        traces.load(path)
+        assert [said["rank"] for said in about] == ([0, 1] if cut >= head else [0])
+        assert not any(said["ended"] for said in about)
+    assert part.exists()  # the job may still be running
+    # Its epoch has begun and not ended.
+    part.write_bytes(whole[: whole.rindex(b"[1, 0, 1")])
+    complete(str(path), "j")
+    (epoch,) = bars(traces.load(path), "epoch", rank=1)
+    assert epoch["args"]["unfinished"] is True
+    assert epoch["dur"] == 10_000
+
+
+def test_parts_of_another_job_are_left_alone(tmp_path):
+    path = two_ranks(tmp_path / "t.json")
+    assert complete(str(path), "another") == []
+    traces.load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "No such file"),
+        ("", "Expecting value"),
+        ('{"traceEvents": [', "Expecting value"),
+        ("[]", "JSON that something else has written"),
+        ('{"traceEvents": []}', "JSON that something else has written"),
+        ('{"otherData": {"keras_dist": {"job": "j", "complete": false}}}', "without the parts"),
+        (
+            '{"otherData": {"keras_dist": {"job": "j", "complete": true, "ranks": []}},'
+            '"traceEvents": [{"ph": "X"}]}',
+            "events without what keras_dist writes (KeyError: 'name')",
+        ),
+        (b"\xff\xfe\x00", "codec can't decode"),
+    ],
+)
+def test_a_damaged_file_is_a_short_error(tmp_path, capsys, text, reason):
+    path = tmp_path / "t.json"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["timeline", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert reason in said
+    assert said.count("\n") == 1
+
+
+def test_a_damaged_part_is_named(tmp_path, capsys):
+    path = two_ranks(tmp_path / "t.json")
+    part = path.with_name("t.json.rank0.part")
+    lines = part.read_text().splitlines(True)
+    part.write_text("".join([*lines[:4], "[1, 2\n", *lines[4:]]))
+    assert main(["timeline", str(path)]) == 2
+    assert f"{part}. Received: line 5 is not" in capsys.readouterr().err
+
+
+def test_the_report_as_text_page_and_figure(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    path = two_ranks(tmp_path / "t.json")
+    page, figure = tmp_path / "t.html", tmp_path / "t.png"
+    options = ["--html", str(page), "--png", str(figure)]
+    assert main(["timeline", str(path), str(path), *options]) == 0
+    said = capsys.readouterr().out
+    for text in (
+        "│ 0 on node0",
+        "36.4% │ 27.3% │    27.3%",
+        "gradients",
+        "Slowest: rank 1. It came last to 1 of 1",
+    ):
+        assert said.count(text) == 2, text
+        assert text in page.read_text()
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert main(["timeline", str(path), "--html", str(tmp_path / "no" / "t.html")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
