@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist._engine import timeline
-from keras_dist._engine.agreement import Entry
+from keras_dist._engine.agreement import Call, Entry
 
 __all__ = ["Part", "flush_part", "forget_part", "is_recording", "start_part", "stop_part"]
 
@@ -43,10 +43,10 @@ class Part:
         self.is_full = False
         self.recorder = timeline.Recorder(*steps)
         self._limit = limit
-        self._nbytes = 0
+        self._events = 0  # so many there are
         self._lanes = 0  # how many have been written
-        self._names: dict[str, int] = {}
-        self._calls: dict[int, tuple[Any, int]] = {}  # by id; held, or the id might be another's
+        self._numbers = _Numbers()
+        self._calls: dict[int, tuple[Call, int]] = {}  # by id; held, or the id might be another's
         self._flushing = threading.Lock()
         self._over = threading.Event()
         flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
@@ -66,64 +66,50 @@ class Part:
     def flush(self) -> None:
         """Writes what has been recorded so far."""
         with self._flushing:
-            lines: list[str] = []
             records = self.recorder.records
-            for _ in range(len(records)):
-                record = records.popleft()
-                if not self.is_full:
-                    lines.append(self._line(record, lines))
-                    self._look_at_size(lines)
-            for number in range(self._lanes, len(self.recorder.lanes)):
-                lines.append(json.dumps({"lane": number, "name": self.recorder.lanes[number]}))
-                self._lanes = number + 1
-            self._write(lines)
+            lines = [self._line(records.popleft()) for _ in range(len(records))]
+            lanes = list(self.recorder.lanes)
+            said = [{"lane": n, "name": lanes[n]} for n in range(self._lanes, len(lanes))]
+            self._lanes = len(lanes)
+            # What numbers stand for comes first: the end may be cut off.
+            head = [json.dumps(one) for one in (*said, *self._numbers.new)]
+            self._numbers.new.clear()
+            if not self.is_full:
+                self._write([*head, *lines])
+                self._look_at_size()
 
-    def _line(self, record: tuple[Any, ...], lines: list[str]) -> str:
-        """Returns a record as a line; what its numbers stand for is added to `lines` before."""
-        kind, lane, what, *times, rest = record
-        self._nbytes += EVENT_NBYTES
-        if kind != timeline.OPERATION:
-            return repr([kind, lane, self._name(what, lines), *times, rest])
-        self._nbytes += EVENT_NBYTES * (len(rest) // 4)
-        rest[::4] = [self._name(name, lines) for name in rest[::4]]
-        return repr([kind, lane, self._call(what, lines), *times, *rest])
+    def _line(self, record: tuple[Any, ...]) -> str:
+        """Returns a record as a line: the names in it become numbers."""
+        self._events += 1
+        if record[0] != timeline.OPERATION:
+            kind, lane, name, began, ended, number = record
+            return f"[{kind},{lane},{self._numbers[name]},{began},{ended},{number}]"
+        kind, lane, call, came, began, ended, phases = record
+        self._events += len(phases) // 4
+        phases[::4] = map(self._numbers.__getitem__, phases[::4])
+        known = self._calls.get(id(call)) or self._describe(call)
+        return repr([kind, lane, known[1], came, began, ended, *phases])
 
-    def _name(self, name: str, lines: list[str], **more: Any) -> int:
-        number = self._names.get(name)
-        if number is None:
-            number = self._names[name] = len(self._names)
-            lines.append(json.dumps({"number": number, "name": name, **more}))
-        return number
-
-    def _call(self, call: Any, lines: list[str]) -> int:
-        known = self._calls.get(id(call))
-        if known is not None:
-            return known[1]
+    def _describe(self, call: Call) -> tuple[Call, int]:
         name, entries = call.operation, call.entries
         if len(call.buckets) > 1 and call.bucket is not None:
             name = f"{name}, bucket {call.bucket + 1} of {len(call.buckets)}"
             entries = tuple(entries[place] for place in call.buckets[call.bucket])
         elif call.key is not None:
             name = f"{name} {call.key!r}"
-        nbytes = sum(_nbytes(entry) for entry in entries)
         arrays = ", ".join(entry.name for entry in entries[:3])
         more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
-        # Two calls of one name may be of other arrays.
-        key = f"{name}\0{nbytes}\0{arrays}"
-        number = self._names.get(key)
-        if number is None:
-            number = self._names[key] = len(self._names)
-            said = {"number": number, "name": name, "bytes": nbytes, "arrays": arrays + more}
-            lines.append(json.dumps(said))
+        nbytes = sum(_nbytes(entry) for entry in entries)
+        number = self._numbers.number(name, bytes=nbytes, arrays=arrays + more)
         if len(self._calls) >= MAX_KNOWN:
             self._calls.clear()
         self._calls[id(call)] = call, number
-        return number
+        return call, number
 
-    def _look_at_size(self, lines: list[str]) -> None:
-        if self._nbytes >= self._limit:
+    def _look_at_size(self) -> None:
+        if self._events * EVENT_NBYTES >= self._limit:
             self._fill()
-            lines.append(json.dumps({"full": self.recorder.steps}))
+            self._write([json.dumps({"full": self.recorder.steps})])
             _log.warning(
                 "keras_dist: rank %s records no more of its timeline, at step %d: the trace "
                 "has reached its size (KERAS_DIST_TIMELINE_MBYTES); KERAS_DIST_TIMELINE_STEPS=100:"
@@ -149,6 +135,27 @@ class Part:
     def _serve(self) -> None:
         while not self._over.wait(FLUSH_SECONDS):
             self.flush()
+
+
+class _Numbers(dict[str, int]):
+    """What stands for names; those that are new wait in `new` to be written."""
+
+    def __init__(self) -> None:
+        self.new: list[dict[str, Any]] = []
+
+    def __missing__(self, name: str) -> int:
+        return self._add(name, {"name": name})
+
+    def number(self, name: str, **more: Any) -> int:
+        """Returns the number of a name of which more is said; two may differ in that alone."""
+        said = {"name": name, **more}
+        key = repr(said)
+        return self[key] if key in self else self._add(key, said)
+
+    def _add(self, key: str, said: dict[str, Any]) -> int:
+        self[key] = number = len(self)
+        self.new.append({"number": number, **said})
+        return number
 
 
 def start_part(path: str, head: Mapping[str, Any], steps: tuple[int, int], limit: int) -> None:

@@ -9,10 +9,8 @@ Times are those of `time.perf_counter_ns`, which all processes of a node share.
 """
 
 import collections
-import contextlib
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
 from time import perf_counter_ns
@@ -179,6 +177,22 @@ class _Span:
             self._recorder.records.append((SPAN, self._lane, self._name, *times, self._number))
 
 
+class _Step(_Span):
+    __slots__ = ()
+
+    def __init__(self, recorder: Recorder, count: int):
+        super().__init__(recorder, "step", recorder.steps)
+        recorder.count_steps(count)
+
+    def __enter__(self) -> None:
+        self._recorder.in_step = True
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder.in_step = False
+        super().__exit__(*error)
+
+
 def held(lock: Any, lane: Lane) -> AbstractContextManager[None]:
     """Returns a communicator's lock, whose outermost holding is recorded as an operation."""
     return _Operation(lane, lock)
@@ -241,18 +255,7 @@ def step(count: int) -> AbstractContextManager[Any]:
     Args:
         count: how many of them.
     """
-    return _NOTHING if recorder is None else _step(recorder, count)
-
-
-@contextlib.contextmanager
-def _step(recorder: Recorder, count: int) -> Iterator[None]:
-    recorder.count_steps(count)
-    recorder.in_step = True
-    try:
-        with _Span(recorder, "step", recorder.steps - count):
-            yield
-    finally:
-        recorder.in_step = False
+    return _NOTHING if recorder is None else _Step(recorder, count)
 
 
 def count_update() -> None:

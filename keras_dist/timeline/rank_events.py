@@ -135,8 +135,8 @@ class RankEvents:
                 yield bar(lane, name, began, ended, numbered)
         if "full" in self._tail:
             text = f"rank {self.rank} records no more: the timeline has reached its size"
-            at = (self._on_root(self._until) - start) / 1e3
-            yield self._event(text, "i", 0, s="p", ts=at)
+            ended = self._on_root(self._until) - start
+            yield self._event(text, "i", 0, s="p", ts=ended / 1e3)
         for (lane, what, began), line in opened.items():
             args = {"number": line[5], "unfinished": True}
             yield bar(lane, self._names[what]["name"], began, max(self._until, began), args)
