@@ -41,7 +41,7 @@ def main():
         return
     os.environ["KERAS_BACKEND"] = options.backend
     before = load()
-    size = {"rounds": 3, "steps": 100} if options.quick else {"rounds": 40, "steps": 400}
+    size = {"rounds": 3, "steps": 100} if options.quick else {"rounds": 16, "steps": 200}
     report(options, before, start(__file__, options.ranks, size))
 
 

@@ -42,7 +42,7 @@ class Part:
         self.path, self.head = path, head
         self.is_full = False
         self.recorder = timeline.Recorder(*steps)
-        self._limit = limit
+        self._most = limit // EVENT_NBYTES
         self._events = 0  # so many there are
         self._lanes = 0  # how many have been written
         self._numbers = _Numbers()
@@ -67,7 +67,11 @@ class Part:
         """Writes what has been recorded so far."""
         with self._flushing:
             records = self.recorder.records
-            lines = [self._line(records.popleft()) for _ in range(len(records))]
+            lines = []
+            for _ in range(len(records)):
+                if self._events >= self._most:
+                    break
+                lines.append(self._line(records.popleft()))
             lanes = list(self.recorder.lanes)
             said = [{"lane": n, "name": lanes[n]} for n in range(self._lanes, len(lanes))]
             self._lanes = len(lanes)
@@ -107,7 +111,7 @@ class Part:
         return call, number
 
     def _look_at_size(self) -> None:
-        if self._events * EVENT_NBYTES >= self._limit:
+        if self._events >= self._most:
             self._fill()
             self._write([json.dumps({"full": self.recorder.steps})])
             _log.warning(
@@ -121,6 +125,7 @@ class Part:
     def _fill(self) -> None:
         self.is_full = True
         self.recorder.stop()
+        self.recorder.records.clear()
 
     def _write(self, lines: list[str]) -> None:
         data = "".join(f"{line}\n" for line in lines).encode()
