@@ -8,13 +8,15 @@ not belong together, and to size thread pools before MPI is up.
 import dataclasses
 import multiprocessing
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 __all__ = [
     "Announcement",
+    "announced_local_rank",
     "announced_local_size",
     "announced_rank",
     "announced_size",
+    "forget_threads",
     "has_sized_threads",
     "is_child",
     "limit_threads",
@@ -32,7 +34,13 @@ SIZES = (
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 THREADS = "TF_NUM_INTRAOP_THREADS"
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
-
+LOCAL_RANKS = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PMI_LOCAL_RANK",
+    "SLURM_LOCALID",
+)
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 _sized = False
 
@@ -76,11 +84,18 @@ def announced_rank(environment: Mapping[str, str] = os.environ) -> int | None:
 
 def announced_local_size(environment: Mapping[str, str] = os.environ) -> int:
     """Returns the number of ranks on this node as the launcher says; 1 when nothing does."""
-    for variable in LOCAL_SIZES:
-        size = _number(environment.get(variable))
-        if size is not None:
-            return size
-    return _slurm_tasks_per_node(environment)
+    size = _first_number(LOCAL_SIZES, environment)
+    return _slurm_tasks_per_node(environment) if size is None else size
+
+
+def announced_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Returns the number of this process as the launcher says; `None` when nothing does."""
+    return _first_number(RANKS, environment)
+
+
+def announced_local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Returns the number of this process on its node; `None` when no launcher says it."""
+    return _first_number(LOCAL_RANKS, environment)
 
 
 def is_child() -> bool:
@@ -115,9 +130,25 @@ def limit_threads() -> None:
         _sized = True
 
 
+def forget_threads() -> None:
+    """Takes the pool's size out of the environment again, if it is ours: another program follows.
+
+    There it would look like the user's choice.
+    """
+    global _sized
+    if _sized:
+        del os.environ[THREADS]
+        _sized = False
+
+
 def has_sized_threads() -> bool:
     """Tells whether the pool's size in the environment is ours, and not the user's choice."""
     return _sized
+
+
+def _first_number(variables: Sequence[str], environment: Mapping[str, str]) -> int | None:
+    found = (_number(environment.get(variable)) for variable in variables)
+    return next((number for number in found if number is not None), None)
 
 
 def _number(text: str | None) -> int | None:

@@ -1,5 +1,6 @@
 """`keras-dist run`: what it makes of its options, and of options that make no sense."""
 
+import itertools
 import os
 import shlex
 import sys
@@ -13,12 +14,16 @@ from keras_dist.cli import main
 IS_OPEN_MPI = len(launcher()) > 1
 HERE = str(Path(__file__))
 MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
+LAUNCHED = [sys.executable, "-P", "-m", "keras_dist.launched"]
+
+
+NOTEBOOK = [sys.executable, "-m", "keras_dist.cli", "run-notebook"]
 
 
 @pytest.fixture
 def dry_run(capsys, monkeypatch):
     """A function that returns the words of the command that some options stand for."""
-    for name in [name for name in os.environ if name.startswith("KERAS_")]:
+    for name in [name for name in os.environ if name.startswith(("KERAS_", "SLURM_"))]:
         monkeypatch.delenv(name)
 
     def run(*words):
@@ -46,40 +51,48 @@ def refuse(capsys):
 @pytest.mark.parametrize(
     ("words", "program"),
     [
-        ([sys.executable, "train.py", "-np", "3"], [sys.executable, "train.py", "-np", "3"]),
+        ([sys.executable, HERE, "-np", "3"], [sys.executable, HERE, "-np", "3"]),
         ([HERE, "--epochs", "3"], [sys.executable, HERE, "--epochs", "3"]),
         (["--", HERE], [sys.executable, HERE]),
         (["-m", "train", "--dry-run"], [sys.executable, "-m", "train", "--dry-run"]),
+        (["nb.ipynb", "-p", "a"], [*NOTEBOOK, "nb.ipynb", "-p", "a"]),
     ],
-    ids=["python", "script", "dashes", "module"],
+    ids=["python", "script", "dashes", "module", "notebook"],
 )
 @pytest.mark.parametrize("ranks", ["-n", "-np"])
-def test_everything_behind_the_options_is_the_program(dry_run, ranks, words, program):
+def test_everything_behind_the_options_is_the_program(
+    dry_run, monkeypatch, tmp_path, ranks, words, program
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nb.ipynb").touch()
     command = dry_run(ranks, "2", *words)
     assert command[:3] == [MPIEXEC, "-n", "2"]
-    assert command[-len(program) :] == program
+    assert command[-len(program) - len(LAUNCHED) :] == [*LAUNCHED, *program]
 
 
 def test_open_mpi_is_told_what_it_wants_and_others_nothing(dry_run, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     few, many = dry_run("-n", "1", HERE), dry_run("-n", "4000", HERE)
     if not IS_OPEN_MPI:
-        assert few == [MPIEXEC, "-n", "1", sys.executable, HERE]
+        assert few == [MPIEXEC, "-n", "1", *LAUNCHED, sys.executable, HERE]
         return
     assert ("--allow-run-as-root" in few) == (os.getuid() == 0)
     assert "--oversubscribe" not in few
     assert "--oversubscribe" in many
-    passed = "-x KERAS_BACKEND -x KERAS_DIST_RESTART"
-    assert shlex.join(few).endswith(f"{passed} {sys.executable} {HERE}")
+    passed = "--bind-to none -x KERAS_BACKEND -x KERAS_DIST_RESTART"
+    assert shlex.join(few).endswith(f"{passed} {shlex.join(LAUNCHED)} {sys.executable} {HERE}")
+    assert "--bind-to" not in dry_run("-n", "1", "--bind", "mpiexec", HERE)
     monkeypatch.setenv("SLURM_JOB_ID", "7")  # which says how many slots there are
     assert "--oversubscribe" not in dry_run("-n", "4000", HERE)
 
 
 def test_options_go_into_the_environment_of_the_ranks(dry_run):
-    options = "--stall-seconds 5 --stall-abort-seconds 0".split()
+    options = "--stall-seconds 5 --stall-abort-seconds 0 --fusion-threshold-mb 2 -x A=b=c".split()
     command = dry_run("-np", "2", *options, HERE)
-    settings = ["KERAS_DIST_STALL_SECONDS=5", "KERAS_DIST_STALL_ABORT_SECONDS=0"]
-    assert command[:4] == ["env", *settings, MPIEXEC]
+    stall = ["KERAS_DIST_STALL_SECONDS=5", "KERAS_DIST_STALL_ABORT_SECONDS=0"]
+    settings = ["A=b=c", *stall, f"KERAS_DIST_BUCKET_NBYTES={2 * 2**20}"]
+    assert command[: 2 + len(settings)] == ["env", *settings, MPIEXEC]
+    assert ("-x A" in shlex.join(command)) == IS_OPEN_MPI
 
 
 @pytest.mark.filterwarnings("ignore:.*KERAS_DIST_ON_FAILURE")
@@ -95,13 +108,22 @@ def test_going_on_without_a_rank_is_asked_of_open_mpi_alone(dry_run):
         ("-np 2", "Expected a program to start. Received: none. Name it behind the options"),
         ("-np 2 -m", "Expected a program to start. Received: none."),
         ("-np 2 no-such-program", "Expected a program to start. Received: 'no-such-program'."),
-        ("-np 0 train.py", "-np/-n: expected a whole number, 1 or more: '0'"),
-        ("train.py", "the following arguments are required: -np/-n"),
+        ("-np 0 train.py", "-np/-n/--num-proc: expected a whole number, 1 or more: '0'"),
+        (HERE, "Expected the number of ranks. Received: none. Say -np 2, for example."),
+        ("-np 2 nothing.py", "Expected a program to start. Received: 'nothing.py', which does not"),
+        ("-np 2 python nothing.py", "Received: 'nothing.py', which does not exist."),
+        ("-np 2 nothing.ipynb", "Received: 'nothing.ipynb', which does not exist."),
+        ("-np 3 -H h1:2 true", "is room for on the hosts named (h1:2). Received: -np 3."),
+        ("-H h1 --hostfile hosts true", "Expected --hosts or --hostfile. Received: both."),
+        ("-H h1 -x NOT_SET true", "Received: --env NOT_SET. Say --env NOT_SET=VALUE."),
+        ("-np 2 -x a-b true", "expected NAME or NAME=VALUE: 'a-b'"),
+        ("-np 2 --mpi true", "--mpi of horovodrun means nothing here. Leave it out:"),
+        ("-np 2 --min-np 2 true", "--min-np of horovodrun means nothing here. Say --on-failure"),
         ("-np 2 --max-restart 2 train.py", "unrecognized arguments: --max-restart"),
         ("-np 2 --max-restarts -1 train.py", "expected a whole number, 0 or more: '-1'"),
-        ("-np 2 --on-failure restart train.py", "Say --max-restarts 3, for example."),
-        ("-np 2 --on-failure stop --max-restarts 1 train.py", "Leave one of them out."),
-        ("-np 2 --stall-seconds soon train.py", "Expected KERAS_DIST_STALL_SECONDS to be a whole"),
+        (f"-np 2 --on-failure restart {HERE}", "Say --max-restarts 3, for example."),
+        (f"-np 2 --on-failure stop --max-restarts 1 {HERE}", "Leave one of them out."),
+        (f"-np 2 --stall-seconds soon {HERE}", "Expected KERAS_DIST_STALL_SECONDS to be a whole"),
     ],
 )
 def test_what_makes_no_sense_is_refused(refuse, words, message):
@@ -116,3 +138,40 @@ def test_the_mpiexec_of_another_library_is_not_taken(refuse, monkeypatch, tmp_pa
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert f"Received: only {other}, of another library." in refuse("-np", "2", "/bin/true")
+
+
+# --- A file with options
+
+
+def test_a_file_gives_options_and_the_command_line_wins(dry_run, tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text("np: 3\nhosts: h1:2,h2:2\nlog_dir: logs\nverbose: false\nenv: [A=1, B=2]\n")
+    command = dry_run("--config-file", str(file), "-np", "2", "--env", "B=3", "true")
+    assert command[:6] == ["env", "A=1", "B=3", MPIEXEC, "-n", "2"]
+    pairs = [*itertools.pairwise(command)]
+    assert ("--host" if IS_OPEN_MPI else "-hosts", "h1:2,h2:2") in pairs
+    assert ("--log-dir", str(Path("logs").absolute())) in pairs
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "nproc: 2",
+            "options in FILE that keras-dist run has. Received: 'nproc'",
+        ),
+        ("np: [2]", "np in FILE to have one value. Received: [2]"),
+        ("np: true", "np in FILE to have a value. Received: True"),
+        ("verbose: 1", "verbose in FILE to have true or false. Received: 1"),
+        ("np: 0", "argument -np/-n/--num-proc: expected a whole number, 1 or more: '0'"),
+        ("config-file: x", "Received: 'config-file'"),
+        ("just words", "Expected FILE to hold lines like 'max-restarts: 3'"),
+        ("a: b: c", "Expected a YAML file with options. Received: FILE: mapping values"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(refuse, tmp_path, text, message):
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    assert message in refuse("--config-file", str(file), "-np", "2", "true").replace(
+        str(file), "FILE"
+    )

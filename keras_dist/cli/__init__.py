@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True)
     for command in (doctor, run, run_notebook, timeline):
         command.add_to(commands)
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(words, argparse.Namespace(words=words[1:]))
     try:
         return options.act(options)
     except errors.KerasDistError as error:

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from keras_dist import errors
@@ -78,7 +78,7 @@ def find_mpiexec(library: Library) -> str:
     """
     seen = []
     for path in dict.fromkeys(_candidates()):
-        if ("Open MPI" in _version(path)) == library.is_open_mpi:
+        if _belongs(_version(path), library):
             return path
         seen.append(path)
     others = f"only {', '.join(seen)}, of another library" if seen else "none"
@@ -94,7 +94,12 @@ def find_mpiexec(library: Library) -> str:
 
 
 def mpiexec_options(
-    library: Library, ranks: int, passed: Sequence[str], goes_on: bool
+    library: Library,
+    ranks: int,
+    passed: Sequence[str],
+    goes_on: bool,
+    hosts: Mapping[str, int] | None = None,
+    binds: bool = True,
 ) -> list[str]:
     """Returns what an mpiexec is to be told besides program and environment.
 
@@ -103,19 +108,56 @@ def mpiexec_options(
         ranks: the number of ranks.
         passed: names of environment variables that ranks on other nodes need; Hydra passes all.
         goes_on: whether ranks go on when one has died.
+        hosts: how many ranks each host may have. Defaults to what mpiexec finds out.
+        binds: whether mpiexec may bind ranks to cores as it thinks right. Open MPI's gives
+            two ranks of a node one core each, whatever there is.
+
+    Raises:
+        LaunchError: this library cannot be told so.
     """
     options = ["-n", str(ranks)]
     if not library.is_open_mpi:
-        return options
+        return [*options, *(_hydra_hosts(library, hosts) if hosts else [])]
     if os.getuid() == 0:
         options.append("--allow-run-as-root")
-    if ranks > _cores() and not any(name in os.environ for name in ALLOCATIONS):
+    if hosts:
+        options += ["--host", _listed(hosts)]
+    elif ranks > _cores() and not any(name in os.environ for name in ALLOCATIONS):
         options.append("--oversubscribe")
+    if not binds:
+        options += ["--bind-to", "none"]
     if goes_on:
         options += ["--with-ft", "ulfm"]
     for name in passed:
         options += ["-x", name]
     return options
+
+
+def _hydra_hosts(library: Library, hosts: Mapping[str, int]) -> list[str]:
+    if library.vendor != "Intel MPI":
+        return ["-hosts", _listed(hosts)]
+    slots = set(hosts.values())
+    if len(slots) > 1:
+        raise errors.LaunchError(
+            errors.explain(
+                "[keras-dist]",
+                "the same number of ranks for each host, with Intel MPI",
+                _listed(hosts),
+                "Leave the hosts out and say --mpi-args '-machinefile FILE'.",
+            )
+        )
+    return ["-ppn", str(*slots), "-hosts", ",".join(hosts)]
+
+
+def _listed(hosts: Mapping[str, int]) -> str:
+    return ",".join(f"{name}:{slots}" for name, slots in hosts.items())
+
+
+def _belongs(version: str, library: Library) -> bool:
+    """Tells by what an mpiexec says of itself whether it starts the ranks of a library."""
+    if "Open MPI" in version or library.is_open_mpi:
+        return "Open MPI" in version and library.is_open_mpi
+    return ("Intel" in version) == (library.vendor == "Intel MPI")
 
 
 def _candidates() -> Iterator[str]:

@@ -10,8 +10,13 @@ import time
 from typing import Any
 
 from keras_dist import config, ending, errors
+from keras_dist.cli.command import job_command, settings_of
+from keras_dist.cli.config_file import words_of_file
+from keras_dist.cli.horovodrun import refuse
+from keras_dist.cli.hosts import allocation
 from keras_dist.cli.job import Ended, run_job
-from keras_dist.cli.mpiexec import Library, find_mpiexec, load_library, mpiexec_options
+from keras_dist.cli.mpiexec import Library, load_library
+from keras_dist.cli.options import OPTIONS, add_options
 
 __all__ = ["add_to"]
 
@@ -19,7 +24,7 @@ TIMED_OUT = 124  # as timeout(1) ends
 NEVER_AGAIN = (2, 128 + signal.SIGINT)  # wrong usage, as of most programs; Ctrl-C
 MAX_PAUSE_SECONDS = 30
 RESTART = "KERAS_DIST_RESTART"
-PASSED_ON = "KERAS_"  # the variables that ranks on other nodes need
+NOTEBOOK = ("-m", "keras_dist.cli", "run-notebook")
 
 DESCRIPTION = """Starts a program on many ranks, by the mpiexec of the MPI library that mpi4py
 loads, and passes on signals. With --max-restarts a job that fails is started anew; a script that
@@ -32,65 +37,57 @@ def add_to(commands: Any) -> None:
         "run",
         help="start a job, and start it anew when it fails",
         description=DESCRIPTION,
-        usage="keras-dist run [options] -np N (python train.py | train.py | -m module) ...",
+        usage="keras-dist run [options] -np N "
+        "(python train.py | train.py | notebook.ipynb | -m module) ...",
         allow_abbrev=False,
     )
-    parser.set_defaults(act=_run)
-    parser.add_argument(
-        "-np", "-n", dest="ranks", type=_number(1), required=True, metavar="N", help="ranks"
-    )
-    parser.add_argument(
-        "--max-restarts",
-        type=_number(0),
-        default=0,
-        metavar="N",
-        help="how often a job that fails is started anew (0)",
-    )
-    parser.add_argument(
-        "--on-failure",
-        choices=("stop", "restart", "continue"),
-        help="when a rank dies: stop; restart (what --max-restarts means); or continue: the others "
-        "go on without it, with Open MPI 5 or newer",
-    )
-    parser.add_argument(
-        "--stall-seconds", metavar="SECONDS", help="sets KERAS_DIST_STALL_SECONDS for the ranks"
-    )
-    parser.add_argument(
-        "--stall-abort-seconds",
-        metavar="SECONDS",
-        help="sets KERAS_DIST_STALL_ABORT_SECONDS for the ranks",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=_number(1),
-        metavar="SECONDS",
-        help=f"ends the job, all tries together, after so long; exit code {TIMED_OUT}",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
+    parser.set_defaults(act=lambda options: _run(_with_file(parser, options)))
+    add_options(parser)
+    refuse(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _with_file(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
+    """Returns the options with those of the configuration file, which stand first and lose."""
+    if options.config_file is None:
+        return options
+    return parser.parse_args([*words_of_file(options.config_file), *options.words])
 
 
 def _run(options: argparse.Namespace) -> int:
     program = _program(options)
     _check(options)
     library = load_library()
-    added = _variables(options)
+    added = {**settings_of(options), **_variables(options)}
     environment = {**os.environ, **added, RESTART: "0"}
     config.parse(environment)
-    passed = sorted(name for name in environment if name.startswith(PASSED_ON))
     goes_on = options.on_failure == "continue" and library.goes_on
-    mpiexec = find_mpiexec(library)
-    command = [mpiexec, *mpiexec_options(library, options.ranks, passed, goes_on), *program]
-    if options.dry_run:
+    words = [*_launched(options), *program]
+    binds = options.bind == "mpiexec"
+    command = job_command(options, library, words, environment, goes_on, binds)
+    if options.dry_run or options.verbose:
         settings = [f"{name}={text}" for name, text in added.items()]
-        print(shlex.join([*(["env", *settings] if settings else []), *command]))
+        print(shlex.join([*(["env", *settings] if settings else []), *command]), flush=True)
+    if options.dry_run:
         return 0
     if options.on_failure == "continue" and not library.goes_on:
         _say(_cannot_go_on(library, options.max_restarts))
     if "--allow-run-as-root" in command:
         _say("running as root, so mpiexec is told --allow-run-as-root.")
     return _try_again_and_again(command, environment, options.max_restarts, options.timeout)
+
+
+def _launched(options: argparse.Namespace) -> list[str]:
+    """Returns the words that start what marks a rank's output and shares out the cores."""
+    words = [sys.executable, "-P", "-m", "keras_dist.launched"]
+    if options.bind == "cores" or (options.bind == "auto" and allocation(os.environ) is not None):
+        words.append("--bind")
+    if sys.stdout.isatty() and sys.stderr.isatty():
+        words.append("--live")
+    if options.log_dir is not None:
+        words += ["--log-dir", os.path.abspath(options.log_dir)]
+    return words
 
 
 def _try_again_and_again(
@@ -134,26 +131,39 @@ def _exit_code(ended: Ended) -> int:
 
 
 def _program(options: argparse.Namespace) -> list[str]:
-    """Returns the program and its arguments, as mpiexec is to start them."""
+    """Returns the program and its arguments, as each rank is to start them."""
+    words = options.program[1:] if options.program[:1] == ["--"] else options.program
     if options.module is not None:
-        words = [sys.executable, "-m", *options.module]
-        missing = not options.module
-    else:
-        words = options.program[1:] if options.program[:1] == ["--"] else options.program
-        missing = not words
-        if words and words[0].endswith(".py"):
-            words = [sys.executable, *words]
-    if missing or shutil.which(words[0]) is None:
-        raise errors.ArgumentError(
-            errors.explain(
-                "[keras-dist run]",
-                "a program to start",
-                repr(words[0]) if words and not missing else "none",
-                "Name it behind the options, for example: "
-                "keras-dist run -np 4 python train.py --epochs 3",
-            )
+        words = [sys.executable, "-m", *options.module] if options.module else []
+    elif words and words[0].endswith(".py"):
+        words = [sys.executable, *words]
+    elif words and words[0].endswith(".ipynb"):
+        words = [sys.executable, *NOTEBOOK, *words]
+    if (missing := _missing(words)) is None:
+        return words
+    raise errors.ArgumentError(
+        errors.explain(
+            "[keras-dist run]",
+            "a program to start",
+            missing,
+            "Name it behind the options, for example: "
+            "keras-dist run -np 4 python train.py --epochs 3",
         )
-    return words
+    )
+
+
+def _missing(words: list[str]) -> str | None:
+    """Returns what there is in place of a program; `None` when there is one."""
+    if not words:
+        return "none"
+    if shutil.which(words[0]) is None:
+        return repr(words[0])
+    if os.path.basename(words[0]).startswith("python"):
+        behind = len(NOTEBOOK) if tuple(words[1 : 1 + len(NOTEBOOK)]) == NOTEBOOK else 0
+        script = next((word for word in words[1 + behind :] if not word.startswith("-")), "")
+        if script.endswith((".py", ".ipynb")) and not os.path.isfile(script):
+            return f"{script!r}, which does not exist"
+    return None
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -169,12 +179,11 @@ def _check(options: argparse.Namespace) -> None:
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
     """Returns what the options put into the environment of the ranks."""
-    wanted = {
-        "KERAS_DIST_STALL_SECONDS": options.stall_seconds,
-        "KERAS_DIST_STALL_ABORT_SECONDS": options.stall_abort_seconds,
-        "KERAS_DIST_ON_FAILURE": "continue" if options.on_failure == "continue" else None,
-    }
-    return {name: text for name, text in wanted.items() if text is not None}
+    values = {option.variable: getattr(options, option.field) for option in OPTIONS}
+    wanted = {name: text for name, text in values.items() if name and text is not None}
+    if options.on_failure == "continue":
+        wanted["KERAS_DIST_ON_FAILURE"] = "continue"
+    return wanted
 
 
 def _cannot_go_on(library: Library, max_restarts: int) -> str:
@@ -184,15 +193,6 @@ def _cannot_go_on(library: Library, max_restarts: int) -> str:
         else "the job ends instead; --max-restarts N would start it anew."
     )
     return f"{library.text} cannot go on without a rank that has died: {instead}"
-
-
-def _number(least: int) -> Any:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a whole number, {least} or more: {text!r}")
-        return int(text)
-
-    return number
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,58 @@
+"""Options of `horovodrun` that mean nothing here, and what to do in their place."""
+
+import argparse
+from typing import Any
+
+__all__ = ["REFUSED", "refuse"]
+
+_ELASTIC = "Say --on-failure continue (Open MPI 5) or --max-restarts N."
+_NETWORK = (
+    "Say it to mpiexec: --mpi-args '-iface eth0' for MPICH, "
+    "--mpi-args '--mca btl_tcp_if_include eth0' for Open MPI."
+)
+_SSH = "Put it into ~/.ssh/config, which mpiexec's ssh reads."
+_NO_CYCLES = "Leave it out: ranks do not negotiate, there are no cycles and there is no cache."
+_BY_NODES = "Leave it out: how gradients travel follows from which ranks share a node."
+_TUNED = "Leave it out: the bucket size is measured once, unless --bucket-mb names it."
+_ONE_WAY = "Leave it out: ranks talk through shared memory and MPI, there is no other controller."
+_LOGGER = "Say it in the script: logging.getLogger('keras_dist').setLevel(...)."
+REFUSED = {
+    name: remedy
+    for names, remedy in {
+        "--gloo --mpi --jsrun --tcp --gloo-timeout-seconds --num-nccl-streams": _ONE_WAY,
+        "--mpi-threads-disable --no-mpi-threads-disable": _ONE_WAY,
+        "--network-interface --network-interfaces": _NETWORK,
+        "-p --ssh-port -i --ssh-identity-file": _SSH,
+        "--min-np --min-num-proc --max-np --max-num-proc --slots-per-host": _ELASTIC,
+        "--elastic-timeout --blacklist-cooldown-range --host-discovery-script": _ELASTIC,
+        "--cycle-time-ms --cache-capacity --disable-cache": _NO_CYCLES,
+        "--timeline-mark-cycles --no-timeline-mark-cycles": _NO_CYCLES,
+        "--hierarchical-allreduce --no-hierarchical-allreduce --torus-allreduce": _BY_NODES,
+        "--no-torus-allreduce --hierarchical-allgather --no-hierarchical-allgather": _BY_NODES,
+        "--autotune --no-autotune --autotune-log-file --autotune-warmup-samples": _TUNED,
+        "--autotune-steps-per-sample --autotune-bayes-opt-max-samples": _TUNED,
+        "--autotune-gaussian-process-noise": _TUNED,
+        "--log-level --log-with-timestamp --log-without-timestamp": _LOGGER,
+        "--log-hide-timestamp --no-log-hide-timestamp": _LOGGER,
+        "-prefix-timestamp --prefix-output-with-timestamp": "Pipe the output through ts.",
+        "--start-timeout": "Say --timeout, which ends the whole job after so many seconds.",
+        "--stall-check": "Leave it out: waiting is watched unless told otherwise.",
+        "--no-stall-check": "Say --stall-seconds 0 --stall-abort-seconds 0.",
+        "--binding-args": "Say --bind, or --mpi-args with --bind mpiexec.",
+        "--thread-affinity": "Say --bind.",
+        "-cb --check-build": "Ask keras-dist doctor.",
+        "-v --version": "Ask keras-dist --version.",
+    }.items()
+    for name in names.split()
+}
+
+
+def refuse(parser: argparse.ArgumentParser) -> None:
+    """Adds an answer to each of them to a parser."""
+    for name in REFUSED:
+        parser.add_argument(name, action=_Refuse, nargs="?", help=argparse.SUPPRESS)
+
+
+class _Refuse(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        parser.error(f"{option_string} of horovodrun means nothing here. {REFUSED[option_string]}")

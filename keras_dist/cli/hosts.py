@@ -1,0 +1,156 @@
+"""Hosts and how many ranks each may have: as they are named, or as a batch system has given them.
+
+Names are checked against a pattern, because they become words of commands such as ssh's.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import re
+import socket
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from keras_dist import errors
+
+__all__ = ["Allocation", "allocation", "check_names", "parse_hosts", "read_hostfile"]
+
+NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+LINE = re.compile(
+    r"(?P<name>[^\s:]+)(:(?P<short>\d+))?(\s+slots\s*=\s*(?P<long>\d+))?"
+    r"(\s+max[_-]slots\s*=\s*\d+)?"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """What a batch system has given to this job.
+
+    Args:
+        system: its name.
+        hosts: ranks by host; empty where that is not known.
+        ranks: how many ranks it was asked for; `None` where that was left open.
+    """
+
+    system: str
+    hosts: Mapping[str, int]
+    ranks: int | None
+
+
+def parse_hosts(text: str) -> dict[str, int]:
+    """Returns ranks by host, of `h1:2,h2:2`; a host without a number has one.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    return _collect(text.split(","), "--hosts to be like h1:2,h2:2")
+
+
+def read_hostfile(path: str) -> dict[str, int]:
+    """Returns ranks by host, of a file with a host a line: `h1 slots=2`, or `h1:2`.
+
+    Raises:
+        ArgumentError: it cannot be read, or has other lines.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _error("a hostfile", f"{path}: {error}", "Name a file of text.") from None
+    wanted = [line for text in lines if (line := text.partition("#")[0].strip())]
+    return _collect(wanted, f"each line of {path} to be like 'h1 slots=2' or 'h1:2'")
+
+
+def check_names(hosts: Iterable[str]) -> None:
+    """Makes sure that there are such hosts, before anything waits for one.
+
+    Raises:
+        LaunchError: a name has no address.
+    """
+    for name in hosts:
+        try:
+            socket.getaddrinfo(name, None)
+        except OSError as error:
+            raise errors.LaunchError(
+                errors.explain(
+                    "[keras-dist]",
+                    "hosts that are known here",
+                    f"{name!r}: {error.strerror}",
+                    "Correct --hosts or the hostfile; `getent hosts NAME` asks the same.",
+                )
+            ) from None
+
+
+def allocation(environment: Mapping[str, str]) -> Allocation | None:
+    """Returns what a batch system says in the environment; `None` without one."""
+    if "SLURM_JOB_ID" in environment:
+        return _slurm(environment)
+    if "PBS_NODEFILE" in environment:
+        return _from_lines("PBS", environment["PBS_NODEFILE"])
+    if "LSB_DJOB_HOSTFILE" in environment:
+        return _from_lines("LSF", environment["LSB_DJOB_HOSTFILE"])
+    if "LSB_MCPU_HOSTS" in environment:
+        words = environment["LSB_MCPU_HOSTS"].split()
+        pairs = zip(words[::2], words[1::2], strict=False)
+        hosts = _collect([f"{name}:{slots}" for name, slots in pairs], "LSB_MCPU_HOSTS")
+        return Allocation("LSF", hosts, sum(hosts.values()))
+    if "PE_HOSTFILE" in environment:
+        return Allocation("Grid Engine", {}, None)
+    return None
+
+
+def _slurm(environment: Mapping[str, str]) -> Allocation:
+    names: list[str] = []
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        nodes = environment.get("SLURM_JOB_NODELIST", "")
+        command = ["scontrol", "show", "hostnames", nodes]
+        if nodes and not nodes.startswith("-"):
+            names = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+            ).stdout.split()
+    slots = _slurm_slots(environment.get("SLURM_TASKS_PER_NODE", ""))
+    if not names or len(slots) != len(names):
+        return Allocation("Slurm", {}, _number(environment.get("SLURM_NTASKS")))
+    pairs = [f"{name}:{number}" for name, number in zip(names, slots, strict=True)]
+    hosts = _collect(pairs, "the hosts of Slurm")
+    return Allocation("Slurm", hosts, _number(environment.get("SLURM_NTASKS")))
+
+
+def _slurm_slots(text: str) -> list[int]:
+    """Returns the tasks of each node, of Slurm's compressed form, such as `4(x2),3`."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+
+
+def _from_lines(system: str, path: str) -> Allocation:
+    """Reads a file with a line for each rank."""
+    hosts = read_hostfile(path)
+    # One line a node says which nodes there are, not how many ranks each was meant to have.
+    names_only = len(hosts) > 1 and set(hosts.values()) == {1}
+    return Allocation(system, hosts, None if names_only else sum(hosts.values()))
+
+
+def _collect(texts: Iterable[str], expected: str) -> dict[str, int]:
+    hosts: collections.Counter[str] = collections.Counter()
+    for text in texts:
+        found = LINE.fullmatch(text.strip())
+        slots = int(found["short"] or found["long"] or 1) if found else 0
+        if found is None or not NAME.fullmatch(found["name"]) or slots < 1:
+            raise _error(
+                expected,
+                repr(text.strip()),
+                "A host's name has letters, digits, dots and dashes, and begins with none of the "
+                "last two; behind it stands how many ranks it may have, 1 or more.",
+            )
+        hosts[found["name"]] += slots
+    if not hosts:
+        raise _error(expected, "no host", "Name one, or leave it out.")
+    return dict(hosts)
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def _error(expected: str, received: str, remedy: str) -> errors.ArgumentError:
+    return errors.ArgumentError(errors.explain("[keras-dist]", expected, received, remedy))
