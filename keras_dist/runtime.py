@@ -86,8 +86,9 @@ def init(
             `process_sets` no list of `ProcessSet`; the latter is raised on every rank, as are
             the next two.
         ArgumentError: two process sets have the same ranks, or one has a rank that is not there.
-        MismatchError: the ranks pass different process sets, or `KERAS_DIST_*` variables that
-            decide how data travels are not set alike; raised on every rank.
+        MismatchError: the ranks pass different process sets, run other versions of Python,
+            keras_dist, Keras or the backend, or `KERAS_DIST_*` variables that decide how data
+            travels are not set alike; raised on every rank.
 
     Example:
     ```python
@@ -118,6 +119,7 @@ def init(
     sets = SetTable(joined, comm if _engine.is_communicator(comm) else None)
     try:
         sets.add(lambda: check_list(wanted), "init")
+        startup.compare_versions(joined)
     except errors.KerasDistError:
         sets.free()
         raise

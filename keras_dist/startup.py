@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_dist import _backends, _engine, config, errors, launcher
+from keras_dist._version import __version__
 
-__all__ = ["join_ranks", "take_device"]
+__all__ = ["compare_versions", "join_ranks", "take_device"]
 
 ALIKE = (
     "bucket_nbytes",
@@ -62,6 +63,28 @@ def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
     if mpi is not None:
         _engine.take_names_away()
     return joined
+
+
+def compare_versions(comm: _engine.Communicator) -> None:
+    """Makes sure that all ranks run the same Python, keras_dist, Keras and backend. Collective.
+
+    Raises:
+        MismatchError: the versions differ; raised on every rank.
+    """
+    host = os.uname().nodename
+    everyone = _engine.allgather_object(comm, (host, _versions(_backends.active())))
+    root, expected = everyone[0]
+    for rank, (host, received) in enumerate(everyone):
+        if received != expected:
+            raise errors.MismatchError(
+                errors.explain(
+                    f"[rank {rank} of {comm.size}]",
+                    f"{expected} as on rank 0 (on {root})",
+                    f"{received} (on {host})",
+                    "Install the same versions on every host, or use one environment that all "
+                    "hosts see.",
+                )
+            )
 
 
 def take_device(comm: _engine.Communicator) -> None:
@@ -192,6 +215,15 @@ def _check_settings(comm: Any) -> None:
                         "(Open MPI) or -genv (MPICH).",
                     )
                 )
+
+
+def _versions(backend: Any) -> str:
+    """Returns what this process runs, in words. Of Python, patches need not be the same."""
+    framework = backend.__name__.rpartition(".")[2]
+    loaded = [(name, sys.modules.get(name)) for name in ("keras", framework)]
+    packages = [f"{name} {module.__version__}" for name, module in loaded if module is not None]
+    python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    return ", ".join([python, f"keras_dist {__version__}", *packages])
 
 
 def _not_together(announced: launcher.Announcement, found: str) -> errors.LaunchError:

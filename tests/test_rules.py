@@ -47,7 +47,7 @@ TABLE = [
     (".notebook.*", f"{DOCUMENTS} .errors .launcher .rank_log .whole_files .notebook.*", ""),
     (".ending",     ".errors", ".launcher .runtime ._engine .timeline.recording"),
     (".runtime", f"{SETS} .config .ending .set_table .startup .timeline.recording", ""),
-    (".startup",               "._backends ._engine .config .errors .launcher", ""),
+    (".startup",     "._backends ._engine ._version .config .errors .launcher", ""),
     (".process_sets",          "numpy ._engine .errors",                      ""),
     (".set_table",             SETS,                                          ""),
     ("._engine.mpi_library",   "",                                            "mpi4py"),
