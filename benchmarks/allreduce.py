@@ -8,7 +8,6 @@ that what else the machine does falls on all of them alike.
 
 import argparse
 import statistics
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from common import (
     RESULTS,
     answer,
     free_memory,
-    in_turn,
     last_line,
     load,
     machine,
@@ -38,9 +36,6 @@ CONTENDERS = {
     "in_place": "MPI, in place",
     "copy": "one copy",
 }
-SAMPLE_SECONDS = 0.02  # calls are repeated until a sample takes this long
-CONTENDER_SECONDS = 2.0  # for all samples of one contender at one size
-MAX_CALLS = 200
 
 
 def main():
@@ -80,6 +75,7 @@ def work(path):
     from mpi4py import MPI
 
     from keras_dist import _engine
+    from keras_dist.measuring import compare
 
     task = json.loads(Path(path).read_text())
     world = MPI.COMM_WORLD
@@ -91,7 +87,7 @@ def work(path):
     }
     for nbytes in task["sizes"]:
         calls = prepare(MPI, *comms, nbytes // 4)
-        samples = compare(MPI, world, calls, task["rounds"])
+        samples = compare(MPI, calls, task["rounds"])
         found["sizes"][nbytes] = samples
         del calls
     for comm in comms:
@@ -148,28 +144,6 @@ def prepare(MPI, usual, reading, count):
                 raise SystemExit(f"{name} is wrong at {mine.nbytes} bytes")
     place.fill(0)  # or the sums would grow from call to call, to infinity
     return calls
-
-
-def compare(MPI, world, calls, rounds):
-    """Returns the seconds of a call, of the slowest rank, for each contender and round."""
-
-    def sample(name, number):
-        call = calls[name]
-        world.Barrier()
-        begin = time.perf_counter()
-        for _ in range(number):
-            call()
-        return world.allreduce(time.perf_counter() - begin, MPI.MAX) / number
-
-    guess = {name: min(sample(name, 1) for _ in range(3)) for name in calls}
-    numbers = {name: calls_of(SAMPLE_SECONDS, guess[name]) for name in calls}
-    longest = max(numbers[name] * guess[name] for name in calls)
-    count = max(rounds[0], min(rounds[1], int(CONTENDER_SECONDS / longest)))
-    return in_turn(calls, count, lambda name: sample(name, numbers[name]))
-
-
-def calls_of(seconds, guess):
-    return max(1, min(MAX_CALLS, int(seconds / guess)))
 
 
 # --- what came out ---------------------------------------------------------------------------

@@ -56,26 +56,6 @@ def answer(path, found):
     Path(path).with_suffix(".out").write_text(json.dumps(found))
 
 
-def in_turn(contenders, rounds, measure):
-    """Measures contenders in turn, round after round, each round in another order.
-
-    Args:
-        contenders: names.
-        rounds: how many rounds.
-        measure: takes a name and returns a number.
-
-    Returns:
-        A dict of name to the numbers, one for each round.
-    """
-    names = list(contenders)
-    found = {name: [] for name in names}
-    for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            found[name].append(measure(name))
-    return found
-
-
 def ratio(numerators, denominators):
     """Returns the median of the ratios of two lists of numbers, round by round."""
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))

@@ -4,8 +4,9 @@ import contextlib
 import time
 
 import numpy as np
-from common import in_turn
 from ranks import barrier, everyones, total
+
+from keras_dist.measuring import in_turn
 
 BATCH = 128
 WARM_STEPS = 4

@@ -18,7 +18,6 @@ from common import (
     MIB,
     RESULTS,
     answer,
-    in_turn,
     last_line,
     load,
     machine,
@@ -31,6 +30,8 @@ from common import (
     write,
 )
 from contenders import BATCH, time_fits
+
+from keras_dist.measuring import in_turn
 
 CONTENDERS = {
     "none": "no communication",

@@ -4,8 +4,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import in_turn
 from ranks import barrier, everyones
+
+from keras_dist.measuring import in_turn
 
 
 def resnet_shapes():

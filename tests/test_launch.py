@@ -232,13 +232,12 @@ asynchronous.allreduce_async("text", name="words")
 # --- The command line
 
 
-def test_the_command_line_is_quick_and_needs_no_framework():
-    program = "import sys; from keras_dist.cli import main; code = main(['doctor']); "
-    check = "sys.exit(code or any(m in sys.modules for m in ('keras', 'tensorflow', 'numpy')))"
+def test_the_command_line_needs_no_framework():
+    program = "import sys; from keras_dist.cli import main; sys.argv[1:] = ['--help']\n"
+    heavy = "keras tensorflow numpy mpi4py yaml rich IPython".split()
+    check = f"try: main()\nexcept SystemExit: sys.exit(any(m in sys.modules for m in {heavy}))"
     job = run([sys.executable, "-c", program + check])
     assert job.returncode == 0, job.stdout
-    assert "MPI library  MPICH" in job.stdout or "MPI library  Open MPI" in job.stdout
-    assert str(Path(sys.executable).parent / "mpiexec") in job.stdout
 
 
 def test_importing_keras_dist_imports_no_framework():

@@ -75,6 +75,8 @@ TABLE = [
     (".timeline.*",            ".errors .timeline.*",                         ""),
     (".cli.timeline",          ".errors",                                     ".timeline.*"),
     (".launched",              ".launcher",                                   ""),
+    (".measuring",             "numpy ._engine",                  "keras mpi4py"),
+    (".cli.bench",   ".errors .cli.*",                                 ".measuring"),
     (".cli.*",       ".config .ending .errors .launcher ._version .cli.*",  "mpi4py yaml"),
     (".callbacks.backup",      f"{ON_KERAS} .callbacks.* .data.epochs",       ""),
     (".callbacks.survival",    f"{ON_KERAS} .callbacks.* .data.epochs",       ""),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from keras_dist import errors
 from keras_dist._version import __version__
-from keras_dist.cli import doctor, run, run_notebook, timeline
+from keras_dist.cli import bench, doctor, run, run_notebook, timeline
 
 __all__ = ["main"]
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="keras-dist", description="Keras training on many ranks.")
     parser.add_argument("--version", action="version", version=f"keras_dist {__version__}")
     commands = parser.add_subparsers(required=True)
-    for command in (doctor, run, run_notebook, timeline):
+    for command in (bench, doctor, run, run_notebook, timeline):
         command.add_to(commands)
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words, argparse.Namespace(words=words[1:]))

@@ -9,7 +9,7 @@ from keras_dist import errors, launcher
 from keras_dist.cli.hosts import Allocation, allocation, check_names, parse_hosts, read_hostfile
 from keras_dist.cli.mpiexec import Library, find_mpiexec, mpiexec_options
 
-__all__ = ["job_command", "settings_of"]
+__all__ = ["job_command", "number_of_ranks", "settings_of"]
 
 OWN = "KERAS_"  # ranks need these wherever they are
 # What says something about this host, this terminal or this process, and nothing of another.
@@ -23,6 +23,15 @@ LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 def settings_of(options: argparse.Namespace) -> dict[str, str]:
     """Returns the variables of `--env` that have a value of their own."""
     return dict(word.split("=", 1) for word in options.env if "=" in word)
+
+
+def number_of_ranks(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Returns how many ranks a job has: as it is said, or as the hosts or a batch system say.
+
+    Raises:
+        ArgumentError: nothing says it.
+    """
+    return _ranks(options.np, _named_hosts(options), allocation(environment))
 
 
 def job_command(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO, Any
 
 __all__ = ["Ended", "end_with_parent", "run_job"]
 
@@ -39,7 +40,10 @@ class Ended:
 
 
 def run_job(
-    command: Sequence[str], environment: Mapping[str, str], seconds: float | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    seconds: float | None = None,
+    output: IO[Any] | None = None,
 ) -> Ended:
     """Runs a job to its end, passing on signals. When it fails, no process of it is left here.
 
@@ -49,8 +53,9 @@ def run_job(
         command: mpiexec and all its words.
         environment: that of the ranks.
         seconds: how long it may take. Defaults to `None`, as long as it likes.
+        output: a file for what it prints. Defaults to `None`, where this process prints.
     """
-    return _Job().run(command, environment, seconds)
+    return _Job().run(command, environment, seconds, output)
 
 
 class _Job:
@@ -60,7 +65,11 @@ class _Job:
         self._timed_out = False
 
     def run(
-        self, command: Sequence[str], environment: Mapping[str, str], seconds: float | None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        seconds: float | None,
+        output: IO[Any] | None,
     ) -> Ended:
         _prctl(_SUBREAPER, 1)  # what mpiexec leaves behind becomes a child of this process
         others = _children()
@@ -73,6 +82,8 @@ class _Job:
                 command,
                 env=environment,
                 stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )

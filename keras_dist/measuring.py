@@ -1,0 +1,146 @@
+"""How long the ranks of a job take for something, and what they can do where they run.
+
+The ranks' side of `keras-dist bench` and `keras-dist doctor`: a job of it knows no framework, and
+its root prints what was found as one line of JSON. The benchmarks of the repository measure by
+the same functions.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_dist import _engine
+
+__all__ = ["compare", "count_parameters", "in_turn", "main"]
+
+SAMPLE_SECONDS = 0.02  # calls are repeated until a sample takes this long
+CONTENDER_SECONDS = 2.0  # for all samples of one contender
+MAX_CALLS = 200
+ROUNDS = (5, 15)
+
+
+def in_turn(
+    contenders: Iterable[str], rounds: int, measure: Callable[[str], float]
+) -> dict[str, list[float]]:
+    """Measures contenders in turn, round after round, each round in another order.
+
+    Args:
+        contenders: names.
+        rounds: how many rounds.
+        measure: takes a name and returns a number.
+
+    Returns:
+        The numbers of each contender, one for each round.
+    """
+    names = list(contenders)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            found[name].append(measure(name))
+    return found
+
+
+def compare(
+    mpi: Any, calls: Mapping[str, Callable[[], Any]], rounds: tuple[int, int]
+) -> dict[str, list[float]]:
+    """Times calls that all ranks make together, in turn. Collective: every rank of the world.
+
+    Args:
+        mpi: mpi4py's `MPI` module.
+        calls: a function for each contender.
+        rounds: how many rounds at least and at most.
+
+    Returns:
+        The seconds of one call, of the slowest rank, for each contender and round.
+    """
+    world = mpi.COMM_WORLD
+
+    def sample(name: str, number: int) -> float:
+        call = calls[name]
+        world.Barrier()
+        begin = time.perf_counter()
+        for _ in range(number):
+            call()
+        return world.allreduce(time.perf_counter() - begin, mpi.MAX) / number
+
+    guess = {name: min(sample(name, 1) for _ in range(3)) for name in calls}
+    numbers = {name: max(1, min(MAX_CALLS, int(SAMPLE_SECONDS / guess[name]))) for name in calls}
+    longest = max(numbers[name] * guess[name] for name in calls)
+    count = max(rounds[0], min(rounds[1], int(CONTENDER_SECONDS / longest)))
+    return in_turn(calls, count, lambda name: sample(name, numbers[name]))
+
+
+def count_parameters(path: str) -> int:
+    """Returns how many numbers of a saved Keras model are trained. Loads the backend."""
+    import keras
+
+    model = keras.saving.load_model(path, compile=False)
+    return sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)
+
+
+def main() -> None:
+    """Measures on every rank.
+
+    The command line has a mark that is to stand before the line of JSON, and sizes in bytes.
+    """
+    from mpi4py import MPI
+
+    mark, *sizes = sys.argv[1:]
+    comm, reading = (_engine.Communicator(MPI, None, way) for way in ("copy", "read"))
+    _engine.take_names_away()
+    found = {
+        "library": _engine.library(MPI),
+        "ranks": comm.size,
+        "hosts": sorted(set(_engine.allgather_object(comm, os.uname().nodename))),
+        "several_threads": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
+        "from_other_threads": MPI.Query_thread() >= MPI.THREAD_SERIALIZED,
+        "shares_memory": comm.node is not None,
+        "reads_memory": reading.node is not None and reading.node.may_read,
+        "cuda_aware": _is_cuda_aware(),
+        "seconds": {nbytes: _reduction(MPI, comm, int(nbytes)) for nbytes in sizes},
+    }
+    for each in (comm, reading):
+        each.free()
+    if MPI.COMM_WORLD.rank == 0:
+        print(mark + json.dumps(found), flush=True)
+
+
+def _reduction(mpi: Any, comm: _engine.Communicator, nbytes: int) -> float:
+    """Returns the seconds of a reduction of so many bytes, after checking what comes out."""
+    pattern = np.arange(nbytes // 4, dtype=np.float32) % 251
+    mine = pattern + comm.rank
+    specs = [(mine.shape, mine.dtype)]
+    reduce = _engine.FusedAllreduce(
+        comm, ["gradients"], specs, _engine.ReduceOp.SUM, mine.nbytes, lend=True
+    )
+    expected = pattern * comm.size + sum(range(comm.size))
+    for _ in range(3):
+        if not mpi.COMM_WORLD.allreduce(np.array_equal(reduce([mine])[0], expected), mpi.LAND):
+            raise SystemExit(f"a reduction of {nbytes} bytes has a wrong result")
+    samples = compare(mpi, {"ours": lambda: reduce([mine])}, ROUNDS)
+    return statistics.median(samples["ours"])
+
+
+def _is_cuda_aware() -> bool | None:
+    """Tells whether the MPI library takes GPU memory; `None` where it does not say."""
+    maps = Path("/proc/self/maps")
+    paths = set(re.findall(r"/\S*/libmpi\S*\.so\S*", maps.read_text())) if maps.exists() else set()
+    for path in sorted(paths):
+        with contextlib.suppress(OSError, AttributeError):
+            return bool(ctypes.CDLL(path).MPIX_Query_cuda_support())
+    return None
+
+
+if __name__ == "__main__":
+    main()

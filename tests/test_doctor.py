@@ -1,0 +1,115 @@
+"""`keras-dist doctor` and `keras-dist bench`: what they find, and what they say is missing."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from keras_dist.cli import bench, findings, main
+
+MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
+
+
+def found(capsys, *words, code=0):
+    """Returns the texts and remedies of doctor by what they are of, as JSON says them."""
+    assert main(["doctor", "--json", *words]) == code
+    told = json.loads(capsys.readouterr().out)
+    assert told["is_well"] == (code == 0)
+    return {one["what"]: (one["text"], one["remedy"]) for one in told["findings"]}
+
+
+def test_doctor_finds_what_runs_here(capsys, monkeypatch):
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    told = found(capsys)
+    assert told["Launcher"] == (f"{MPIEXEC}, which belongs to it", "")
+    assert told["MPI library"][0].startswith(("MPICH", "Open MPI"))
+    assert "Keras takes" in told["Backends"][0]
+    assert told["Two ranks"][0].startswith("join, reduce rightly and end, in ")
+    assert told["Speed"][0].startswith("16 MiB are reduced in ")
+    assert ("continue" in told["Dead ranks"][0]) == ("Open MPI v5" in told["MPI library"][0])
+    assert {"Cores", "GPUs", "Threads", "CUDA-aware", "Shared memory"} <= set(told)
+
+
+def test_doctor_says_what_is_missing(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559 MiB'\n")
+    smi.chmod(0o755)
+    nodes = tmp_path / "nodes"
+    nodes.write_text("n1\nn1\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("KERAS_BACKEND", "theano")
+    monkeypatch.setenv("PBS_NODEFILE", str(nodes))
+    told = found(capsys, code=1)
+    assert "Keras would take theano" in told["Backends"][0]
+    assert "set KERAS_BACKEND=" in told["Backends"][1]
+    assert told["GPUs"][0] == "1: NVIDIA H100, 81559 MiB"
+    assert told["Batch system"][0] == "PBS, 2 ranks on n1:2"
+    assert "Expected the mpiexec of" in told["Trouble"][0]
+    assert "Two ranks" not in told
+
+
+@pytest.mark.parametrize(
+    ("facts", "what", "remedy"),
+    [
+        ({"several_threads": False}, "Threads", "Stalls are told without who is missing"),
+        (
+            {"several_threads": False, "from_other_threads": False},
+            "Threads",
+            "Take an MPI library built for MPI_THREAD_SERIALIZED or more.",
+        ),
+        ({"shares_memory": False}, "Speed", "Ranks of one node share memory on x86 under Linux"),
+    ],
+)
+def test_what_a_job_finds_has_a_remedy(facts, what, remedy):
+    usual = {
+        "hosts": ["h1"],
+        "seconds": {"16777216": 0.002},
+        "cuda_aware": None,
+        **dict.fromkeys(
+            "several_threads from_other_threads shares_memory reads_memory".split(), True
+        ),
+    }
+    told = {one.what: one for one in findings.of_a_job({**usual, **facts}, 1.0)}
+    assert told[what].remedy.startswith(remedy)
+    assert told[what].is_trouble == (facts.get("from_other_threads") is False)
+    assert "16 MiB are reduced in 2.0 ms, 8.4 GB/s" in told["Speed"].text
+
+
+def test_bench_predicts_from_what_it_measures(capsys):
+    words = "-np 2 --sizes 4K 1M --parameters 25.6M".split()
+    assert main(["bench", *words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    seconds = {int(size): time for size, time in told["seconds"]["2"].items()}
+    assert set(seconds) == {4096, 2**20}
+    assert told["gradient_nbytes"] == 4 * 25_600_000
+    assert told["predicted_seconds"]["2"] == bench.predict(seconds, 4 * 25_600_000)
+
+
+def test_a_prediction_is_read_off_the_table(monkeypatch, capsys):
+    seconds = {1000: 1.0, 3000: 2.0}
+    sizes = (10, 1000, 2000, 3000, 6000)
+    assert [bench.predict(seconds, nbytes) for nbytes in sizes] == [1.0, 1.0, 1.5, 2.0, 4.0]
+
+    def measure(options, ranks, sizes):
+        return {
+            "library": "MPI",
+            "hosts": ["h1"],
+            "seconds": {str(n): ranks * n / 1e9 for n in sizes},
+        }
+
+    monkeypatch.setattr(bench, "measure", measure)
+    assert main("bench -np 6 --sizes 1M --parameters 1M".split()) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("6 ranks") == 1
+    rows = [line.split() for line in printed.splitlines()]
+    assert ["1", "MiB", "2.097", "(0.5)", "4.194", "(0.2)", "6.291", "(0.2)"] in rows
+    assert ["4", "16.0", "ms", "steps", "of", "144", "ms"] in rows
+
+
+@pytest.mark.parametrize("words", ["--parameters many", "--sizes 1", "--parameters 1M --model m"])
+def test_what_makes_no_sense_is_refused(words):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *words.split()])
+    assert ended.value.code == 2
