@@ -16,10 +16,11 @@ from common import RESULTS, last_line, launcher, load, machine, mpi, table, verd
 
 from keras_dist.measuring import in_turn
 
-HERE = Path(sys.executable).parent
+SCRIPT = Path(sys.executable).with_name("keras-dist")
+PROGRAM = [SCRIPT] if SCRIPT.exists() else [sys.executable, "-m", "keras_dist.cli"]
 COMMANDS = {
-    "help": [HERE / "keras-dist", "--help"],
-    "run": [HERE / "keras-dist", "run", "-np", "2", "true"],
+    "help": [*PROGRAM, "--help"],
+    "run": [*PROGRAM, "run", "-np", "2", "true"],
     "mpiexec": [*launcher(), "-n", "2", "true"],
 }
 TITLES = {

@@ -6,9 +6,10 @@ not belong together, and to size thread pools before MPI is up.
 """
 
 import dataclasses
-import multiprocessing
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = [
     "Announcement",
@@ -103,8 +104,11 @@ def is_child() -> bool:
 
     It inherits the environment, and a script that is not guarded runs in it from the top.
     """
-    runs_script = getattr(multiprocessing.current_process(), "_inheriting", False)
-    return runs_script or multiprocessing.parent_process() is not None
+    process: Any = sys.modules.get("multiprocessing.process")  # in a child it is there
+    if process is None:
+        return False
+    runs_script = getattr(process.current_process(), "_inheriting", False)
+    return runs_script or process.parent_process() is not None
 
 
 def starts_ranks() -> bool:

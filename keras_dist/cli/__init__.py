@@ -1,17 +1,25 @@
 """`keras-dist`: what to ask on the command line. Imports no framework."""
 
 import argparse
+import importlib
 import signal
 import sys
 from collections.abc import Sequence
 
 from keras_dist import errors
 from keras_dist._version import __version__
-from keras_dist.cli import bench, doctor, run, run_notebook, timeline
 
 __all__ = ["main"]
 
 USAGE = 2  # as argparse ends
+# Each is a module of its name, which is imported when it is called: --help takes no time.
+COMMANDS = {
+    "bench": "measure what reducing gradients costs here, and for a model",
+    "doctor": "say whether jobs can run here, and what to do where they cannot",
+    "run": "start a job, and start it anew when it fails",
+    "run-notebook": "run a notebook on all ranks",
+    "timeline": "say where the time of a job went",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,10 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="keras-dist", description="Keras training on many ranks.")
     parser.add_argument("--version", action="version", version=f"keras_dist {__version__}")
-    commands = parser.add_subparsers(required=True)
-    for command in (bench, doctor, run, run_notebook, timeline):
-        command.add_to(commands)
     words = sys.argv[1:] if arguments is None else list(arguments)
+    commands = parser.add_subparsers(required=True)
+    for name, meaning in COMMANDS.items():
+        if words[:1] == [name]:
+            importlib.import_module(f"keras_dist.cli.{name.replace('-', '_')}").add_to(commands)
+        else:
+            commands.add_parser(name, help=meaning)
     options = parser.parse_args(words, argparse.Namespace(words=words[1:]))
     try:
         return options.act(options)

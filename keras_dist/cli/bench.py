@@ -30,7 +30,6 @@ def add_to(commands: Any) -> None:
     """Adds the command to the subparsers of the command line."""
     parser = commands.add_parser(
         "bench",
-        help="measure what reducing gradients costs here, and for a model",
         description=" ".join(__doc__.split("\n\n", 1)[1].split()),
         allow_abbrev=False,
     )

@@ -28,7 +28,6 @@ def add_to(commands: Any) -> None:
     """Adds the command to the subparsers of the command line."""
     parser = commands.add_parser(
         "doctor",
-        help="say whether jobs can run here, and what to do where they cannot",
         description="Looks at packages, host and MPI, and starts two ranks. The exit code is 1 "
         "where no job can run.",
         allow_abbrev=False,

@@ -35,7 +35,6 @@ def add_to(commands: Any) -> None:
     """Adds the command to the subparsers of the command line."""
     parser = commands.add_parser(
         "run",
-        help="start a job, and start it anew when it fails",
         description=DESCRIPTION,
         usage="keras-dist run [options] -np N "
         "(python train.py | train.py | notebook.ipynb | -m module) ...",

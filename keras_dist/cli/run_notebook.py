@@ -19,9 +19,7 @@ each cell; what other ranks print goes to a log beside it. An exception on any r
 
 def add_to(commands: Any) -> None:
     """Adds the command to the subparsers of the command line."""
-    parser = commands.add_parser(
-        "run-notebook", help="run a notebook on all ranks", description=DESCRIPTION
-    )
+    parser = commands.add_parser("run-notebook", description=DESCRIPTION)
     parser.set_defaults(act=_run)
     parser.add_argument("notebook", type=pathlib.Path)
     parser.add_argument(

@@ -12,7 +12,6 @@ def add_to(commands: Any) -> None:
     """Adds the command to the subparsers of the command line."""
     parser = commands.add_parser(
         "timeline",
-        help="say where the time of a job went",
         description="Says where the time of a job went whose timeline was recorded "
         "(KERAS_DIST_TIMELINE). Of a job that was killed it first puts the parts together.",
     )
