@@ -68,7 +68,7 @@ def test_every_option_of_horovodrun_is_accepted_or_answered():
 
 
 def test_variables_of_options_are_those_of_keras_dist():
-    known = {variable.name for variable in config.VARIABLES} | {"KERAS_DIST_TIMELINE"}
+    known = {variable.name for variable in config.VARIABLES}
     assert {option.variable for option in OPTIONS if option.variable} <= known
 
 
