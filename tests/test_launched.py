@@ -1,10 +1,15 @@
 """What `keras-dist run` makes of its ranks: whose line is whose, and which cores."""
 
+import contextlib
 import os
+import pty
 import subprocess
 import sys
 
+import pytest
 from jobs import BARE
+
+from keras_dist import launched
 
 PRINTING = r"""
 import os, sys
@@ -58,3 +63,67 @@ collectives.barrier()
     job = start("run", "-np", "2", "fails.py", cwd=tmp_path)
     assert job.returncode == 1
     assert b"\n[1] ValueError: too much\n" in job.stdout
+
+
+BARS = """
+import os, sys, time
+rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
+time.sleep(0.3 * rank)
+for step in range(3):
+    print(f"\\r{rank} at {step}", end="" if step < 2 else "\\n", flush=True)
+    time.sleep(0.2 * (1 - rank))
+"""
+
+
+def test_in_a_terminal_the_bar_of_the_root_is_live(tmp_path):
+    (tmp_path / "bars.py").write_text(BARS)
+    theirs, ours = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "keras_dist.cli", "run", "-np", "2", "bars.py"],
+        stdin=subprocess.DEVNULL,
+        stdout=ours,
+        stderr=ours,
+        cwd=tmp_path,
+    ) as job:
+        os.close(ours)
+        printed = b""
+        with contextlib.suppress(OSError):  # how a terminal says that the other end is closed
+            while chunk := os.read(theirs, 1000):
+                printed += chunk
+        os.close(theirs)
+    assert job.returncode == 0, printed
+    assert b"\r0 at 0" in printed
+    assert b"\r\x1b[K[1] 1 at 2" in printed
+    assert b"1 at 1" not in printed
+
+
+@pytest.fixture
+def stream(tmp_path):
+    """A function that returns what comes of some chunks of output of rank 1, not in a terminal."""
+    with open(tmp_path / "out", "w+b", buffering=0) as file:
+        passed_on = launched._Stream(file.fileno(), b"[1] ", live=False, log=None)
+
+        def run(*chunks):
+            begin = file.tell()
+            for chunk in chunks:
+                passed_on.take(chunk)
+                passed_on.show_what_is_old()
+            file.seek(begin)
+            return file.read()
+
+        yield run
+
+
+def test_lines_are_whole_and_as_a_terminal_shows_them_in_the_end(stream):
+    assert stream(b"a\nb", b"c\r\nd\r") == b"[1] a\n[1] bc\n"
+    assert stream(b"e\rf \xc3", b"\xa4\n[1] g\n\n") == "[1] f ä\n[1] g\n[1] \n".encode()
+    assert stream(b"the end", b"") == b"[1] the end\n"
+
+
+def test_a_line_that_does_not_end_is_shown_after_a_while(stream, monkeypatch):
+    assert stream(b"1/9\r2/9") == b""
+    monkeypatch.setattr(launched, "PATIENCE_SECONDS", 0.0)
+    assert stream(b"\r3/9") == b"[1] 3/9\n"
+    monkeypatch.setattr(launched, "PATIENCE_SECONDS", 10.0)
+    assert stream(b"x" * (launched.CHUNK_NBYTES + 1)) == b"[1] " + b"x" * 65537 + b"\n"
+    assert stream(b"y\r" * launched.CHUNK_NBYTES) == b""

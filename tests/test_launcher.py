@@ -39,3 +39,18 @@ def test_no_launcher_says_nothing():
 )
 def test_the_number_of_ranks_on_the_node_is_read(environment, size):
     assert launcher.announced_local_size(environment) == size
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank", "local_rank"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 5, 1),
+        ({"PMI_RANK": "2", "MPI_LOCALRANKID": "0"}, 2, 0),
+        ({"SLURM_PROCID": "3", "SLURM_LOCALID": "1"}, 3, 1),
+        ({"OMPI_COMM_WORLD_RANK": "1", "SLURM_PROCID": "0"}, 1, None),
+        ({"HOME": "/"}, None, None),
+    ],
+)
+def test_the_place_of_this_process_is_read(environment, rank, local_rank):
+    assert launcher.announced_rank(environment) == rank
+    assert launcher.announced_local_rank(environment) == local_rank
