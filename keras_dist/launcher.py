@@ -32,7 +32,6 @@ SIZES = (
     ("srun", "SLURM_STEP_NUM_TASKS"),
     ("Slurm", "SLURM_NTASKS"),
 )
-RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 THREADS = "TF_NUM_INTRAOP_THREADS"
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
 LOCAL_RANKS = (
@@ -75,12 +74,6 @@ def announced_size(environment: Mapping[str, str] = os.environ) -> Announcement 
     if rank is not None:
         return Announcement("a PMIx launcher", "PMIX_RANK", rank + 1)
     return None
-
-
-def announced_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Returns the number of this process as the launcher says; `None` when nothing does."""
-    numbers = (_number(environment.get(variable)) for variable in RANKS)
-    return next((number for number in numbers if number is not None), None)
 
 
 def announced_local_size(environment: Mapping[str, str] = os.environ) -> int:
