@@ -40,12 +40,19 @@ from keras_dist._engine.part import (
     start_part,
     stop_part,
 )
-from keras_dist._engine.progress import begin_epoch, during, is_during, say_progress
+from keras_dist._engine.progress import (
+    begin_epoch,
+    during,
+    is_during,
+    note_step,
+    progress,
+    say_progress,
+)
 from keras_dist._engine.recovery import Recovery
 from keras_dist._engine.reduce import ReduceOp, parse_factor, parse_op
 from keras_dist._engine.timeline import step
 from keras_dist._engine.tuning import best_bucket_nbytes
-from keras_dist._engine.wait import waited_seconds
+from keras_dist._engine.wait import waited_seconds, waits
 
 __all__ = [
     "Absence",
@@ -84,11 +91,13 @@ __all__ = [
     "listen",
     "load_mpi",
     "mpi_failure",
+    "note_step",
     "notice",
     "outlives_processes",
     "parse_compression",
     "parse_factor",
     "parse_op",
+    "progress",
     "reduce_slices",
     "reducescatter",
     "say_progress",
@@ -102,4 +111,5 @@ __all__ = [
     "tell",
     "telling",
     "waited_seconds",
+    "waits",
 ]

@@ -15,14 +15,15 @@ Their order matters, and `keras_dist.callbacks()` keeps it:
    those that decide by them decide alike.
 6. `GoOnWithoutLostRanks`, when asked for: it prints what all ranks have averaged.
 7. `Throughput`, when asked for: it speaks for all ranks by itself, so after the averaging.
-8. `LearningRateWarmupCallback`, when asked for: before the user's own schedules, which may
+8. `ProgressCallback`: what `keras-dist top` shows.
+9. `LearningRateWarmupCallback`, when asked for: before the user's own schedules, which may
    take over after it.
-9. the user's callbacks.
-10. `ModelCheckpoint`, when asked for, so that it writes what all others have done.
-11. `VerifyReplicas`, at the end of the fit alone: it sees what all others have left.
-12. `AgreeOnStoppingCallback`: behind those that may stop training. It asks them after every
+10. the user's callbacks.
+11. `ModelCheckpoint`, when asked for, so that it writes what all others have done.
+12. `VerifyReplicas`, at the end of the fit alone: it sees what all others have left.
+13. `AgreeOnStoppingCallback`: behind those that may stop training. It asks them after every
    batch where one of the user's callbacks may stop there, else once an epoch.
-13. `PreemptionCallback`: last, so that everything else is done when it ends the job.
+14. `PreemptionCallback`: last, so that everything else is done when it ends the job.
 """
 
 import sys
@@ -42,6 +43,7 @@ from keras_dist.callbacks.learning_rate import (
 )
 from keras_dist.callbacks.metrics import MetricAverageCallback
 from keras_dist.callbacks.preemption import PreemptionCallback
+from keras_dist.callbacks.progress import ProgressCallback
 from keras_dist.callbacks.root import RootOnly
 from keras_dist.callbacks.statistics import AverageStatisticsCallback
 from keras_dist.callbacks.stopping import AgreeOnStoppingCallback, may_stop_at_a_batch
@@ -61,6 +63,7 @@ __all__ = [
     "MetricAverageCallback",
     "ModelCheckpoint",
     "PreemptionCallback",
+    "ProgressCallback",
     "RootConsoleCallback",
     "RootOnly",
     "Throughput",
@@ -127,6 +130,7 @@ def callbacks(
         made.append(GoOnWithoutLostRanks(share_out=share_out))
     if throughput:
         made.append(Throughput())
+    made.append(ProgressCallback())
     if warmup_epochs:
         if initial_lr is None:
             raise errors.ArgumentError(

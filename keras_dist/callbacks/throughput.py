@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_dist import _engine, runtime
 
-__all__ = ["Throughput"]
+__all__ = ["Throughput", "count_samples"]
 
 
 class Throughput(keras.callbacks.Callback):
@@ -91,7 +91,7 @@ class Throughput(keras.callbacks.Callback):
         if self._began is None:
             return
         # The count first: on an accelerator it is there when the steps are done.
-        samples = _samples(self.model)
+        samples = count_samples(self.model)
         self._counted = [samples, *_since(self._began)]
         self._began = None
 
@@ -107,7 +107,7 @@ def _since(earlier: tuple[float, float]) -> tuple[float, float]:
     return seconds - earlier[0], waited - earlier[1]
 
 
-def _samples(model: keras.Model) -> float:
+def count_samples(model: keras.Model) -> float:
     """Returns how many samples Keras has weighted the loss of this epoch by, 0 where by none."""
     loss = next((metric for metric in model.metrics if metric.name == "loss"), None)
     count = getattr(loss, "count", None)

@@ -36,6 +36,7 @@ def test_the_list_is_flat_and_in_order():
         "UnevenDataCallback",
         "AverageStatisticsCallback",
         "MetricAverageCallback",
+        "ProgressCallback",
         "LearningRateWarmupCallback",
         "EarlyStopping",
         "ModelCheckpoint",
