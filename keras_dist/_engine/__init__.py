@@ -18,10 +18,12 @@ from keras_dist._engine.collectives.meet import telling
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
 from keras_dist._engine.collectives.reducescatter import reducescatter
 from keras_dist._engine.collectives.slices import reduce_slices
-from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.communicator import Attendant, Communicator
 from keras_dist._engine.compression import Compression, Compressor, parse_compression
 from keras_dist._engine.line import Handle
+from keras_dist._engine.mailbox import Mailbox
 from keras_dist._engine.mpi_library import (
+    failed_process,
     is_communicator,
     library,
     load_mpi,
@@ -56,12 +58,14 @@ from keras_dist._engine.wait import waited_seconds, waits
 
 __all__ = [
     "Absence",
+    "Attendant",
     "Call",
     "Communicator",
     "Compression",
     "Compressor",
     "FusedAllreduce",
     "Handle",
+    "Mailbox",
     "Part",
     "Recovery",
     "ReduceOp",
@@ -81,6 +85,7 @@ __all__ = [
     "clock_offset",
     "during",
     "entries_of",
+    "failed_process",
     "flush_part",
     "forget_part",
     "grouped_allgather",

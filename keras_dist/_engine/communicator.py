@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,12 +26,22 @@ from keras_dist._engine.transfer import allgather_parts
 from keras_dist._engine.wait import blocked, waiting
 from keras_dist._engine.watch import Watch
 
-__all__ = ["Communicator"]
+__all__ = ["Attendant", "Communicator"]
 
 SPIN_SECONDS = 100e-6  # poll this long before giving the core away
 NAP_SECONDS = 50e-6
 
 _log = logging.getLogger("keras_dist")
+
+
+class Attendant(Protocol):
+    """What goes on beside the ranks, such as the watch, and ends with them."""
+
+    def close(self) -> None:
+        """Ends it. Collective: every rank; blocks."""
+
+    def abandon(self) -> None:
+        """Ends it where a rank has died, so that no others can be waited for."""
 
 
 class Communicator:
@@ -74,8 +84,8 @@ class Communicator:
         self.absence: Absence | None = None  # while some of the ranks have no more data
         self.when_missed: Callable[[], None] | None = None  # called where others miss them
         self.node: Node | None = None
-        self._watch: Watch | None = None
-        self._periods = 0, 0
+        self._attendants: list[Attendant] = []
+        self._begin_attending: list[Callable[[Communicator], Attendant]] = []
         self.plans: dict[Any, Any] = {}  # of recent single calls, oldest first
         self.ranks: Sequence[int] = ranks or (0,)
         self.recovery: Recovery | None = None  # where ranks go on without those that die
@@ -115,7 +125,8 @@ class Communicator:
         # Nodes of different sizes would cut a bucket into different slices.
         if self.local_size > 1 and self.is_homogeneous and self.reduce != "mpi":
             self._join_node(read=self.reduce == "read")
-        self.watch(*self._periods)
+        for begin in self._begin_attending:
+            self._attendants.append(begin(self))
 
     @property
     def worlds(self) -> tuple[Any, ...]:
@@ -124,9 +135,9 @@ class Communicator:
 
     def forget(self) -> None:
         """Lets go of what these ranks have in common, as one of them has died."""
-        if self._watch is not None:
-            self._watch.abandon()
-            self._watch = None
+        for attendant in self._attendants:
+            attendant.abandon()
+        self._attendants = []
         # MPI's communicators are left as they are: to free them would take the dead as well.
         self.plans.clear()
         self.absence = None
@@ -161,11 +172,11 @@ class Communicator:
     def free(self) -> None:
         """Gives the duplicate back. Collective: every rank must call it.
 
-        What is queued runs first, and the thread that runs it ends, as does the watch.
+        What is queued runs first, and the thread that runs it ends, as do the attendants.
         """
         if self._line is not None:
             self._line.close()
-        self.end_watch()
+        self.dismiss()
         # Their shared memory is the kernel's again, unless somebody holds results in it.
         self.plans.clear()
         self.node = None
@@ -177,6 +188,15 @@ class Communicator:
                     if self.recovery is None:
                         raise  # else a rank has died, and nobody needs it any more
 
+    def attend(self, begin: "Callable[[Communicator], Attendant]") -> None:
+        """Lets something go on beside the ranks until they part. Collective: every rank; blocks.
+
+        Args:
+            begin: begins it, and does so again among the others where a rank has died.
+        """
+        self._begin_attending.append(begin)
+        self._attendants.append(begin(self))
+
     def watch(self, period: int, limit: int) -> None:
         """Begins to watch for ranks that do not come. Collective: every rank; blocks.
 
@@ -184,17 +204,16 @@ class Communicator:
             period: seconds of waiting after which the root says so, again and again; 0: never.
             limit: seconds of waiting after which the job ends; 0: never.
         """
-        self._periods = period, limit
         if self.size > 1 and (period or limit):
-            self._watch = Watch(self.mpi, self.world, period, limit)
+            self.attend(lambda comm: Watch(comm.mpi, comm.world, period, limit))
 
-    def end_watch(self) -> None:
-        """Ends the watch, if there is one. Collective: every rank; blocks."""
-        if self._watch is not None:
-            # Its last meeting would wait for ranks that die now.
-            end = self._watch.close if self.recovery is None else self._watch.abandon
+    def dismiss(self) -> None:
+        """Ends what attends. Collective: every rank; blocks."""
+        for attendant in self._attendants:
+            # A last meeting would wait for ranks that die now.
+            end = attendant.close if self.recovery is None else attendant.abandon
             end()
-            self._watch = None
+        self._attendants = []
 
     def queue(self, work: Callable[[], Any], what: str) -> Handle:
         """Queues a collective; a thread runs it in its turn. Does not block.

@@ -3,9 +3,9 @@
 A thread of every rank looks now and then whether another thread of it waits for others. As
 long as none waits for long, no message is sent. A rank that has waited too long gives alarm to
 the first rank that answers, the root as a rule. That one asks all ranks concerned where they
-are, logs it and, after a longer time, ends the job. The threads talk through MPI, on a
-communicator of their own, so what the ranks wait in does not matter; where MPI does not allow
-several threads at once, each rank says what it knows itself.
+are, logs it and, after a longer time, ends the job. The threads talk through MPI, by a mailbox of
+their own, so what the ranks wait in does not matter; where MPI does not allow several threads at
+once, each rank says what it knows itself.
 
 Knows MPI's communicators by what they can do, and no framework.
 """
@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from keras_dist._engine.mailbox import Mailbox
 from keras_dist._engine.mpi_library import failed_process
 from keras_dist._engine.progress import say_progress
 from keras_dist._engine.wait import waits
@@ -87,14 +88,12 @@ class Watch:
         self._patience = 2 * self._idle_seconds + PATIENCE_SECONDS
         self._launcher = os.getppid()
         self._busy_until = 0.0
-        self._sent: list[Any] = []
-        self._coming: list[Any] = []
         self._due: dict[float, float] = {}  # by begin of a wait: seconds until the next alarm
         self._speaker, self._alarmed_at = 0, 0.0
         self._cases: dict[Ranks, _Case] = {}
         self._told: dict[Ranks, float] = {}
         self._numbers = itertools.count()
-        self._world = world.Dup() if self._talks else None
+        self._mailbox = Mailbox(world) if self._talks else None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keras_dist watch", daemon=True)
         self._thread.start()
@@ -103,17 +102,8 @@ class Watch:
         """Ends the watch; no message is left behind. Collective: every rank; blocks."""
         self._closing.set()
         self._thread.join()
-        if self._world is None:
-            return
-        # Every message is known to its sender to have been received (Issend); a rank comes to
-        # the barrier when its own have been, and receives those of others until all have come.
-        barrier = None
-        while barrier is None or not barrier.Test():
-            self._receive()
-            if barrier is None and not self._sent:
-                barrier = self._world.Ibarrier()
-            time.sleep(BUSY_SECONDS / 100)
-        self._world.Free()
+        if self._mailbox is not None:
+            self._mailbox.close()
 
     def abandon(self) -> None:
         """Ends the watch where a rank has died, so that no others can be waited for."""
@@ -158,20 +148,15 @@ class Watch:
         self._busy_until = time.perf_counter() + self._patience
         if rank == self._rank:
             self._hear(*message)
-        elif self._world is not None:
-            self._sent.append(self._world.issend(message, rank))
+        elif self._mailbox is not None:
+            self._mailbox.post(rank, message)
 
     def _receive(self) -> list[Any]:
-        """Returns the messages that have come; none of its calls waits."""
-        if self._world is None:
-            return []
-        while (message := self._world.improbe()) is not None:
+        """Returns the messages that have come; does not wait."""
+        found = [] if self._mailbox is None else self._mailbox.receive()
+        if found:
             self._busy_until = time.perf_counter() + self._patience
-            self._coming.append(message.irecv())
-        self._sent = [request for request in self._sent if not request.test()[0]]
-        tested = [(request, *request.test()) for request in self._coming]
-        self._coming = [request for request, has_come, _ in tested if not has_come]
-        return [message for _, has_come, message in tested if has_come]
+        return found
 
     def _hear(self, kind: str, sender: int, ranks: Ranks, *more: Any) -> None:
         if kind == "alarm":

@@ -19,7 +19,7 @@ def at_the_end(comms: Sequence[Communicator]) -> None:
 
     A rank that is still at work waits in one of its communicators, nobody knows which; so
     this one comes to all of them at once. What is queued runs first. The watch does not count
-    this wait, for the others may have much to do; when all have come it ends.
+    this wait, for the others may have much to do; when all have come it ends, and all that attends.
 
     Args:
         comms: all communicators that this rank is in, first that of all ranks.
@@ -30,7 +30,7 @@ def at_the_end(comms: Sequence[Communicator]) -> None:
     for comm in comms:
         comm.finish_queued()
     again(comms[0], lambda: _come_to_the_end(comms))
-    comms[0].end_watch()
+    comms[0].dismiss()
 
 
 def _come_to_the_end(comms: Sequence[Communicator]) -> None:
