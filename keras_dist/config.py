@@ -77,6 +77,20 @@ def _positive(text: str) -> int:
     return number
 
 
+def _endpoint(text: str) -> tuple[str, int] | None:
+    """Reads a port, on the loopback interface, or an address and a port."""
+    host, _, port = text.strip().rpartition(":")
+    number = _port(port)
+    return (host.strip("[]") or "127.0.0.1", number) if number else None
+
+
+def _port(text: str) -> int:
+    number = _natural(text)
+    if number > 65535:
+        raise ValueError(text)
+    return number
+
+
 def _one_of(*words: str) -> Callable[[str], str]:
     return lambda text: words[words.index(text.strip().lower())]
 
@@ -184,6 +198,31 @@ VARIABLES = (
         "a whole number of MB, 1 or more",
     ),
     Variable(
+        "top",
+        _flag,
+        "1",
+        "whether the job can be watched: the root listens on a Unix socket of this user's, and "
+        "asks the ranks when `keras-dist top` reads from it",
+        "0 or 1",
+    ),
+    Variable(
+        "top_port",
+        _port,
+        "0",
+        "a port on the loopback interface of the root's node, for `keras-dist top --address` at "
+        "the end of a tunnel; whoever connects needs the token that lies beside the socket. "
+        "0: none",
+        "a port, 1 to 65535, or 0",
+    ),
+    Variable(
+        "prometheus_port",
+        _endpoint,
+        "0",
+        "where the root answers Prometheus: a port on its loopback interface, or an address and a "
+        "port, such as 0.0.0.0:9400, which anyone who reaches it may read. 0: nowhere",
+        "a port, or an address and a port, or 0",
+    ),
+    Variable(
         "single_process",
         _flag,
         "0",
@@ -210,6 +249,9 @@ class Settings:
     timeline: str
     timeline_steps: tuple[int, int | None]
     timeline_mbytes: int
+    top: bool
+    top_port: int
+    prometheus_port: tuple[str, int] | None
     single_process: bool
 
 

@@ -22,6 +22,7 @@ from keras_dist.process_sets import (
 )
 from keras_dist.set_table import SetTable
 from keras_dist.timeline.recording import begin_recording, end_recording
+from keras_dist.watching.attend import Watching
 
 __all__ = [
     "add_process_set",
@@ -135,6 +136,8 @@ def init(
         )
     if config.settings().on_failure == "continue":
         outlive_ranks()
+    if config.settings().top:
+        joined.attend(Watching)
     ending.watch()
 
 

@@ -27,6 +27,7 @@ ALIKE = (
     "timeline",
     "timeline_steps",
     "timeline_mbytes",
+    "top",
 )  # the settings that all ranks must share
 
 _log = logging.getLogger("keras_dist")

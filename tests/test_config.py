@@ -9,9 +9,9 @@ from keras_dist import config, errors
 
 def test_defaults():
     settings = config.parse({})
-    expected = config.Settings(
-        0, 0, True, "copy", "auto", "none", 60, 600, "stop", 0, "", (0, None), 100, False
-    )
+    data = (0, 0, True, "copy", "auto", "none")
+    job = (60, 600, "stop", 0, "", (0, None), 100, True, 0, None, False)
+    expected = config.Settings(*data, *job)
     assert settings == expected
 
 
@@ -19,6 +19,19 @@ def test_values_are_parsed():
     settings = config.parse({"KERAS_DIST_BUCKET_NBYTES": "1024", "KERAS_DIST_PIN_DEVICE": "no"})
     assert settings.bucket_nbytes == 1024
     assert settings.pin_device is False
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("9400", ("127.0.0.1", 9400)),
+        ("0.0.0.0:1", ("0.0.0.0", 1)),
+        ("[::1]:2", ("::1", 2)),
+        ("0", None),
+    ],
+)
+def test_prometheus_is_on_loopback_unless_an_address_is_given(text, place):
+    assert config.parse({"KERAS_DIST_PROMETHEUS_PORT": text}).prometheus_port == (place or None)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +45,8 @@ def test_values_are_parsed():
         ("COMPRESSION", "zip"),
         ("STALL_SECONDS", "-1"),
         ("STALL_ABORT_SECONDS", "soon"),
+        ("TOP_PORT", "65536"),
+        ("PROMETHEUS_PORT", "localhost:"),
     ],
 )
 def test_a_value_that_cannot_be_parsed_is_an_error(name, text):

@@ -29,6 +29,7 @@ DATA = (
     ".data .data.agreement .data.arrays .data.epochs .data.files .data.partition .data.terms"
 )
 DOCUMENTS = "IPython nbformat traitlets"
+BESIDE = ".timeline.recording .watching.attend"
 SETS = "numpy ._engine .errors .process_sets"
 FACE = "numpy .runtime ._backends ._engine .errors"
 TABLE = [
@@ -46,7 +47,7 @@ TABLE = [
     (".interactive.*", "cloudpickle .errors .launcher .rank_log .interactive.*", ""),
     (".notebook.*", f"{DOCUMENTS} .errors .launcher .rank_log .whole_files .notebook.*", ""),
     (".ending",     ".errors", ".launcher .runtime ._engine .timeline.recording"),
-    (".runtime", f"{SETS} .config .ending .set_table .startup .timeline.recording", ""),
+    (".runtime", f"{SETS} .config .ending .set_table .startup {BESIDE}",      ""),
     (".startup",     "._backends ._engine ._version .config .errors .launcher", ""),
     (".process_sets",          "numpy ._engine .errors",                      ""),
     (".set_table",             SETS,                                          ""),
@@ -68,6 +69,13 @@ TABLE = [
     (".watching",              "",                                            ""),
     (".watching.gpu",          "",                                            "pynvml"),
     (".watching.report",       ".watching.gpu",                       ".runtime ._engine"),
+    (".watching.job",          ".watching.report",                            ""),
+    (".watching.sockets",      ".watching.job .errors",                       ""),
+    (".watching.web",          ".watching.job .errors",                       ""),
+    (".watching.publish",      ".watching.job .watching.sockets",             ""),
+    (".watching.prometheus",   ".watching.job",                               ""),
+    (".watching.gather",       "._engine .watching.job .watching.report",     ""),
+    (".watching.attend",  "._engine .config .errors .watching.*",             ""),
     (".tensorflow.*",          f"tensorflow {FACE} .tensorflow.*",            ""),
     (".torch.*",               f"torch {FACE} .torch.*",                      ""),
     (".cli.run_notebook",      ".errors",                            "yaml .notebook"),
@@ -79,11 +87,14 @@ TABLE = [
     (".cli.timeline",          ".errors",                                     ".timeline.*"),
     (".launched",              ".launcher",                                   ""),
     (".measuring",             "numpy ._engine",                  "keras mpi4py"),
+    (".cli.top",  ".errors .watching.job .watching.sockets", ".cli.drawing .watching.web"),
+    (".cli.drawing",           ".watching.job rich",                          ""),
     (".cli.bench",   ".errors .cli.*",                                 ".measuring"),
     (".cli.*",       ".config .ending .errors .launcher ._version .cli.*",  "mpi4py yaml"),
     (".callbacks.backup",      f"{ON_KERAS} .callbacks.* .data.epochs",       ""),
     (".callbacks.survival",    f"{ON_KERAS} .callbacks.* .data.epochs",       ""),
     (".callbacks.preemption",  f"{ON_KERAS} .callbacks.* .ending",            ""),
+    (".callbacks.scalars",  f"{ON_KERAS} .watching.attend .watching.job",   "tensorflow"),
     (".callbacks.*",           f"{ON_KERAS} .callbacks.*",                    ""),
     (".collectives.*",  f"{FACE} .config .process_sets .reduce_op .collectives.*",    ""),
     (".asynchronous",          ".runtime ._engine .collectives .errors",      ""),

@@ -45,6 +45,7 @@ from keras_dist.callbacks.metrics import MetricAverageCallback
 from keras_dist.callbacks.preemption import PreemptionCallback
 from keras_dist.callbacks.progress import ProgressCallback
 from keras_dist.callbacks.root import RootOnly
+from keras_dist.callbacks.scalars import WriteScalars
 from keras_dist.callbacks.statistics import AverageStatisticsCallback
 from keras_dist.callbacks.stopping import AgreeOnStoppingCallback, may_stop_at_a_batch
 from keras_dist.callbacks.survival import GoOnWithoutLostRanks
@@ -69,6 +70,7 @@ __all__ = [
     "Throughput",
     "UnevenDataCallback",
     "VerifyReplicas",
+    "WriteScalars",
     "callbacks",
 ]
 

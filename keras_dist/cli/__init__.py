@@ -19,6 +19,7 @@ COMMANDS = {
     "run": "start a job, and start it anew when it fails",
     "run-notebook": "run a notebook on all ranks",
     "timeline": "say where the time of a job went",
+    "top": "watch jobs as they run",
 }
 
 
@@ -30,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: that of the job for `run`; 0 when all is well, 1 when something is missing
-        for `doctor`; 2 when the command line, or a file that it names, makes no sense.
+        for `doctor` and no job is there for `top`; 2 when the command line, or a file that it
+        names, makes no sense.
     """
     parser = argparse.ArgumentParser(prog="keras-dist", description="Keras training on many ranks.")
     parser.add_argument("--version", action="version", version=f"keras_dist {__version__}")

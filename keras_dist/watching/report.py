@@ -12,9 +12,12 @@ import os
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_dist.watching.gpu import Gpu, gpu_of
+
+if TYPE_CHECKING:
+    from keras_dist._engine import Communicator
 
 __all__ = ["Report", "of_this_rank", "take_sample"]
 
@@ -94,8 +97,8 @@ class _Sample:
 _samples: deque[_Sample] = deque()  # of the last seconds, and one from before
 
 
-def take_sample() -> _Sample:
-    """Notes how far this rank is, for speeds; a few microseconds. Once a second is often enough."""
+def take_sample() -> None:
+    """Notes how far this rank is, for speeds: a few microseconds, once a second is often enough."""
     from keras_dist import _engine
 
     now = time.perf_counter()
@@ -104,15 +107,19 @@ def take_sample() -> _Sample:
     _samples.append(sample)
     while len(_samples) > 2 and _samples[1].moment < now - WINDOW_SECONDS:
         _samples.popleft()
-    return sample
 
 
-def of_this_rank() -> Report:
-    """Returns what this rank says of itself now. Any thread may ask."""
+def of_this_rank(comm: "Communicator | None" = None) -> Report:
+    """Returns what this rank says of itself now. Any thread may ask.
+
+    Args:
+        comm: the ranks of the job. Defaults to those that `keras_dist.init` has joined.
+    """
     from keras_dist import _engine, runtime
 
-    latest, noted = take_sample(), _engine.progress()
-    first = _samples[0]
+    comm = comm or runtime.communicator()
+    take_sample()
+    first, latest, noted = _samples[0], _samples[-1], _engine.progress()
     seconds = latest.moment - first.moment
     speed = waiting = samples = None
     if seconds > 0:
@@ -120,7 +127,6 @@ def of_this_rank() -> Report:
         waiting = min(max(latest.waited - first.waited, 0.0) / seconds, 1.0)
         if noted.samples_per_step is not None:
             samples = speed * noted.samples_per_step
-    comm = runtime.communicator()
     return Report(
         rank=comm.rank,
         host=os.uname().nodename,

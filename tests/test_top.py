@@ -1,0 +1,270 @@
+"""`keras-dist top` and the other ways to watch a job, on jobs that run."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from jobs import launcher, script
+
+from keras_dist.watching.job import Job
+from keras_dist.watching.web import Page
+
+CHROMIUM = shutil.which("chromium")
+COMMAND = "import sys; from keras_dist.cli import main; sys.exit(main(['top', *sys.argv[1:]]))"
+
+# Rank 1 is slow, and the others wait for it.
+LOOP = """
+import os, pathlib, sys, time
+from keras_dist import collectives
+runtime.init()
+rank, folder = runtime.rank(), pathlib.Path(sys.argv[1])
+(folder / f"rank-{rank}").write_text(str(os.getpid()))
+while collectives.broadcast_object(not (folder / "end").exists()):
+    time.sleep(0.05 * rank)
+"""
+FIT = """
+import os, pathlib, sys
+import keras, numpy as np
+import keras_dist
+keras_dist.init()
+folder = pathlib.Path(sys.argv[1])
+(folder / f"rank-{keras_dist.rank()}").write_text(str(os.getpid()))
+class Slow(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = (folder / "end").exists()
+    def on_train_batch_end(self, batch, logs=None):
+        import time; time.sleep(0.02)
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+x = np.ones((64, 4), "float32")
+callbacks = keras_dist.callbacks(keras_dist.callbacks.WriteScalars(folder / "logs", 0.5), Slow())
+model.fit(x, x[:, :1], batch_size=8, epochs=500, verbose=0, callbacks=callbacks)
+"""
+
+
+@pytest.fixture
+def runtime_directory(monkeypatch):
+    """Where the sockets of this test are; their paths may not be long. Others' may be in /tmp."""
+    with tempfile.TemporaryDirectory(prefix="top-") as path:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", path)
+        yield Path(path)
+
+
+@pytest.fixture
+def begin(runtime_directory, tmp_path):
+    """A function that starts a job and returns it, its folder and what it prints."""
+    with contextlib.ExitStack() as jobs:
+
+        def begin(name, command, **variables):
+            folder = tmp_path / name
+            folder.mkdir()
+            with open(folder / "printed", "wb") as printed:
+                job = subprocess.Popen(
+                    [*command, str(folder)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **variables},
+                )
+            jobs.callback(job.wait)
+            jobs.callback(job.kill)
+            return job, folder
+
+        yield begin
+
+
+def ranks(number, text):
+    return [*launcher(), "-n", str(number), *script(text)]
+
+
+def top(*options):
+    """Runs `keras-dist top`."""
+    command = [sys.executable, "-c", COMMAND, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def seen(*options):
+    """Returns the jobs that `keras-dist top` sees now, by the process of the root."""
+    jobs = map(Job.from_json, top("--once", "--json", *options).stdout.splitlines())
+    return {job.pid: job for job in jobs}
+
+
+def pids(folder, number):
+    """Returns the processes of the ranks of a job, once they are all there."""
+    paths = [folder / f"rank-{rank}" for rank in range(number)]
+    wait_until(lambda: all(path.exists() and path.read_text() for path in paths))
+    return [int(path.read_text()) for path in paths]
+
+
+def wait_until(what, seconds=60):
+    """Waits until something is true and returns it."""
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    return found
+
+
+def free_ports(number):
+    with contextlib.ExitStack() as sockets:
+        made = [
+            sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)
+        ]
+        return [one.getsockname()[1] for one in made]
+
+
+def get(url):
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return answer.read().decode(), answer.headers
+
+
+def samples(text):
+    """Returns the samples of Prometheus' text format, by name and rank; checks its rules."""
+    found, kinds = {}, {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            _, word, name, rest = line.split(" ", 3)
+            assert word in ("HELP", "TYPE") and name not in found
+            kinds.setdefault(name, []).append(rest if word == "TYPE" else "help")
+            continue
+        label = r'[a-z_]+="(?:[^"\\\n]|\\[\\"n])*"'
+        match = re.fullmatch(rf"([a-z_]+)\{{({label}(?:,{label})*)\}} (\S+)", line)
+        name, labels, value = match.groups()
+        key = name, *(re.findall(r'(?:^|,)rank="(\d+)"', labels))
+        assert key not in found or "metric=" in labels
+        found[key] = float(value)
+    assert all(kind[0] == "help" and kind[1] in ("gauge", "counter") for kind in kinds.values())
+    assert {name for name, *_ in found} == set(kinds)
+    return found
+
+
+def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory):
+    metrics, port = free_ports(2)
+    ports = {"KERAS_DIST_PROMETHEUS_PORT": str(metrics), "KERAS_DIST_TOP_PORT": str(port)}
+    pair, folder = begin("pair", ranks(2, LOOP), **ports)
+    root, second = pids(folder, 2)
+    single, other = begin("single", script(LOOP), **ports)  # its ports are taken
+    (alone,) = pids(other, 1)
+
+    # Both jobs, with who waits for whom.
+    jobs = seen()
+    assert [row.report.pid for row in jobs[root].rows] == [root, second]
+    assert jobs[root].slowest == 1 and jobs[alone].slowest is None
+    first, last = (row.report.waiting for row in jobs[root].rows)
+    assert first > last
+    assert all(row.report.memory_nbytes > 2**20 and row.age < 5 for row in jobs[root].rows)
+    drawn = top("--once", str(root)).stdout
+    assert "2 ranks on 1 node" in drawn and "slowest: rank 1" in drawn and "waiting" in drawn
+
+    # The files are this user's alone.
+    directory = runtime_directory / "keras_dist"
+    modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
+    assert modes == {".socket": 0o600, ".token": 0o600}
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+    # By the port and with its token alone; the second job did without.
+    address = ("--address", f"127.0.0.1:{port}", "--token-file")
+    (token,) = directory.glob("*.token")
+    assert set(seen(*address, str(token))) == {root}
+    wrong = folder / "wrong"
+    wrong.write_text("x" * 43)
+    refused = top(*address, str(wrong))
+    assert refused.returncode == 2 and "the token is not that of this job" in refused.stderr
+    said = (other / "printed").read_text()
+    assert f"KERAS_DIST_TOP_PORT={port} cannot be used" in said
+    assert f"KERAS_DIST_PROMETHEUS_PORT=127.0.0.1:{metrics} cannot be used" in said
+    assert said.count("Training goes on.") == 2
+
+    # Prometheus.
+    text, headers = get(f"http://127.0.0.1:{metrics}/metrics")
+    assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    found = samples(text)
+    assert found["keras_dist_ranks",] == 2
+    assert found["keras_dist_waited_seconds_total", "0"] > 0
+    assert found["keras_dist_memory_bytes", "1"] > 2**20
+
+    # A rank that does not answer is shown with what it said last.
+    os.kill(second, signal.SIGSTOP)
+    time.sleep(1)
+    ages = [row.age for row in seen()[root].rows]
+    assert ages[0] < 1 < ages[1]
+    os.kill(second, signal.SIGCONT)
+
+    # A root that is killed leaves nothing that is in the way.
+    os.kill(root, signal.SIGKILL)
+    pair.wait()
+    jobs = seen()
+    assert root not in jobs and alone in jobs
+    (other / "end").touch()
+    assert single.wait(30) == 0
+    gone = top("--once", str(alone))
+    assert gone.returncode == 1 and f"No job with process {alone} runs on" in gone.stderr
+    assert not list(directory.iterdir())
+
+
+def test_a_fit_is_watched(begin):
+    job, folder = begin("fit", [*launcher(), "-n", "2", sys.executable, "-c", FIT])
+
+    (root, _) = pids(folder, 2)
+
+    def speeds():
+        found = seen(str(root)).get(root)
+        return found is not None and found.samples_per_second and found
+
+    found = wait_until(speeds)
+    reports = [row.report for row in found.rows]
+    for report in reports:
+        assert (report.state, report.epochs, report.steps) == ("fit", 500, 8)
+        assert 1 <= report.epoch <= 500 and 0 <= report.step <= 8
+        assert report.logs["loss"] > 0
+        assert report.samples_per_second == pytest.approx(8 * report.steps_per_second)
+    time.sleep(1)
+    (folder / "end").touch()
+    assert job.wait(60) == 0, (folder / "printed").read_text()
+    tensorflow = pytest.importorskip("tensorflow")
+    (path,) = (folder / "logs").iterdir()
+    events = list(tensorflow.compat.v1.train.summary_iterator(str(path)))
+    assert events[0].file_version == "brain.Event:2"
+    written = {value.tag for event in events for value in event.summary.value}
+    expected = {f"{name}/rank {rank}" for name in ("waiting", "memory_gib") for rank in range(2)}
+    assert expected | {"loss", "samples_per_second", "steps_per_second/rank 1"} <= written
+    steps = [event.step for event in events[1:]]
+    assert steps == sorted(steps) and steps[-1] > steps[0] >= 0
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_the_page_shows_jobs_in_a_browser(tmp_path):
+    report = {"rank": 1, "host": "<b>node</b>", "pid": 7, "time": 1.0, "state": "fit", "epoch": 3}
+    report |= {"logs": {"loss": "nan"}, "waiting": 0.25, "memory_nbytes": 2**30, "age": 0.1}
+    line = {"job": "train.py", "host": "node", "pid": 7, "started": 1.0, "time": 62.0, "note": ""}
+    job = Job.from_json(json.dumps({**line, "ranks": [report]}))
+    with Page(lambda: [job], 0) as page:
+        address = page.url.partition("?")[0]
+        for path in ("", "jobs?token=x", "jobs"):
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                get(address + path)
+        browser = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"]
+        browser += ["--no-first-run", "--disable-background-networking", "--disable-sync"]
+        browser += ["--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}"]
+        browser += ["--virtual-time-budget=3000", "--dump-dom", page.url]
+        dom = subprocess.run(browser, capture_output=True, text=True, timeout=60).stdout
+        with pytest.raises(Exception, match="a free port for the page"):
+            Page(lambda: [job], int(re.search(r":(\d+)/", page.url)[1]))
+    assert "<h1>train.py</h1>" in dom and "loss nan" in dom
+    row = "".join(re.findall(r"<tbody>(.*)</tbody>", dom))
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", row)
+    assert cells == ["1", "&lt;b&gt;node&lt;/b&gt;", "fit", "3", "", "", "", "25 %", "1.00 GiB"]
+    assert "src=" not in dom and "href=" not in dom
