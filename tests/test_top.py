@@ -1,7 +1,6 @@
 """`keras-dist top` and the other ways to watch a job, on jobs that run."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -17,10 +16,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from jobs import launcher, script
+from jobs import BARE, launcher, script
 
 from keras_dist.watching.job import Job
-from keras_dist.watching.web import Page
 
 CHROMIUM = shutil.which("chromium")
 COMMAND = "import sys; from keras_dist.cli import main; sys.exit(main(['top', *sys.argv[1:]]))"
@@ -52,6 +50,15 @@ model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse"
 x = np.ones((64, 4), "float32")
 callbacks = keras_dist.callbacks(keras_dist.callbacks.WriteScalars(folder / "logs", 0.5), Slow())
 model.fit(x, x[:, :1], batch_size=8, epochs=500, verbose=0, callbacks=callbacks)
+if keras_dist.rank() == 0:
+    import tensorflow as tf
+    (path,) = (folder / "logs").iterdir()
+    events = list(tf.compat.v1.train.summary_iterator(str(path)))
+    assert events[0].file_version == "brain.Event:2"
+    steps = [event.step for event in events[1:]]
+    assert steps == sorted(steps) and steps[-1] > steps[0]
+    tags = {value.tag for event in events for value in event.summary.value}
+    (folder / "tags").write_text("|".join(tags))
 """
 
 
@@ -105,15 +112,16 @@ def seen(*options):
 def pids(folder, number):
     """Returns the processes of the ranks of a job, once they are all there."""
     paths = [folder / f"rank-{rank}" for rank in range(number)]
-    wait_until(lambda: all(path.exists() and path.read_text() for path in paths))
+    wait_until(lambda: all(path.exists() and path.read_text() for path in paths), folder)
     return [int(path.read_text()) for path in paths]
 
 
-def wait_until(what, seconds=60):
-    """Waits until something is true and returns it."""
-    end = time.monotonic() + seconds
+def wait_until(what, folder):
+    """Waits until something is true and returns it; shows what the job has printed if it is not."""
+    end = time.monotonic() + 120
     while not (found := what()):
-        assert time.monotonic() < end
+        printed = (folder / "printed").read_text()
+        assert time.monotonic() < end and "Error" not in printed, printed
         time.sleep(0.1)
     return found
 
@@ -224,7 +232,7 @@ def test_a_fit_is_watched(begin):
         found = seen(str(root)).get(root)
         return found is not None and found.samples_per_second and found
 
-    found = wait_until(speeds)
+    found = wait_until(speeds, folder)
     reports = [row.report for row in found.rows]
     for report in reports:
         assert (report.state, report.epochs, report.steps) == ("fit", 500, 8)
@@ -234,37 +242,34 @@ def test_a_fit_is_watched(begin):
     time.sleep(1)
     (folder / "end").touch()
     assert job.wait(60) == 0, (folder / "printed").read_text()
-    tensorflow = pytest.importorskip("tensorflow")
-    (path,) = (folder / "logs").iterdir()
-    events = list(tensorflow.compat.v1.train.summary_iterator(str(path)))
-    assert events[0].file_version == "brain.Event:2"
-    written = {value.tag for event in events for value in event.summary.value}
+    written = set((folder / "tags").read_text().split("|"))
     expected = {f"{name}/rank {rank}" for name in ("waiting", "memory_gib") for rank in range(2)}
     assert expected | {"loss", "samples_per_second", "steps_per_second/rank 1"} <= written
-    steps = [event.step for event in events[1:]]
-    assert steps == sorted(steps) and steps[-1] > steps[0] >= 0
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
-def test_the_page_shows_jobs_in_a_browser(tmp_path):
-    report = {"rank": 1, "host": "<b>node</b>", "pid": 7, "time": 1.0, "state": "fit", "epoch": 3}
-    report |= {"logs": {"loss": "nan"}, "waiting": 0.25, "memory_nbytes": 2**30, "age": 0.1}
-    line = {"job": "train.py", "host": "node", "pid": 7, "started": 1.0, "time": 62.0, "note": ""}
-    job = Job.from_json(json.dumps({**line, "ranks": [report]}))
-    with Page(lambda: [job], 0) as page:
-        address = page.url.partition("?")[0]
+def test_the_page_shows_a_job_in_a_browser(begin, tmp_path):
+    named = tmp_path / "<b>.py"
+    named.write_text(BARE + LOOP)
+    job, folder = begin("job", [sys.executable, str(named)])
+    (root,) = pids(folder, 1)
+    browser = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"]
+    browser += ["--no-first-run", "--disable-background-networking", "--disable-sync"]
+    browser += ["--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [sys.executable, "-c", COMMAND, str(root), "--web"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as page:
+        url = re.search(r"http://127\.0\.0\.1:(\d+)/\?token=\S{43}", page.stdout.readline())
         for path in ("", "jobs?token=x", "jobs"):
             with pytest.raises(urllib.error.HTTPError, match="403"):
-                get(address + path)
-        browser = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"]
-        browser += ["--no-first-run", "--disable-background-networking", "--disable-sync"]
-        browser += ["--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}"]
-        browser += ["--virtual-time-budget=3000", "--dump-dom", page.url]
-        dom = subprocess.run(browser, capture_output=True, text=True, timeout=60).stdout
-        with pytest.raises(Exception, match="a free port for the page"):
-            Page(lambda: [job], int(re.search(r":(\d+)/", page.url)[1]))
-    assert "<h1>train.py</h1>" in dom and "loss nan" in dom
-    row = "".join(re.findall(r"<tbody>(.*)</tbody>", dom))
-    cells = re.findall(r"<td[^>]*>(.*?)</td>", row)
-    assert cells == ["1", "&lt;b&gt;node&lt;/b&gt;", "fit", "3", "", "", "", "25 %", "1.00 GiB"]
-    assert "src=" not in dom and "href=" not in dom
+                get(url[0].partition("?")[0] + path)
+        taken = top(str(root), "--web", "--port", url[1])
+        assert taken.returncode == 2 and "a free port for the page" in taken.stderr
+        look = [*browser, "--virtual-time-budget=3000", "--dump-dom", url[0]]
+        dom = subprocess.run(look, capture_output=True, text=True, timeout=60).stdout
+        (folder / "end").touch()
+        assert (job.wait(30), page.wait(30)) == (0, 0)
+    assert "<h1>&lt;b&gt;.py</h1>" in dom and f"process {root} on" in dom
+    rows = re.findall(r"<tr.*?</tr>", dom)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", rows[-1])
+    assert len(rows) == 2 and cells[:2] == ["0", os.uname().nodename] and "GiB" in cells[-1]
+    assert "<path d=" in dom and "src=" not in dom and "href=" not in dom

@@ -349,3 +349,29 @@ def test_the_rest_of_an_epoch_is_shared_out_at_once(job, open_mpi):
     ended = job(4, AT_ONCE, python=open_mpi, options=ULFM, timeout=150, KERAS_BACKEND="torch")
     assert ended.returncode == 0, ended.stdout
     assert "seen [(48, 48), (72, 72), (96, 96)]" in ended.stdout
+
+
+@pytest.mark.fault(
+    "the root is killed while somebody watches the job, with `on_failure=continue`",
+    "the next root can be watched, and shows those that are left",
+    within=15,
+)
+def test_the_next_root_is_watched(go_on, tmp_path):
+    text = """
+from keras_dist.watching import sockets
+def watch():
+    found = [next(sockets.jobs_of(path)) for path in sockets.find_sockets()]
+    return [job for job in found if job.pid == int(pids[0])]
+pids = collectives.allgather_object(os.getpid())
+if me == 0:
+    assert [row.report.pid for row in watch()[0].rows] == pids
+    die()
+pids = collectives.allgather_object(os.getpid())
+if me == 1:
+    (job,) = watch()
+    assert [row.report.pid for row in job.rows] == pids and all(row.age < 3 for row in job.rows)
+collectives.barrier()
+"""
+    ended = go_on(3, text, XDG_RUNTIME_DIR=str(tmp_path))
+    assert ended.returncode == 0, ended.stdout
+    assert not list((tmp_path / "keras_dist").iterdir())
