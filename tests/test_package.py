@@ -62,7 +62,8 @@ def test_wheel_holds_the_package_and_nothing_else(distributions):
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {str(path.relative_to(ROOT)) for path in ROOT.glob("keras_dist/**/*.py")}
     assert {name for name in names if ".dist-info/" not in name} == sources | {
-        "keras_dist/py.typed"
+        "keras_dist/py.typed",
+        "keras_dist/watching/page.html",
     }
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

@@ -19,6 +19,7 @@ from keras_dist.watching.sockets import SUFFIX, TOKEN_SUFFIX, directory, remove_
 __all__ = ["Publication", "publish_at_port", "publish_at_socket"]
 
 PERIOD_SECONDS = 1.0
+CLOSE_SECONDS = 1.0  # not every system wakes who waits for a connection
 CLIENT_SECONDS = 10.0  # after which one that does not read, or sends no token, is left
 
 
@@ -42,7 +43,7 @@ class Publication:
         self._listener, self._get_job, self.file, self._token = listener, get_job, file, token
         self._ends = threading.Event()
         _listening.append(listener)
-        self._start(self._accept)
+        self._accepting = self._start(self._accept)
 
     def close(self) -> None:
         """Ends it, and removes its file. Those who are connected see the end of their lines."""
@@ -51,10 +52,13 @@ class Publication:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits for a connection
         self._listener.close()
+        self._accepting.join(CLOSE_SECONDS)
         self.file.unlink(missing_ok=True)
 
-    def _start(self, work: Callable[..., None], *arguments: socket.socket) -> None:
-        threading.Thread(target=work, args=arguments, name="keras_dist top", daemon=True).start()
+    def _start(self, work: Callable[..., None], *arguments: socket.socket) -> threading.Thread:
+        thread = threading.Thread(target=work, args=arguments, name="keras_dist top", daemon=True)
+        thread.start()
+        return thread
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it is closed
