@@ -163,37 +163,24 @@ def _serve(watched: _Watched, port: int) -> int:
 
 
 def _draw_once(jobs: Sequence[Job]) -> int:
-    draw = _drawing()
-    console = draw.console(None if sys.stdout.isatty() else PLAIN_WIDTH)
+    from keras_dist.cli import drawing  # rich takes its time, which other ways need not spend
+
+    console = drawing.console(None if sys.stdout.isatty() else PLAIN_WIDTH)
     for job in jobs:
-        console.print(draw.table(job))
+        console.print(drawing.table(job))
     return 0
 
 
 def _draw_live(watched: _Watched) -> int:
-    draw = _drawing()
+    from keras_dist.cli import drawing  # rich takes its time, which other ways need not spend
+
     with (
         contextlib.suppress(KeyboardInterrupt),
-        draw.live(lambda: map(draw.table, watched.jobs()), REDRAWS_PER_SECOND),
+        drawing.live(lambda: map(drawing.table, watched.jobs()), REDRAWS_PER_SECOND),
     ):
         while watched.live():
             time.sleep(1 / REDRAWS_PER_SECOND)
     return 0
-
-
-def _drawing() -> Any:
-    try:
-        from keras_dist.cli import drawing
-    except ImportError:
-        raise errors.LaunchError(
-            errors.explain(
-                "[keras-dist top]",
-                "the package rich, which draws",
-                "none",
-                "pip install 'keras_dist[watch]', or use --json.",
-            )
-        ) from None
-    return drawing
 
 
 def _address(text: str) -> tuple[str, int]:
