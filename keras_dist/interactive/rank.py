@@ -16,7 +16,6 @@ import cloudpickle
 
 from keras_dist import errors, launcher
 from keras_dist.interactive.exchange import Exchange, Failure, Value
-from keras_dist.interactive.report import report
 from keras_dist.rank_log import printing_to
 
 __all__ = ["main"]
@@ -40,7 +39,7 @@ def main(folder: str) -> None:
             threading.Thread(target=_go_on_reporting, args=(exchange, rank), daemon=True).start()
             function, args, kwargs = cloudpickle.loads(work)
             value = function(*args, **kwargs)
-            exchange.put_report(rank, report())
+            _report(exchange, rank)
             exchange.put_outcome(rank, _as_value(value, rank))
         except BaseException as error:
             exchange.put_outcome(rank, _as_failure(error))
@@ -49,8 +48,16 @@ def main(folder: str) -> None:
 
 def _go_on_reporting(exchange: Exchange, rank: int) -> None:
     while True:
-        exchange.put_report(rank, report())
+        _report(exchange, rank)
         time.sleep(REPORT_SECONDS)
+
+
+def _report(exchange: Exchange, rank: int) -> None:
+    from keras_dist import runtime
+    from keras_dist.watching.report import of_this_process, of_this_rank
+
+    report = of_this_rank() if runtime.is_initialized() else of_this_process(rank)
+    exchange.put_report(rank, report.to_json())
 
 
 def _as_value(value: Any, rank: int) -> Value:

@@ -19,7 +19,7 @@ from keras_dist.watching.gpu import Gpu, gpu_of
 if TYPE_CHECKING:
     from keras_dist._engine import Communicator
 
-__all__ = ["Report", "of_this_rank", "take_sample"]
+__all__ = ["Report", "of_this_process", "of_this_rank", "take_sample"]
 
 WINDOW_SECONDS = 10.0  # speeds are those of so long
 
@@ -109,6 +109,16 @@ def take_sample() -> None:
         _samples.popleft()
 
 
+def of_this_process(rank: int) -> Report:
+    """Returns what can be said before this process has joined others.
+
+    Args:
+        rank: its number in the job.
+    """
+    host, pid = os.uname().nodename, os.getpid()
+    return Report(rank, host, pid, time.time(), memory_nbytes=_memory())
+
+
 def of_this_rank(comm: "Communicator | None" = None) -> Report:
     """Returns what this rank says of itself now. Any thread may ask.
 
@@ -127,11 +137,8 @@ def of_this_rank(comm: "Communicator | None" = None) -> Report:
         waiting = min(max(latest.waited - first.waited, 0.0) / seconds, 1.0)
         if noted.samples_per_step is not None:
             samples = speed * noted.samples_per_step
-    return Report(
-        rank=comm.rank,
-        host=os.uname().nodename,
-        pid=os.getpid(),
-        time=time.time(),
+    return dataclasses.replace(
+        of_this_process(comm.rank),
         state=noted.task,
         epoch=None if noted.epoch is None else noted.epoch + 1,
         epochs=noted.epochs,
@@ -144,7 +151,6 @@ def of_this_rank(comm: "Communicator | None" = None) -> Report:
         waited_seconds=latest.waited,
         waits_in=_say_wait(),
         logs=_numbers(dict(noted.logs)),
-        memory_nbytes=_memory(),
         gpu=gpu_of(comm.local_rank),
     )
 
