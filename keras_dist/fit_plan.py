@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from keras_dist import _engine, errors, runtime
+from keras_dist.data import epochs
 
 __all__ = ["agree_on_fit"]
 
@@ -20,7 +21,7 @@ SAME_CALLBACKS = (
 )
 
 
-def agree_on_fit(arguments: dict[str, Any]) -> None:
+def agree_on_fit(arguments: dict[str, Any]) -> bool:
     """Makes sure that the ranks mean the same fit, where callbacks of keras_dist take part.
 
     Not compared is what may differ: the data, the number of its batches, `verbose`, callbacks of
@@ -29,14 +30,20 @@ def agree_on_fit(arguments: dict[str, Any]) -> None:
     Args:
         arguments: those of `fit` by name, defaults included.
 
+    Returns:
+        Whether the data of all ranks has been shared out by `keras_dist.data`; True where no
+        callback of keras_dist takes part.
+
     Raises:
         MismatchError: they differ; raised on every rank with the same text.
     """
     ours = [name for one in _flat(arguments["callbacks"]) if (name := _name(one)) is not None]
     if not ours or runtime.size() == 1:
-        return
+        return True
     comm = runtime.communicator()
-    plans = _engine.allgather_object(comm, _plan(arguments, ours), operation=MEETING)
+    mine = _plan(arguments, ours), epochs.is_shared_out(arguments["x"])
+    told = _engine.allgather_object(comm, mine, operation=MEETING)
+    plans = [plan for plan, _ in told]
     for rank, plan in enumerate(plans):
         for name, expected in plans[0].items():
             if plan.get(name) != expected:
@@ -48,6 +55,7 @@ def agree_on_fit(arguments: dict[str, Any]) -> None:
                         SAME_CALLBACKS if name == "callbacks" else f"Pass the same {name}.",
                     )
                 )
+    return all(shared_out for _, shared_out in told)
 
 
 def _plan(arguments: dict[str, Any], ours: list[str]) -> dict[str, str]:

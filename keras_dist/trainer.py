@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 from keras_dist import _backends, _engine, errors, runtime
+from keras_dist.data import epochs
 from keras_dist.distributed import distributed_optimizers, move_outwards
 from keras_dist.fit_plan import agree_on_fit
 
@@ -82,8 +83,9 @@ def _agreed(fit: Callable[..., Any]) -> Callable[..., Any]:
     def agreed(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        agree_on_fit(bound.arguments)
-        return fit(*args, **kwargs)
+        everywhere = agree_on_fit(bound.arguments)
+        with epochs.training_on(bound.arguments["x"], everywhere):
+            return fit(*args, **kwargs)
 
     return agreed
 

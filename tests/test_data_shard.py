@@ -47,7 +47,7 @@ def test_fit_trains_on_a_pipeline():
     assert steps == [0, 1, 2, 3] * 2
 
 
-@pytest.mark.parametrize("data", ["file.txt", None, 3, object(), iter([1])])
+@pytest.mark.parametrize("data", ["file.txt", None, 3, object(), b"x"])
 def test_unknown_data_is_refused_and_the_known_kinds_are_named(data):
     with pytest.raises(errors.ArgumentTypeError, match=r"tf\.data\.Dataset") as caught:
         shard(data, 2)
@@ -75,7 +75,7 @@ def test_whole_numbers_of_numpy_are_taken():
 def test_other_arguments_are_checked():
     with pytest.raises(errors.ArgumentError, match="'uneven', 'pad', 'drop'"):
         shard(np.arange(9), remainder="repeat")
-    with pytest.raises(errors.ArgumentTypeError, match="shuffle to be True or False"):
+    with pytest.raises(errors.ArgumentTypeError, match="shuffle to be True, False or 'global'"):
         shard(np.arange(9), shuffle=1000)
     with pytest.raises(errors.ArgumentTypeError, match="reader to be a function"):
         shard(["a"], reader="tfrecord")
@@ -86,7 +86,8 @@ def test_terms_are_the_arguments_that_ranks_compare():
     assert facts["batch_size"] == 3
     named = {
         "the use of a reader",
-        *"batch_size shuffle seed remainder steps shuffle_buffer".split(),
+        *"batch_size global_batch_size batched shuffle seed remainder steps".split(),
+        "shuffle_buffer",
     }
     assert set(facts) == named
 

@@ -123,12 +123,12 @@ def test_remainders_of_nested_sparse_and_ragged_samples(remainder):
 
 
 def test_the_shuffle_buffer_fits_into_memory():
-    from keras_dist.data import tf_dataset
+    from keras_dist.data import tf_shuffle
 
     image = tf.TensorSpec((512, 512, 4), tf.float32)
-    assert tf_dataset._buffer_count((image, tf.TensorSpec((), tf.int64))) == 63
-    assert tf_dataset._buffer_count(tf.TensorSpec((2,), tf.float32)) == 65536
-    assert tf_dataset._buffer_count(tf.TensorSpec(None, tf.string)) == 1024
+    assert tf_shuffle._buffer_count((image, tf.TensorSpec((), tf.int64))) == 63
+    assert tf_shuffle._buffer_count(tf.TensorSpec((2,), tf.float32)) == 65536
+    assert tf_shuffle._buffer_count(tf.TensorSpec(None, tf.string)) == 1024
 
 
 def test_the_shuffle_buffer_can_be_set():
@@ -310,7 +310,7 @@ def test_listed_files_are_refused_unless_sorted(tmp_path):
     tf.random.set_seed(None)
     for name in "abcd":
         (tmp_path / name).touch()
-    listed = tf.data.Dataset.list_files(f"{tmp_path}/*")
+    listed = tf.data.Dataset.list_files(f"{tmp_path}/*").map(tf.io.read_file)
     with pytest.raises(errors.DataError, match="without a seed"):
         TfSource(listed, terms_of(0, 2, {"batch_size": 1}))
     TfSource(

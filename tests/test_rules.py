@@ -26,7 +26,8 @@ ON_KERAS = (
 )
 DATA = (
     "numpy .runtime .collectives .errors "
-    ".data .data.agreement .data.arrays .data.epochs .data.files .data.partition .data.terms"
+    ".data .data.agreement .data.arrays .data.epochs .data.files .data.indexed .data.kinds "
+    ".data.nested .data.order .data.partition .data.samples .data.streams .data.terms"
 )
 DOCUMENTS = "IPython nbformat traitlets"
 BESIDE = ".timeline.recording .watching.attend"
@@ -63,9 +64,14 @@ TABLE = [
     ("._backends.torch",  "torch numpy .errors ._backends.torch_overlap", "ml_dtypes"),
     ("._backends.torch_overlap", "torch numpy",                               ""),
     (".data.array_dataset",    f"{DATA} keras",                               ""),
+    (".data.stream_dataset",   f"{DATA} keras .data.array_dataset",           ""),
     (".data.tf_arrays",        f"{DATA} tensorflow",                          ""),
-    (".data.tf_dataset",       f"{DATA} tensorflow .data.tf_order",           ""),
+    (".data.tf_dataset",
+        f"{DATA} tensorflow .data.tf_order .data.tf_remainder .data.tf_shuffle", ""),
     (".data.tf_order",         f"{DATA} tensorflow",                          ""),
+    (".data.tf_remainder",     f"{DATA} tensorflow",                          ""),
+    (".data.tf_shuffle",       f"{DATA} tensorflow",                          ""),
+    (".data.torch_loader",     f"{DATA} torch",                               ""),
     (".data.*",                DATA,         "keras tensorflow h5py mpi4py .data.*"),
     (".watching",              "",                                            ""),
     (".watching.gpu",          "",                                            "pynvml"),
@@ -92,6 +98,7 @@ TABLE = [
     (".cli.drawing",           ".watching.job rich",                          ""),
     (".cli.bench",   ".errors .cli.*",                                 ".measuring"),
     (".cli.*",       ".config .ending .errors .launcher ._version .cli.*",  "mpi4py yaml"),
+    (".callbacks.batches",     f"{ON_KERAS} .callbacks.* .data.epochs .data.nested", ""),
     (".callbacks.backup",      f"{ON_KERAS} .callbacks.* .data.epochs",       ""),
     (".callbacks.survival",    f"{ON_KERAS} .callbacks.* .data.epochs",       ""),
     (".callbacks.preemption",  f"{ON_KERAS} .callbacks.* .ending",            ""),
@@ -100,9 +107,9 @@ TABLE = [
     (".collectives.*",  f"{FACE} .config .process_sets .reduce_op .collectives.*",    ""),
     (".asynchronous",          ".runtime ._engine .collectives .errors",      ""),
     (".optimizer",             ON_KERAS,                                      ""),
-    (".distributed",           ON_KERAS,                                      ""),
     (".model_state",           "keras numpy",                                 ""),
-    (".fit_plan",              ON_KERAS,                                      ""),
+    (".distributed",           ON_KERAS,                                      ""),
+    (".fit_plan",              f"{ON_KERAS} .data.epochs",                    ""),
     (".layers",                ON_KERAS,                                      ""),
     (".optimizers",            "keras .errors",                               ""),
     (".compression",           "._engine",                                    ""),
@@ -112,7 +119,7 @@ TABLE = [
     (".saved_terms",           ON_KERAS,                                      ""),
     (".saving",                f"{ON_KERAS} h5py",                            ""),
     (".terms",                 ON_KERAS,                                      ""),
-    (".trainer",               ON_KERAS,                                      ""),
+    (".trainer",               f"{ON_KERAS} .data.epochs",                    ""),
 ]  # fmt: skip
 
 COLLECTIVES = set(

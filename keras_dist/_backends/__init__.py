@@ -116,6 +116,18 @@ class Backend(Protocol):
             What the train function would, with empty logs.
         """
 
+    def first_batch(self, count: int, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Looks at the batch that a train function is about to take.
+
+        Args:
+            count: how many it takes at once.
+            *arguments: what Keras passes to the train function.
+
+        Returns:
+            The batch, as nested tensors, or `None` where it cannot be seen; what to pass to the
+            train function now, in which the batch still is.
+        """
+
     def build_from(self, model: Any, batches: Any) -> None:
         """Creates a model's variables from the shapes of its data, using up none of it.
 

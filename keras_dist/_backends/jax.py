@@ -7,6 +7,7 @@ step cannot be cut, as in a `jax.jit` of the user's own, the primitive becomes a
 """
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "as_dense",
     "build_from",
     "check_model",
+    "first_batch",
     "limit_threads",
     "multiply",
     "pass_over",
@@ -107,6 +109,14 @@ def pass_over(count: int, state: Any, batches: Any) -> tuple[dict[str, Any], Any
         for _ in range(count):
             next(batches)
     return {}, state
+
+
+def first_batch(count: int, state: Any, batches: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Takes a batch from the iterator and puts it in front again. See `Backend.first_batch`."""
+    if not isinstance(batches, Iterator):  # a list, in earlier versions of Keras
+        return (batches[0] if batches else None), (state, batches)
+    taken = list(itertools.islice(batches, 1))
+    return (taken[0] if taken else None), (state, itertools.chain(taken, batches))
 
 
 def build_from(model: Any, batches: Any) -> None:

@@ -9,7 +9,7 @@ same on every rank; XLA cannot compile them, so it compiles what is around them
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ __all__ = [
     "as_dense",
     "build_from",
     "check_model",
+    "first_batch",
     "limit_threads",
     "multiply",
     "pass_over",
@@ -142,6 +143,40 @@ def pass_over(count: int, iterator: Any) -> dict[str, Any]:
     for _ in range(count):
         next(iterator)
     return {}
+
+
+def first_batch(count: int, iterator: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Takes batches from the iterator; gives one of these. See `Backend.first_batch`.
+
+    It has the same type as the other, so nothing is traced anew; which needs dense tensors.
+    """
+    specs = tf.nest.flatten(getattr(iterator, "element_spec", None))
+    if not isinstance(iterator, tf.data.Iterator) or not all(
+        isinstance(spec, tf.TensorSpec) for spec in specs
+    ):
+        return None, (iterator,)
+    taken = [one.get_value() for one in _taken(iterator, count)]
+    if not taken:
+        return None, (iterator,)
+
+    def as_told(*batch: Any) -> Any:
+        tensors = [
+            tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=spec.shape)
+            for tensor, spec in zip(tf.nest.flatten(batch), specs, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(iterator.element_spec, tensors)
+
+    each = [tf.data.Dataset.from_tensors(batch).map(as_told) for batch in taken]
+    again = functools.reduce(lambda one, other: one.concatenate(other), each)
+    return taken[0], (iter(again),)
+
+
+def _taken(iterator: Any, count: int) -> Iterator[Any]:
+    for _ in range(count):
+        one = iterator.get_next_as_optional()
+        if not one.has_value():
+            return
+        yield one
 
 
 def build_from(model: Any, batches: Any) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "as_dense",
     "build_from",
     "check_model",
+    "first_batch",
     "limit_threads",
     "multiply",
     "pass_over",
@@ -121,6 +122,11 @@ def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
 def pass_over(count: int, batches: Any) -> dict[str, Any]:
     """Does nothing: Keras has taken the batches. See `Backend.pass_over`."""
     return {}
+
+
+def first_batch(count: int, batches: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Looks at the list that Keras has made. See `Backend.first_batch`."""
+    return (batches[0] if isinstance(batches, list) and batches else None), (batches,)
 
 
 def build_from(model: Any, batches: Any) -> None:

@@ -9,6 +9,7 @@ Their order matters, and `keras_dist.callbacks()` keeps it:
 
 1. `RootConsoleCallback`: before Keras' own progress bar is told how to print.
 2. `BroadcastGlobalVariablesCallback`: equal weights before anything looks at them.
+   `VerifyBatches` beside it: what it looks at is the batch of the first step.
 3. `UnevenDataCallback`: all ranks at the end of an epoch's steps, before anything else meets.
 4. `AverageStatisticsCallback`: equal statistics before validation and checkpoints use them.
 5. `MetricAverageCallback`: from here on every callback sees the metrics of all ranks, so
@@ -34,6 +35,7 @@ import keras
 
 from keras_dist import config, errors, runtime
 from keras_dist.callbacks.backup import BackupAndRestore
+from keras_dist.callbacks.batches import VerifyBatches
 from keras_dist.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from keras_dist.callbacks.checkpoint import ModelCheckpoint
 from keras_dist.callbacks.console import RootConsoleCallback
@@ -69,6 +71,7 @@ __all__ = [
     "RootOnly",
     "Throughput",
     "UnevenDataCallback",
+    "VerifyBatches",
     "VerifyReplicas",
     "WriteScalars",
     "callbacks",
@@ -124,6 +127,7 @@ def callbacks(
     made: list[keras.callbacks.Callback] = [
         RootConsoleCallback(root_rank),
         BroadcastGlobalVariablesCallback(root_rank),
+        VerifyBatches(root_rank),
         UnevenDataCallback(uneven),
         AverageStatisticsCallback(),
         MetricAverageCallback(root_rank=root_rank),

@@ -48,10 +48,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     at the same place, also when only the root sees the directory.
 
     They go on to the same bits as without interruption where the data comes in the same order. It
-    does when it is not shuffled, and when `keras_dist.data.shard` shuffles arrays, as the epoch
-    that each such data set has come to is kept too; Keras' own shuffling and that of a
-    `tf.data.Dataset` begin anew. On torch dropout needs a seed, or else it draws from torch's own
-    generator.
+    does when it is not shuffled, and when `keras_dist.data` shuffles it, as the epoch that each
+    such data set has come to is kept too; Keras' own shuffling and that of a `tf.data.Dataset`
+    before it is shared out begin anew. With `shuffle="global"` another number of ranks may go on:
+    where the backup was made within an epoch, with the next unseen sample. On torch dropout needs
+    a seed, or else it draws from torch's own generator.
 
     A backup in the midst of an epoch, `save_freq` being a number or a signal having come, resumes
     there: batches that have been learnt are read and passed over, callbacks see them with empty
@@ -94,6 +95,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Gives all ranks what the root finds in the directory, if anything."""
+        if runtime.rank() == self.root_rank:
+            _warn_of_forgetful_data()
         epoch, step, data = self._on_root(self._restore, "to restore the backup in", ANEW)
         # Of an earlier fit of this model it would count again.
         self.model._initial_epoch = epoch
@@ -173,6 +176,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "epoch": self._current_epoch,
             "step": self._step,
             "data": self._data,
+            "ranks": runtime.size(),
+            "global_batch": _global_batch(),
             "variables": _describe(self.model),
         }
         arrays: dict[str, Any] = {ABOUT: np.array(json.dumps(about))}
@@ -215,7 +220,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 _assign_bytes(variable, file[str(number)])
             for number, variable in enumerate(random_states(self.model)):
                 _assign_bytes(variable, file[f"{SEED}{number}"])
-        return about["epoch"], about["step"], about["data"]
+        return about["epoch"], _steps_now(about), about["data"]
 
     def _check(self, written: list[list[Any]], path: pathlib.Path) -> None:
         """Checks that a file was written by a model and an optimizer such as these.
@@ -239,6 +244,46 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 f"{other[1]} in that place",
                 ANEW,
             )
+        )
+
+
+def _global_batch() -> int | None:
+    """Returns the samples in a step of all ranks, where their order is one for any number."""
+    data = epochs.trained()
+    return data.global_batch if data is not None else None
+
+
+def _steps_now(about: dict[str, Any]) -> int:
+    """Returns how many batches of this job have been learnt, by what a backup says of its own."""
+    step, before, now = about["step"], about.get("global_batch"), _global_batch()
+    if before and now and before != now:
+        step, again = divmod(step * before, now)
+        if again:
+            _log.warning(
+                "%d samples are learnt twice in epoch %d: the backup was written after a number "
+                "that is no multiple of the global batch, %d.",
+                again,
+                about["epoch"] + 1,
+                now,
+            )
+    elif step and not now and about.get("ranks", runtime.size()) != runtime.size():
+        _log.warning(
+            "The backup is of %d ranks, and its epoch goes on with %d, which see the data in "
+            "another order: samples of it may come twice or not at all. "
+            "keras_dist.data.shard(..., shuffle='global') has one order for any number of ranks.",
+            about["ranks"],
+            runtime.size(),
+        )
+    return step
+
+
+def _warn_of_forgetful_data() -> None:
+    data = epochs.trained()
+    if data is not None and data.forgets is not None:
+        _log.warning(
+            "A backup cannot keep the order of %s: when it is resumed that begins anew. Give "
+            "shard() the data before it is shuffled.",
+            data.forgets,
         )
 
 

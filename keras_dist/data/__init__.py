@@ -4,29 +4,33 @@ Knows which kind of data is handed to which module; imports no framework before 
 comes in.
 """
 
+import dataclasses
+import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-
-from keras_dist.data import agreement, arrays, files
-from keras_dist.data.partition import Remainder
+from keras_dist.data import agreement, arrays, files, samples, streams
+from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
+from keras_dist.data.kinds import is_a, is_tensor, is_tf_dataset
+from keras_dist.data.partition import Remainder, plan_samples
 from keras_dist.data.terms import Terms
 
-__all__ = ["shard"]
+__all__ = ["sample", "shard", "steps_per_epoch"]
 
 
 def shard(
     data: Any,
     batch_size: int | None = None,
     *,
-    shuffle: bool | None = None,
+    shuffle: bool | Literal["global"] | None = None,
     seed: int = 0,
     remainder: Remainder = "uneven",
     steps: int | None = None,
     reader: Callable[[Sequence[str]], Any] | None = None,
     shuffle_buffer: int | None = None,
+    global_batch_size: int | None = None,
+    batched: bool | None = None,
 ) -> Any:
     """Returns this rank's part of the data, in batches, ready for `fit` or `evaluate`.
 
@@ -37,10 +41,21 @@ def shard(
     ======================================  =============================================
     data                                    what comes back
     ======================================  =============================================
-    numpy arrays, alone or in tuples,       `tf.data.Dataset` of batches with Keras on
-    lists and dicts                         TensorFlow, else `keras.utils.PyDataset`;
-                                            sample i belongs to rank `i % size`.
+    arrays of numpy, pandas or a            `tf.data.Dataset` of batches with Keras on
+    framework, alone or in tuples,          TensorFlow, else `keras.utils.PyDataset`;
+    lists and dicts                         sample i belongs to rank `i % size`.
                                             `batch_size` defaults to 32
+    torch `Dataset`, or `DataLoader`        `DataLoader` with a sampler of this rank; its
+                                            options are kept; sample i to rank `i % size`
+    anything with a length whose            as arrays; `data[i]` is a sample, nested as a
+    `data[i]` is a sample, as of grain      batch is to be
+    `keras.utils.PyDataset`                 `PyDataset`, with its workers; batch i belongs to
+                                            rank `i % size`; there are at least `size`
+    function that makes a generator, what   `PyDataset`; each rank reads all, and element i
+    can be iterated over, an iterator       belongs to rank `i % size`. With `batch_size`
+                                            elements are samples, else batches. Without
+                                            `steps` it is read once, now, to count; an
+                                            iterator needs `steps`
     `tf.data.Dataset` of single samples,    `tf.data.Dataset` of batches; sample i belongs
     with `batch_size`                       to rank `i % size`
     `tf.data.Dataset` of batches, without   `tf.data.Dataset`; batch i belongs to rank
@@ -84,11 +99,13 @@ def shard(
             the number of ranks. For a `tf.data.Dataset`, `None` means that its elements are
             batches already.
         shuffle: whether every rank draws a new order of its part for each epoch. Defaults to
-            True where single samples are shared out. Pass False to evaluate or predict.
+            True where single samples are shared out, and for a `PyDataset`. Pass False to
+            evaluate or predict. `"global"`: one new order of the whole for each epoch, which
+            does not depend on the number of ranks: step k has the same samples wherever the
+            global batch is as large. A `tf.data.Dataset` that ends in `shuffle`, or in
+            `shuffle` and `batch`, is shuffled here in their place, in a buffer as large.
         seed: whole number from which, with rank and epoch, the orders follow: the same
-            number gives the same run, and of arrays also when `BackupAndRestore` resumes it.
-            In a tf.data pipeline TensorFlow's global seed counts too, where one is set.
-            Defaults to 0.
+            number gives the same run, also when `BackupAndRestore` resumes it. Defaults to 0.
         remainder: `"uneven"`, `"pad"` or `"drop"`, see above. Defaults to `"uneven"`.
         steps: batches in an epoch of each rank, where the data is endless or of unknown
             length, or where an epoch is to end early. Then there are exactly so many; of
@@ -126,36 +143,169 @@ def shard(
     """
 
     def survey() -> agreement.Source:
-        terms = Terms(batch_size, shuffle, seed, remainder, steps, reader, shuffle_buffer)
+        terms = Terms(
+            batch_size,
+            shuffle,
+            seed,
+            remainder,
+            steps,
+            reader,
+            shuffle_buffer,
+            global_batch_size,
+            batched,
+        )
         return _source(data, terms)
 
+    return _prepared(survey)
+
+
+def sample(
+    data: Any,
+    batch_size: int | None = None,
+    *,
+    seed: int = 0,
+    steps: int | None = None,
+    global_batch_size: int | None = None,
+) -> Any:
+    """Returns batches that this rank draws at random from the whole data set, ready for `fit`.
+
+    Each rank draws from a stream of its own, so ranks see other batches, and no rank knows what
+    the others have drawn: within an epoch a sample may come several times or not at all. To see
+    each once an epoch, use `shard`.
+
+    Samples are drawn with replacement. Those of a `tf.data.Dataset`, which can only be read one
+    after another, are read over and over and drawn from a buffer, as by `shuffle`.
+
+    Collective: every rank, with the same arguments; blocks.
+
+    Args:
+        data: arrays, pandas, data sets with a length or a `tf.data.Dataset` of single samples, as
+            for `shard`; of a `PyDataset` batches are drawn.
+        batch_size: samples in each step on this rank. Defaults to 32.
+        seed: whole number from which, with rank and epoch, all follows. Defaults to 0.
+        steps: batches in an epoch of each rank. Defaults to as many as all ranks together need
+            for as many samples as there are.
+        global_batch_size: samples in each step on all ranks, in place of `batch_size`.
+
+    Returns:
+        As `shard`.
+
+    Raises:
+        KerasDistError: as `shard`.
+
+    Example:
+    ```python
+    train = keras_dist.data.sample((x_train, y_train), batch_size=64, seed=1)
+    ```
+    """
+
+    def survey() -> agreement.Source:
+        terms = Terms(
+            batch_size,
+            seed=seed,
+            steps=steps,
+            global_batch_size=global_batch_size,
+            draws=True,
+        )
+        if is_tf_dataset(data) and terms.batch_size is None:
+            terms = dataclasses.replace(terms, batched=False)
+        return _source(data, terms)
+
+    return _prepared(survey)
+
+
+def steps_per_epoch(
+    samples: int,
+    batch_size: int | None = None,
+    *,
+    global_batch_size: int | None = None,
+    remainder: Remainder = "uneven",
+) -> int:
+    """Returns the number of batches of each rank in an epoch, as `shard` has it.
+
+    Args:
+        samples: number of samples of the whole data set.
+        batch_size: samples in each step on a rank. Defaults to 32.
+        global_batch_size: samples in each step on all ranks, in place of `batch_size`.
+        remainder: as for `shard`. Defaults to `"uneven"`.
+
+    Raises:
+        DataError: there are fewer samples than ranks.
+        ArgumentError: an argument has an impossible value.
+
+    Example:
+    ```python
+    steps = keras_dist.data.steps_per_epoch(len(x_train), batch_size=64)
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, epochs * steps)
+    ```
+    """
+    terms = Terms(batch_size, remainder=remainder, global_batch_size=global_batch_size)
+    terms.need_samples(samples)
+    each = terms.batch_size or DEFAULT_BATCH_SIZE
+    return plan_samples(samples, terms.size, terms.rank, each, remainder).steps
+
+
+def _prepared(survey: Callable[[], agreement.Source]) -> Any:
     part = agreement.prepare(survey)
-    if _is_tf_dataset(part):
-        # `fit` shuffles arrays only and says so of every other data, on every rank and in
-        # every call; what comes from here has been shuffled as its caller wanted.
-        warnings.filterwarnings("ignore", "`shuffle=True` was passed, but will be ignored")
+    # `fit` shuffles arrays only and says so of every other data, on every rank and in every
+    # call; what comes from here has been shuffled as its caller wanted.
+    warnings.filterwarnings("ignore", "`shuffle=True` was passed, but will be ignored")
     return part
 
 
 def _source(data: Any, terms: Terms) -> agreement.Source:
-    if files.are_files(data):
-        return files.source_of_files(data, terms)
-    if _is_tf_dataset(data):
-        from keras_dist.data.tf_dataset import TfSource
-
-        return TfSource(data, terms)
-    if isinstance(data, np.ndarray | tuple | list | dict):
-        return arrays.ArraySource(data, terms)
+    for is_this, source_of in KINDS:
+        if is_this(data):
+            return source_of(data, terms)
     raise terms.wrong_kind(
-        "data to be numpy arrays (alone or in tuples, lists and dicts), a tf.data.Dataset, "
-        "or a list of file names",
+        "data to be numpy arrays (alone or in tuples, lists and dicts), a tf.data.Dataset, a "
+        "PyDataset, a torch Dataset or DataLoader, something with a length and samples by number, "
+        "a function that makes a generator, an iterator, or a list of file names",
         data,
     )
 
 
-def _is_tf_dataset(data: Any) -> bool:
-    """Tells whether this is a `tf.data.Dataset`, without importing TensorFlow."""
-    return any(
-        kind.__name__ == "DatasetV2" and kind.__module__.startswith("tensorflow.")
-        for kind in type(data).__mro__
-    )
+def _tf_source(data: Any, terms: Terms) -> agreement.Source:
+    from keras_dist.data.tf_dataset import TfSource
+
+    return TfSource(data, terms)
+
+
+def _torch_source(data: Any, terms: Terms) -> agreement.Source:
+    from keras_dist.data.torch_loader import TorchSource
+
+    return TorchSource(data, terms)
+
+
+def _is_torch(data: Any) -> bool:
+    """Tells whether this is a torch data set that knows samples by number, or a loader of one."""
+    inner = data.dataset if is_a(data, "torch", "DataLoader") else data
+    return is_a(inner, "torch", "Dataset") and not is_a(inner, "torch", "IterableDataset")
+
+
+def _is_array(data: Any) -> bool:
+    return isinstance(data, tuple | list | dict) or is_tensor(data)
+
+
+def _has_samples(data: Any) -> bool:
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not _is_text(data)
+
+
+def _is_text(data: Any) -> bool:
+    return isinstance(data, str | bytes | os.PathLike)
+
+
+def _is_stream(data: Any) -> bool:
+    return (callable(data) or hasattr(data, "__iter__")) and not _is_text(data)
+
+
+# The first that fits counts.
+KINDS: list[tuple[Callable[[Any], bool], Callable[[Any, Terms], agreement.Source]]] = [
+    (files.are_files, files.source_of_files),
+    (is_tf_dataset, _tf_source),
+    (_is_array, arrays.ArraySource),
+    (lambda data: is_a(data, "keras", "PyDataset"), samples.PyDatasetSource),
+    (_is_torch, _torch_source),
+    (_has_samples, samples.SampleSource),
+    (_is_stream, streams.StreamSource),
+]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from keras_dist import collectives, errors, runtime
+from keras_dist.data import epochs
 from keras_dist.data.terms import Fact
 
 __all__ = ["Source", "prepare"]
@@ -55,7 +56,9 @@ def prepare(survey: Callable[[], Source]) -> Any:
     _compare([facts for facts, _, _ in reports])
     if source is None:
         raise errors.DataError("No data was surveyed.")
-    return source.part([held for _, held, _ in reports])
+    part = source.part([held for _, held, _ in reports])
+    epochs.note(part, getattr(source, "epochs", None))
+    return part
 
 
 _Report = tuple[list[Fact], int | None, tuple[type[errors.KerasDistError], str] | None]

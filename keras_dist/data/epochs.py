@@ -12,9 +12,22 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-__all__ = ["Epochs", "Shared", "go_on_with", "held", "numbers", "positions", "share_out"]
+__all__ = [
+    "Epochs",
+    "Shared",
+    "go_on_with",
+    "held",
+    "is_shared_out",
+    "is_shared_out_everywhere",
+    "note",
+    "numbers",
+    "positions",
+    "share_out",
+    "trained",
+    "training_on",
+]
 
 
 class Shared(Protocol):
@@ -41,6 +54,10 @@ class Epochs:
     def __init__(self, kind: str, data: Shared | None = None):
         self.kind = kind
         self.number = 0
+        # Samples in a step of all ranks, where their order is one for any number of ranks.
+        self.global_batch: int | None = None
+        # What a later run cannot find again of the order, in words.
+        self.forgets: str | None = None
         # Weakly, or data would wait for the garbage collector.
         self._data = weakref.ref(data) if data is not None else lambda: None
         self._lock = threading.Lock()
@@ -59,6 +76,50 @@ class Epochs:
 
 _serials = itertools.count()
 _living: weakref.WeakValueDictionary[int, Epochs] = weakref.WeakValueDictionary()
+_parts: weakref.WeakKeyDictionary[Any, Epochs | None] = weakref.WeakKeyDictionary()
+_trained_on: Any = None
+_everywhere = True
+
+
+def note(part: Any, epochs: Epochs | None) -> None:
+    """Notes that data has been shared out, and its epochs, where they are counted."""
+    with contextlib.suppress(TypeError):  # a list of names, which no training takes
+        _parts[part] = epochs
+
+
+def is_shared_out(data: Any) -> bool:
+    """Tells whether this is what `keras_dist.data` has made."""
+    try:
+        return data in _parts
+    except TypeError:
+        return False
+
+
+@contextlib.contextmanager
+def training_on(data: Any, everywhere: bool) -> Iterator[None]:
+    """Notes which data a fit trains on, as long as it lasts.
+
+    Args:
+        data: that of this rank.
+        everywhere: whether that of all ranks has been shared out.
+    """
+    global _trained_on, _everywhere
+    before = _trained_on, _everywhere
+    _trained_on, _everywhere = data, everywhere
+    try:
+        yield
+    finally:
+        _trained_on, _everywhere = before
+
+
+def is_shared_out_everywhere() -> bool:
+    """Tells whether `keras_dist.data` has made what is trained on, on all ranks."""
+    return _everywhere
+
+
+def trained() -> Epochs | None:
+    """Returns the epochs of the data that is trained on, where they are counted."""
+    return _parts.get(_trained_on) if is_shared_out(_trained_on) else None
 
 
 def numbers() -> dict[str, int]:

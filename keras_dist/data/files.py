@@ -9,12 +9,12 @@ from typing import Any
 
 from keras_dist import errors
 from keras_dist.data.agreement import Source
+from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
 from keras_dist.data.partition import plan_spread
 from keras_dist.data.terms import Fact, Terms
 
 __all__ = ["FileNames", "FileSource", "are_files", "source_of_files"]
 
-DEFAULT_BATCH_SIZE = 32
 SORTED = "Give shard() the same files in the same order on every rank, as with sorted(files)."
 
 
@@ -60,7 +60,7 @@ class FileNames:
 
     def __init__(self, names: Sequence[str], terms: Terms):
         remedy = "Pass reader, a function from a list of file names to a tf.data.Dataset."
-        reading = ("batch_size", "shuffle", "steps", "shuffle_buffer")
+        reading = "batch_size global_batch_size batched shuffle steps shuffle_buffer draws".split()
         terms.refuse("files without a reader", dict.fromkeys(reading, remedy))
         if len(names) < terms.size:
             raise errors.DataError(
@@ -89,7 +89,9 @@ class FileSource:
 
     def __init__(self, names: Sequence[str], terms: Terms):
         from keras_dist.data.tf_dataset import count_elements
+        from keras_dist.data.tf_shuffle import epochs_of
 
+        _no_global_order(terms)
         self._terms = terms
         self._dataset = _read(names[terms.rank :: terms.size], terms)
         self.held = None if terms.steps else count_elements(self._dataset)
@@ -102,6 +104,8 @@ class FileSource:
                 )
             )
         self.facts = [*_facts(names), *terms.facts()]
+        self.epochs = epochs_of(self.facts, terms)
+        self.epochs.global_batch = None  # files are dealt out, not samples
 
     def part(self, held: Sequence[int | None]) -> Any:
         """Returns this rank's batches, planned from the numbers that all ranks hold."""
@@ -110,7 +114,7 @@ class FileSource:
         terms, batch_size = self._terms, self._terms.batch_size or DEFAULT_BATCH_SIZE
         counts = [count for count in held if count is not None]
         if self.held is None:
-            return limited_batches(self._dataset, terms, batch_size)
+            return limited_batches(self._dataset, terms, self.epochs, whole=False)
         spread = plan_spread(counts, terms.rank, batch_size, terms.remainder)
         if spread is None:
             raise errors.DataError(
@@ -122,7 +126,19 @@ class FileSource:
                     "or a larger batch_size, or remainder='pad'.",
                 )
             )
-        return spread_batches(self._dataset, self.held, spread, terms)
+        return spread_batches(self._dataset, self.held, spread, terms, self.epochs)
+
+
+def _no_global_order(terms: Terms) -> None:
+    if terms.shuffle != "global" and not terms.draws:
+        return
+    raise errors.ArgumentError(
+        terms.explain(
+            "files that all ranks read, for one order of the whole",
+            f"{'sample()' if terms.draws else 'shuffle=global'} of files that each rank has alone",
+            "Pass reader(files), one tf.data.Dataset of all files, in place of the list.",
+        )
+    )
 
 
 def _source_of_elements(names: Sequence[str], terms: Terms) -> Source:

@@ -7,9 +7,10 @@ import dataclasses
 import operator
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from keras_dist import errors, runtime
+from keras_dist.data.order import Way
 from keras_dist.data.partition import Remainder
 
 __all__ = ["Fact", "Terms"]
@@ -36,7 +37,9 @@ class Fact:
 class Terms:
     """The arguments of `shard` with the rank they are for. Checked on creation.
 
-    Args: those of `shard`; `shuffle` is `None` where the user left it open.
+    Args: those of `shard`; `shuffle` is `None` where the user left it open. `draws`: whether each
+        rank draws from the whole at random, as for `sample`. A `global_batch_size` becomes the
+        `batch_size` of each rank.
 
     Raises:
         ArgumentError: an argument has an impossible value.
@@ -44,23 +47,28 @@ class Terms:
     """
 
     batch_size: int | None = None
-    shuffle: bool | None = None
+    shuffle: bool | Literal["global"] | None = None
     seed: int = 0
     remainder: Remainder = "uneven"
     steps: int | None = None
     reader: Callable[[Sequence[str]], Any] | None = None
     shuffle_buffer: int | None = None
+    global_batch_size: int | None = None
+    batched: bool | None = None
+    draws: bool = False
     rank: int = dataclasses.field(default_factory=runtime.rank)
     size: int = dataclasses.field(default_factory=runtime.size)
     where: str = dataclasses.field(default_factory=runtime.where)
     may_shrink: bool = dataclasses.field(default_factory=runtime.may_outlive_ranks)
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "steps", "shuffle_buffer"):
+        for name in ("batch_size", "steps", "shuffle_buffer", "global_batch_size"):
             self._set(name, self._count(name, least=1, optional=True))
         self._set("seed", self._count("seed", least=0, optional=False))
-        if self.shuffle is not None and not isinstance(self.shuffle, bool):
-            raise self.wrong_kind("shuffle to be True or False", self.shuffle)
+        if self.shuffle not in (None, "global") and not isinstance(self.shuffle, bool):
+            raise self.wrong_kind("shuffle to be True, False or 'global'", self.shuffle)
+        if self.batched is not None and not isinstance(self.batched, bool):
+            raise self.wrong_kind("batched to be True or False", self.batched)
         if self.reader is not None and not callable(self.reader):
             raise self.wrong_kind(
                 "reader to be a function from file names to a tf.data.Dataset", self.reader
@@ -74,11 +82,35 @@ class Terms:
                     "See shard() for what each does with samples that do not come out even.",
                 )
             )
+        if self.global_batch_size is not None:
+            self._set("batch_size", self._share_of_batch(self.global_batch_size))
+
+    def _share_of_batch(self, global_batch_size: int) -> int:
+        share, left_over = divmod(global_batch_size, self.size)
+        if self.batch_size not in (None, share):  # of terms that are replaced it is the share
+            expected, remedy = "batch_size or global_batch_size", "Pass one of the two."
+            received = f"batch_size={self.batch_size}, global_batch_size={global_batch_size}"
+        elif left_over or not share:
+            expected = f"global_batch_size to be a multiple of {self.size}, the number of ranks"
+            received = str(global_batch_size)
+            remedy = f"Pass for example {max(1, share) * self.size}."
+        else:
+            return share
+        raise errors.ArgumentError(self.explain(expected, received, remedy))
+
+    @property
+    def way(self) -> Way | None:
+        """In which way an epoch is ordered; none where it keeps the order of the data."""
+        if self.draws:
+            return "draw"
+        if self.shuffle == "global":
+            return "global"
+        return None if self.shuffle is False else "rank"
 
     def facts(self) -> list[Fact]:
         """Returns the arguments on which all ranks must agree."""
-        names = ("batch_size", "shuffle", "seed", "remainder", "steps", "shuffle_buffer")
-        facts = [Fact(name, getattr(self, name)) for name in names]
+        names = "batch_size global_batch_size batched shuffle seed remainder steps shuffle_buffer"
+        facts = [Fact(name, getattr(self, name)) for name in names.split()]
         return [*facts, Fact("the use of a reader", self.reader is not None)]
 
     def explain(self, expected: str, received: str, remedy: str) -> str:

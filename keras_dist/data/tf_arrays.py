@@ -1,16 +1,16 @@
-"""This rank's batches of arrays as a tf.data pipeline."""
+"""This rank's batches as a tf.data pipeline."""
 
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data.arrays import ArrayBatches
+from keras_dist.data.indexed import Batches
 
 __all__ = ["pipeline_of"]
 
 
-def pipeline_of(batches: ArrayBatches) -> tf.data.Dataset:
+def pipeline_of(batches: Batches) -> tf.data.Dataset:
     """Returns a pipeline of the batches; each iteration over it is the next epoch.
 
     The batches are gathered by numpy: arrays that lie in a file are read as they are needed,
@@ -20,7 +20,7 @@ def pipeline_of(batches: ArrayBatches) -> tf.data.Dataset:
     steps = batches.plan.steps
     sizes = batches.sizes
     size = sizes.pop() if len(sizes) == 1 else None
-    arrays = tf.nest.flatten(batches.data)
+    arrays = tf.nest.flatten(batches.rows.example)
     dtypes = [tf.as_dtype(array.dtype) for array in arrays]
 
     def gather(epoch: np.int64, step: np.int64) -> Any:
@@ -30,7 +30,7 @@ def pipeline_of(batches: ArrayBatches) -> tf.data.Dataset:
         tensors = tf.numpy_function(gather, [epoch, step], dtypes)
         for tensor, array in zip(tensors, arrays, strict=True):
             tensor.set_shape((size, *array.shape[1:]))
-        return tf.nest.pack_sequence_as(batches.data, tensors)
+        return tf.nest.pack_sequence_as(batches.rows.example, tensors)
 
     def begin(_: tf.Tensor) -> tf.Tensor:
         epoch = tf.numpy_function(lambda: np.int64(epochs.advance()), [], tf.int64)

@@ -5,16 +5,19 @@ for a remainder: a second pass over a pipeline that shuffles has another order, 
 shift this rank's order of the next epoch against that of the others.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from keras_dist import errors
 from keras_dist.data import tf_order
-from keras_dist.data.partition import Deal, Plan, Spread, plan_deal, plan_samples
+from keras_dist.data.epochs import Epochs
+from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
+from keras_dist.data.partition import Plan, Spread, plan_deal, plan_samples
 from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.tf_remainder import counted, dealt, with_remainder
+from keras_dist.data.tf_shuffle import epochs_of, shuffled
 
 __all__ = [
     "TfSource",
@@ -24,10 +27,6 @@ __all__ = [
     "spread_batches",
     "with_length",
 ]
-
-BUFFER_NBYTES = 256 << 20
-BUFFER_COUNT = 1 << 16
-SAMPLE_NBYTES = 256 << 10  # assumed of samples whose shape is not known
 
 WHOLE = "Give shard() the same whole data set on every rank: it takes the part itself."
 ORDER = (
@@ -53,6 +52,7 @@ class TfSource:
 
     def __init__(self, dataset: tf.data.Dataset, terms: Terms):
         terms.refuse("a tf.data.Dataset", {"reader": "Only a list of files has one."})
+        dataset, terms = _of_samples(dataset, terms)
         if terms.batch_size is None:
             _check_batches(dataset, terms)
         self._terms = terms
@@ -60,13 +60,17 @@ class TfSource:
         self._dataset = _in_order(dataset, terms)
         if self._total is not None:
             self._check_total(self._total)
+        seeds = tf_order.seeds(dataset)
         self.facts = [
             Fact("the kind of data", "a tf.data.Dataset", WHOLE),
             Fact("the number of its elements", self._total, WHOLE),
             Fact("what its elements are", repr(dataset.element_spec), WHOLE),
-            Fact("the seeds of its shuffles", tf_order.seeds(dataset), ORDER),
+            Fact("the seeds of its shuffles", seeds, ORDER),
             *terms.facts(),
         ]
+        self.epochs = epochs_of(self.facts, terms)
+        if seeds and self.epochs.forgets is None:
+            self.epochs.forgets = "a tf.data.Dataset that shuffles before shard() sees it"
 
     def _check_total(self, total: int) -> None:
         terms = self._terms
@@ -77,23 +81,23 @@ class TfSource:
         if total == 0 or (total < terms.size and terms.remainder == "drop"):
             terms.need_samples(total, "batches")
         if total < terms.size and terms.remainder == "uneven":
-            terms.need_samples(int(_counted(self._dataset.unbatch())))
+            terms.need_samples(int(counted(self._dataset.unbatch())))
         terms.need_steps(plan_deal(total, terms.size, terms.remainder).steps)
 
     def part(self, held: Sequence[int | None]) -> tf.data.Dataset:
         """Returns this rank's batches."""
         terms, total = self._terms, self._total
         if terms.batch_size is not None and total is not None:
-            return batches_of_samples(self._dataset, total, terms, terms.batch_size)
-        part = self._dataset.shard(terms.size, terms.rank)
+            return batches_of_samples(self._dataset, total, terms, self.epochs)
         if terms.batch_size is not None:
-            return limited_batches(part, terms, terms.batch_size)
+            return limited_batches(self._dataset, terms, self.epochs)
+        part = self._dataset.shard(terms.size, terms.rank)
         if total is None:
             return _ending_after(part, terms)
         deal = plan_deal(total, terms.size, terms.remainder)
         if terms.steps is not None and terms.steps < deal.steps:
             return _finished(part.take(terms.steps), terms.steps)
-        return _finished(_dealt(self._dataset, deal, terms), deal.steps)
+        return _finished(dealt(self._dataset, deal, terms), deal.steps)
 
 
 def count_elements(dataset: tf.data.Dataset) -> int:
@@ -103,7 +107,7 @@ def count_elements(dataset: tf.data.Dataset) -> int:
     """
     known = int(dataset.cardinality())
     if known == tf.data.UNKNOWN_CARDINALITY:
-        return int(_counted(dataset))
+        return int(counted(dataset))
     return known
 
 
@@ -113,37 +117,83 @@ def with_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def batches_of_samples(
-    dataset: tf.data.Dataset, total: int, terms: Terms, batch_size: int
+    dataset: tf.data.Dataset, total: int, terms: Terms, epochs: Epochs
 ) -> tf.data.Dataset:
     """Returns this rank's batches of a pipeline of `total` single samples."""
+    batch_size = terms.batch_size or DEFAULT_BATCH_SIZE
+    if terms.draws:
+        steps = terms.steps or -(-total // (terms.size * batch_size))
+        drawn = shuffled(dataset.repeat(), terms, epochs, lambda part: part.batch(batch_size, True))
+        return _finished(drawn.take(steps), steps)
     plan = _plan(total, terms, batch_size)
     steps = terms.steps or plan.steps
-    part = dataset.shard(terms.size, terms.rank).take(plan.held)
-    part = _shuffled(part, plan.held, terms)
-    if terms.remainder == "drop":
-        return _finished(part.batch(plan.batch_size, drop_remainder=True).take(steps), steps)
-    batches = part.batch(plan.batch_size)
-    if steps == plan.steps:
-        batches = _with_remainder(batches, plan)
-    return _finished(batches.take(steps), steps)
+
+    def batched(part: tf.data.Dataset) -> tf.data.Dataset:
+        if terms.remainder == "drop":
+            return part.batch(plan.batch_size, drop_remainder=True).take(steps)
+        batches = part.batch(plan.batch_size)
+        return (with_remainder(batches, plan) if steps == plan.steps else batches).take(steps)
+
+    return _finished(shuffled(dataset, terms, epochs, batched, total, plan.held), steps)
 
 
-def limited_batches(part: tf.data.Dataset, terms: Terms, batch_size: int) -> tf.data.Dataset:
-    """Returns `terms.steps` full batches of a part whose length is not known."""
-    part = _shuffled(part, None, terms)
-    return _ending_after(part.batch(batch_size, drop_remainder=True), terms)
+def limited_batches(
+    dataset: tf.data.Dataset, terms: Terms, epochs: Epochs, whole: bool = True
+) -> tf.data.Dataset:
+    """Returns `terms.steps` full batches of a pipeline whose length is not known.
+
+    Args:
+        dataset: the whole of it, or this rank's part.
+        terms: the terms on which it is shared out.
+        epochs: its epochs.
+        whole: which of the two. Defaults to the whole.
+    """
+    batch_size = terms.batch_size or DEFAULT_BATCH_SIZE
+
+    def batched(part: tf.data.Dataset) -> tf.data.Dataset:
+        return part.batch(batch_size, drop_remainder=True)
+
+    return _ending_after(shuffled(dataset, terms, epochs, batched, whole=whole), terms)
 
 
-def spread_batches(part: tf.data.Dataset, held: int, spread: Spread, terms: Terms) -> Any:
+def spread_batches(
+    part: tf.data.Dataset, held: int, spread: Spread, terms: Terms, epochs: Epochs
+) -> tf.data.Dataset:
     """Returns batches of the planned sizes of a part with `held` elements."""
-    part = _shuffled(part, held, terms)
-    if spread.count > held:
-        part = part.repeat()
     sizes = spread.sizes
-    batches = part.take(spread.count).batch(max(sizes), drop_remainder=len(set(sizes)) == 1)
-    if any(size < max(sizes) for size in sizes[:-1]):
-        batches = batches.rebatch(sizes)
-    return _finished(batches, len(sizes))
+
+    def batched(part: tf.data.Dataset) -> tf.data.Dataset:
+        elements = part.repeat() if spread.count > held else part
+        even = len(set(sizes)) == 1
+        batches = elements.take(spread.count).batch(max(sizes), drop_remainder=even)
+        return batches.rebatch(sizes) if any(n < max(sizes) for n in sizes[:-1]) else batches
+
+    return _finished(shuffled(part, terms, epochs, batched, held, whole=False), len(sizes))
+
+
+# --- What is told, and what can be seen
+
+
+def _of_samples(dataset: tf.data.Dataset, terms: Terms) -> tuple[tf.data.Dataset, Terms]:
+    """Returns the pipeline before it is shuffled and batched, where that can be seen or told."""
+    if terms.batched is False and terms.batch_size is None:
+        terms = dataclasses.replace(terms, batch_size=DEFAULT_BATCH_SIZE)
+    samples = terms.batch_size is not None and not terms.batched
+    seen = tf_order.shuffled_last(dataset) if terms.shuffle is not False else None
+    if seen is None or (seen.batch_size is None) is not samples:
+        if terms.batched and terms.batch_size is not None:
+            rows = dataset.unbatch()
+            finite = dataset.cardinality() != tf.data.INFINITE_CARDINALITY
+            dataset = with_length(rows) if finite and terms.steps is None else rows
+        return dataset, terms
+    # What was meant for the whole is the share of a rank.
+    buffer = seen.buffer if terms.shuffle == "global" else -(-seen.buffer // terms.size)
+    return seen.source, dataclasses.replace(
+        terms,
+        batch_size=terms.batch_size or seen.batch_size,
+        shuffle_buffer=terms.shuffle_buffer or buffer,
+        remainder="drop" if seen.drops and terms.remainder == "uneven" else terms.remainder,
+    )
 
 
 # --- Checks
@@ -153,6 +203,7 @@ def _check_batches(dataset: tf.data.Dataset, terms: Terms) -> None:
     terms.refuse(
         "a tf.data.Dataset of batches",
         {
+            "draws": "To draw samples, give sample() single samples.",
             "shuffle": "To shuffle samples, give shard() single samples and a batch_size.",
             "shuffle_buffer": "To shuffle samples, give shard() single samples and a batch_size.",
         },
@@ -186,10 +237,6 @@ def _length(dataset: tf.data.Dataset, terms: Terms) -> int | None:
     raise errors.DataError(terms.explain("data of a known length, or steps", received, remedy))
 
 
-def _counted(dataset: tf.data.Dataset) -> tf.Tensor:
-    return dataset.reduce(np.int64(0), lambda count, *_: count + 1)
-
-
 def _in_order(dataset: tf.data.Dataset, terms: Terms) -> tf.data.Dataset:
     """Returns the pipeline with the same order on all ranks."""
     reason = tf_order.unordered(dataset) if terms.size > 1 else None
@@ -209,89 +256,6 @@ def _in_order(dataset: tf.data.Dataset, terms: Terms) -> tf.data.Dataset:
 
 def _plan(total: int, terms: Terms, batch_size: int) -> Plan:
     return plan_samples(total, terms.size, terms.rank, batch_size, terms.remainder)
-
-
-def _shuffled(part: tf.data.Dataset, held: int | None, terms: Terms) -> tf.data.Dataset:
-    if terms.shuffle is False:
-        return part
-    buffer = terms.shuffle_buffer or _buffer_count(part.element_spec)
-    seed = int(np.random.SeedSequence([terms.seed, terms.rank]).generate_state(1)[0]) | 1
-    return part.shuffle(min(buffer, held or buffer), seed=seed, reshuffle_each_iteration=True)
-
-
-def _buffer_count(element_spec: Any) -> int:
-    """Returns how many samples to shuffle among: as many as fit into the memory for it."""
-    nbytes = sum(map(_nbytes, tf.nest.flatten(element_spec)))
-    return max(1, min(BUFFER_COUNT, BUFFER_NBYTES // max(1, nbytes)))
-
-
-def _nbytes(spec: Any) -> int:
-    if isinstance(spec, tf.TensorSpec) and spec.shape.is_fully_defined() and spec.dtype.size:
-        return int(spec.shape.num_elements()) * int(spec.dtype.size)
-    return SAMPLE_NBYTES
-
-
-def _with_remainder(batches: tf.data.Dataset, plan: Plan) -> tf.data.Dataset:
-    """Returns batches of the planned sizes, from the plain batches of all samples held."""
-    if plan.extra:
-        last = -(-plan.held // plan.batch_size) - 1
-        batches = batches.enumerate().map(
-            lambda index, batch: tf.cond(index == last, lambda: _longer(batch), lambda: batch)
-        )
-    longer_than_planned = plan.held > plan.steps * plan.batch_size
-    begins_another_batch = plan.extra > 0 and plan.held % plan.batch_size == 0
-    if longer_than_planned or begins_another_batch:
-        batches = batches.rebatch(plan.sizes())
-    return batches
-
-
-def _longer(batch: Any) -> Any:
-    """Returns a batch with its first sample once more at the end."""
-    return tf.nest.map_structure(_with_first_again, batch)
-
-
-def _with_first_again(rows: Any) -> Any:
-    if isinstance(rows, tf.SparseTensor):
-        start = tf.zeros_like(rows.dense_shape)
-        first = tf.concat([[1], rows.dense_shape[1:]], axis=0)
-        return tf.sparse.concat(0, [rows, tf.sparse.slice(rows, start, first)])
-    return tf.concat([rows, rows[:1]], axis=0)
-
-
-# --- Batches made by the user
-
-
-def _dealt(dataset: tf.data.Dataset, deal: Deal, terms: Terms) -> tf.data.Dataset:
-    """Returns this rank's batches; the last step is made of what does not come out even.
-
-    A window of batches for each step: a round, and under the last one the pool as well.
-    """
-    if deal.pooled == deal.lent == 0:
-        return dataset.take(deal.dealt).shard(terms.size, terms.rank)
-    width = deal.pooled or terms.size
-    windows = dataset.window(width, shift=terms.size, drop_remainder=deal.pooled > 0)
-
-    def hand_out(step: tf.Tensor, window: Any) -> tf.data.Dataset:
-        batches = tf.data.Dataset.zip(window)
-        is_last = step == deal.steps - 1
-        if deal.lent:
-            return batches.skip(_either(is_last, terms.rank % deal.lent, terms.rank)).take(1)
-        whole = batches.skip(terms.rank).take(_either(is_last, 0, 1))
-        return whole.concatenate(_share_of_rows(batches, is_last, terms))
-
-    return windows.enumerate().flat_map(hand_out)
-
-
-def _share_of_rows(batches: tf.data.Dataset, wanted: tf.Tensor, terms: Terms) -> tf.data.Dataset:
-    """Returns one batch of this rank's even share of the rows; none unless it is wanted."""
-    rows = batches.unbatch()
-    count = tf.cond(wanted, lambda: _counted(rows), lambda: np.int64(0))
-    start, stop = count * terms.rank // terms.size, count * (terms.rank + 1) // terms.size
-    return rows.skip(start).take(stop - start).batch(tf.maximum(stop - start, 1))
-
-
-def _either(condition: tf.Tensor, count: int, otherwise: int) -> tf.Tensor:
-    return tf.where(condition, np.int64(count), np.int64(otherwise))
 
 
 # --- The end of an epoch

@@ -8,12 +8,13 @@ tf.data tells nobody how a pipeline was made, so this reads private attributes, 
 TensorFlow 2.21. Where a later version has none it finds nothing, and sharding goes on.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["seeds", "unordered"]
+__all__ = ["Shuffled", "seeds", "shuffled_last", "unordered"]
 
 # Of functions and serialised pipelines; the classes of pipelines have names of their own.
 RANDOM_OPS = ("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")
@@ -48,6 +49,41 @@ def seeds(dataset: tf.data.Dataset) -> list[tuple[int | None, int | None]]:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Shuffled:
+    """A pipeline that ends in `shuffle`, or in `shuffle` and `batch`, taken apart.
+
+    Args:
+        source: what is shuffled.
+        buffer: samples among which the next is drawn.
+        batch_size: samples in a batch; `None` where there is no `batch`.
+        drops: whether a last batch that is not full is left out.
+    """
+
+    source: tf.data.Dataset
+    buffer: int
+    batch_size: int | None
+    drops: bool
+
+
+def shuffled_last(dataset: tf.data.Dataset) -> Shuffled | None:
+    """Returns what a pipeline is that shuffles anew for each epoch and then at most batches."""
+    batch_size, drops = None, False
+    stage = _past(dataset, "_PrefetchDataset")
+    if type(stage).__name__ in ("_BatchDataset", "_ParallelBatchDataset"):
+        batch_size, drops = _value(stage._batch_size), bool(_value(stage._drop_remainder))
+        stage = _past(stage._input_dataset, "_PrefetchDataset")
+    buffer = _value(getattr(stage, "_buffer_size", None))
+    again = getattr(stage, "_reshuffle_each_iteration", None)
+    if type(stage).__name__ != "_ShuffleDataset" or buffer is None or again is False:
+        return None
+    return Shuffled(stage._input_dataset, buffer, batch_size, drops)
+
+
+def _past(stage: Any, name: str) -> Any:
+    return _past(stage._input_dataset, name) if type(stage).__name__ == name else stage
+
+
 def _stages(dataset: tf.data.Dataset) -> Iterator[Any]:
     """Yields a pipeline's transformations, from the last to the sources."""
     yield dataset
@@ -76,5 +112,5 @@ def _value(seed: Any) -> int | None:
     operation = getattr(seed, "op", None)
     if operation is not None and operation.type == "SelectV2":
         seed = operation.inputs[2]  # in a function tf.data guards the number against (0, 0)
-    value = tf.get_static_value(seed)
+    value = tf.get_static_value(seed) if seed is not None else None
     return None if value is None else int(value)

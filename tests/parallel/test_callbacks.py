@@ -33,6 +33,7 @@ def test_the_list_is_flat_and_in_order():
     assert [type(callback).__name__ for callback in made] == [
         "RootConsoleCallback",
         "BroadcastGlobalVariablesCallback",
+        "VerifyBatches",
         "UnevenDataCallback",
         "AverageStatisticsCallback",
         "MetricAverageCallback",

@@ -50,6 +50,11 @@ def numbers(count):
     return tf.data.Dataset.range(count)
 
 
+def shuffled_before(count, **options):
+    """Numbers whose shuffle does not stand last, so that shard() cannot do it itself."""
+    return numbers(count).shuffle(9, **options).map(lambda number: number)
+
+
 SOURCES = {
     "arrays": lambda **terms: shard(np.arange(total()), BATCH, **terms),
     "samples": lambda **terms: shard(numbers(total()), BATCH, **terms),
@@ -262,7 +267,10 @@ def test_bad_input_is_refused(error, culprit, call):
         ("batch_size", lambda rank: shard(np.arange(50), 2 + rank)),
         ("seed", lambda rank: shard(np.arange(50), 2, seed=rank)),
         ("the kind of data", lambda rank: shard(np.arange(50) if rank else numbers(50), 2)),
-        ("the seeds of its shuffles", lambda rank: shard(numbers(50).shuffle(9, seed=rank), 2)),
+        ("the seeds of its shuffles", lambda rank: shard(shuffled_before(50, seed=rank), 2)),
+        ("the number of samples", lambda rank: shard(range(50 + rank), 2)),
+        ("the number of its elements", lambda rank: shard(lambda: iter(range(50 + rank)), 2)),
+        ("shuffle", lambda rank: shard(range(50), 2, shuffle="global" if rank else True)),
         ("the number of files", lambda rank: shard(["a", "b", "c", "d"] + ["e"] * rank)),
         ("the digest", lambda rank: shard(["a", "b", "c", f"{min(rank, 1)}"])),
     ],
@@ -280,7 +288,7 @@ def test_a_difference_between_ranks_is_refused(label, call):
 
 def test_global_seeds_that_differ_are_noticed():
     tf.random.set_seed(keras_dist.rank())
-    call = lambda: shard(numbers(50).shuffle(9, seed=1), 2)  # noqa: E731
+    call = lambda: shard(shuffled_before(50, seed=1), 2)  # noqa: E731
     if size() == 1:
         call()
     else:
@@ -290,11 +298,9 @@ def test_global_seeds_that_differ_are_noticed():
 def test_a_shuffle_without_a_seed_is_refused():
     tf.random.set_seed(None)
     if size() == 1:
-        shard(numbers(50).shuffle(9), 2)
+        shard(shuffled_before(50), 2)
     else:
-        raised_everywhere(
-            errors.DataError, "without a seed", lambda: shard(numbers(50).shuffle(9), 2)
-        )
+        raised_everywhere(errors.DataError, "without a seed", lambda: shard(shuffled_before(50), 2))
 
 
 def test_trouble_on_one_rank_is_told_on_all():

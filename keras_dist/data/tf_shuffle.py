@@ -1,0 +1,97 @@
+"""Shuffling a tf.data pipeline so that the order of an epoch follows from seed and epoch.
+
+tf.data's own reshuffling keeps its state to itself: a run that is resumed would begin anew.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.data.epochs import Epochs
+from keras_dist.data.terms import Fact, Terms
+
+__all__ = ["epochs_of", "shuffled"]
+
+BUFFER_NBYTES = 256 << 20
+BUFFER_COUNT = 1 << 16
+SAMPLE_NBYTES = 256 << 10  # assumed of samples whose shape is not known
+
+
+def epochs_of(facts: Sequence[Fact], terms: Terms) -> Epochs:
+    """Returns the epochs of a pipeline that is shared out on these terms."""
+    in_one_order = terms.way in (None, "global")
+    sizes = ("batch_size", "global_batch_size", "steps") if in_one_order else ()
+    same = [fact.value for fact in facts if fact.label not in sizes]
+    epochs = Epochs(hashlib.blake2b(repr(same).encode(), digest_size=8).hexdigest())
+    if in_one_order and terms.batch_size is not None:
+        epochs.global_batch = terms.batch_size * terms.size
+    return epochs
+
+
+def shuffled(
+    dataset: tf.data.Dataset,
+    terms: Terms,
+    epochs: Epochs,
+    batched: Callable[[tf.data.Dataset], tf.data.Dataset],
+    total: int | None = None,
+    held: int | None = None,
+    whole: bool = True,
+) -> tf.data.Dataset:
+    """Returns the batches of this rank; each iteration over them is the next epoch.
+
+    Args:
+        dataset: single samples.
+        terms: the terms on which they are shared out.
+        epochs: the epochs of the data.
+        batched: makes batches of this rank's samples.
+        total: number of samples in `dataset`. Defaults to unknown.
+        held: how many of these this rank takes. Defaults to all of its own.
+        whole: whether `dataset` is that of all ranks, or this rank's part. Defaults to the former.
+    """
+    of_all = whole and terms.way in ("global", "draw")
+
+    def mine(samples: tf.data.Dataset) -> tf.data.Dataset:
+        if not whole or terms.way == "draw" or (terms.size == 1 and held in (None, total)):
+            return samples
+        share = samples.shard(terms.size, terms.rank)
+        return share if held is None else share.take(held)
+
+    if terms.way is None:
+        return batched(mine(dataset))
+    buffer = terms.shuffle_buffer or _buffer_count(dataset.element_spec)
+    count = total if of_all or held is None else held
+    buffer = min(buffer, count or buffer)
+    key = [terms.seed] if terms.way == "global" and whole else [terms.seed, terms.rank]
+
+    def begin(_: tf.Tensor) -> tf.Tensor:
+        seed = tf.numpy_function(lambda: _seed([*key, epochs.advance()]), [], tf.int64)
+        return tf.ensure_shape(seed, ())
+
+    def of_epoch(seed: tf.Tensor) -> tf.data.Dataset:
+        tf.random.set_seed(1)  # that of this function alone, in place of the user's for TensorFlow
+        if of_all:
+            return batched(mine(dataset.shuffle(buffer, seed)))
+        return batched(mine(dataset).shuffle(buffer, seed))
+
+    # Options of a pipeline within a function go unnoticed.
+    made = tf.data.Dataset.range(1).map(begin).flat_map(of_epoch)
+    return made.with_options(dataset.options())
+
+
+def _seed(key: Sequence[int]) -> np.int64:
+    return np.int64(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+def _buffer_count(element_spec: Any) -> int:
+    """Returns how many samples to shuffle among: as many as fit into the memory for it."""
+    nbytes = sum(map(_nbytes, tf.nest.flatten(element_spec)))
+    return max(1, min(BUFFER_COUNT, BUFFER_NBYTES // max(1, nbytes)))
+
+
+def _nbytes(spec: Any) -> int:
+    if isinstance(spec, tf.TensorSpec) and spec.shape.is_fully_defined() and spec.dtype.size:
+        return int(spec.shape.num_elements()) * int(spec.dtype.size)
+    return SAMPLE_NBYTES

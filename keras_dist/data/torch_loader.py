@@ -1,0 +1,105 @@
+"""torch's data sets and loaders: a loader whose sampler knows rank and epoch."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from keras_dist import errors
+from keras_dist.data.arrays import no_reader
+from keras_dist.data.indexed import WHOLE, Batches, IndexedSource
+from keras_dist.data.terms import Fact, Terms
+
+__all__ = ["PartSampler", "TorchSource"]
+
+KEPT = (
+    "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator "
+    "prefetch_factor persistent_workers pin_memory_device in_order"
+).split()
+
+
+class TorchSource(IndexedSource):
+    """A torch `Dataset` with a length, alone or in a `DataLoader`, whose options are kept.
+
+    Args:
+        data: the data set or the loader, of the whole on every rank.
+        terms: the terms on which to share it out; what they leave open the loader decides.
+
+    Raises:
+        ArgumentError: the loader has a sampler that shard() does not know.
+    """
+
+    def __init__(self, data: Any, terms: Terms):
+        no_reader("a torch Dataset", terms)
+        if terms.batched:
+            remedy = "Its elements are single samples; leave it out."
+            terms.refuse("a torch Dataset", {"batched": remedy})
+        self._options: dict[str, Any] = {}
+        if isinstance(data, DataLoader):
+            terms = _as_loaded(data, terms)
+            self._options = {name: getattr(data, name) for name in KEPT if hasattr(data, name)}
+            data = data.dataset
+        self._data = data
+        super().__init__(_Samples(data), terms)
+
+    def part(self, held: Sequence[int | None]) -> DataLoader:
+        """Returns a loader of this rank's batches."""
+        return DataLoader(self._data, batch_sampler=PartSampler(self.batches), **self._options)
+
+
+class PartSampler(torch.utils.data.Sampler):
+    """Gives the numbers of the samples of each step; every iteration is the next epoch.
+
+    Args:
+        batches: the batches of this rank.
+    """
+
+    def __init__(self, batches: Batches):
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return self._batches.plan.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch = self._batches.epochs.advance()
+        for step in range(len(self)):
+            yield self._batches.indices(epoch, step).tolist()
+
+
+class _Samples:
+    """The samples of a torch data set, which the loader itself takes."""
+
+    example = None
+
+    def __init__(self, data: Any):
+        self.total = len(data)
+        self.facts = [Fact("the kind of data", f"torch {type(data).__name__}", WHOLE)]
+
+    def take(self, indices: Any) -> Any:
+        raise NotImplementedError("The loader takes samples by their numbers.")
+
+
+def _as_loaded(loader: DataLoader, terms: Terms) -> Terms:
+    """Returns the terms with what the loader says where they are silent."""
+    sampler = loader.sampler
+    known = isinstance(sampler, RandomSampler | SequentialSampler)
+    if loader.batch_size is None or not known or getattr(sampler, "replacement", False):
+        own = loader.batch_sampler if loader.batch_size is None else sampler
+        raise errors.ArgumentError(
+            terms.explain(
+                "a DataLoader that shuffles or keeps the order, with a batch_size",
+                f"one with a {type(own).__name__} of its own",
+                "Leave the sampler out: shard() puts in its own. Or give it the Dataset.",
+            )
+        )
+    shuffle = isinstance(sampler, RandomSampler) if terms.shuffle is None else terms.shuffle
+    drops = loader.drop_last and terms.remainder == "uneven"
+    return dataclasses.replace(
+        terms,
+        batch_size=loader.batch_size if terms.batch_size is None else terms.batch_size,
+        global_batch_size=None,
+        shuffle=shuffle,
+        remainder="drop" if drops else terms.remainder,
+    )
