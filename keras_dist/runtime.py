@@ -188,7 +188,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
 
     Example:
     ```python
-    first = keras_dist.add_process_set([0, 1])
+    first = keras_dist.add_process_set([0])
     ```
     """
     return _process_sets().add(lambda: [as_set(process_set)], "add_process_set")[0]

@@ -108,7 +108,7 @@ def alltoall(
 
     Example:
     ```python
-    mine, counts = keras_dist.alltoall(rows, splits=[2, 0, 5, 1])
+    mine, counts = keras_dist.alltoall(rows, splits=[2, 5])  # two ranks
     ```
     """
     comm = runtime.communicator(process_set)
