@@ -1,0 +1,86 @@
+"""The code on the pages runs, and the pages of the API have every public name."""
+
+import ast
+import re
+from pathlib import Path
+
+import pages
+
+from keras_dist import config
+
+ROOT = pages.ROOT
+
+
+def test_python_on_the_pages_and_in_docstrings_runs(run_ranks, tmp_path):
+    ended = run_ranks(2, Path(pages.__file__), cwd=tmp_path, timeout=600)
+    assert ended.returncode == 0, ended.stdout[-5000:]
+    texts = [*((path, path.read_text()) for path in pages.pages()), *pages.docstrings()]
+    expected = [str(path) for path, text in texts if pages.pieces(text)]
+    assert [file.read_text().split() for file in tmp_path.glob("ran-*")] == [expected, expected]
+
+
+def test_what_runs_is_found():
+    text = """
+<!-- python
+size = 1
+-->
+- In a list:
+
+  ```python
+  size
+  ```
+
+| Horovod | keras_dist | what differs |
+|---|---|---|
+| `hvd.rank()` | `rank()` `size()` | `nothing` |
+| `horovodrun` | `keras-dist run` | |
+
+```sh
+size
+```
+
+<!-- not run: there is no such thing -->
+```python
+sizes
+```
+"""
+    assert pages.pieces(text) == [
+        (3, "size = 1\n", True),
+        (8, "size\n", True),
+        (13, "rank()", True),
+        (13, "size()", True),
+        (22, "sizes\n", False),
+    ]
+
+
+def test_variables_on_the_pages_are_known():
+    known = {variable.name for variable in config.VARIABLES}
+    for path in pages.pages():
+        unknown = set(re.findall(r"KERAS_DIST_\w*[A-Z]", path.read_text())) - known
+        assert not unknown, f"{path}: {unknown}"
+
+
+def test_every_public_name_is_on_a_page_of_the_api():
+    shown = [
+        name
+        for page in ROOT.glob("docs/api/*.md")
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    ]
+    missing = set(public_names()) - set(shown)
+    assert not missing, f"docs/api/: add `::: {sorted(missing)[0]}` to a page, and {missing}"
+    assert len(shown) == len(set(shown)), "a name stands twice"
+
+
+def public_names():
+    """Yields the dotted names that users may use; a name's own page makes it a link."""
+    package = ROOT / "keras_dist"
+    for name in names_in(package / "__init__.py"):
+        yield f"keras_dist.{name}"
+        for room in (package / name / "__init__.py", package / f"{name}.py"):
+            if room.exists():
+                yield from (f"keras_dist.{name}.{inside}" for inside in names_in(room))
+
+
+def names_in(path):
+    found = re.search(r"^__all__ = (\[.*?\])", path.read_text(), re.MULTILINE | re.DOTALL)
+    return ast.literal_eval(found[1])
