@@ -11,8 +11,8 @@ for granted stands in it as a comment that readers do not see:
 learning_rate = 0.1
 -->
 
-Of a table of old lines and new ones the new ones run. `<!-- not run: reason -->` in front of a
-block: it is compiled alone.
+Of a table of old lines and new ones the new ones run. A block that calls `keras_dist.run` is for a
+process that is no rank; one with a line `...` is no whole script, and is compiled alone.
 """
 
 import ast
@@ -25,7 +25,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(
-    r"(?P<skip><!-- not run: [^>]+-->\s*\n)?"
     r"^ *(?:```(?P<language>\w+)|<!-- (?P<hidden>python))\n"
     r"(?P<code>.*?)^ *(?:```|-->)$",
     re.MULTILINE | re.DOTALL,
@@ -88,14 +87,10 @@ def pages():
 
 
 def blocks(text, *languages):
-    """Yields line, code and whether it is to run, of the blocks in some languages."""
+    """Yields line and code of the blocks in some languages."""
     for found in BLOCK.finditer(text):
         if (found["language"] or found["hidden"]) in languages:
-            yield (
-                line_of(text, found.start("code")),
-                textwrap.dedent(found["code"]),
-                not found["skip"],
-            )
+            yield line_of(text, found.start("code")), textwrap.dedent(found["code"])
 
 
 def new_lines(text):
@@ -116,9 +111,16 @@ def is_command(code):
 
 
 def pieces(text):
-    """Returns line, code and whether it is to run, of all Python in a page, in order."""
-    rows = [(line, code, True) for line, code in new_lines(text) if not is_command(code)]
+    """Returns line and code of all Python in a page, in order."""
+    rows = [(line, code) for line, code in new_lines(text) if not is_command(code)]
     return sorted([*blocks(text, "python"), *rows], key=lambda piece: piece[0])
+
+
+def place(code):
+    """Returns where a piece of Python runs: on ranks, outside of them, or nowhere."""
+    if re.search(r"^ *\.\.\.$", code, re.MULTILINE):
+        return "nowhere"
+    return "outside" if "keras_dist.run(" in code else "on ranks"
 
 
 def docstrings():
@@ -135,9 +137,9 @@ def run(path, text):
     """Runs the Python of a text."""
     space = {"__name__": "__main__"}
     exec(PRELUDE if path.suffix == ".md" else PRELUDE + GRANTED, space)
-    for line, code, runs in pieces(text):
+    for line, code in pieces(text):
         compiled = compile("\n" * (line - 1) + code, str(path), "exec")
-        if runs:
+        if place(code) == "on ranks":
             exec(compiled, space)
     space["keras_dist"].shutdown()  # and with it process sets
 

@@ -2,9 +2,12 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pages
+import pytest
 
 from keras_dist import config
 
@@ -17,6 +20,19 @@ def test_python_on_the_pages_and_in_docstrings_runs(run_ranks, tmp_path):
     texts = [*((path, path.read_text()) for path in pages.pages()), *pages.docstrings()]
     expected = [str(path) for path, text in texts if pages.pieces(text)]
     assert [file.read_text().split() for file in tmp_path.glob("ran-*")] == [expected, expected]
+
+
+@pytest.mark.slow
+def test_python_that_starts_ranks_runs(tmp_path):
+    found = [
+        (path, code)
+        for path in pages.pages()
+        for _, code in pages.pieces(path.read_text())
+        if pages.place(code) == "outside"
+    ]
+    for path, code in found:
+        ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=120)
+        assert ended.returncode == 0, path
 
 
 def test_what_runs_is_found():
@@ -39,18 +55,21 @@ size = 1
 size
 ```
 
-<!-- not run: there is no such thing -->
 ```python
-sizes
+...
+keras_dist.run(size)
 ```
 """
     assert pages.pieces(text) == [
-        (3, "size = 1\n", True),
-        (8, "size\n", True),
-        (13, "rank()", True),
-        (13, "size()", True),
-        (22, "sizes\n", False),
+        (3, "size = 1\n"),
+        (8, "size\n"),
+        (13, "rank()"),
+        (13, "size()"),
+        (21, "...\nkeras_dist.run(size)\n"),
     ]
+    assert pages.place("size") == "on ranks"
+    assert pages.place("keras_dist.run(size)") == "outside"
+    assert pages.place("def size():\n    ...\nkeras_dist.run(size)") == "nowhere"
 
 
 def test_variables_on_the_pages_are_known():

@@ -29,7 +29,7 @@ def commands():
     """Yields the place and the words of each command."""
     for path in pages.pages():
         text, name = path.read_text(), path.relative_to(ROOT)
-        for first, code, _ in pages.blocks(text, *SHELL):
+        for first, code in pages.blocks(text, *SHELL):
             for number, line in enumerate(code.replace("\\\n", " ").splitlines(), first):
                 yield from ((f"{name}:{number}", words) for words in split(line))
         for number, code in pages.new_lines(text):
@@ -142,6 +142,6 @@ def test_a_command_that_is_wrong_is_found(there, line):
 
 def test_scripts_on_the_pages_can_be_read_by_bash():
     for path in pages.pages():
-        for line, code, _ in pages.blocks(path.read_text(), *SHELL):
+        for line, code in pages.blocks(path.read_text(), *SHELL):
             ended = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True)
             assert ended.returncode == 0, f"{path}:{line}: {ended.stderr}"
