@@ -22,7 +22,7 @@ OURS = re.compile(r"(\./)?(scripts|examples|benchmarks|tests)/")
 LAUNCHERS = {"mpiexec", "mpirun", "srun"}
 OPTIONS = {"-n": 1, "-np": 1, "--ppn": 1, "--map-by": 1, "--with-ft": 1, "--mpi=pmix": 0}
 # They are the shell's, and those of clusters.
-OTHERS = {"[", "cd", "module", "scontrol", "trap", "wait"}
+OTHERS = {"[", "cd", "module", "scontrol", "ssh", "trap", "wait"}
 
 
 def commands():
@@ -60,6 +60,8 @@ def check(words):
             rest = rest[1 + OPTIONS[rest[0]] :]
         if rest:
             check(rest)
+    elif name == "ssh" and "keras-dist" in rest:
+        check(rest[rest.index("keras-dist") :])
     elif name == "python":
         check_python(*rest)
     elif name == "pip":
