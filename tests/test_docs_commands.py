@@ -22,7 +22,7 @@ OURS = re.compile(r"(\./)?(scripts|examples|benchmarks|tests)/")
 LAUNCHERS = {"mpiexec", "mpirun", "srun"}
 OPTIONS = {"-n": 1, "-np": 1, "--ppn": 1, "--map-by": 1, "--with-ft": 1, "--mpi=pmix": 0}
 # They are the shell's, and those of clusters.
-OTHERS = {"[", "cd", "module", "scontrol", "ssh", "trap", "wait"}
+OTHERS = {"[", "cd", "curl", "module", "scontrol", "scp", "ssh", "trap", "wait"}
 
 
 def commands():
