@@ -236,7 +236,7 @@ def steps_per_epoch(
     Example:
     ```python
     steps = keras_dist.data.steps_per_epoch(len(x_train), batch_size=64)
-    schedule = keras.optimizers.schedules.CosineDecay(0.1, epochs * steps)
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10 * steps)
     ```
     """
     terms = Terms(batch_size, remainder=remainder, global_batch_size=global_batch_size)
