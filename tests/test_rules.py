@@ -26,8 +26,9 @@ ON_KERAS = (
 )
 DATA = (
     "numpy .runtime .collectives .errors "
-    ".data .data.agreement .data.arrays .data.epochs .data.files .data.indexed .data.kinds "
-    ".data.nested .data.order .data.partition .data.samples .data.streams .data.terms"
+    ".data .data.agreement .data.arrays .data.batches .data.block_batches .data.blocks "
+    ".data.epochs .data.files .data.indexed .data.kinds .data.nested .data.order .data.partition "
+    ".data.readers .data.row_source .data.samples .data.segments .data.streams .data.terms"
 )
 DOCUMENTS = "IPython nbformat traitlets"
 BESIDE = ".timeline.recording .watching.attend"
@@ -63,6 +64,7 @@ TABLE = [
     ("._backends.jax_split",   "jax",                                         ""),
     ("._backends.torch",  "torch numpy .errors ._backends.torch_overlap", "ml_dtypes"),
     ("._backends.torch_overlap", "torch numpy",                               ""),
+    (".data.readers",          f"{DATA} ._engine",                            ""),
     (".data.array_dataset",    f"{DATA} keras",                               ""),
     (".data.stream_dataset",   f"{DATA} keras .data.array_dataset",           ""),
     (".data.tf_arrays",        f"{DATA} tensorflow",                          ""),

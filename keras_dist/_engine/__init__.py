@@ -20,6 +20,7 @@ from keras_dist._engine.collectives.reducescatter import reducescatter
 from keras_dist._engine.collectives.slices import reduce_slices
 from keras_dist._engine.communicator import Attendant, Communicator
 from keras_dist._engine.compression import Compression, Compressor, parse_compression
+from keras_dist._engine.files import File
 from keras_dist._engine.line import Handle
 from keras_dist._engine.mailbox import Mailbox
 from keras_dist._engine.mpi_library import (
@@ -52,6 +53,7 @@ from keras_dist._engine.progress import (
 )
 from keras_dist._engine.recovery import Recovery
 from keras_dist._engine.reduce import ReduceOp, parse_factor, parse_op
+from keras_dist._engine.service import Service
 from keras_dist._engine.timeline import step
 from keras_dist._engine.tuning import best_bucket_nbytes
 from keras_dist._engine.wait import waited_seconds, waits
@@ -63,12 +65,14 @@ __all__ = [
     "Communicator",
     "Compression",
     "Compressor",
+    "File",
     "FusedAllreduce",
     "Handle",
     "Mailbox",
     "Part",
     "Recovery",
     "ReduceOp",
+    "Service",
     "adasum",
     "allgather",
     "allgather_object",

@@ -68,8 +68,8 @@ class Communicator:
         self._job = job
         # One collective at a time: TensorFlow may call from any of its threads.
         # Where MPI itself may be called by one thread at a time, all ranks' lock is that of a set.
-        several = mpi is None or mpi.Query_thread() >= mpi.THREAD_MULTIPLE
-        self._stands_in = None if several else job
+        self.may_thread = mpi is None or mpi.Query_thread() >= mpi.THREAD_MULTIPLE
+        self._stands_in = None if self.may_thread else job
         self._lock: Any = threading.RLock()
         self._line: Line | None = None  # takes the lock's place once something is queued
         self._explained = False
@@ -93,6 +93,8 @@ class Communicator:
         self.subsets = 0  # how many process sets there are, this rank in them or not
         self.meetings = 0  # how many there were, equal on all ranks
         self._lane: timeline.Lane | None = None
+        self.aside: Any | None = None  # a duplicate for what threads say to each other
+        self.services: list[Any] = []  # what is closed when all ranks come to the end
         if mpi is not None:
             self.settle((comm if comm is not None else mpi.COMM_WORLD).Dup())
 
@@ -141,6 +143,7 @@ class Communicator:
         # MPI's communicators are left as they are: to free them would take the dead as well.
         self.plans.clear()
         self.absence = None
+        self.aside = None
 
     @property
     def job(self) -> "Communicator":
@@ -176,12 +179,13 @@ class Communicator:
         """
         if self._line is not None:
             self._line.close()
+        self.close_services()
         self.dismiss()
         # Their shared memory is the kernel's again, unless somebody holds results in it.
         self.plans.clear()
         self.node = None
         if self.mpi is not None:
-            for world in self.worlds:
+            for world in filter(None, (self.aside, *self.worlds)):
                 try:
                     world.Free()
                 except self.mpi.Exception:
@@ -214,6 +218,12 @@ class Communicator:
             end = attendant.close if self.recovery is None else attendant.abandon
             end()
         self._attendants = []
+
+    def close_services(self) -> None:
+        """Closes what ranks do for each other behind the script's back. Collective; blocks."""
+        for service in self.services:
+            service.close()
+        self.services.clear()
 
     def queue(self, work: Callable[[], Any], what: str) -> Handle:
         """Queues a collective; a thread runs it in its turn. Does not block.

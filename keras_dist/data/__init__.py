@@ -1,14 +1,14 @@
-"""The data of a job, shared out over its ranks: `shard`.
+"""The data of a job, shared out over its ranks: `shard`, and `hdf5` and `npy` for files.
 
 Knows which kind of data is handed to which module; imports no framework before data of it
 comes in.
 """
 
 import dataclasses
+import importlib
 import os
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from keras_dist.data import agreement, arrays, files, samples, streams
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
@@ -16,7 +16,16 @@ from keras_dist.data.kinds import is_a, is_tensor, is_tf_dataset
 from keras_dist.data.partition import Remainder, plan_samples
 from keras_dist.data.terms import Terms
 
-__all__ = ["sample", "shard", "steps_per_epoch"]
+if TYPE_CHECKING:
+    from keras_dist.data.rows import hdf5, npy
+
+__all__ = ["hdf5", "npy", "sample", "shard", "steps_per_epoch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("hdf5", "npy"):
+        return getattr(importlib.import_module("keras_dist.data.rows"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def shard(
@@ -156,7 +165,7 @@ def shard(
         )
         return _source(data, terms)
 
-    return _prepared(survey)
+    return agreement.prepare(survey)
 
 
 def sample(
@@ -211,7 +220,7 @@ def sample(
             terms = dataclasses.replace(terms, batched=False)
         return _source(data, terms)
 
-    return _prepared(survey)
+    return agreement.prepare(survey)
 
 
 def steps_per_epoch(
@@ -243,14 +252,6 @@ def steps_per_epoch(
     terms.need_samples(samples)
     each = terms.batch_size or DEFAULT_BATCH_SIZE
     return plan_samples(samples, terms.size, terms.rank, each, remainder).steps
-
-
-def _prepared(survey: Callable[[], agreement.Source]) -> Any:
-    part = agreement.prepare(survey)
-    # `fit` shuffles arrays only and says so of every other data, on every rank and in every
-    # call; what comes from here has been shuffled as its caller wanted.
-    warnings.filterwarnings("ignore", "`shuffle=True` was passed, but will be ignored")
-    return part
 
 
 def _source(data: Any, terms: Terms) -> agreement.Source:

@@ -5,6 +5,7 @@ hang at the end of an epoch; a rank whose data comes in another order would trai
 of its neighbours. Knows nothing about any kind of data.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -23,10 +24,10 @@ class Source(Protocol):
         """What must be equal on all ranks."""
 
     @property
-    def held(self) -> int | None:
-        """What may differ: how many elements this rank holds, where that is its own affair."""
+    def held(self) -> Any:
+        """What may differ and all must know, such as how many elements this rank holds."""
 
-    def part(self, held: Sequence[int | None]) -> Any:
+    def part(self, held: Sequence[Any]) -> Any:
         """Returns this rank's part, given the `held` of all ranks."""
 
 
@@ -58,10 +59,13 @@ def prepare(survey: Callable[[], Source]) -> Any:
         raise errors.DataError("No data was surveyed.")
     part = source.part([held for _, held, _ in reports])
     epochs.note(part, getattr(source, "epochs", None))
+    # `fit` shuffles arrays only and says so of every other data, on every rank and in every
+    # call; what comes from here has been shuffled as its caller wanted.
+    warnings.filterwarnings("ignore", "`shuffle=True` was passed, but will be ignored")
     return part
 
 
-_Report = tuple[list[Fact], int | None, tuple[type[errors.KerasDistError], str] | None]
+_Report = tuple[list[Fact], Any, tuple[type[errors.KerasDistError], str] | None]
 
 
 def _attempt(survey: Callable[[], Source]) -> tuple[Source | None, Exception | None]:

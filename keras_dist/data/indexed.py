@@ -12,12 +12,13 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
+from keras_dist.data.batches import for_keras
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.order import Order
 from keras_dist.data.partition import Plan, Rest, plan_for_fewer, plan_samples
 from keras_dist.data.terms import Fact, Terms
 
-__all__ = ["DEFAULT_BATCH_SIZE", "Batches", "IndexedSource", "Rows"]
+__all__ = ["DEFAULT_BATCH_SIZE", "Batches", "IndexedSource", "Rows", "plan_among"]
 
 DEFAULT_BATCH_SIZE = 32
 WHOLE = "Give shard() the same whole data set on every rank: it takes the part itself."
@@ -81,7 +82,7 @@ class IndexedSource:
         self.facts = [*rows.facts, Fact(f"the number of {of}", rows.total, WHOLE), *terms.facts()]
         order = Order(terms.way, terms.seed, rows.total)
         may_shrink = terms.may_shrink and not terms.draws
-        among = functools.partial(_plan_among, rows.total, terms, batch_size, plan.steps)
+        among = functools.partial(plan_among, rows.total, terms, batch_size, plan.steps)
         self.batches = Batches(rows, plan, order, self._kind(order), among if may_shrink else None)
 
     def _kind(self, order: Order) -> str:
@@ -96,22 +97,8 @@ class IndexedSource:
         return self.batches.epochs
 
     def part(self, held: Sequence[int | None]) -> Any:
-        """Returns this rank's batches in the form that suits the backend of Keras.
-
-        A `keras.utils.PyDataset` serves all backends, but on TensorFlow Keras turns it into
-        `Dataset.from_generator`. That sets malloc's trim threshold for the whole process:
-        from then on memory goes back to the kernel between any two steps and is faulted in
-        again, which took 1.7 times the processor time of a small dense model.
-        """
-        import keras
-
-        if keras.config.backend() == "tensorflow" and self.rows.example is not None:
-            from keras_dist.data.tf_arrays import pipeline_of
-
-            return pipeline_of(self.batches)
-        from keras_dist.data.array_dataset import ArrayDataset
-
-        return ArrayDataset(self.batches)
+        """Returns this rank's batches in the form that suits the backend of Keras."""
+        return for_keras(self.batches)
 
 
 class Batches:
@@ -160,6 +147,11 @@ class Batches:
             return self._order(epoch)[start:stop]
 
     @property
+    def example(self) -> Any:
+        """Arrays like a batch, see `Rows`."""
+        return self.rows.example
+
+    @property
     def sizes(self) -> set[int]:
         """The numbers of samples that batches may have; none where they may change."""
         return set(self.plan.sizes()) if self._plan_among is None else set()
@@ -191,9 +183,7 @@ class Batches:
         return order
 
 
-def _plan_among(
-    total: int, terms: Terms, batch_size: int, steps: int, rank: int, size: int
-) -> Plan:
+def plan_among(total: int, terms: Terms, batch_size: int, steps: int, rank: int, size: int) -> Plan:
     """Returns the plan of a rank among so many, of which others may have died."""
     first_rank = rank if size == terms.size else 0
     first = plan_samples(total, terms.size, first_rank, batch_size, terms.remainder).limited(steps)

@@ -5,22 +5,26 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data.indexed import Batches
+from keras_dist.data.batches import Batched
 
 __all__ = ["pipeline_of"]
 
 
-def pipeline_of(batches: Batches) -> tf.data.Dataset:
+def pipeline_of(batches: Batched, ahead: bool = True) -> tf.data.Dataset:
     """Returns a pipeline of the batches; each iteration over it is the next epoch.
 
     The batches are gathered by numpy: arrays that lie in a file are read as they are needed,
     and none is copied into TensorFlow as a whole.
+
+    Args:
+        batches: those of this rank.
+        ahead: whether batches may be made before training asks for them.
     """
     epochs = batches.epochs
     steps = batches.plan.steps
     sizes = batches.sizes
     size = sizes.pop() if len(sizes) == 1 else None
-    arrays = tf.nest.flatten(batches.rows.example)
+    arrays = tf.nest.flatten(batches.example)
     dtypes = [tf.as_dtype(array.dtype) for array in arrays]
 
     def gather(epoch: np.int64, step: np.int64) -> Any:
@@ -30,7 +34,7 @@ def pipeline_of(batches: Batches) -> tf.data.Dataset:
         tensors = tf.numpy_function(gather, [epoch, step], dtypes)
         for tensor, array in zip(tensors, arrays, strict=True):
             tensor.set_shape((size, *array.shape[1:]))
-        return tf.nest.pack_sequence_as(batches.rows.example, tensors)
+        return tf.nest.pack_sequence_as(batches.example, tensors)
 
     def begin(_: tf.Tensor) -> tf.Tensor:
         epoch = tf.numpy_function(lambda: np.int64(epochs.advance()), [], tf.int64)
@@ -41,4 +45,9 @@ def pipeline_of(batches: Batches) -> tf.data.Dataset:
 
     numbered = tf.data.Dataset.range(1).map(begin).flat_map(steps_of)
     known = numbered.map(load).apply(tf.data.experimental.assert_cardinality(steps))
-    return known.prefetch(tf.data.AUTOTUNE)
+    if ahead:
+        return known.prefetch(tf.data.AUTOTUNE)
+    options = tf.data.Options()
+    options.autotune.enabled = False  # it would prefetch by itself
+    options.experimental_optimization.inject_prefetch = False
+    return known.with_options(options)

@@ -30,6 +30,7 @@ def at_the_end(comms: Sequence[Communicator]) -> None:
     for comm in comms:
         comm.finish_queued()
     again(comms[0], lambda: _come_to_the_end(comms))
+    comms[0].close_services()
     comms[0].dismiss()
 
 

@@ -1,0 +1,317 @@
+"""HDF5 and `.npy` files, row by row: every way of reading gives the same, or all ranks refuse."""
+
+import fcntl
+import os
+
+import h5py
+import numpy as np
+import pytest
+from jobs import script
+
+from keras_dist import errors
+from keras_dist.data import hdf5, npy, row_source
+
+ROWS = 1003
+
+# Ranks without a framework: what `fit` would get is what it is made from.
+RANKS = f"""
+import os, signal, sys, time
+import numpy as np
+import keras_dist
+from keras_dist import errors, runtime
+from keras_dist.data import hdf5, npy, row_source
+row_source.for_keras = lambda batches, ahead: batches
+runtime.init()
+rank, size = runtime.rank(), runtime.size()
+os.chdir(sys.argv[1])
+ROWS = {ROWS}
+def batches(data, epochs=2):
+    return [data.batch(e, s) for e in range(epochs) for s in range(data.plan.steps)]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch):
+    monkeypatch.setattr(row_source, "for_keras", lambda batches, ahead: batches)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Files with the same rows in several layouts: row i begins with 6 i, and its label is i."""
+    x, y = np.arange(ROWS * 6, dtype="f4").reshape(ROWS, 2, 3), np.arange(ROWS)
+    with h5py.File(tmp_path / "all.h5", "w", userblock_size=512) as file:
+        file["x"], file["y"], file["big/y"] = x, y, y.astype(">i8")
+        file["short"] = y[:-1]
+        file.create_dataset("chunks", data=x, chunks=(10, 2, 3), compression="gzip")
+    cuts = [0, 400, 410, ROWS]
+    layout = h5py.VirtualLayout((ROWS, 2, 3), "f4")
+    for part in range(3):
+        first, last = cuts[part : part + 2]
+        with h5py.File(tmp_path / f"part{part}.h5", "w") as file:
+            file["x"], file["y"] = x[first:last], y[first:last]
+        source = h5py.VirtualSource(f"part{part}.h5", "x", (last - first, 2, 3))
+        layout[first:last] = source
+    with h5py.File(tmp_path / "virtual.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+        file["y"] = y
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "y.npy", y.astype(">i4"))
+    return tmp_path
+
+
+def epoch(data, number=0):
+    return [data.batch(number, step) for step in range(data.plan.steps)]
+
+
+def check(batches):
+    """Checks that rows and labels belong together and that all are there."""
+    labels = np.concatenate([y for _, y in batches])
+    for x, y in batches:
+        assert x.dtype == "f4" and y.dtype.isnative and x.shape[1:] == (2, 3)
+        assert np.array_equal(x[:, 0, 0], y * 6) and np.array_equal(x[:, 1, 2], y * 6 + 5)
+    assert sorted(labels) == list(range(ROWS))
+    return labels.tolist()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_layouts(folder, shuffle):
+    terms = {"batch_size": 16, "block": 40, "shuffle": shuffle}
+    parts = [folder / f"part{part}.h5" for part in range(3)]
+    made = [
+        hdf5(folder / "all.h5", "x", "y", **terms),
+        hdf5(str(folder / "all.h5"), "x", "big/y", **terms),
+        hdf5(folder / "virtual.h5", "x", "y", **terms),
+        hdf5(parts, "x", "y", **terms),
+        npy(folder / "x.npy", folder / "y.npy", **terms),
+    ]
+    orders = [check(epoch(data)) for data in made]
+    assert all(order == orders[0] for order in orders)
+    assert (orders[0] == sorted(orders[0])) is not shuffle
+    chunks = hdf5(folder / "all.h5", "chunks", "y", **terms)
+    first, second = check(epoch(chunks)), check(epoch(chunks, 1))
+    assert (first == second) is not shuffle
+
+
+def test_structures(folder):
+    data = hdf5(folder / "all.h5", {"a": "x", "b": ["y", "big/y"]}, batch_size=ROWS, shuffle=False)
+    [batch] = epoch(data)
+    assert batch["a"].shape == (ROWS, 2, 3)
+    assert np.array_equal(*batch["b"]) and isinstance(batch["b"], tuple)
+
+
+def test_a_fork_reads_for_itself(folder):
+    data = hdf5(folder / "all.h5", "chunks", "y", batch_size=16, block=40)
+    here = data.batch(0, 3)[1].tolist()
+    pid = os.fork()
+    if pid == 0:
+        # A thread of the parent was reading the next block: it is not here.
+        os._exit(0 if data.batch(0, 3)[1].tolist() == here else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    files = data._reader
+    assert files._open
+    del data
+    assert files._open is None  # closed
+
+
+def test_a_locked_file_is_named_with_the_variable(folder, monkeypatch):
+    monkeypatch.delenv("HDF5_USE_FILE_LOCKING", raising=False)
+    with open(folder / "all.h5") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(errors.DataError, match=r"all\.h5.*HDF5_USE_FILE_LOCKING=FALSE"):
+            hdf5(folder / "all.h5", "x", "y")
+
+
+@pytest.mark.parametrize(
+    ("names", "arguments", "error", "culprit"),
+    [
+        (("z", "y"), {}, errors.DataError, "'z' in .*all.h5.*'big/y', 'chunks'"),
+        (("big", None), {}, errors.DataError, "a data set 'big'"),
+        (("x", "short"), {}, errors.DataError, "'x' 1003, 'short' 1002"),
+        (("x", 3), {}, errors.ArgumentTypeError, "to be a name"),
+        (((), None), {}, errors.DataError, "names of data sets"),
+        (("x", "y"), {"batch_size": 0}, errors.ArgumentError, "batch_size to be at least 1"),
+        (("x", "y"), {"block": 0}, errors.ArgumentError, "block"),
+        (("x", "y"), {"steps": 999}, errors.DataError, "steps=999"),
+        (("x", "y"), {"readers": 2}, errors.ArgumentError, "readers to be 1 to 1"),
+        (("x", "y"), {"mpi_io": "fast"}, errors.ArgumentError, "mpi_io to be one of"),
+        (("x", "y"), {"mpi_io": "collective", "readers": 1}, errors.ArgumentError, "not both"),
+        (("chunks", "y"), {"mpi_io": "independent"}, errors.DataError, "contiguous layout"),
+    ],
+)
+def test_bad_input(folder, names, arguments, error, culprit):
+    with pytest.raises(error, match=culprit):
+        hdf5(folder / "all.h5", *names, **arguments)
+
+
+def test_bad_files(folder, caplog):
+    (folder / "part1.h5").write_bytes(b"no HDF5")
+    (folder / "short.npy").write_bytes((folder / "x.npy").read_bytes()[:-100])
+    np.save(folder / "objects.npy", np.array([{}]))
+    np.save(folder / "few.npy", np.arange(9))
+    parts = [folder / f"part{part}.h5" for part in (0, 1, 2, 3)]
+    with pytest.raises(errors.DataError, match=r"part1\.h5 to be readable"):
+        hdf5(parts, "x", "y")
+    data = hdf5(parts, "x", "y", unreadable="skip")
+    assert sum(len(y) for _, y in epoch(data)) == ROWS - 10
+    assert "leaves out 2 of 4 files" in caplog.text and "part3.h5" in caplog.text
+    with pytest.raises(errors.DataError, match="a file that can be read"):
+        hdf5(parts[1:2], "x", "y", unreadable="skip")
+    for name in ("short", "objects"):
+        with pytest.raises(errors.DataError, match=f"{name}.npy to be readable"):
+            npy(folder / f"{name}.npy")
+    with pytest.raises(errors.DataError, match="files of equal length"):
+        npy(folder / "x.npy", folder / "few.npy")
+    (folder / "part0.h5").unlink()
+    with pytest.raises(errors.DataError, match=r"no file .*part0\.h5"):
+        hdf5(folder / "virtual.h5", "x", "y")
+    with open(folder / "x.npy", "r+b") as file:
+        data = npy(folder / "x.npy", shuffle=False)
+        file.truncate(1000)
+    with pytest.raises(errors.DataError, match="has changed"):
+        epoch(data)
+
+
+WAYS = """
+def order(name, reference, **way):
+    data = hdf5("all.h5", name, "y", 16, block=100, **way)
+    found = batches(data)
+    for x, y in found:
+        assert np.array_equal(x[:, 0, 0], y * 6), way
+    mine = [y.tolist() for _, y in found]
+    steps = data.plan.steps
+    everyone = keras_dist.allgather_object(mine)
+    for one in range(2):
+        rows = [r for rank in everyone for b in rank[one * steps : (one + 1) * steps] for r in b]
+        assert sorted(rows) == list(range(ROWS)), way
+    assert reference is None or mine == reference, way
+    return mine
+
+plain, chunks = order("x", None), order("chunks", None)
+assert plain[: len(plain) // 2] != plain[len(plain) // 2 :]
+order("x", plain, mpi_io="independent")
+order("x", plain, mpi_io="collective")
+for readers in range(1, size):
+    order("x", plain, readers=readers)
+order("chunks", chunks, readers=1)
+found = batches(npy("x.npy", "y.npy", 16, block=100, mpi_io="collective"))
+assert [y.tolist() for _, y in found] == plain
+for remainder in ("pad", "drop"):
+    mine = hdf5("all.h5", "x", "y", 16, remainder=remainder, readers=1)
+    other = hdf5("all.h5", "x", "y", 16, remainder=remainder, mpi_io="collective")
+    same = zip(batches(mine), batches(other), strict=True)
+    assert all(np.array_equal(a[1], b[1]) for a, b in same)
+# Some stop early, while the next block is on its way to them.
+data = hdf5("all.h5", "x", None, 16, readers=1, block=100)
+for step in range(rank):
+    data.batch(0, step)
+print("all the same", flush=True)
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_all_ways_give_the_same_rows(run_ranks, folder, ranks):
+    job = run_ranks(ranks, *script(RANKS + WAYS)[1:], str(folder))
+    assert job.returncode == 0 and job.stdout.count("all the same") == ranks, job.stdout
+
+
+REFUSALS = """
+def refused(kind, culprit, call):
+    try:
+        call()
+    except kind as error:
+        text = str(error)
+    else:
+        raise SystemExit(f"not refused: {culprit}")
+    assert culprit in text and text.startswith("[rank "), text
+    return keras_dist.allgather_object(text)
+
+mine = f"part{rank}.h5"
+texts = refused(errors.DataError, "'no' in all.h5", lambda: hdf5("all.h5", "no"))
+refused(errors.ArgumentError, "batch_size", lambda: hdf5("all.h5", "x", batch_size=0))
+refused(errors.MismatchError, "block", lambda: hdf5("all.h5", "x", block=10 + rank))
+refused(errors.DataError, "at least", lambda: npy("one.npy"))
+refused(errors.MismatchError, "names", lambda: hdf5(mine, "x"))
+# On one node there is another file, or none.
+os.makedirs(f"node{rank}", exist_ok=True)
+if rank == 0:
+    os.link("part0.h5", "node0/a.h5"); os.link("all.h5", "node0/b.h5")
+else:
+    os.link("part2.h5", f"node{rank}/a.h5")
+texts = refused(errors.MismatchError, "as on the first rank", lambda: hdf5(f"node{rank}/a.h5", "x"))
+assert len(set(texts)) == 1 and texts[0].startswith("[rank 1 of 2]")
+texts = refused(errors.DataError, "b.h5 to be readable", lambda: hdf5(f"node{rank}/b.h5", "x"))
+assert all(text.startswith("[rank 1 of 2]") for text in texts)
+few = [f"node{rank}/b.h5", "part0.h5"]
+data = hdf5(few, "x", "y", 16, unreadable="skip")
+assert sum(map(sum, keras_dist.allgather_object([len(y) for _, y in batches(data, 1)]))) == 400
+# Who reads for others need be the only one that can.
+data = hdf5(few, "x", "y", 16, readers=1)
+assert sum(keras_dist.allgather_object(sum(len(y) for _, y in batches(data, 1)))) == ROWS + 400
+# What goes wrong where it is read is told where it is needed.
+if rank == 0:
+    with open("cut.npy", "wb") as file:
+        file.write(open("x.npy", "rb").read())
+keras_dist.barrier()
+data = npy("cut.npy", None, 16, shuffle=False, readers=1, block=40)
+keras_dist.barrier()
+os.truncate("cut.npy", 1000)
+keras_dist.barrier()
+try:
+    batches(data)
+except errors.DataError as error:
+    assert "cut.npy" in str(error) and "[rank 0 of 2]" in str(error)
+    print("all refused", flush=True)
+"""
+
+
+def test_what_is_wrong_on_one_rank_is_told_on_all(run_ranks, folder):
+    np.save(folder / "one.npy", np.arange(1))
+    job = run_ranks(2, *script(RANKS + REFUSALS)[1:], str(folder))
+    assert job.returncode == 0 and job.stdout.count("all refused") == 2, job.stdout
+
+
+ENDS = """
+data = hdf5("all.h5", "x", "y", 16, readers=1, block=40)
+keras_dist.barrier()
+if rank == int(sys.argv[2]):
+    data.batch(0, 0)
+    if sys.argv[3] == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("no more")
+while True:
+    batches(data, 1)
+"""
+
+
+@pytest.mark.parametrize(("rank", "how"), [(0, "dies"), (1, "raises")])
+def test_no_rank_waits_for_one_that_has_gone(run_ranks, folder, rank, how):
+    job = run_ranks(2, *script(RANKS + ENDS)[1:], str(folder), str(rank), how, timeout=30)
+    assert job.returncode != 0
+    assert how == "dies" or "[1] RuntimeError: no more" in job.stdout, job.stdout
+
+
+MEMORY = """
+import resource
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+import h5py
+for name in ("small.h5", "large.h5"):
+    data = hdf5(name, "x", batch_size=64, block=256, readers=int(sys.argv[2]) or None)
+    for step in range(data.plan.steps):
+        data.batch(0, step)
+    runtime.communicator()
+    print(f"peak {name} {peak() >> 20}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+def test_memory_is_bounded_by_blocks(run_ranks, tmp_path, readers):
+    for name, rows in (("small.h5", 4096), ("large.h5", 40960)):
+        with h5py.File(tmp_path / name, "w") as file:
+            file.create_dataset("x", (rows, 1024), "f4", chunks=(128, 1024))  # 16 and 160 MiB
+            file["x"][::128] = 1
+    job = run_ranks(2, *script(RANKS + MEMORY)[1:], str(tmp_path), str(readers))
+    assert job.returncode == 0, job.stdout
+    peaks = [line.split()[1:] for line in job.stdout.splitlines() if line.startswith("peak")]
+    small = max(int(peak) for name, peak in peaks if name == "small.h5")
+    large = max(int(peak) for name, peak in peaks if name == "large.h5")
+    assert large - small <= 8  # blocks are of 1 MiB
