@@ -58,3 +58,13 @@ def test_gan(run_ranks, backend):
     )
     assert said is not None, job.stdout
     assert job.stdout.count("Epoch 2/2") == 1
+
+
+def test_hdf5(run_ranks):
+    script = str(EXAMPLES / "hdf5" / "train.py")
+    job = run_ranks(2, script, "--size", "0.004", "--batch-size", "64", timeout=600)
+    assert "All ways have read the same rows" in last_line(job)
+    number = r" +[\d,]+ \|"
+    lines = re.findall(rf"^([a-zA-Z -]+) +\|{number}{number} (\d+\.\d+)$", job.stdout, re.MULTILINE)
+    assert len({way for way, _ in lines}) == 3, job.stdout
+    assert len({loss for _, loss in lines}) == 1, job.stdout

@@ -4,8 +4,10 @@ A reader takes pieces of row numbers and returns the rows of each column. All wa
 rows; so nothing but speed, and who needs access to the files, depends on the way.
 """
 
+import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +17,15 @@ from keras_dist import _engine, errors, runtime
 from keras_dist.data.blocks import Pieces
 from keras_dist.data.segments import Column, Segment, open_hdf5
 
-__all__ = ["AskingReader", "FileReader", "Flat", "Reader", "TogetherReader", "through_mpi"]
+__all__ = [
+    "AskingReader",
+    "FileReader",
+    "Flat",
+    "Memory",
+    "Reader",
+    "TogetherReader",
+    "through_mpi",
+]
 
 OPEN_FILES = 16
 
@@ -37,6 +47,32 @@ class Flat(Protocol):
         """Closes the file."""
 
 
+class Memory:
+    """Memory for rows, used again once nobody holds an array in it.
+
+    Fresh memory is filled with zeros by the system, which takes as long as to read into it.
+
+    Args:
+        columns: those whose rows it is for.
+    """
+
+    def __init__(self, columns: Sequence[Column]):
+        self._free: dict[Column, list[mmap.mmap]] = {column: [] for column in columns}
+
+    def rows(self, column: Column, pieces: Pieces) -> np.ndarray:
+        """Returns an array for rows of a column, with anything in it."""
+        shape = (int((pieces[:, 1] - pieces[:, 0]).sum()), *column.shape[1:])
+        nbytes = int(np.prod(shape)) * column.dtype.itemsize
+        free = self._free[column]
+        memory = free.pop() if free else mmap.mmap(-1, max(1, nbytes))
+        if len(memory) < nbytes:
+            memory = mmap.mmap(-1, nbytes)
+        # Views hold on to this array, as there is no other behind it.
+        rows: np.ndarray = np.ndarray(shape, column.dtype, buffer=memory)
+        weakref.finalize(rows, free.append, memory).atexit = False
+        return rows
+
+
 class FileReader:
     """Rows from the files themselves, in this process or in a fork of it.
 
@@ -49,7 +85,7 @@ class FileReader:
     """
 
     def __init__(self, columns: Sequence[Column], open_flat: Callable[[str], Flat] | None = None):
-        self._columns = columns
+        self._columns, self._memory = columns, Memory(columns)
         self._begin(open_flat or _Plain)
 
     def _begin(self, open_flat: Callable[[str], Flat]) -> None:
@@ -78,7 +114,7 @@ class FileReader:
             self._open = None
 
     def _rows(self, column: Column, pieces: Pieces) -> np.ndarray:
-        rows = _empty_rows(column, pieces)
+        rows = self._memory.rows(column, pieces)
         done = 0
         for begin, end in pieces.tolist():
             for segment, first, last in column.parts(begin, end):
@@ -149,7 +185,7 @@ class TogetherReader:
 
     def __init__(self, columns: Sequence[Column]):
         comm = runtime.communicator()
-        self._columns = columns
+        self._columns, self._memory = columns, Memory(columns)
         paths = dict.fromkeys(column.segments[0].path for column in columns)
         self._files = {path: _engine.File(comm, path, together=True) for path in paths}
 
@@ -159,7 +195,7 @@ class TogetherReader:
 
     def _rows(self, column: Column, pieces: Pieces) -> np.ndarray:
         (segment,) = column.segments
-        rows = _empty_rows(column, pieces)
+        rows = self._memory.rows(column, pieces)
         places = (segment.offset or 0) + pieces * segment.row_nbytes
         self._files[segment.path].read_together(places, _bytes_of(rows))
         _swap(rows, segment)
@@ -177,7 +213,7 @@ class AskingReader:
     """
 
     def __init__(self, columns: Sequence[Column], servers: Sequence[int]):
-        self._columns, self._pid = columns, os.getpid()
+        self._columns, self._memory, self._pid = columns, Memory(columns), os.getpid()
         self._own = FileReader(columns)
         self.close = self._own.close
         # What it serves with is not what it reads with: one of them waits for the other else.
@@ -196,19 +232,13 @@ class AskingReader:
         """
         if not self._asks or os.getpid() != self._pid or not len(pieces):
             return self._own.read(pieces)
-        rows = [_empty_rows(column, pieces) for column in self._columns]
+        rows = [self._memory.rows(column, pieces) for column in self._columns]
         try:
             self._service.ask(pieces.reshape(-1), [_bytes_of(array) for array in rows])
         except errors.RankLostError:
             self._asks = False
             return self._own.read(pieces)
         return rows
-
-
-def _empty_rows(column: Column, pieces: Pieces) -> np.ndarray:
-    """Returns memory for the rows of a column."""
-    count = int((pieces[:, 1] - pieces[:, 0]).sum())
-    return np.empty((count, *column.shape[1:]), column.dtype)
 
 
 def _bytes_of(rows: np.ndarray) -> np.ndarray:
