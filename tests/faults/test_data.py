@@ -1,0 +1,46 @@
+"""Ranks that read for others, and one of them dies where the others can go on."""
+
+import numpy as np
+import pytest
+
+READING = """
+import signal
+import numpy as np
+import keras_dist
+from keras_dist.data import epochs, npy, row_source
+row_source.for_keras = lambda batches, ahead: batches
+runtime.init()
+rank = runtime.rank()
+data = npy(os.environ["ROWS"], None, 16, block=40, readers=1)
+rows = []
+for step in range(data.plan.steps):
+    if rank == int(os.environ["DIES"]) and step == 5:
+        fault()
+        os.kill(os.getpid(), signal.SIGKILL)
+    rows += data.batch(0, step).tolist()
+    keras_dist.allreduce(np.float32(1))
+    if step == 7:
+        read = keras_dist.allgather_object(epochs.positions())
+        with epochs.held():
+            epochs.share_out(runtime.rank(), runtime.size(), read)
+rows = [row for part in keras_dist.allgather_object(rows) for row in part]
+print(f"rows {len(rows)} {len(set(rows))}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("dies", [0, 2])
+def test_the_others_read_on_and_share_out_the_rest(job, open_mpi, tmp_path, dies):
+    np.save(tmp_path / "rows.npy", np.arange(1003))
+    variables = {"ROWS": str(tmp_path / "rows.npy"), "DIES": str(dies)}
+    ended = job(
+        3,
+        READING,
+        bare=True,
+        python=open_mpi,
+        options=("--with-ft", "ulfm"),
+        KERAS_DIST_ON_FAILURE="continue",
+        **variables,
+    )
+    assert ended.returncode == 0, ended.stdout
+    # But for what the dead had read, and had not in the steps before all shared out anew.
+    assert ended.stdout.count(f"rows {1003 - 8 * 16} {1003 - 8 * 16}") == 2, ended.stdout
