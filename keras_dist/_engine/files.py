@@ -9,6 +9,7 @@ at any time, and nobody waits for anybody.
 
 import contextlib
 import threading
+from typing import Any
 
 import numpy as np
 
@@ -37,10 +38,10 @@ class File:
 
     def __init__(self, comm: Communicator, path: str, together: bool):
         self._comm, self._path, self._mpi = comm, path, comm.mpi
-        self._turn = contextlib.nullcontext() if comm.may_thread or together else comm.lock
+        self._together = together
         self._use = threading.Lock()
         try:
-            with self._turn:
+            with self._turn():
                 world = comm.world if together else self._mpi.COMM_SELF
                 self._file = self._mpi.File.Open(world, path, self._mpi.MODE_RDONLY)
         except self._mpi.Exception as failure:
@@ -60,7 +61,7 @@ class File:
             part = target[low : low + MAX_NBYTES]
             status = self._mpi.Status()
             try:
-                with self._turn, self._use:
+                with self._turn(), self._use:
                     self._file.Read_at(offset + low, part, status)
             except self._mpi.Exception as failure:
                 raise self._error("to be readable through MPI", str(failure)) from failure
@@ -95,11 +96,16 @@ class File:
     def close(self) -> None:
         """Closes the file. Collective where it is read together."""
         if not self._mpi.Is_finalized():
-            with self._turn, self._use:
+            with self._turn(), self._use:
                 self._file.Close()
 
-    def _check(self, status: object, target: np.ndarray) -> None:
-        count = status.Get_count(self._mpi.BYTE)  # type: ignore[attr-defined]
+    def _turn(self) -> Any:
+        """What is held around calls of MPI, where it takes one at a time."""
+        free = self._comm.may_thread or self._together
+        return contextlib.nullcontext() if free else self._comm.lock
+
+    def _check(self, status: Any, target: np.ndarray) -> None:
+        count = status.Get_count(self._mpi.BYTE)
         if count != target.size:
             raise self._error(f"to have {target.size} more bytes", str(count))
 
