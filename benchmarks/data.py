@@ -64,7 +64,7 @@ def main():
         work(options.worker)
         return
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    before, rounds = load(), 3 if options.quick else 7
+    before, rounds = load(), 3 if options.quick else 5
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         nbytes = 200_000_000 if options.quick else 2_000_000_000
         sizes = {"small.h5": nbytes // 10, "large.h5": nbytes}
@@ -193,12 +193,10 @@ def time_training(task):
         ]
     )
     model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(1e-3)), "mse")
-    steps = 100 if path.stat().st_size < 1e9 else 400
+    # A few blocks for each rank; the file is long enough for as many with --quick.
+    steps = min(160, path.stat().st_size // (4 * GRID * BATCH * keras_dist.size()))
     made = {
-        name: hdf5(
-            path, steps=min(steps, path.stat().st_size // (4096 * BATCH * 4)), **OPTIONS[name]
-        )
-        for name in ("shuffled", "readers", "mpi")
+        name: hdf5(path, steps=steps, **OPTIONS[name]) for name in ("shuffled", "readers", "mpi")
     }
 
     def rate(name):
