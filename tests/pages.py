@@ -54,6 +54,7 @@ model.compile(optimizer, loss="mse")
 # What examples in docstrings take for granted besides.
 GRANTED = """
 import pathlib
+import h5py
 import tensorflow as tf
 
 size, rate, value, loss = keras_dist.size(), 0.01, 1.0, 0.5
@@ -76,6 +77,10 @@ if keras_dist.rank() == 0:
     with tf.io.TFRecordWriter("train/0.tfrecord") as file:
         for row in x_train:
             file.write(row.tobytes())
+    np.save("x.npy", x_train)
+    np.save("y.npy", y_train)
+    with h5py.File("train.h5", "w") as file:
+        file["images"], file["labels"] = x_train, y_train
 keras_dist.barrier()
 """
 

@@ -314,4 +314,4 @@ def test_memory_is_bounded_by_blocks(run_ranks, tmp_path, readers):
     peaks = [line.split()[1:] for line in job.stdout.splitlines() if line.startswith("peak")]
     small = max(int(peak) for name, peak in peaks if name == "small.h5")
     large = max(int(peak) for name, peak in peaks if name == "large.h5")
-    assert large - small <= 8  # blocks are of 1 MiB
+    assert large - small <= 24  # of 72 MiB more for each rank; blocks are of 1 MiB
