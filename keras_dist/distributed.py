@@ -17,7 +17,7 @@ from keras import ops
 
 from keras_dist import errors, runtime, saved_terms
 from keras_dist.model_state import MULTI_OPTIMIZER, optimizers_inside, optimizers_of
-from keras_dist.reduction import GradientReduction
+from keras_dist.reduction import GradientReduction, check_not_reduced
 
 __all__ = [
     "attach",
@@ -174,6 +174,7 @@ class _Distributed:
         # `_clip_gradients`, the one call between accumulation and update, is not told of
         # which variables the gradients are.
         self._keras_dist.variables = list(trainable_variables)
+        check_not_reduced(grads)  # before some passes are gathered, where nobody can tell
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:

@@ -116,7 +116,7 @@ def random_states(model: keras.Model) -> list[Any]:
 
 def variable_name(variable: Any) -> str:
     """Returns the path by which a user knows a variable, such as `dense/kernel`."""
-    path = getattr(variable, "path", None) or variable.name
+    path = getattr(variable, "path", None) or getattr(variable, "name", None) or "a tensor"
     return re.sub(r":\d+$", "", str(path))
 
 

@@ -10,13 +10,7 @@ from keras_dist.distributed import attach, check_local, is_distributed
 from keras_dist.model_state import MULTI_OPTIMIZER, optimizers_inside
 from keras_dist.process_sets import ProcessSet
 from keras_dist.reduction import GradientReduction
-from keras_dist.terms import (
-    Terms,
-    parse_groups,
-    parse_layers,
-    parse_passes,
-    parse_predivide,
-)
+from keras_dist.terms import parse_layers, parse_terms
 from keras_dist.trainer import watch_models
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer"]
@@ -99,27 +93,18 @@ def DistributedOptimizer(
     """
     where = runtime.where()
     _check_optimizer(optimizer, where)
-    parsed = _parse_op(op, average_aggregated_gradients, where)
-    predivide = parse_predivide(gradient_predivide_factor, parsed, where)
-    passes = parse_passes(backward_passes_per_step, where)
-    grouped = parse_groups(groups, where)
-    compressor = _engine.parse_compression(compression, where)
-    # Raises where there is no such set.
-    if runtime.includes_me(process_set) and parsed is _engine.ReduceOp.ADASUM:
-        _engine.check_power_of_two(runtime.communicator(process_set))
-    _accumulate(optimizer, passes, where)
-    terms = Terms(
-        op=parsed,
-        process_set=process_set,
-        sets=runtime.ranks_of(process_set),
-        compression=compressor,
-        predivide=predivide,
-        sparse_as_dense=bool(sparse_as_dense),
-        groups=grouped,
-        passes=passes,
-        averages=bool(average_aggregated_gradients),
-        scale_local=bool(scale_local_gradients),
+    terms = parse_terms(
+        op,
+        process_set,
+        compression,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        groups=groups,
+        scale_local_gradients=scale_local_gradients,
     )
+    _accumulate(optimizer, terms.passes, where)
     # What Keras' own optimizers do with a gradient is known.
     own = not isinstance(optimizer, MULTI_OPTIMIZER) and all(
         type(one).__module__.startswith("keras.src.")
@@ -182,30 +167,6 @@ def _check_optimizer(optimizer: Any, where: str) -> None:
                 "Wrap it once; wrapped twice it would average twice.",
             )
         )
-
-
-def _parse_op(op: Any, averages: bool, where: str) -> _engine.ReduceOp:
-    """Returns the op, one that has a meaning for gradients."""
-    parsed = _engine.parse_op(op, where)
-    if parsed not in (_engine.ReduceOp.AVERAGE, _engine.ReduceOp.SUM, _engine.ReduceOp.ADASUM):
-        raise errors.ArgumentError(
-            errors.explain(
-                where,
-                "op to be Average, Sum or Adasum for gradients",
-                parsed.value,
-                "Use Average.",
-            )
-        )
-    if parsed is _engine.ReduceOp.ADASUM and averages:
-        raise errors.ArgumentError(
-            errors.explain(
-                where,
-                "op to be Average or Sum where average_aggregated_gradients is set",
-                parsed.value,
-                "Leave average_aggregated_gradients out.",
-            )
-        )
-    return parsed
 
 
 def _accumulate(optimizer: Any, passes: int, where: str) -> None:

@@ -12,13 +12,15 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_dist import _backends, _engine, runtime
+from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.model_state import variable_name
 from keras_dist.replicas import SAME_MODEL
 from keras_dist.terms import Terms
 
-__all__ = ["GradientReduction", "sum_over_ranks"]
+__all__ = ["GradientReduction", "check_not_reduced", "mark_reduced", "sum_over_ranks"]
 
+# On a gradient: that it has been reduced, by a tape.
+REDUCED = "_keras_dist_reduced"
 # The last gradients of a model are ready first: reducing begins before the rest has come.
 FIRST_NBYTES = 2**20
 
@@ -60,8 +62,12 @@ class GradientReduction:
             gradients: this rank's gradients.
             variables: the variables that they are of.
             when: see `Backend.reduce_gradients`.
+
+        Raises:
+            ArgumentError: a tape has reduced them.
         """
         comm = self.communicator()
+        check_not_reduced(gradients)
         terms, backend = self.terms, _backends.active()
         local = {id(variable) for variable in self.local_variables()}
         mine = [id(variable) in local or comm is None for variable in variables]
@@ -153,6 +159,31 @@ class GradientReduction:
         self, comm: _engine.Communicator, name: str, values: np.ndarray, indices: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         return _engine.reduce_slices(comm, values, indices, self.terms.op, name, tells=True)
+
+
+def mark_reduced(gradients: list[Any]) -> list[Any]:
+    """Marks gradients as reduced, for those who would do it again; returns them."""
+    for gradient in gradients:
+        if gradient is not None:
+            setattr(gradient, REDUCED, True)
+    return gradients
+
+
+def check_not_reduced(gradients: Sequence[Any]) -> None:
+    """Checks that no tape has reduced gradients.
+
+    Raises:
+        ArgumentError: one has. They would be averaged, or added up, twice.
+    """
+    if any(getattr(gradient, REDUCED, False) for gradient in gradients):
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                "gradients of this rank alone, which this optimizer reduces",
+                "those of a DistributedGradientTape, which has reduced them",
+                "Use the tape with a plain optimizer, or a plain tape with this one.",
+            )
+        )
 
 
 def sum_over_ranks(comm: _engine.Communicator, tensor: Any, name: str) -> Any:

@@ -44,6 +44,7 @@ __all__ = [
     "outlive_ranks",
     "overlaps",
     "rank",
+    "ranks_by_id",
     "ranks_of",
     "remove_process_set",
     "shutdown",
@@ -249,6 +250,15 @@ def ranks_of(process_set: ProcessSet | None) -> tuple[Ranks, ...]:
     if process_set is None or process_set is global_process_set:
         return ()
     return _process_sets().made_with(process_set)
+
+
+def ranks_by_id(process_set_id: int) -> Ranks:
+    """Returns the ranks of the process set with an id, 0 for that of all.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    return _process_sets().ranks_by_id(process_set_id)
 
 
 def find_process_set(wanted: Sequence[Ranks]) -> ProcessSet | None:

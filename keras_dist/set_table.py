@@ -58,6 +58,18 @@ class SetTable:
         """Returns the ranks of a set and of those that were made together with it."""
         return tuple(self._ranks[number] for number in process_set._entry)
 
+    def ranks_by_id(self, number: int) -> Ranks:
+        """Returns the ranks of the set with an id.
+
+        Raises:
+            ArgumentError: there is none.
+        """
+        if number in self._ranks:
+            return self._ranks[number]
+        expected = f"the id of a process set, of {sorted(self._ranks)}"
+        remedy = "Add the set first, and pass its process_set_id."
+        raise errors.ArgumentError(errors.explain(self.job.where(), expected, repr(number), remedy))
+
     def find(self, wanted: Sequence[Ranks]) -> ProcessSet | None:
         """Returns a set that has some of these ranks, one that this rank is in if there is any.
 

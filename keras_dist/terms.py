@@ -14,7 +14,15 @@ import numpy as np
 from keras_dist import _engine, errors, runtime
 from keras_dist.process_sets import ProcessSet
 
-__all__ = ["Groups", "Terms", "parse_groups", "parse_layers", "parse_passes", "parse_predivide"]
+__all__ = [
+    "Groups",
+    "Terms",
+    "parse_groups",
+    "parse_layers",
+    "parse_passes",
+    "parse_predivide",
+    "parse_terms",
+]
 
 #: so many groups of equal number, or the variables of each group
 Groups = int | tuple[tuple[Any, ...], ...]
@@ -49,6 +57,15 @@ class Terms:
     scale_local: bool = True
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """What is equal for equal terms."""
+        groups = self.groups
+        if not isinstance(groups, int):
+            groups = tuple(tuple(id(variable) for variable in group) for group in groups)
+        fields = dict(vars(self), groups=groups, compression=self.compression.name)
+        return tuple(fields.values())
+
+    @property
     def dense(self) -> bool:
         """Whether rows of an embedding's gradient become dense first."""
         return self.sparse_as_dense or self.op is _engine.ReduceOp.ADASUM
@@ -76,6 +93,47 @@ class Terms:
         at = {id(variable): position for position, variable in enumerate(variables)}
         found = [[at[id(v)] for v in group if id(v) in at] for group in self.groups]
         return [sorted(positions) for positions in found if positions]
+
+
+def parse_terms(
+    op: Any,
+    process_set: Any,
+    compression: Any,
+    *,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    sparse_as_dense: bool = False,
+    groups: Any = None,
+    scale_local_gradients: bool = True,
+) -> Terms:
+    """Returns the terms of these arguments, which are those of `keras_dist.DistributedOptimizer`.
+
+    Raises:
+        ArgumentTypeError: as that.
+        ArgumentError: as that.
+    """
+    where = runtime.where()
+    parsed = _parse_op(op, average_aggregated_gradients, where)
+    predivide = parse_predivide(gradient_predivide_factor, parsed, where)
+    passes = parse_passes(backward_passes_per_step, where)
+    grouped = parse_groups(groups, where)
+    compressor = _engine.parse_compression(compression, where)
+    # Raises where there is no such set.
+    if runtime.includes_me(process_set) and parsed is _engine.ReduceOp.ADASUM:
+        _engine.check_power_of_two(runtime.communicator(process_set))
+    return Terms(
+        op=parsed,
+        process_set=process_set,
+        sets=runtime.ranks_of(process_set),
+        compression=compressor,
+        predivide=predivide,
+        sparse_as_dense=bool(sparse_as_dense),
+        groups=grouped,
+        passes=passes,
+        averages=bool(average_aggregated_gradients),
+        scale_local=bool(scale_local_gradients),
+    )
 
 
 def parse_passes(passes: Any, where: str) -> int:
@@ -158,6 +216,30 @@ def parse_layers(layers: Any) -> tuple[Any, ...]:
     return listed
 
 
+def _parse_op(op: Any, averages: bool, where: str) -> _engine.ReduceOp:
+    """Returns the op, one that has a meaning for gradients."""
+    parsed = _engine.parse_op(op, where)
+    if parsed not in (_engine.ReduceOp.AVERAGE, _engine.ReduceOp.SUM, _engine.ReduceOp.ADASUM):
+        raise errors.ArgumentError(
+            errors.explain(
+                where,
+                "op to be Average, Sum or Adasum for gradients",
+                parsed.value,
+                "Use Average.",
+            )
+        )
+    if parsed is _engine.ReduceOp.ADASUM and averages:
+        raise errors.ArgumentError(
+            errors.explain(
+                where,
+                "op to be Average or Sum where average_aggregated_gradients is set",
+                parsed.value,
+                "Leave average_aggregated_gradients out.",
+            )
+        )
+    return parsed
+
+
 def _positive(number: Any, expected: str, remedy: str, where: str) -> int:
     if not isinstance(number, numbers.Integral) or isinstance(number, bool):
         received = f"{number!r} of type {type(number).__name__}"
@@ -168,4 +250,5 @@ def _positive(number: Any, expected: str, remedy: str, where: str) -> int:
 
 
 def _is_variable(thing: Any) -> bool:
-    return isinstance(thing, keras.Variable)
+    # A loop by hand may have variables of its framework.
+    return isinstance(thing, keras.Variable) or hasattr(thing, "assign")

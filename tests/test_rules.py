@@ -34,6 +34,7 @@ DOCUMENTS = "IPython nbformat traitlets"
 BESIDE = ".timeline.recording .watching.attend"
 SETS = "numpy ._engine .errors .process_sets"
 FACE = "numpy .runtime ._backends ._engine .errors"
+LOOPS = f"{ON_KERAS} .builds .compression .optimizer"
 TABLE = [
     # room                     may import                                     inside functions
     (".",                      ".ending .launcher ._version",                         ".*"),
@@ -85,7 +86,7 @@ TABLE = [
     (".watching.prometheus",   ".watching.job",                               ""),
     (".watching.gather",       "._engine .watching.job .watching.report",     ""),
     (".watching.attend",  "._engine .config .errors .watching.*",             ""),
-    (".tensorflow.*",          f"tensorflow {FACE} .tensorflow.*",            ""),
+    (".tensorflow.*",          f"tensorflow {LOOPS} ._backends.tensorflow .tensorflow.*", ""),
     (".torch.*",               f"torch {FACE} .torch.*",                      ""),
     (".cli.run_notebook",      ".errors",                            "yaml .notebook"),
     (".timeline.control",      ".runtime .errors .timeline.recording",        ""),
@@ -114,6 +115,7 @@ TABLE = [
     (".fit_plan",              f"{ON_KERAS} .data.epochs",                    ""),
     (".layers",                ON_KERAS,                                      ""),
     (".optimizers",            "keras .errors",                               ""),
+    (".builds",                ".runtime ._engine .errors",                   ""),
     (".compression",           "._engine",                                    ""),
     (".reduce_op",             "._engine",                                    ""),
     (".reduction",             ON_KERAS,                                      ""),

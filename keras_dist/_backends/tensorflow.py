@@ -26,12 +26,16 @@ __all__ = [
     "first_batch",
     "limit_threads",
     "multiply",
+    "on_host",
     "pass_over",
     "pin_device",
     "reduce_gradients",
     "sum_over_ranks",
     "train_step_for_host",
 ]
+
+# XLA shows it where it meets what it cannot compile.
+NODE = "keras_dist_calls_the_host.leave_out_jit_compile"
 
 
 def pin_device(local_rank: int, local_size: int) -> str | None:
@@ -92,14 +96,8 @@ def reduce_gradients(
         for number, bucket in enumerate(fused.buckets):
             members = [dense[slot.index] for slot in bucket.slots]
             inputs = [gradients[i] for i in members]
-            outputs = tf.numpy_function(
-                fused.bound_to(number), inputs, [tensor.dtype for tensor in inputs]
-            )
-            if len(members) == 1 and not isinstance(outputs, list | tuple):
-                outputs = [outputs]  # an eager call gives a single output bare
-            for i, output in zip(members, outputs, strict=True):
-                output.set_shape(shapes[i])
-                reduced[i] = output
+            outputs = on_host(fused.bound_to(number), inputs, [shapes[i] for i in members])
+            reduced.update(zip(members, outputs, strict=True))
     for i in backwards:
         if i not in reduced:
             reduced[i] = _reduce_rows(
@@ -113,14 +111,38 @@ def sum_over_ranks(tensor: Any, reduce: Callable[[np.ndarray], np.ndarray]) -> A
 
     @tf.custom_gradient
     def total(local: Any) -> tuple[Any, Callable[[Any], Any]]:
-        return on_host(local), on_host
+        return summed(local), summed
 
-    def on_host(local: Any) -> Any:
-        result = tf.numpy_function(reduce, [local], local.dtype)
-        result.set_shape(local.shape)
-        return result
+    def summed(local: Any) -> Any:
+        return on_host(reduce, [local], [local.shape])[0]
 
     return total(tensor)
+
+
+def on_host(
+    function: Callable[..., Any],
+    tensors: Sequence[Any],
+    shapes: Sequence[Any],
+    dtypes: Sequence[Any] | None = None,
+) -> list[Any]:
+    """Runs a function of numpy arrays on tensors: now, or where the graph runs.
+
+    Args:
+        function: takes an array for each tensor, gives one for each of `shapes`: a list, or a
+            single one as it is.
+        tensors: what it is given.
+        shapes: of the results; `None` where a dimension is known only then.
+        dtypes: of the results. Defaults to those of `tensors`.
+    """
+    dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else list(dtypes)
+    outputs = tf.numpy_function(function, tensors, dtypes, name=NODE)
+    if not dtypes:
+        return []
+    # An eager call gives a single output bare.
+    listed = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+    for output, shape in zip(listed, shapes, strict=True):
+        output.set_shape(shape)
+    return listed
 
 
 def add_up_rows(gradients: Sequence[Any]) -> list[Any]:
@@ -210,11 +232,6 @@ def _add_up(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 def _reduce_rows(
     slices: tf.IndexedSlices, shape: tuple[int, ...], reduce_slices: Callable[..., Any]
 ) -> tf.IndexedSlices:
-    values, indices = tf.numpy_function(
-        reduce_slices,
-        [slices.values, slices.indices],
-        [slices.values.dtype, slices.indices.dtype],
-    )
-    values.set_shape((None, *shape[1:]))
-    indices.set_shape((None,))
+    given = [slices.values, slices.indices]
+    values, indices = on_host(reduce_slices, given, [(None, *shape[1:]), (None,)])
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)

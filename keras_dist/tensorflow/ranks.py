@@ -1,0 +1,62 @@
+"""Ranks and sizes as operations: found out when the graph runs, not when it is traced."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist import runtime
+from keras_dist.tensorflow.host import collective, operation
+
+__all__ = ["local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op"]
+
+
+@operation
+def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """Returns the number of ranks, int32.
+
+    Args:
+        process_set_id: the id of the set whose size it is. Defaults to that of all ranks.
+        name: accepted; has no effect.
+
+    Raises:
+        InvalidArgumentError: there is no such set.
+    """
+    return _number(lambda: len(runtime.ranks_by_id(process_set_id)))
+
+
+@operation
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """Returns whether this rank is in a process set, 0 or 1, int32.
+
+    Args:
+        process_set_id: the id of the set. Defaults to that of all ranks.
+        name: accepted; has no effect.
+
+    Raises:
+        InvalidArgumentError: there is no such set.
+    """
+    return _number(lambda: int(runtime.rank() in runtime.ranks_by_id(process_set_id)))
+
+
+@operation
+def rank_op(name: str | None = None) -> Any:
+    """Returns the number of this process among all, int32."""
+    return _number(runtime.rank)
+
+
+@operation
+def local_rank_op(name: str | None = None) -> Any:
+    """Returns the number of this process among those on its node, int32."""
+    return _number(runtime.local_rank)
+
+
+@operation
+def local_size_op(name: str | None = None) -> Any:
+    """Returns the number of processes on this node, int32."""
+    return _number(runtime.local_size)
+
+
+def _number(function: Callable[[], int]) -> Any:
+    return collective(lambda: np.int32(function()), [], [()], [tf.int32])[0]

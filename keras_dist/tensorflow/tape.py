@@ -1,0 +1,252 @@
+"""DistributedGradientTape: a tape of TensorFlow's whose gradients are those of all ranks.
+
+All gradients of a call are one plan of buckets, as an optimizer's are. Tapes come and go with each
+step, so what reduces for them is kept here: one for each set of terms.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist import errors, runtime
+from keras_dist.process_sets import ProcessSet, global_process_set
+from keras_dist.reduce_op import Average, ReduceOp
+from keras_dist.reduction import GradientReduction, mark_reduced
+from keras_dist.tensorflow.arguments import chosen_groups
+from keras_dist.tensorflow.host import operation
+from keras_dist.terms import Terms, parse_layers, parse_terms
+
+__all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
+
+_reductions: dict[Any, GradientReduction] = {}
+
+
+def DistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    op: ReduceOp | str = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Makes a tape that averages its gradients over the ranks.
+
+    Use it or `DistributedOptimizer`, not both: such an optimizer refuses gradients that a tape
+    has reduced.
+
+    Collective: not this call, but `gradient`: every rank must call it with the same sources, in
+    the same order, and the same arguments here.
+
+    Args:
+        gradtape: the tape, recorded or about to record; persistent or not. It stays as it is.
+        device_dense: accepted; has no effect, gradients travel through the host.
+        device_sparse: as `device_dense`.
+        compression: as for `keras_dist.DistributedOptimizer`, as are those below.
+        sparse_as_dense: whether an embedding's gradient is reduced as a whole in place of its
+            rows. Defaults to `False`.
+        op: `Average`, `Sum` or `Adasum`, or its name. Defaults to `Average`.
+        gradient_predivide_factor: an average divides by it before the sum over the ranks.
+            Defaults to 1.0.
+        num_groups: deprecated: `groups` as a number.
+        groups: which gradients travel together: a number of groups, or lists of sources.
+        process_set: the ranks that average among themselves; `gradient` is an error on the
+            others. Defaults to all.
+        scale_local_gradients: whether gradients of local sources are divided by the number of
+            ranks, as averaged ones are. Defaults to `True`.
+
+    Returns:
+        A tape of the same class, with three methods that differ:
+        `gradient(target, sources, output_gradients=None, use_generic_names=False)` gives
+        gradients of all ranks; `register_local_source(source)` leaves a source to each rank;
+        `get_local_and_global_gradients`, with the arguments of `gradient`, gives two lists of
+        pairs of source and gradient: those of local sources, and those of the others.
+
+    Raises:
+        InvalidArgumentError: an argument cannot be used. It is an `ArgumentError`, or an
+            `ArgumentTypeError`.
+
+    Example:
+    ```python
+    with tf.GradientTape() as tape:
+        loss = loss_of(y, model(x, training=True))
+    tape = hvd.DistributedGradientTape(tape)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    ```
+    """
+    return PartialDistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        None,
+        scale_local_gradients,
+    )
+
+
+@operation
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    op: ReduceOp | str = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: keras.Layer | Iterable[keras.Layer] | None = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Makes a `DistributedGradientTape` that leaves some layers to each rank.
+
+    Args:
+        gradtape: as for `DistributedGradientTape`, as are all but `local_layers`.
+        device_dense: accepted; has no effect.
+        device_sparse: accepted; has no effect.
+        compression: what gradients look like between nodes.
+        sparse_as_dense: whether rows of an embedding's gradient become dense first.
+        op: `Average`, `Sum` or `Adasum`.
+        gradient_predivide_factor: by what an average divides before the sum.
+        num_groups: deprecated: `groups` as a number.
+        groups: which gradients travel together.
+        process_set: the ranks that average among themselves.
+        local_layers: a layer or a list of layers whose trainable variables are local sources.
+        scale_local_gradients: whether their gradients are divided by the number of ranks.
+
+    Returns:
+        A tape, as `DistributedGradientTape`.
+
+    Raises:
+        InvalidArgumentError: as `DistributedGradientTape`.
+    """
+    layers = parse_layers(local_layers)
+    if not isinstance(gradtape, tf.GradientTape) or isinstance(gradtape, _DistributedTape):
+        raise errors.ArgumentTypeError(
+            errors.explain(
+                runtime.where(),
+                "a tf.GradientTape that is not distributed yet",
+                f"{gradtape!r} of type {type(gradtape).__name__}",
+                "Wrap the tape of the step once.",
+            )
+        )
+    terms = parse_terms(
+        op,
+        process_set,
+        compression,
+        gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        groups=chosen_groups(groups, num_groups),
+        scale_local_gradients=scale_local_gradients,
+    )
+    base = type(gradtape)
+    made: Any = object.__new__(type(base.__name__, (_DistributedTape, base), {}))
+    # What has been recorded is shared; which of the two records from now on is the user's choice.
+    made.__dict__.update(gradtape.__dict__)
+    made._keras_dist_terms = terms
+    made._keras_dist_local = [v for layer in layers for v in layer.trainable_variables]
+    return made
+
+
+class _DistributedTape:
+    """What makes a tape distributed. Comes before the tape's own class."""
+
+    _keras_dist_terms: Terms
+    _keras_dist_local: list[Any]
+
+    def register_local_source(self, source: Any) -> None:
+        """Leaves a source out of the reduction: each rank keeps its own gradient.
+
+        Args:
+            source: a variable, or a tensor that is watched.
+        """
+        self._keras_dist_local.append(source)
+
+    @operation
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """Returns the gradients of all ranks, in the structure of `sources`.
+
+        Collective: every rank, with the same sources in the same order; blocks.
+
+        Args:
+            target: what is differentiated.
+            sources: variables or watched tensors, in any structure.
+            output_gradients: as for `tf.GradientTape.gradient`.
+            use_generic_names: accepted; has no effect, gradients meet by their order.
+            unconnected_gradients: as for `tf.GradientTape.gradient`.
+        """
+        own = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
+        flat = tf.nest.flatten(sources)
+        # `IndexedSlices` are one gradient, not three tensors.
+        gradients = self._reduced(tf.nest.flatten(own, expand_composites=False), flat)
+        return tf.nest.pack_sequence_as(sources, gradients)
+
+    def get_local_and_global_gradients(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Returns pairs of source and gradient: those of local sources, then those of all ranks.
+
+        Collective: as `gradient`.
+
+        Args:
+            target: as for `gradient`.
+            sources: as for `gradient`.
+            output_gradients: as for `gradient`.
+            use_generic_names: as for `gradient`.
+        """
+        gradients = self.gradient(target, sources, output_gradients, use_generic_names)
+        flat = tf.nest.flatten(sources)
+        pairs = list(zip(flat, tf.nest.flatten(gradients), strict=True))
+        local = {id(source) for source in self._keras_dist_local}
+        return (
+            [pair for pair in pairs if id(pair[0]) in local],
+            [pair for pair in pairs if id(pair[0]) not in local],
+        )
+
+    def _reduced(self, gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+        unknown = [source for source in sources if not source.shape.is_fully_defined()]
+        if unknown:
+            raise errors.ArgumentError(
+                errors.explain(
+                    runtime.where(),
+                    "sources whose shapes are known when the step is traced",
+                    f"one of shape {unknown[0].shape}",
+                    "Pass variables; reduce the gradients of others by hvd.grouped_allreduce.",
+                )
+            )
+        return mark_reduced(self._reduction()(gradients, sources))
+
+    def _reduction(self) -> GradientReduction:
+        """Returns what reduces on the terms of this tape, and has made plans for its sources."""
+        terms, local = self._keras_dist_terms, self._keras_dist_local
+        key = (terms.key, tuple(id(source) for source in local))
+        if key not in _reductions:
+            # Not lent: nobody knows how long a script keeps the gradients of a tape.
+            _reductions[key] = GradientReduction(terms, lend=False)
+            _reductions[key].registered.extend(local)
+        return _reductions[key]

@@ -1,0 +1,375 @@
+"""keras_dist.tensorflow: tensors in, tensors out, eagerly and in a graph, with gradients."""
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("of the TensorFlow backend alone", allow_module_level=True)
+
+import tensorflow as tf
+
+import keras_dist
+import keras_dist.tensorflow as hvd
+
+RANKS = range(hvd.size())
+SIZE, RANK = hvd.size(), hvd.rank()
+MEAN = (SIZE - 1) / 2  # of the ranks
+DTYPES = "uint8 int8 uint16 int16 int32 int64 float16 bfloat16 float32 float64 complex64".split()
+several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+
+
+def in_both(function, *arguments):
+    """Returns the result of a function called eagerly, and asserts that a graph gives the same."""
+    eager = function(*arguments)
+    graph = tf.function(function)(*arguments)
+    for one, other in zip(tf.nest.flatten(eager), tf.nest.flatten(graph), strict=True):
+        np.testing.assert_array_equal(one, other)
+    return eager
+
+
+def mine(rows=2, dtype="float32", columns=3):
+    """A tensor whose every element is this rank's number plus one."""
+    return tf.cast(tf.fill([rows, columns], RANK + 1), dtype)
+
+
+def gradient_of(function, tensor, weights=None):
+    """Returns the gradient of the results' sum, or weighted sum, eagerly and in a graph."""
+
+    def gradient(given):
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            result = function(given)
+        return tape.gradient(result, given, output_gradients=weights)
+
+    return in_both(gradient, tensor).numpy()
+
+
+# --- Ranks
+
+
+def test_rank_and_size_operations_equal_the_functions():
+    def numbers():
+        return [
+            hvd.rank_op(),
+            hvd.size_op(),
+            hvd.local_rank_op(),
+            hvd.local_size_op(),
+            hvd.process_set_included_op(),
+        ]
+
+    expected = [RANK, SIZE, hvd.local_rank(), hvd.local_size(), 1]
+    assert [int(number) for number in in_both(numbers)] == expected
+    with pytest.raises(ValueError, match="the id of a process set"):
+        hvd.size_op(process_set_id=77)
+    assert hvd.mpi_built() and hvd.mpi_enabled() and not hvd.gloo_enabled()
+    assert (hvd.nccl_built(), hvd.cuda_built(), hvd.gloo_built()) == (0, False, False)
+
+
+# --- Values
+
+
+def test_allreduce_of_every_dtype_with_every_op():
+    expected = {
+        hvd.Sum: sum(rank + 1 for rank in RANKS),
+        hvd.Min: 1,
+        hvd.Max: SIZE,
+        hvd.Product: np.prod([rank + 1 for rank in RANKS]),
+    }
+
+    def reduced(op):
+        tensors = [mine(dtype=dtype) for dtype in DTYPES]
+        if op in (hvd.Min, hvd.Max):
+            tensors.pop()  # complex numbers have no order
+        return hvd.grouped_allreduce(tensors, op=op)
+
+    for op, value in expected.items():
+        for dtype, result in zip(DTYPES, in_both(reduced, op), strict=False):
+            assert result.dtype == dtype and result.shape == (2, 3)
+            assert np.all(result.numpy() == value), (op, dtype)
+    averaged = hvd.allreduce(mine())
+    np.testing.assert_allclose(averaged, MEAN + 1)
+    assert int(hvd.allreduce(tf.constant(RANK + 1))) == int(MEAN + 1)  # truncated
+    assert not bool(hvd.allreduce(tf.constant(RANK > 0), op="min"))
+
+
+def test_prescale_and_postscale_factors():
+    def scaled():
+        before = hvd.allreduce(mine(dtype="int32"), op=hvd.Sum, prescale_factor=1.7)
+        after = hvd.allreduce(mine(dtype="float16"), op=hvd.Sum, postscale_factor=0.5)
+        return before, after
+
+    before, after = in_both(scaled)
+    assert np.all(before.numpy() == sum(int(1.7 * (rank + 1)) for rank in RANKS))
+    assert np.all(after.numpy() == SIZE * (MEAN + 1) / 2)
+
+
+def test_average_is_deprecated_and_excludes_op():
+    with pytest.warns(DeprecationWarning, match="Average"):
+        averaged = hvd.allreduce(tf.constant(float(RANK)), average=True)
+    with pytest.warns(DeprecationWarning, match="Sum"):
+        total = hvd.allreduce(tf.constant(float(RANK)), average=False)
+    assert (float(averaged), float(total)) == (MEAN, MEAN * SIZE)
+    with pytest.raises(ValueError, match="either op or average"):
+        hvd.allreduce(tf.constant(1.0), average=True, op=hvd.Sum)
+
+
+def rows(dtype="float32"):
+    """Each rank has row 1 of 5 twice and a row of its own."""
+    values = tf.cast(tf.fill([3, 2], RANK + 1), dtype)
+    indices = tf.constant([1, 2 + RANK % 3, 1], tf.int64)
+    return tf.IndexedSlices(values, indices, dense_shape=tf.constant([5, 2], tf.int64))
+
+
+def test_indexed_slices_equal_the_dense_reduction_also_among_dense_ones():
+    def both(op):
+        sparse, plain = hvd.grouped_allreduce([rows(), mine()], op=op)
+        alone = tf.convert_to_tensor(hvd.allreduce(rows(), op=op))
+        dense = hvd.allreduce(tf.convert_to_tensor(rows()), op=op)
+        return tf.convert_to_tensor(sparse), alone, dense, plain
+
+    for op in (hvd.Sum, hvd.Average):
+        sparse, alone, dense, plain = in_both(both, op)
+        np.testing.assert_allclose(sparse, dense, rtol=1e-6)
+        np.testing.assert_allclose(alone, dense, rtol=1e-6)
+        np.testing.assert_allclose(plain, (MEAN + 1) * (SIZE if op is hvd.Sum else 1))
+    for wrong in ({"op": hvd.Max}, {"op": hvd.Adasum}, {"prescale_factor": 2.0}):
+        with pytest.raises(NotImplementedError, match="sparse_as_dense"):
+            hvd.allreduce(rows(), **wrong)
+
+
+def test_allgather_of_other_lengths_and_dtypes():
+    def gathered():
+        tensors = [mine(1 + RANK, dtype) for dtype in DTYPES]
+        bools = hvd.allgather(tf.fill([1], RANK == 0))
+        return *hvd.grouped_allgather(tensors), bools
+
+    *results, bools = in_both(gathered)
+    expected = np.repeat([rank + 1 for rank in RANKS], [rank + 1 for rank in RANKS])
+    for dtype, result in zip(DTYPES, results, strict=True):
+        assert result.dtype == dtype
+        np.testing.assert_array_equal(result[:, 0].numpy().astype(complex), expected)
+    np.testing.assert_array_equal(bools, [rank == 0 for rank in RANKS])
+
+
+def test_broadcast_from_every_root_and_in_place():
+    variables = [tf.Variable(mine()), keras.Variable(np.full(2, RANK), dtype="int32")]
+
+    def sent(root):
+        return hvd.broadcast(mine(dtype="bfloat16"), root), hvd.broadcast(tf.constant(RANK), root)
+
+    for root in RANKS:
+        values, number = in_both(sent, root)
+        assert np.all(values.numpy() == root + 1) and int(number) == root
+        variables[0].assign(mine())
+        assert hvd.broadcast_(variables, root)[0] is variables[0]
+        assert np.all(variables[0].numpy() == root + 1)
+    assert np.all(np.asarray(variables[1]) == 0)
+
+
+def test_alltoall_with_and_without_splits():
+    rows_of = tf.repeat(mine(1), SIZE * (RANK + 1), axis=0)
+
+    def sent():
+        some, received = hvd.alltoall(rows_of, splits=tf.fill([SIZE], RANK + 1))
+        nothing, none = hvd.alltoall(rows_of, splits=[0] * SIZE)
+        to_last = [0] * (SIZE - 1) + [1]
+        last, came = hvd.alltoall(rows_of, splits=to_last)
+        return some, received, hvd.alltoall(rows_of), nothing, none, last, came
+
+    some, received, equal, nothing, none, last, came = in_both(sent)
+    expected = np.repeat([rank + 1 for rank in RANKS], [rank + 1 for rank in RANKS])
+    np.testing.assert_array_equal(some[:, 0], expected)
+    np.testing.assert_array_equal(equal, some)
+    np.testing.assert_array_equal(received, [rank + 1 for rank in RANKS])
+    assert received.dtype == tf.int32
+    assert nothing.shape == (0, 3) and not np.any(none)
+    assert len(last) == (SIZE if RANK == SIZE - 1 else 0) and sum(came) == len(last)
+
+
+def test_reducescatter_gives_the_first_ranks_one_row_more():
+    length = 2 * SIZE + SIZE // 2
+
+    def scattered():
+        tensors = [mine(length, dtype) for dtype in ("int32", "int64", "float16", "bfloat16")]
+        return *hvd.grouped_reducescatter(tensors, op=hvd.Sum), hvd.reducescatter(mine(length))
+
+    *sums, mean = in_both(scattered)
+    for result in sums:
+        assert len(result) == 2 + (RANK < SIZE // 2)
+        assert np.all(result.numpy() == SIZE * (MEAN + 1))
+    np.testing.assert_allclose(mean, MEAN + 1)
+
+
+def test_objects_and_the_barrier():
+    assert hvd.broadcast_object({"rank": RANK}, name="state") == {"rank": 0}
+    assert hvd.broadcast_object_fn(SIZE - 1)(RANK) == SIZE - 1
+    assert hvd.allgather_object({RANK: "mine"}) == [{rank: "mine"} for rank in RANKS]
+    hvd.barrier()
+    tf.function(hvd.barrier)()
+    with pytest.raises(RuntimeError, match="broadcast_variables"):
+        hvd.broadcast_global_variables(0)
+
+
+def test_join_averages_over_the_ranks_that_are_left():
+    values = [float(hvd.allreduce(tf.constant(RANK + 1.0))) for _ in range(1 + RANK)]
+    last = int(hvd.join())
+    assert last == SIZE - 1  # the same on all ranks
+    np.testing.assert_allclose(
+        values, [np.mean(range(step + 1, SIZE + 1)) for step in range(RANK + 1)]
+    )
+
+
+@several
+def test_a_process_set_is_its_own_world():
+    ranks = list(range(0, SIZE, 2))
+    even = hvd.add_process_set(ranks)
+    number = even.process_set_id
+    assert int(hvd.size_op(number)) == len(ranks)
+    assert int(hvd.process_set_included_op(number)) == (RANK in ranks)
+    if even.included():
+        total = hvd.allreduce(tf.constant(RANK), op=hvd.Sum, process_set=even)
+        assert int(total) == sum(ranks)
+        assert hvd.allgather([RANK], process_set=even).numpy().tolist() == ranks
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="to be in the process set"):
+            hvd.allreduce(tf.constant(RANK), process_set=even)
+    assert hvd.remove_process_set(even)
+
+
+# --- Gradients
+
+
+def test_gradients_of_allreduce():
+    weights = mine()  # each rank weighs its result by its number plus one
+    for op, expected in ((hvd.Sum, SIZE * (MEAN + 1)), (hvd.Average, MEAN + 1)):
+        found = gradient_of(lambda x, op=op: hvd.allreduce(x, op=op), mine(), weights)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    found = gradient_of(lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)[1], mine())
+    np.testing.assert_allclose(found, 2 * SIZE)
+    found = gradient_of(
+        lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=3.0), mine()
+    )
+    np.testing.assert_allclose(found, 6 * SIZE)
+    with pytest.raises(ValueError, match="Average or Sum in an allreduce"):
+        gradient_of(lambda x: hvd.allreduce(x, op=hvd.Max), mine())
+
+
+def test_the_gradient_of_a_sum_is_that_of_finite_differences():
+    def loss(x):
+        weight = tf.cast(RANK + 1, tf.float64)
+        return tf.reduce_sum(tf.sin(hvd.allreduce(x, op=hvd.Sum)) * weight)
+
+    x, step = tf.constant([0.3, -0.2], tf.float64) * (RANK + 1), 1e-6
+    found = gradient_of(loss, x)
+    for who in RANKS:  # each rank's value in turn, and the losses of all
+        for place in range(2):
+            move = step * tf.one_hot(place, 2, dtype=tf.float64) * float(who == RANK)
+            slope = hvd.allreduce((loss(x + move) - loss(x - move)) / (2 * step), op=hvd.Sum)
+            if who == RANK:
+                np.testing.assert_allclose(found[place], slope, rtol=1e-6)
+
+
+def test_gradients_of_the_exchanges_are_those_of_horovod():
+    lengths = [rank + 1 for rank in RANKS]
+    weights = tf.repeat(tf.constant(lengths, tf.float32), lengths)[:, None] * mine(1)
+    found = gradient_of(hvd.allgather, mine(RANK + 1), weights)
+    np.testing.assert_allclose(found, (RANK + 1) * (MEAN + 1))  # averaged, its own rows
+    found = gradient_of(lambda x: hvd.broadcast(x, SIZE - 1), mine(), mine())
+    np.testing.assert_allclose(found, (MEAN + 1) if RANK == SIZE - 1 else 0)
+    splits = [RANK + 1] * SIZE
+    found = gradient_of(  # the rank that got a row weighs it; the last row is not sent
+        lambda x: hvd.alltoall(x, splits=splits)[0] * (RANK + 1.0), mine(SIZE * (RANK + 1) + 1)
+    )
+    np.testing.assert_allclose(found[:-1, 0], np.repeat(lengths, RANK + 1))
+    assert not np.any(found[-1])
+    for op, expected in ((hvd.Sum, SIZE), (hvd.Average, 1)):
+        found = gradient_of(lambda x, op=op: hvd.reducescatter(x, op=op), mine(2 * SIZE + 1))
+        np.testing.assert_allclose(found, expected)
+
+
+# --- Errors, behind each of which the job goes on
+
+
+@several
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: hvd.allreduce(tf.ones([RANK + 1])),
+        lambda: hvd.allreduce(tf.ones([2, 3] if RANK else [3, 2])),
+        lambda: hvd.allreduce(tf.ones(2, tf.float64 if RANK else tf.float32)),
+        lambda: hvd.allreduce(tf.ones(2), op=hvd.Sum if RANK else hvd.Average),
+        lambda: hvd.allreduce(tf.ones(2), op=hvd.Sum, prescale_factor=RANK + 1.0),
+        lambda: hvd.allreduce(tf.ones(2), name=f"loss of {RANK}"),
+        lambda: hvd.allgather(tf.ones([2, RANK + 1])),
+        lambda: hvd.broadcast(tf.ones([RANK + 1]), 0),
+        lambda: hvd.broadcast(tf.ones(2), min(RANK, 1)),
+        lambda: hvd.alltoall(tf.ones([SIZE], tf.float64 if RANK else tf.float32)),
+        lambda: hvd.reducescatter(tf.ones([RANK + 1])),
+        lambda: hvd.broadcast_variables([tf.Variable(tf.ones(RANK + 1))], 0),
+        lambda: hvd.allgather(tf.ones(2)) if RANK else hvd.allreduce(tf.ones(2)),
+    ],
+    ids=(
+        "shape rank dtype op factor name rows broadcast root alltoall scatter variables kind"
+    ).split(),
+)
+def test_a_difference_is_a_failed_precondition_on_every_rank(call):
+    with pytest.raises(
+        tf.errors.FailedPreconditionError, match=r"\[rank 1 of \d\] Expected"
+    ) as info:
+        call()
+    assert isinstance(info.value, keras_dist.errors.MismatchError)
+    assert float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum)) == SIZE
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: hvd.broadcast(tf.ones(2), SIZE),
+        lambda: hvd.reducescatter(tf.constant(1.0)),
+        lambda: hvd.allgather(tf.constant(1.0)),
+        lambda: hvd.alltoall(tf.ones(SIZE), splits=[2] * SIZE),
+        lambda: hvd.allreduce(tf.ones(2), op="median"),
+    ],
+    ids="root scatter gather splits op".split(),
+)
+def test_a_wrong_argument_is_an_invalid_argument(call):
+    for form in (call, tf.function(call)):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[rank \d of \d\] Expected"):
+            form()
+    assert float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum)) == SIZE
+
+
+@several
+def test_in_a_graph_a_difference_keeps_its_text():
+    step = tf.function(lambda x: hvd.allreduce(x), reduce_retracing=True)
+    with pytest.raises(tf.errors.OpError, match=r"\[rank 1 of \d\] Expected 'value' with shape"):
+        step(tf.ones([RANK + 1]))
+    assert float(step(tf.constant(1.0))) == 1
+
+
+def test_xla_says_what_it_cannot_compile():
+    with pytest.raises(tf.errors.InvalidArgumentError, match="keras_dist_calls_the_host"):
+        tf.function(lambda x: hvd.allreduce(x) + 1, jit_compile=True)(tf.ones(2))
+
+
+# --- The layer
+
+
+def test_sync_batch_normalization_equals_the_layer_on_all_rows():
+    x = np.random.default_rng(0).standard_normal((4 * SIZE, 3)).astype("float32")
+    ours, plain = hvd.SyncBatchNormalization(), keras.layers.BatchNormalization()
+    own = slice(4 * RANK, 4 * RANK + 4)
+    result, expected = ours(x[own], training=True), plain(x, training=True)
+    np.testing.assert_allclose(result, expected[own], atol=1e-5)
+    np.testing.assert_allclose(ours.moving_mean, plain.moving_mean, atol=1e-6)
+    np.testing.assert_allclose(ours.moving_variance, plain.moving_variance, atol=1e-6)
+    for fused in (True, None):
+        with pytest.raises(ValueError, match="fused to be False"):
+            hvd.SyncBatchNormalization(fused=fused)
+
+
+def test_compression_of_floats_and_of_whole_numbers():
+    for dtype in ("float32", "float64", "int32", "float16"):
+        result = hvd.allreduce(mine(dtype=dtype), op=hvd.Sum, compression=hvd.Compression.fp16)
+        assert result.dtype == dtype and np.all(result.numpy() == SIZE * (MEAN + 1))

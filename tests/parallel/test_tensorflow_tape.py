@@ -1,0 +1,194 @@
+"""keras_dist.tensorflow: loops by hand, with the tape, with the optimizer, and never with both."""
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("of the TensorFlow backend alone", allow_module_level=True)
+
+import tensorflow as tf
+
+import keras_dist.tensorflow as hvd
+
+SIZE, RANK = hvd.size(), hvd.rank()
+MEAN = (SIZE - 1) / 2  # of the ranks
+
+
+def small_model():
+    model = keras.Sequential([keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)])
+    model.build((None, 3))
+    return model
+
+
+def data(rows=8):
+    """The rows of all ranks, and those of this one."""
+    x = np.random.default_rng(1).standard_normal((rows * SIZE, 3)).astype("float32")
+    y = np.sin(x).sum(axis=1, keepdims=True)
+    own = slice(rows * RANK, rows * (RANK + 1))
+    return (x, y), (x[own], y[own])
+
+
+def products(persistent=False):
+    """A tape that has recorded, and sources whose gradients are this rank's number plus one."""
+    sources = [tf.Variable(tf.ones([2])), tf.Variable(tf.ones([3, 2])), tf.Variable(1.0)]
+    with tf.GradientTape(persistent=persistent) as tape:
+        target = (RANK + 1.0) * tf.add_n([tf.reduce_sum(one) for one in sources[:2]])
+    return tape, target, sources
+
+
+# --- The tape
+
+
+def test_gradients_are_those_of_all_ranks_in_the_structure_of_the_sources():
+    tape, target, (a, b, unused) = products(persistent=True)
+    ours = hvd.DistributedGradientTape(tape)
+    assert isinstance(ours, tf.GradientTape)
+    found = ours.gradient(target, {"a": a, "rest": [b, unused]})
+    np.testing.assert_allclose(found["a"], [MEAN + 1] * 2)
+    np.testing.assert_allclose(found["rest"][0], np.full((3, 2), MEAN + 1))
+    assert found["rest"][1] is None
+    np.testing.assert_allclose(ours.gradient(target, a), [MEAN + 1] * 2)  # it is persistent
+    np.testing.assert_allclose(tape.gradient(target, a), [RANK + 1.0] * 2)  # and the user's own
+    with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+        x = tf.constant([1.0, 2.0])
+        tape.watch(x)
+        target = (RANK + 1.0) * tf.reduce_sum(x)
+    np.testing.assert_allclose(tape.gradient(target, x), [MEAN + 1] * 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"op": hvd.Sum}, SIZE * (MEAN + 1)),
+        ({"gradient_predivide_factor": 4.0}, MEAN + 1),
+        ({"groups": 2}, MEAN + 1),
+        ({"num_groups": 1}, MEAN + 1),
+        ({"compression": hvd.Compression.fp16, "device_dense": "/cpu:0"}, MEAN + 1),
+    ],
+    ids=["sum", "predivide", "groups", "num_groups", "compression"],
+)
+@pytest.mark.filterwarnings("ignore:num_groups:DeprecationWarning")
+def test_the_arguments_of_the_tape(options, expected):
+    tape, target, sources = products()
+    tape = hvd.DistributedGradientTape(tape, **options)
+    for gradient in tape.gradient(target, sources, use_generic_names=True)[:2]:
+        np.testing.assert_allclose(gradient, np.full(gradient.shape, expected), rtol=1e-6)
+
+
+def test_rows_of_an_embedding_stay_rows_unless_they_are_to_be_dense():
+    for dense in (False, True):
+        table = tf.Variable(tf.ones([SIZE + 1, 2]))
+        with tf.GradientTape() as tape:
+            target = tf.reduce_sum(tf.gather(table, [0, RANK + 1, 0]))
+        tape = hvd.DistributedGradientTape(tape, sparse_as_dense=dense)
+        gradient = tape.gradient(target, [table])[0]
+        assert isinstance(gradient, tf.IndexedSlices) is not dense
+        expected = np.full((SIZE + 1, 2), 1 / SIZE)
+        expected[0] = 2
+        np.testing.assert_allclose(tf.convert_to_tensor(gradient), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_local_sources_keep_the_gradients_of_their_rank(scales):
+    layers = [keras.layers.Dense(2, use_bias=False), keras.layers.Dense(1, use_bias=False)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    variables = model.trainable_variables
+    with tf.GradientTape(persistent=True) as tape:
+        target = tf.reduce_sum(model(tf.ones([1, 3]))) * (RANK + 1.0)
+    own = tape.gradient(target, variables)
+    options = {"scale_local_gradients": scales}
+    partial = hvd.PartialDistributedGradientTape(tape, local_layers=layers[0], **options)
+    registered = hvd.DistributedGradientTape(tape, **options)
+    registered.register_local_source(variables[0])
+    for ours in (partial, registered):
+        local, shared = ours.get_local_and_global_gradients(target, variables)
+        assert local[0][0] is variables[0] and shared[0][0] is variables[1]
+        np.testing.assert_allclose(local[0][1], own[0] / (SIZE if scales else 1), rtol=1e-6)
+        np.testing.assert_allclose(shared[0][1], hvd.allreduce(own[1]), rtol=1e-6)
+        both = ours.gradient(target, variables)
+        np.testing.assert_allclose(both[0], local[0][1])
+        np.testing.assert_allclose(both[1], shared[0][1])
+    everything = hvd.PartialDistributedGradientTape(tape, local_layers=layers, **options)
+    assert not everything.get_local_and_global_gradients(target, variables)[1]
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+def test_sources_that_differ_are_named_and_the_job_goes_on():
+    source = tf.Variable(tf.ones([RANK + 1]), name="kernel")
+    with tf.GradientTape() as tape:
+        target = tf.reduce_sum(source)
+    with pytest.raises(tf.errors.FailedPreconditionError, match="the gradient of kernel"):
+        hvd.DistributedGradientTape(tape).gradient(target, [source])
+    assert float(hvd.allreduce(1.0, op=hvd.Sum)) == SIZE
+
+
+def test_what_is_no_tape_is_refused():
+    with pytest.raises(TypeError, match="that is not distributed yet"):
+        hvd.DistributedGradientTape("tape")
+    with pytest.raises(TypeError, match="that is not distributed yet"):
+        hvd.DistributedGradientTape(hvd.DistributedGradientTape(tf.GradientTape()))
+    with pytest.raises(ValueError, match="op to be Average"):
+        hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Max)
+
+
+# --- Whole loops
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_a_loop_equals_that_of_one_process_over_all_rows(eagerly):
+    """The lines of a script written for Horovod, with the import changed."""
+    (x, y), mine = data()
+    model, plain = small_model(), small_model()
+    loss_of = keras.losses.MeanSquaredError()
+    start = model.get_weights()
+    optimizer, alone = tf.optimizers.Adam(0.01), tf.optimizers.Adam(0.01)
+
+    def step(batch, model, optimizer, first_batch, wrap):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, model(x, training=True))
+        tape = wrap(tape)
+        grads = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        if first_batch:
+            hvd.broadcast_variables(model.variables, root_rank=0)
+            hvd.broadcast_variables(optimizer.variables, root_rank=0)
+        return loss
+
+    ours = step if eagerly else tf.function(step)
+    model.set_weights([weight + RANK for weight in start])  # the first batch makes them equal
+    ours(mine, model, optimizer, True, hvd.DistributedGradientTape)
+    plain.set_weights(model.get_weights())
+    alone.build(plain.trainable_variables)
+    for variable, value in zip(alone.variables, optimizer.variables, strict=True):
+        variable.assign(value)
+    for _ in range(3):
+        loss = ours(mine, model, optimizer, False, hvd.DistributedGradientTape)
+        expected = step((x, y), plain, alone, False, lambda tape: tape)
+    with pytest.warns(DeprecationWarning):
+        np.testing.assert_allclose(hvd.allreduce(loss, average=True), expected, rtol=1e-5)
+    for weight, other in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, other, atol=1e-5)
+        assert not np.any(hvd.allreduce(weight, op=hvd.Max) - hvd.allreduce(weight, op=hvd.Min))
+
+
+@pytest.mark.parametrize("options", [{}, {"backward_passes_per_step": 2}], ids=str)
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_tape_and_optimizer_both_are_refused(options, eagerly):
+    model, (_, (x, y)) = small_model(), data()
+    optimizer = hvd.DistributedOptimizer(tf.optimizers.SGD(0.1), "SGD", **options)
+
+    def step(wrap):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        gradients = wrap(tape).gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    # Of an error while it traces, AutoGraph makes one of its own with the same text.
+    with pytest.raises(Exception, match="Use the tape with a plain optimizer"):
+        (step if eagerly else tf.function(step))(hvd.DistributedGradientTape)
+    if not options:
+        before = model.get_weights()
+        tf.function(step)(lambda tape: tape)
+        assert np.any(before[0] != model.get_weights()[0])
