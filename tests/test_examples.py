@@ -42,6 +42,28 @@ def test_mnist_with_a_loop_by_hand(run_ranks):
     assert float(said[1]) > 25
 
 
+def test_mnist_with_a_tape(run_ranks, tmp_path):
+    options = (
+        "--epochs 2 --batch_size 32 --lr 0.002 --device cpu --num_inter 1 --num_intra 1".split()
+    )
+    options += ["--warmup_epochs", "1", "--fp16-allreduce", "--checkpoint_dir", str(tmp_path)]
+    job = run_ranks(2, str(MNIST / "train_tape.py"), *options, timeout=600)
+    said = re.fullmatch(r"Trained on .+ with 2 ranks: test accuracy (\d+\.\d)%\.", last_line(job))
+    assert said is not None, job.stdout
+    assert float(said[1]) > 25
+    assert job.stdout.count("epoch 2: loss ") == 1
+    assert (tmp_path / "checkpoint").exists()
+
+
+def test_synthetic_benchmark_of_tensorflow(run_ranks):
+    script = EXAMPLES / "synthetic" / "tensorflow_benchmark.py"
+    options = "--model MLP --batch-size 8 --image-size 8 --num-iters 2 --num-batches-per-iter 2"
+    job = run_ranks(2, str(script), *options.split(), "--num-warmup-batches", "1", timeout=600)
+    number = r"\d+\.\d \+-\d+\.\d"
+    assert re.fullmatch(rf"Total img/sec on 2 ranks: {number}", last_line(job)), job.stdout
+    assert re.search(rf"^Img/sec per rank: {number}$", job.stdout, re.MULTILINE), job.stdout
+
+
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_gan(run_ranks, backend):
     job = run_ranks(

@@ -14,7 +14,8 @@ __all__ = ["as_tensors", "chosen_groups", "chosen_op"]
 
 def as_tensors(values: Sequence[Any]) -> list[Any]:
     """Returns values, variables among them, as tensors."""
-    return [tf.convert_to_tensor(value) for value in values]
+    # To find out that a tensor is one takes TensorFlow longer than anything else here.
+    return [one if isinstance(one, tf.Tensor) else tf.convert_to_tensor(one) for one in values]
 
 
 def chosen_op(op: ReduceOp | str | None, average: bool | None) -> ReduceOp | str:

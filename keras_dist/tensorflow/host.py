@@ -4,12 +4,16 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import record  # nothing public tells whether a tape records
 
 from keras_dist._backends.tensorflow import on_host
 from keras_dist.tensorflow.failures import as_tensorflow_raises
 
 __all__ = ["collective", "differentiable", "operation"]
+
+CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,7 +42,12 @@ def collective(
         with as_tensorflow_raises():
             return function(*arrays)
 
-    return on_host(called, tensors, shapes, dtypes)
+    if not tf.executing_eagerly():
+        return on_host(called, tensors, shapes, dtypes)
+    results = called(*(np.asarray(tensor) for tensor in tensors))
+    listed = results if isinstance(results, list | tuple) else [results]
+    made = _eager_tensor()
+    return [made(np.asarray(result), CPU, None) for result in listed]
 
 
 def differentiable(
@@ -53,8 +62,8 @@ def differentiable(
         backward: takes the list of results and that of their gradients, gives those of the tensors.
         tensors: what `forward` is given.
     """
-    if not tensors:
-        return forward()
+    if not tensors or (tf.executing_eagerly() and not record.could_possibly_record()):
+        return forward(*tensors)
 
     @tf.custom_gradient
     def run(*given: Any) -> Any:
@@ -66,3 +75,10 @@ def differentiable(
         return results, gradient
 
     return list(run(*tensors))
+
+
+@functools.cache
+def _eager_tensor() -> Any:
+    # Its constructor takes a fifth of the time of `tf.constant`, which counts for many tensors.
+    # Not asked for at import: threads and devices can be chosen until TensorFlow makes a tensor.
+    return type(tf.constant(0))
