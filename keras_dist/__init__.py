@@ -34,6 +34,18 @@ if TYPE_CHECKING:
         sparse_allreduce_async,
         synchronize,
     )
+    from keras_dist.builds import (
+        ccl_built,
+        cuda_built,
+        ddl_built,
+        gloo_built,
+        gloo_enabled,
+        mpi_built,
+        mpi_enabled,
+        mpi_threads_supported,
+        nccl_built,
+        rocm_built,
+    )
     from keras_dist.collectives import (
         allgather,
         allgather_object,
@@ -102,11 +114,16 @@ __all__ = [
     "broadcast_async",
     "broadcast_object",
     "callbacks",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
     "data",
+    "ddl_built",
     "errors",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -121,12 +138,17 @@ __all__ = [
     "load_model",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "optimizers",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "rocm_built",
     "run",
     "shutdown",
     "size",
@@ -143,6 +165,10 @@ _ROOMS = {
         "Handle allgather_async allreduce_async alltoall_async broadcast_async "
         "grouped_allgather_async grouped_allreduce_async grouped_reducescatter_async poll "
         "reducescatter_async sparse_allreduce_async synchronize"
+    ),
+    "builds": (
+        "ccl_built cuda_built ddl_built gloo_built gloo_enabled mpi_built mpi_enabled "
+        "mpi_threads_supported nccl_built rocm_built"
     ),
     "collectives": (
         "allgather allgather_object allreduce alltoall barrier broadcast broadcast_ "
