@@ -34,7 +34,7 @@ DOCUMENTS = "IPython nbformat traitlets"
 BESIDE = ".timeline.recording .watching.attend"
 SETS = "numpy ._engine .errors .process_sets"
 FACE = "numpy .runtime ._backends ._engine .errors"
-LOOPS = f"{ON_KERAS} .builds .compression .optimizer"
+LOOPS = f"{ON_KERAS} .builds .compression .optimizer .timeline.control"
 TABLE = [
     # room                     may import                                     inside functions
     (".",                      ".ending .launcher ._version",                         ".*"),

@@ -80,6 +80,7 @@ from keras_dist.tensorflow.reductions import (
     reducescatter,
 )
 from keras_dist.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from keras_dist.timeline.control import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",
@@ -139,6 +140,8 @@ __all__ = [
     "shutdown",
     "size",
     "size_op",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 if _backends.active() is not _own:

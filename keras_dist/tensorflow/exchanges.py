@@ -277,6 +277,8 @@ def broadcast_variables(
 
     Example:
     ```python
+    import keras_dist.tensorflow as hvd
+
     hvd.broadcast_variables(model.variables, root_rank=0)
     ```
     """

@@ -62,6 +62,8 @@ def allreduce(
 
     Example:
     ```python
+    import keras_dist.tensorflow as hvd
+
     loss = hvd.allreduce(loss, op=hvd.Average)
     ```
     """

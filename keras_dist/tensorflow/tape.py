@@ -74,11 +74,14 @@ def DistributedGradientTape(
 
     Example:
     ```python
+    import keras_dist.tensorflow as hvd
+
+    plain = tf.optimizers.SGD(0.01)
     with tf.GradientTape() as tape:
-        loss = loss_of(y, model(x, training=True))
+        loss = tf.reduce_mean((y - model(x, training=True)) ** 2)
     tape = hvd.DistributedGradientTape(tape)
     gradients = tape.gradient(loss, model.trainable_variables)
-    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    plain.apply_gradients(zip(gradients, model.trainable_variables))
     ```
     """
     return PartialDistributedGradientTape(
