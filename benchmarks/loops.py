@@ -17,7 +17,6 @@ import numpy as np
 from common import (
     RESULTS,
     answer,
-    in_turn,
     last_line,
     load,
     machine,
@@ -30,6 +29,8 @@ from common import (
 )
 from contenders import BATCH, WARM_STEPS, check_equal, compiled, synthetic
 from ranks import barrier, everyones
+
+from keras_dist.measuring import in_turn
 
 SMALL = 160  # tensors, of
 SMALL_NBYTES = 64 * 1024
