@@ -10,6 +10,7 @@ import keras
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.data import epochs
 from keras_dist.data.nested import as_array
+from keras_dist.trainer import watch_models
 
 __all__ = ["VerifyBatches"]
 
@@ -32,6 +33,7 @@ class VerifyBatches(keras.callbacks.Callback):
     def __init__(self, root_rank: int = 0):
         super().__init__()
         runtime.communicator().place_of_root(root_rank)
+        watch_models()  # who has wrapped no optimizer may have shared out no data either
         self.root_rank = root_rank
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
