@@ -31,6 +31,7 @@ __all__ = [
     "grouped_allreduce_async",
     "grouped_reducescatter_async",
     "poll",
+    "queued",
     "reducescatter_async",
     "sparse_allreduce_async",
     "synchronize",
@@ -75,28 +76,33 @@ def synchronize(handle: Handle) -> Any:
     return _checked(handle).wait()
 
 
-def _queued(operation: Callable[P, Any]) -> Callable[P, Handle]:
-    """Returns the form of a collective that queues it."""
-    name, signature = operation.__name__, inspect.signature(operation)
+def queued(operation: Callable[P, Any], name: str | None = None) -> Callable[P, Handle]:
+    """Returns the form of a collective that queues it.
+
+    Args:
+        operation: a blocking collective.
+        name: what the form is called. Defaults to the operation's name and `_async`.
+    """
+    what, signature = operation.__name__, inspect.signature(operation)
 
     @functools.wraps(operation)
     def queue(*args: P.args, **kwargs: P.kwargs) -> Handle:
         process_set = signature.bind(*args, **kwargs).arguments.get("process_set")
         work = functools.partial(operation, *args, **kwargs)
-        return runtime.communicator(process_set).queue(work, name)
+        return runtime.communicator(process_set).queue(work, what)
 
-    queue.__name__ = queue.__qualname__ = f"{name}_async"
+    queue.__name__ = queue.__qualname__ = name or f"{what}_async"
     queue.__module__ = __name__
     vars(queue)["__signature__"] = signature.replace(return_annotation=Handle)
-    queue.__doc__ = f"""Queues `{name}`.
+    queue.__doc__ = f"""Queues `{what}`.
 
     Collective: every rank, in the same order; does not block.
 
-    Args: those of `{name}`; arrays and lists among them must not be changed until the handle is
+    Args: those of `{what}`; arrays and lists among them must not be changed until the handle is
     done. A `process_set` has an order of its own: that of the calls on the set.
 
     Returns:
-        The handle; `synchronize` gives what `{name}` returns, or raises its error.
+        The handle; `synchronize` gives what `{what}` returns, or raises its error.
     """
     return queue
 
@@ -114,12 +120,12 @@ def _checked(handle: Any) -> Handle:
     )
 
 
-allreduce_async = _queued(collectives.allreduce)
-grouped_allreduce_async = _queued(collectives.grouped_allreduce)
-reducescatter_async = _queued(collectives.reducescatter)
-grouped_reducescatter_async = _queued(collectives.grouped_reducescatter)
-allgather_async = _queued(collectives.allgather)
-grouped_allgather_async = _queued(collectives.grouped_allgather)
-alltoall_async = _queued(collectives.alltoall)
-sparse_allreduce_async = _queued(collectives.sparse_allreduce)
-broadcast_async = _queued(collectives.broadcast)
+allreduce_async = queued(collectives.allreduce)
+grouped_allreduce_async = queued(collectives.grouped_allreduce)
+reducescatter_async = queued(collectives.reducescatter)
+grouped_reducescatter_async = queued(collectives.grouped_reducescatter)
+allgather_async = queued(collectives.allgather)
+grouped_allgather_async = queued(collectives.grouped_allgather)
+alltoall_async = queued(collectives.alltoall)
+sparse_allreduce_async = queued(collectives.sparse_allreduce)
+broadcast_async = queued(collectives.broadcast)

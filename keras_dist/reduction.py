@@ -4,7 +4,6 @@ Knows gradients and variables, not who has them: `distributed` calls it.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,17 +12,14 @@ import numpy as np
 from keras import ops
 
 from keras_dist import _backends, _engine, errors, runtime
+from keras_dist.gradient_plans import GradientPlans
 from keras_dist.model_state import variable_name
-from keras_dist.replicas import SAME_MODEL
 from keras_dist.terms import Terms
 
 __all__ = ["GradientReduction", "check_not_reduced", "mark_reduced", "sum_over_ranks"]
 
 # On a gradient: that it has been reduced, by a tape.
 REDUCED = "_keras_dist_reduced"
-# The last gradients of a model are ready first: reducing begins before the rest has come.
-FIRST_NBYTES = 2**20
-
 
 class GradientReduction:
     """The reduction of one optimizer's gradients; holds the plans it has made.
@@ -42,7 +38,7 @@ class GradientReduction:
         self.local_layers = local_layers
         self.registered: list[Any] = []
         self.variables: Sequence[Any] = ()
-        self._plans: dict[Any, _engine.FusedAllreduce] = {}
+        self._plans = GradientPlans(terms, lend)
 
     def communicator(self) -> _engine.Communicator | None:
         """Returns that of the ranks with whom this one reduces; `None` when there are none.
@@ -123,37 +119,9 @@ class GradientReduction:
         positions: Sequence[int],
         specs: Sequence[tuple[tuple[int, ...], np.dtype]],
     ) -> _engine.FusedAllreduce:
-        names = tuple(_name(variables[position]) for position in positions)
+        names = [_name(variables[position]) for position in positions]
         groups = self.terms.grouped([variables[position] for position in positions])
-        key = (comm, names, tuple(specs), tuple(map(tuple, groups)))
-        if key not in self._plans:
-            # Ranks that have been left since give their shared memory back.
-            self._plans = {known: plan for known, plan in self._plans.items() if known[0] is comm}
-            nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
-            op, prescale, postscale = self.terms.scaling(comm.size)
-            what = "the reduction of gradients"
-            gradients = _engine.Call(
-                what, _engine.entries_of(names, specs), op.value, remedy=SAME_MODEL
-            )
-            self._plans[key] = _engine.FusedAllreduce(
-                comm,
-                names,
-                specs,
-                op,
-                runtime.bucket_nbytes(comm, gradients, nbytes),
-                first_nbytes=FIRST_NBYTES,
-                operation=what,
-                remedy=SAME_MODEL,
-                lend=self.lend,
-                prescale=prescale,
-                postscale=postscale,
-                compression=self.terms.compression,
-                groups=groups,
-                overlaps=runtime.overlaps(comm),
-                updates=True,
-                divides=op is not self.terms.op,
-            )
-        return self._plans[key]
+        return self._plans(comm, names, specs, groups)
 
     def _reduce_slices(
         self, comm: _engine.Communicator, name: str, values: np.ndarray, indices: np.ndarray

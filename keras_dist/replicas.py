@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
+from keras_dist.gradient_plans import SAME_MODEL
 from keras_dist.model_state import (
     bytes_of,
     optimizers_of,
@@ -33,7 +34,6 @@ __all__ = [
 
 # On a model: at which moment its replicas have been found equal.
 VERIFIED = "_keras_dist_verified"
-SAME_MODEL = "Build the same model, with the same optimizer, on every rank."
 
 
 def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:

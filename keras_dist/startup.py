@@ -90,20 +90,20 @@ def compare_versions(comm: _engine.Communicator) -> None:
 
 def take_device(comm: _engine.Communicator) -> None:
     """Takes this rank's GPU and its share of the cores."""
-    backend = _backends.active()
+    backends = _backends.in_use()
     settings = config.settings()
     if settings.pin_device:
-        trouble = backend.pin_device(comm.local_rank, comm.local_size)
-        if trouble is not None:
-            _log.warning("%s %s", comm.where(), trouble)
+        for backend in backends:
+            trouble = backend.pin_device(comm.local_rank, comm.local_size)
+            if trouble is not None:
+                _log.warning("%s %s", comm.where(), trouble)
     cores = _cores_of_ranks(comm)
     comm.fewest_cores = min(cores)
     if comm.size > 1 or settings.threads:
         # The size that was put into the environment at import was a guess, and no choice.
-        backend.limit_threads(
-            settings.threads or cores[comm.rank],
-            override=settings.threads > 0 or launcher.has_sized_threads(),
-        )
+        override = settings.threads > 0 or launcher.has_sized_threads()
+        for backend in backends:
+            backend.limit_threads(settings.threads or cores[comm.rank], override)
 
 
 def _as_comm(mpi: Any | None, comm: Any) -> Any | None:

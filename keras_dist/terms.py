@@ -8,7 +8,6 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
@@ -199,6 +198,8 @@ def parse_layers(layers: Any) -> tuple[Any, ...]:
     Raises:
         ArgumentTypeError: there is something else.
     """
+    import keras  # not for scripts that use another library than Keras
+
     single = isinstance(layers, keras.Layer)
     several = isinstance(layers, list | tuple | set | frozenset)
     listed = (layers,) if single else tuple(layers if several else ())
@@ -250,5 +251,5 @@ def _positive(number: Any, expected: str, remedy: str, where: str) -> int:
 
 
 def _is_variable(thing: Any) -> bool:
-    # A loop by hand may have variables of its framework.
-    return isinstance(thing, keras.Variable) or hasattr(thing, "assign")
+    # Of Keras or TensorFlow, or a parameter of torch.
+    return hasattr(thing, "assign") or hasattr(thing, "requires_grad")

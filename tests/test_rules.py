@@ -21,7 +21,7 @@ ON_KERAS = (
     "keras numpy .runtime ._backends ._engine .config .errors .launcher "
     ".callbacks .collectives .distributed .layers .model_state .optimizer .process_sets .reduce_op "
     ".reduction .replicas "
-    ".fit_plan .saved_terms .terms "
+    ".fit_plan .gradient_plans .saved_terms .terms "
     ".trainer .whole_files"
 )
 DATA = (
@@ -33,8 +33,13 @@ DATA = (
 DOCUMENTS = "IPython nbformat traitlets"
 BESIDE = ".timeline.recording .watching.attend"
 SETS = "numpy ._engine .errors .process_sets"
+TORCH = "torch numpy ._backends.torch_tensors"
 FACE = "numpy .runtime ._backends ._engine .errors"
 LOOPS = f"{ON_KERAS} .builds .compression .optimizer .timeline.control"
+BY_HAND = (
+    ".arguments .asynchronous .builds .collectives .compression .gradient_plans .process_sets "
+    ".reduce_op .terms .timeline.control"
+)
 TABLE = [
     # room                     may import                                     inside functions
     (".",                      ".ending .launcher ._version",                         ".*"),
@@ -63,6 +68,9 @@ TABLE = [
     ("._backends.tensorflow_step", "tensorflow",                         "keras"),
     ("._backends.jax",         "jax numpy .errors ._backends.jax_split",      "keras"),
     ("._backends.jax_split",   "jax",                                         ""),
+    ("._backends.torch",       f"{TORCH} .errors ._backends.torch_overlap",   ""),
+    ("._backends.torch_overlap", TORCH,                                       ""),
+    ("._backends.torch_tensors", "torch numpy",                      "ml_dtypes"),
     ("._backends.torch",  "torch numpy .errors ._backends.torch_overlap", "ml_dtypes"),
     ("._backends.torch_overlap", "torch numpy",                               ""),
     (".data.readers",          f"{DATA} ._engine",                            ""),
@@ -87,7 +95,8 @@ TABLE = [
     (".watching.gather",       "._engine .watching.job .watching.report",     ""),
     (".watching.attend",  "._engine .config .errors .watching.*",             ""),
     (".tensorflow.*",          f"tensorflow {LOOPS} ._backends.tensorflow .tensorflow.*", ""),
-    (".torch.*",               f"torch {FACE} .torch.*",                      ""),
+    (".torch.*", f"{TORCH} ._backends.torch_overlap {FACE} {BY_HAND} .torch.*",   ""),
+    (".jax.*",                 f"jax {FACE} {BY_HAND} .jax.*",                ""),
     (".cli.run_notebook",      ".errors",                            "yaml .notebook"),
     (".timeline.control",      ".runtime .errors .timeline.recording",        ""),
     (".timeline.recording", "._engine .config .errors .timeline.parts .timeline.trace", ""),
@@ -116,13 +125,15 @@ TABLE = [
     (".layers",                ON_KERAS,                                      ""),
     (".optimizers",            "keras .errors",                               ""),
     (".builds",                ".runtime ._engine .errors",                   ""),
+    (".arguments",             ".runtime .errors .reduce_op",                 ""),
     (".compression",           "._engine",                                    ""),
     (".reduce_op",             "._engine",                                    ""),
     (".reduction",             ON_KERAS,                                      ""),
     (".replicas",              ON_KERAS,                                      ""),
     (".saved_terms",           ON_KERAS,                                      ""),
     (".saving",                f"{ON_KERAS} h5py",                            ""),
-    (".terms",                 ON_KERAS,                                      ""),
+    (".gradient_plans",        "numpy .runtime ._engine .terms",              ""),
+    (".terms",                 f"{FACE} .process_sets",                       "keras"),
     (".trainer",               f"{ON_KERAS} .data.epochs",                    ""),
 ]  # fmt: skip
 

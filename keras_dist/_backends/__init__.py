@@ -7,6 +7,7 @@ such a function.
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -14,9 +15,10 @@ import numpy as np
 
 from keras_dist import errors
 
-__all__ = ["Backend", "active"]
+__all__ = ["Backend", "active", "in_use", "use"]
 
 SUPPORTED = ("tensorflow", "jax", "torch")
+_named: list[str] = []  # what scripts of this process use, perhaps without Keras
 
 
 class Backend(Protocol):
@@ -155,4 +157,33 @@ def active() -> Backend:
                 f"Set KERAS_BACKEND={SUPPORTED[0]} before Keras is imported.",
             )
         )
+    return _load(name)
+
+
+def use(name: str) -> None:
+    """Takes note that scripts of this process use a framework by itself.
+
+    Args:
+        name: which of `SUPPORTED`.
+    """
+    if name not in _named:
+        _named.append(name)
+
+
+def in_use() -> list[Backend]:
+    """Returns the backends whose devices and threads this process uses.
+
+    Those of `use`; and that of Keras where it has been imported or there is no other.
+
+    Raises:
+        LaunchError: keras_dist does not work with the backend of Keras.
+    """
+    backends = [_load(name) for name in _named]
+    if not backends or "keras" in sys.modules:
+        of_keras = active()
+        backends += [of_keras] if of_keras not in backends else []
+    return backends
+
+
+def _load(name: str) -> Backend:
     return cast(Backend, importlib.import_module(f"keras_dist._backends.{name}"))

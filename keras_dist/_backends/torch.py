@@ -14,6 +14,7 @@ import torch
 
 from keras_dist import errors
 from keras_dist._backends.torch_overlap import in_train_step, reduce_dense
+from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch
 
 __all__ = [
     "add_up_rows",
@@ -65,20 +66,20 @@ def reduce_gradients(
     backwards = range(len(gradients) - 1, -1, -1)
     dense = [i for i in backwards if not gradients[i].is_sparse]
     if dense:
-        fused = plan(dense, [(tuple(gradients[i].shape), _dtype(gradients[i])) for i in dense])
+        fused = plan(dense, [(tuple(gradients[i].shape), dtype_of(gradients[i])) for i in dense])
         parameters = [variables[i].value for i in dense]
-        results = reduce_dense(fused, parameters, [gradients[i] for i in dense], _to_numpy)
+        results = reduce_dense(fused, parameters, [gradients[i] for i in dense])
         for i, array in zip(dense, results, strict=True):
-            reduced[i] = _to_torch(array, gradients[i])
+            reduced[i] = to_torch(array, gradients[i])
     for i in backwards:
         if i not in reduced:
             slices = gradients[i].coalesce()
             rows, places = reduce_slices(
-                names[i], _to_numpy(slices.values()), _to_numpy(slices.indices()[0])
+                names[i], to_numpy(slices.values()), to_numpy(slices.indices()[0])
             )
             reduced[i] = torch.sparse_coo_tensor(
-                _to_torch(places, slices.indices()).reshape(1, -1),
-                _to_torch(rows, slices.values()),
+                to_torch(places, slices.indices()).reshape(1, -1),
+                to_torch(rows, slices.values()),
                 gradients[i].shape,
                 is_coalesced=True,
             )
@@ -97,11 +98,11 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tensor: Any, reduce: Any) -> Any:
         context.reduce = reduce
-        return _to_torch(reduce(_to_numpy(tensor)), tensor)
+        return to_torch(reduce(to_numpy(tensor)), tensor)
 
     @staticmethod
     def backward(context: Any, gradient: Any) -> Any:
-        return _to_torch(context.reduce(_to_numpy(gradient)), gradient), None
+        return to_torch(context.reduce(to_numpy(gradient)), gradient), None
 
 
 def add_up_rows(gradients: Sequence[Any]) -> list[Any]:
@@ -156,24 +157,3 @@ def train_step_for_host(model: Any) -> Iterator[None]:
     made = model.train_function
     if made is not before:
         model.train_function = functools.wraps(made)(in_train_step()(made))
-
-
-def _dtype(tensor: torch.Tensor) -> np.dtype:
-    return _to_numpy(torch.empty(0, dtype=tensor.dtype)).dtype
-
-
-def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Returns a view of a tensor on the CPU, a copy of one elsewhere."""
-    host = tensor.detach().contiguous().cpu()
-    if host.dtype == torch.bfloat16:
-        import ml_dtypes  # numpy's own dtypes do not have it
-
-        return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return host.numpy()
-
-
-def _to_torch(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """Returns an array as a tensor of the dtype and device of `like`: a view on the CPU."""
-    if like.dtype == torch.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(like.device)
-    return torch.from_numpy(array).to(like.device)

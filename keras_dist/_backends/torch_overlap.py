@@ -10,20 +10,20 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["in_train_step", "reduce_dense"]
+from keras_dist._backends.torch_tensors import to_numpy
+
+__all__ = ["Arrivals", "in_train_step", "reduce_dense"]
 
 _step = threading.local()
 # By parameter: what starts the reduction of its gradient, or has ceased to.
 _overlaps: Any = WeakTensorKeyDictionary()
-
-ToNumpy = Callable[[torch.Tensor], np.ndarray]
 
 
 @contextlib.contextmanager
@@ -40,7 +40,6 @@ def reduce_dense(
     fused: Any,
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
-    to_numpy: ToNumpy,
 ) -> list[np.ndarray]:
     """Reduces dense gradients, or takes the results where that was done on the way.
 
@@ -48,7 +47,6 @@ def reduce_dense(
         fused: the plan, see `Backend.reduce_gradients`.
         parameters: what the gradients are of, in the order of the plan.
         gradients: this rank's gradients.
-        to_numpy: gives a tensor as a host array.
 
     Returns:
         The reduced arrays, in the order given.
@@ -64,9 +62,57 @@ def reduce_dense(
     results: list[np.ndarray] = fused([to_numpy(gradient) for gradient in gradients])
     begins = fused.overlaps and _is_in_step() and not known
     if begins and _are_gradients_of(parameters, gradients):
-        overlap = _Overlap(fused, parameters, to_numpy)
+        overlap = _Overlap(fused, parameters)
         _overlaps.update((parameter, overlap) for parameter in parameters)
     return results
+
+
+class Arrivals:
+    """The gradients of a plan that have come; queues each bucket once it is complete.
+
+    Buckets are queued in the order of the plan: on all ranks alike, whatever comes first.
+
+    Args:
+        fused: the plan.
+    """
+
+    def __init__(self, fused: Any):
+        self._fused = fused
+        self._arrays: dict[int, np.ndarray] = {}  # that have come and are not queued
+        self._handles: list[Any] = []
+
+    def come(self, place: int, array: np.ndarray) -> None:
+        """Takes a gradient, and queues the buckets that it completes.
+
+        Args:
+            place: which one of the plan.
+            array: it must stay as it is until the results are there.
+        """
+        self._arrays[place] = array
+        for number in range(len(self._handles), len(self._fused.buckets)):
+            members = [slot.index for slot in self._fused.buckets[number].slots]
+            if not all(member in self._arrays for member in members):
+                return
+            arrays = [self._arrays.pop(member) for member in members]
+            self._handles.append(self._fused.queue_bucket(number, arrays))
+
+    def are_all(self) -> bool:
+        """Tells whether all gradients have come."""
+        return len(self._handles) == len(self._fused.buckets)
+
+    def results(self) -> list[np.ndarray]:
+        """Waits for the reduced gradients, all of which have come; in the order of the plan."""
+        reduced: dict[int, np.ndarray] = {}
+        for bucket, handle in zip(self._fused.buckets, self._handles, strict=True):
+            indices = [slot.index for slot in bucket.slots]
+            reduced.update(zip(indices, handle.wait(), strict=True))
+        return [reduced[place] for place in range(len(reduced))]
+
+    def wait(self) -> None:
+        """Waits until what has been queued has ended, well or not."""
+        for handle in self._handles:
+            with contextlib.suppress(Exception):
+                handle.wait()
 
 
 class _Overlap:
@@ -75,12 +121,10 @@ class _Overlap:
     Args:
         fused: the plan.
         parameters: leaves of the graph of gradients, in the order of the plan.
-        to_numpy: gives a tensor as a host array.
     """
 
-    def __init__(self, fused: Any, parameters: Sequence[torch.Tensor], to_numpy: ToNumpy):
+    def __init__(self, fused: Any, parameters: Sequence[torch.Tensor]):
         self._fused = weakref.ref(fused)  # a plan among ranks that have been left may go
-        self._to_numpy = to_numpy
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._come, place))
             for place, parameter in enumerate(parameters)
@@ -104,23 +148,14 @@ class _Overlap:
 
     def take(self, gradients: Sequence[torch.Tensor]) -> list[np.ndarray] | None:
         """Waits for the results; `None` where these gradients are not what was reduced."""
-        handles, marks = self._handles, self._marks
+        arrivals, marks = self._arrivals, self._marks
         self._begin()
-        fused: Any = self._fused()
-        if len(handles) < len(fused.buckets) or marks != {
-            place: _mark(gradient) for place, gradient in enumerate(gradients)
-        }:
-            return None
-        reduced: dict[int, np.ndarray] = {}
-        for bucket, handle in zip(fused.buckets, handles, strict=True):
-            indices = [slot.index for slot in bucket.slots]
-            reduced.update(zip(indices, handle.wait(), strict=True))
-        return [reduced[place] for place in range(len(gradients))]
+        same = marks == {place: _mark(gradient) for place, gradient in enumerate(gradients)}
+        return arrivals.results() if same and arrivals is not None and arrivals.are_all() else None
 
     def _begin(self) -> None:
-        self._arrays: dict[int, np.ndarray] = {}  # that have come and are not queued
+        self._arrivals: Arrivals | None = None
         self._marks: dict[int, Any] = {}
-        self._handles: list[Any] = []
 
     def _come(self, place: int, parameter: torch.Tensor) -> None:
         """Takes note of a gradient that is there, and queues the buckets that it completes."""
@@ -133,13 +168,8 @@ class _Overlap:
             self.stop()
             return
         self._marks[place] = _mark(gradient)
-        self._arrays[place] = self._to_numpy(gradient)
-        for number in range(len(self._handles), len(fused.buckets)):
-            members = [slot.index for slot in fused.buckets[number].slots]
-            if not all(member in self._arrays for member in members):
-                return
-            arrays = [self._arrays.pop(member) for member in members]
-            self._handles.append(fused.queue_bucket(number, arrays))
+        self._arrivals = self._arrivals or Arrivals(fused)
+        self._arrivals.come(place, to_numpy(gradient))
 
 
 def _is_in_step() -> bool:

@@ -1,0 +1,42 @@
+"""torch: tensors as host arrays, and host arrays as tensors. Copies only what lies elsewhere."""
+
+import numpy as np
+import torch
+
+__all__ = ["dtype_of", "to_numpy", "to_torch", "write_into"]
+
+
+def dtype_of(tensor: torch.Tensor) -> np.dtype:
+    """Returns the dtype that a tensor has as an array."""
+    return to_numpy(torch.empty(0, dtype=tensor.dtype)).dtype
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Returns a tensor as an array: a view of one on the CPU, a copy of one elsewhere."""
+    host = _to_host(tensor.detach()).contiguous()
+    if host.dtype == torch.bfloat16:
+        import ml_dtypes  # numpy's own dtypes do not have it
+
+        return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return host.numpy()
+
+
+def to_torch(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """Returns an array as a tensor of the dtype and device of `like`: a view on the CPU."""
+    if like.dtype == torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(like.device)
+    return torch.from_numpy(array).to(like.device)
+
+
+def write_into(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
+    """Writes an array into a tensor, where it lies, and returns it; autograd is not told."""
+    with torch.no_grad():
+        return tensor.copy_(to_torch(array, torch.empty(0, dtype=tensor.dtype)))
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    # The GPU writes to memory that is pinned by itself; to other memory the driver copies twice.
+    staging = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return staging.copy_(tensor)

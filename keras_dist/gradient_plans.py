@@ -1,0 +1,81 @@
+"""The plans by which gradients are reduced: names, shapes and terms to buckets.
+
+Knows no framework and no optimizer.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_dist import _engine, runtime
+from keras_dist.terms import Terms
+
+__all__ = ["SAME_MODEL", "GradientPlans"]
+
+# The last gradients of a model are ready first: reducing begins before the rest has come.
+FIRST_NBYTES = 2**20
+SAME_MODEL = "Build the same model, with the same optimizer, on every rank."
+
+
+class GradientPlans:
+    """The plans of one optimizer's gradients; each is made once.
+
+    Args:
+        terms: how they are reduced.
+        lend: whether results may lie in memory that all ranks share, see
+            `keras_dist._engine.FusedAllreduce`.
+    """
+
+    def __init__(self, terms: Terms, lend: bool):
+        self._terms = terms
+        self._lend = lend
+        self._plans: dict[Any, _engine.FusedAllreduce] = {}
+
+    def __call__(
+        self,
+        comm: _engine.Communicator,
+        names: Sequence[str],
+        specs: Sequence[tuple[tuple[int, ...], np.dtype]],
+        groups: Sequence[Sequence[int]],
+    ) -> _engine.FusedAllreduce:
+        """Returns the plan of some gradients.
+
+        Collective at the first call for them, as `runtime.bucket_nbytes` is.
+
+        Args:
+            comm: the ranks.
+            names: what the gradients are called in messages.
+            specs: shape and dtype of each.
+            groups: positions of those that travel together.
+        """
+        key = (comm, tuple(names), tuple(specs), tuple(map(tuple, groups)))
+        if key not in self._plans:
+            # Ranks that have been left since give their shared memory back.
+            self._plans = {known: plan for known, plan in self._plans.items() if known[0] is comm}
+            nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
+            op, prescale, postscale = self._terms.scaling(comm.size)
+            what = "the reduction of gradients"
+            gradients = _engine.Call(
+                what, _engine.entries_of(names, specs), op.value, remedy=SAME_MODEL
+            )
+            self._plans[key] = _engine.FusedAllreduce(
+                comm,
+                names,
+                specs,
+                op,
+                runtime.bucket_nbytes(comm, gradients, nbytes),
+                first_nbytes=FIRST_NBYTES,
+                operation=what,
+                remedy=SAME_MODEL,
+                lend=self._lend,
+                prescale=prescale,
+                postscale=postscale,
+                compression=self._terms.compression,
+                groups=groups,
+                overlaps=runtime.overlaps(comm),
+                updates=True,
+                divides=op is not self._terms.op,
+            )
+        return self._plans[key]
