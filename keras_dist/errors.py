@@ -10,6 +10,7 @@ KerasDistError
 ├── ArgumentTypeError  (TypeError)     an argument is of a kind that cannot be used
 ├── DataError          (ValueError)    the data cannot be shared out over the ranks
 ├── MismatchError      (RuntimeError)  the ranks do not mean the same thing
+├── UsageError         (RuntimeError)  a call came where it has no meaning
 ├── RankError          (RuntimeError)  a function that was run on ranks failed on one
 ├── RankLostError      (RuntimeError)  a rank has died, and others wait for it
 ├── CellError          (RuntimeError)  a cell of a notebook failed on a rank
@@ -30,6 +31,7 @@ __all__ = [
     "MismatchError",
     "RankError",
     "RankLostError",
+    "UsageError",
     "explain",
 ]
 
@@ -56,6 +58,10 @@ class DataError(KerasDistError, ValueError):
 
 class MismatchError(KerasDistError, RuntimeError):
     """The ranks do not mean the same thing. Raised on every rank, with the same text."""
+
+
+class UsageError(KerasDistError, RuntimeError):
+    """A call came where it has no meaning, before or after others."""
 
 
 class RankError(KerasDistError, RuntimeError):

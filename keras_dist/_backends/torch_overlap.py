@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_dist._backends.torch_tensors import to_numpy
 
-__all__ = ["Arrivals", "in_train_step", "reduce_dense"]
+__all__ = ["Arrivals", "in_train_step", "mark_of", "reduce_dense"]
 
 _step = threading.local()
 # By parameter: what starts the reduction of its gradient, or has ceased to.
@@ -150,7 +150,7 @@ class _Overlap:
         """Waits for the results; `None` where these gradients are not what was reduced."""
         arrivals, marks = self._arrivals, self._marks
         self._begin()
-        same = marks == {place: _mark(gradient) for place, gradient in enumerate(gradients)}
+        same = marks == {place: mark_of(gradient) for place, gradient in enumerate(gradients)}
         return arrivals.results() if same and arrivals is not None and arrivals.are_all() else None
 
     def _begin(self) -> None:
@@ -167,7 +167,7 @@ class _Overlap:
             # The second one since the last update. What was queued runs, and is for nobody.
             self.stop()
             return
-        self._marks[place] = _mark(gradient)
+        self._marks[place] = mark_of(gradient)
         self._arrivals = self._arrivals or Arrivals(fused)
         self._arrivals.come(place, to_numpy(gradient))
 
@@ -176,7 +176,7 @@ def _is_in_step() -> bool:
     return getattr(_step, "is_on", False)
 
 
-def _mark(gradient: torch.Tensor) -> Any:
+def mark_of(gradient: torch.Tensor) -> Any:
     """Returns what changes when a gradient is another one or has been written to."""
     return gradient.data_ptr(), gradient._version, gradient.shape
 
@@ -189,6 +189,6 @@ def _are_gradients_of(
         parameter.is_leaf
         and parameter.grad is not None
         and parameter.device.type == "cpu"
-        and _mark(parameter.grad) == _mark(gradient)
+        and mark_of(parameter.grad) == mark_of(gradient)
         for parameter, gradient in zip(parameters, gradients, strict=True)
     )

@@ -13,7 +13,11 @@ def dtype_of(tensor: torch.Tensor) -> np.dtype:
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Returns a tensor as an array: a view of one on the CPU, a copy of one elsewhere."""
-    host = _to_host(tensor.detach()).contiguous()
+    host = tensor.detach()
+    if host.device.type != "cpu":
+        host = _to_host(host)
+    if not host.is_contiguous():
+        host = host.contiguous()
     if host.dtype == torch.bfloat16:
         import ml_dtypes  # numpy's own dtypes do not have it
 
@@ -24,14 +28,16 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 def to_torch(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     """Returns an array as a tensor of the dtype and device of `like`: a view on the CPU."""
     if like.dtype == torch.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(like.device)
-    return torch.from_numpy(array).to(like.device)
+        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(array)
+    return tensor if like.device.type == "cpu" else tensor.to(like.device)
 
 
 def write_into(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
     """Writes an array into a tensor, where it lies, and returns it; autograd is not told."""
     with torch.no_grad():
-        return tensor.copy_(to_torch(array, torch.empty(0, dtype=tensor.dtype)))
+        return tensor.copy_(to_torch(array, tensor))
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,354 @@
+"""keras_dist.torch: what scripts written for horovod.torch call by hand, and its gradients."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import keras_dist.torch as hvd
+from keras_dist import errors
+
+DTYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32]
+DTYPES += [torch.float64]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def started():
+    hvd.init()
+
+
+def mine(shape, dtype=torch.float32, rank=None):
+    """A tensor of small whole numbers, another one on each rank."""
+    rank = hvd.rank() if rank is None else rank
+    count = int(np.prod(shape))
+    return ((torch.arange(count) * (rank + 2) + rank) % 5 + 1).reshape(shape).to(dtype)
+
+
+def everyones(shape, dtype=torch.float32):
+    return torch.stack([mine(shape, dtype, rank) for rank in range(hvd.size())])
+
+
+def total_loss_gradient(loss_of, x):
+    """The gradient, by finite differences, of the ranks' losses together by this rank's `x`."""
+    found, step = torch.zeros_like(x), 1e-3
+    for rank in range(hvd.size()):
+        for place in range(x.numel()):
+            sides = []
+            for sign in (1, -1):
+                moved = x.detach().clone()
+                if rank == hvd.rank():
+                    moved.view(-1)[place] += sign * step
+                sides.append(float(hvd.allreduce(loss_of(moved).detach(), op=hvd.Sum)))
+            if rank == hvd.rank():
+                found.view(-1)[place] = (sides[0] - sides[1]) / (2 * step)
+    return found
+
+
+def test_ranks_and_builds():
+    ranks = hvd.allgather(torch.tensor([hvd.rank()])).tolist()
+    assert ranks == list(range(hvd.size()))
+    assert hvd.mpi_built() and hvd.mpi_enabled() and not hvd.nccl_built()
+    assert isinstance(hvd.mpi_threads_supported(), bool) and hvd.is_homogeneous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_allreduce_of_every_op_and_dtype(dtype):
+    for shape in [(), (17,), (17, 3), (5, 3, 2)]:
+        x, stack = mine(shape, dtype), everyones(shape, dtype)
+        assert torch.equal(hvd.allreduce(x, op=hvd.Sum), stack.sum(0).to(dtype))
+        assert torch.equal(hvd.allreduce(x, op=hvd.Min), stack.amin(0))
+        assert torch.equal(hvd.allreduce(x, op=hvd.Max), stack.amax(0))
+        assert torch.equal(hvd.allreduce(x, op=hvd.Product), stack.prod(0).to(dtype))
+        averaged = hvd.allreduce(x)
+        assert averaged.dtype == dtype and averaged.shape == x.shape
+        assert torch.equal(averaged, (stack.double().sum(0) / hvd.size()).to(dtype))
+        assert torch.equal(x, mine(shape, dtype))
+
+
+def test_prescale_and_postscale():
+    x, stack = mine((6,)), everyones((6,))
+    scaled = hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
+    torch.testing.assert_close(scaled, stack.sum(0) * 1.5)
+    ints = hvd.allreduce(mine((6,), torch.int32), op=hvd.Sum, prescale_factor=0.5)
+    assert torch.equal(ints, (everyones((6,)) * 0.5).to(torch.int32).sum(0, dtype=torch.int32))
+
+
+def test_average_is_deprecated_and_excludes_op():
+    x = mine((3,))
+    with pytest.warns(DeprecationWarning, match=r"op=hvd\.Sum"):
+        total = hvd.allreduce(x, average=False)
+    assert torch.equal(total, everyones((3,)).sum(0))
+    with pytest.warns(DeprecationWarning, match=r"op=hvd\.Average"):
+        hvd.allreduce(x, average=True)
+    with pytest.raises(ValueError, match="either op or average"):
+        hvd.allreduce(x, average=True, op=hvd.Sum)
+
+
+def test_in_place_forms_write_where_the_tensor_lies():
+    total = everyones((4, 2)).sum(0)
+    x = mine((4, 2))
+    assert hvd.allreduce_(x, op=hvd.Sum) is x and torch.equal(x, total)
+    half = mine((4, 2)).t()  # not contiguous
+    assert torch.equal(hvd.allreduce_(half, op=hvd.Sum), total.t())
+    several = [mine((3,)), mine((2, 2), torch.bfloat16)]
+    hvd.grouped_allreduce_(several, op=hvd.Sum)
+    assert torch.equal(several[0], everyones((3,)).sum(0))
+    assert torch.equal(several[1], everyones((2, 2), torch.bfloat16).sum(0))
+    for root in range(hvd.size()):
+        for tensor in (mine((5,)), mine((5,), torch.bfloat16), mine((4, 2)).t(), mine(())):
+            shape = tensor.t().shape if tensor.ndim == 2 else tensor.shape
+            expected = mine(shape, tensor.dtype, root)
+            version = tensor._version
+            assert hvd.broadcast_(tensor, root) is tensor
+            assert torch.equal(tensor, expected.t() if tensor.ndim == 2 else expected)
+            assert tensor._version > version
+    parameter = torch.nn.Parameter(mine((3,)))
+    hvd.broadcast_(parameter, 0)
+    assert torch.equal(parameter.detach(), mine((3,), rank=0))
+
+
+def test_async_forms_give_handles():
+    x, stack = mine((17, 3)), everyones((17, 3))
+    inplace, grouped = x.clone(), [x.clone(), x.clone()]
+    handles = [
+        hvd.allreduce_async(x, name="a", op=hvd.Sum),
+        hvd.allreduce_async_(inplace, op=hvd.Sum),
+        hvd.grouped_allreduce_async([x, x], op=hvd.Max),
+        hvd.grouped_allreduce_async_(grouped, op=hvd.Sum),
+        hvd.allgather_async(x),
+        hvd.grouped_allgather_async([x]),
+        hvd.broadcast_async(x, hvd.size() - 1),
+        hvd.broadcast_async_(x.clone(), 0),
+        hvd.alltoall_async(x, [1] * hvd.size()),
+        hvd.reducescatter_async(x, op=hvd.Sum),
+        hvd.grouped_reducescatter_async([x], op=hvd.Sum),
+    ]
+    done = [hvd.synchronize(handle) for handle in handles]
+    assert all(hvd.poll(handle) for handle in handles)
+    total = stack.sum(0)
+    assert torch.equal(done[0], total)
+    assert done[1] is inplace and torch.equal(inplace, total)
+    assert torch.equal(done[2][1], stack.amax(0))
+    assert torch.equal(grouped[0], total) and torch.equal(grouped[1], total)
+    assert torch.equal(done[4], stack.flatten(0, 1)) and torch.equal(done[5][0], done[4])
+    assert torch.equal(done[6], stack[-1]) and torch.equal(done[7], stack[0])
+    assert done[8][1].tolist() == [1] * hvd.size()
+    part = torch.tensor_split(total, hvd.size())[hvd.rank()]
+    assert torch.equal(done[9], part) and torch.equal(done[10][0], part)
+    with pytest.raises(TypeError, match="a handle"):
+        hvd.synchronize(x)
+
+
+def test_grouped_forms_of_mixed_dtypes():
+    tensors = [mine((3, 2)), mine((4,), torch.int64), mine((2,), torch.float16)]
+    for tensor, total in zip(tensors, hvd.grouped_allreduce(tensors, op=hvd.Sum), strict=True):
+        assert torch.equal(total, everyones(tensor.shape, tensor.dtype).sum(0).to(tensor.dtype))
+    assert hvd.grouped_allreduce([]) == []
+    joined = hvd.grouped_allgather(tensors)
+    assert torch.equal(joined[1], everyones((4,), torch.int64).flatten())
+
+
+def test_sparse_allreduce():
+    place = torch.tensor([[hvd.rank(), 5]])
+    x = torch.sparse_coo_tensor(place, torch.ones(2, 3) * (hvd.rank() + 1), (8, 3))
+    total = hvd.synchronize(hvd.sparse_allreduce_async(x, name="table", op=hvd.Sum))
+    expected = torch.zeros(8, 3)
+    for rank in range(hvd.size()):
+        expected[rank] += rank + 1
+        expected[5] += rank + 1
+    assert total.is_sparse and torch.equal(total.to_dense(), expected)
+
+
+def test_allgather_of_different_lengths():
+    for dtype in (torch.float32, torch.bool, torch.int16, torch.bfloat16):
+        x = (torch.ones(hvd.rank() + 1, 2) * (hvd.rank() + 1)).to(dtype)
+        rows = [torch.ones(r + 1, 2) * (r + 1) for r in range(hvd.size())]
+        assert torch.equal(hvd.allgather(x), torch.cat(rows).to(dtype))
+
+
+def test_alltoall_of_unequal_and_no_rows():
+    size, rank = hvd.size(), hvd.rank()
+    splits = torch.arange(1, size + 1, dtype=torch.int32)
+    rows, received = hvd.alltoall(torch.full((int(splits.sum()), 2), float(rank)), splits)
+    assert received.dtype == torch.int32 and received.tolist() == [rank + 1] * size
+    assert torch.equal(rows[:, 0], torch.arange(size).repeat_interleave(rank + 1).float())
+    equal = hvd.alltoall(torch.arange(2 * size) + 100 * rank)
+    assert equal.tolist() == [100 * r + 2 * rank + i for r in range(size) for i in range(2)]
+    nothing, received = hvd.alltoall(torch.empty(0, 2), torch.zeros(size, dtype=torch.int32))
+    assert nothing.shape == (0, 2) and received.tolist() == [0] * size
+    first = [3 if rank == 0 else 0] + [0] * (size - 1)  # only the first sends, to itself
+    rows, _ = hvd.alltoall(torch.ones(3), first)
+    assert len(rows) == (3 if rank == 0 else 0)
+
+
+def test_reducescatter_of_rows_that_do_not_divide():
+    rows = 2 * hvd.size() + 1
+    part = hvd.reducescatter(mine((rows, 2)), op=hvd.Sum)
+    expected = torch.tensor_split(everyones((rows, 2)).sum(0), hvd.size())[hvd.rank()]
+    assert torch.equal(part, expected)
+
+
+GRADIENTS = {
+    "allreduce sum": (lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5), 1),
+    "allreduce average": (hvd.allreduce, 1),
+    "grouped": (lambda x: torch.cat(hvd.grouped_allreduce([x, x**2], op=hvd.Sum)), 1),
+    "alltoall": (lambda x: hvd.alltoall(x, [1] + [0] * (hvd.size() - 1))[0], 1),
+    "alltoall equal": (hvd.alltoall, 1),
+    # Horovod averages where the ranks' losses together would ask for a sum, and the other way.
+    "allgather": (hvd.allgather, lambda: 1 / hvd.size()),
+    "broadcast": (lambda x: hvd.broadcast(x, hvd.size() - 1), lambda: 1 / hvd.size()),
+    "reducescatter average": (hvd.reducescatter, hvd.size),
+    "reducescatter sum": (lambda x: hvd.reducescatter(x, op=hvd.Sum), hvd.size),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_against_finite_differences(name):
+    operation, factor = GRADIENTS[name]
+    x = (torch.arange(hvd.size() * 2, dtype=torch.float64).reshape(-1, 2) + hvd.rank() + 1) / 4
+
+    def loss_of(value):
+        result = operation(value)
+        weights = torch.arange(result.numel(), dtype=result.dtype) + hvd.rank() + 1
+        return (result.flatten() ** 2 * weights).sum()
+
+    leaf = x.clone().requires_grad_()
+    loss_of(leaf).backward()
+    expected = total_loss_gradient(loss_of, x) * (factor if factor == 1 else factor())
+    torch.testing.assert_close(leaf.grad, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_as_horovod_registers_them():
+    size, rank = hvd.size(), hvd.rank()
+
+    def gradient(operation):
+        x = torch.ones(size, 2, requires_grad=True)
+        operation(x).sum().backward()
+        return x.grad
+
+    ones = torch.ones(size, 2)
+    assert torch.equal(gradient(lambda x: hvd.allreduce(x, op=hvd.Sum)), ones * size)
+    assert torch.equal(gradient(hvd.allreduce), ones)
+    assert torch.equal(gradient(hvd.allgather), ones)
+    assert torch.equal(gradient(lambda x: hvd.broadcast(x, 0)), ones * (rank == 0))
+    assert torch.equal(gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum)), ones * size)
+    assert torch.equal(gradient(hvd.alltoall), ones)
+    with pytest.raises(errors.ArgumentError, match="Average or Sum where gradients"):
+        gradient(lambda x: hvd.allreduce(x, op=hvd.Max))
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "op", "root", "rows", "kind"])
+def test_differences_are_errors_on_every_rank_and_the_job_goes_on(what):
+    if hvd.size() == 1:
+        pytest.skip("one rank differs from nobody")
+    odd = hvd.rank() == 1
+    calls = {
+        "shape": lambda: hvd.allreduce(torch.ones(17 + odd)),
+        "dtype": lambda: hvd.allreduce(torch.ones(3, dtype=[torch.float32, torch.int32][odd])),
+        "op": lambda: hvd.allreduce(torch.ones(3), op=[hvd.Sum, hvd.Max][odd]),
+        "root": lambda: hvd.broadcast(torch.ones(3), int(odd)),
+        "rows": lambda: hvd.allgather(torch.ones(3, 2 + odd)),
+        "kind": lambda: (hvd.allgather if odd else hvd.allreduce)(torch.ones(3)),
+    }
+    with pytest.raises(errors.MismatchError, match=r"rank \d of"):
+        calls[what]()
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
+
+
+def test_wrong_arguments_are_errors():
+    for wrong in (
+        lambda: hvd.allgather(torch.tensor(1.0)),
+        lambda: hvd.reducescatter(torch.tensor(1.0)),
+        lambda: hvd.broadcast(torch.ones(1), hvd.size()),
+        lambda: hvd.alltoall(torch.ones(3), [9] * hvd.size()),
+        lambda: hvd.allreduce(torch.ones(1), op="mean"),
+    ):
+        with pytest.raises(ValueError, match=r"\[rank"):
+            wrong()
+
+
+def test_process_sets():
+    even = hvd.add_process_set(range(0, hvd.size(), 2))
+    x = torch.ones(2, requires_grad=True) * (hvd.rank() + 1)
+    if even.included():
+        count = len(even.ranks)
+        assert (
+            hvd.allreduce(x, op=hvd.Sum, process_set=even).tolist()
+            == [sum(r + 1 for r in even.ranks)] * 2
+        )
+        assert len(hvd.allgather(x, process_set=even)) == 2 * count
+        last = even.ranks[-1]
+        assert hvd.broadcast(x, last, process_set=even).tolist() == [last + 1] * 2
+        hvd.barrier(process_set=even)
+    else:
+        with pytest.raises(ValueError, match="to be in the process set"):
+            hvd.allreduce(x, process_set=even)
+    assert hvd.remove_process_set(even)
+
+
+def test_compression():
+    for compression, narrow in (
+        (hvd.Compression.fp16, torch.float16),
+        (hvd.Compression.bf16, torch.bfloat16),
+        (hvd.Compression.none, None),
+    ):
+        for dtype in (torch.float32, torch.float64, torch.int32, torch.bool):
+            x = torch.tensor([0, 1, 1]).to(dtype)
+            small, ctx = compression.compress(x)
+            assert small.dtype == (narrow if narrow and dtype.is_floating_point else dtype)
+            assert compression.decompress(small, ctx).dtype == dtype
+        total = hvd.allreduce(mine((5,)), op=hvd.Sum, compression=compression)
+        assert torch.equal(total, everyones((5,)).sum(0))
+
+    class Halved(hvd.Compressor):
+        @staticmethod
+        def compress(tensor):
+            return tensor.half() / 2, tensor.dtype
+
+        @staticmethod
+        def decompress(tensor, ctx):
+            return tensor.to(ctx) * 2
+
+    total = hvd.allreduce(mine((5,)), op=hvd.Sum, compression=Halved)
+    assert total.dtype == torch.float32 and torch.equal(total, everyones((5,)).sum(0))
+
+
+def test_objects():
+    own = {"rank": hvd.rank(), "tensor": torch.ones(2) * hvd.rank()}
+    last = hvd.broadcast_object(own, root_rank=hvd.size() - 1)
+    assert last["rank"] == hvd.size() - 1 and last["tensor"].tolist() == [hvd.size() - 1] * 2
+    assert [each["rank"] for each in hvd.allgather_object(own)] == list(range(hvd.size()))
+
+
+def test_join_leaves_averages_to_the_ranks_that_have_data():
+    for step in range(hvd.size() - hvd.rank()):
+        here = [rank for rank in range(hvd.size()) if step < hvd.size() - rank]
+        averaged = hvd.allreduce(torch.ones(3) * hvd.rank())
+        assert averaged.tolist() == [pytest.approx(np.mean(here))] * 3
+    assert hvd.join() == 0  # it had most
+
+
+def test_sampler_goes_on_where_an_epoch_was_left():
+    data = list(range(6 * hvd.size() + 1))
+    sampler = hvd.ElasticSampler(data, shuffle=True, seed=3)
+    sampler.set_epoch(2)
+    order = list(sampler)
+    assert len(order) == len(sampler) == 7
+    assert set(itertools.chain(*hvd.allgather_object(order))) == set(data)
+    sampler.record_batch(0, 2)
+    sampler.record_batch(1, 2)
+    state = sampler.state_dict()
+    assert state["epoch"] == 2 and state["processed_indices"] == set(order[:4])
+    known = hvd.allgather_object(state["processed_indices"])
+    resumed = hvd.ElasticSampler(data, shuffle=True, seed=3)
+    resumed.load_state_dict({"epoch": 2, "processed_indices": set().union(*known)})
+    left = hvd.allgather_object(list(resumed))
+    assert set(itertools.chain(*left)) == set(data) - set().union(*known)
+    assert len({len(each) for each in left}) == 1
+    sampler.set_epoch(3)
+    assert sampler.state_dict()["processed_indices"] == set() and list(sampler) != order
+    assert (
+        list(hvd.ElasticSampler(data, shuffle=False))
+        == (data * 2)[hvd.rank() : 7 * hvd.size() : hvd.size()]
+    )

@@ -1,0 +1,460 @@
+"""keras_dist.torch: the optimizer of a loop by hand, its model's state, SyncBatchNorm."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+
+import keras_dist.torch as hvd
+from keras_dist import errors, runtime
+
+BATCH, STEPS = 4, 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def started():
+    hvd.init()
+
+
+@pytest.fixture(params=[True, False], ids=["overlapping", "at the end"])
+def overlap(request, monkeypatch):
+    """Whether gradients are reduced while others are computed, whatever the cores."""
+    monkeypatch.setattr(runtime, "overlaps", lambda comm: request.param)
+
+
+def network(seed=0, width=8):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(3, width), torch.nn.Tanh(), torch.nn.Linear(width, 1)
+    )
+
+
+def data(steps=STEPS, batch=BATCH):
+    """The batches of all ranks together."""
+    torch.manual_seed(7)
+    count = steps * batch * hvd.size()
+    x = torch.randn(count, 3).reshape(steps, batch * hvd.size(), 3)
+    return x, torch.sin(x).sum(2, keepdim=True)
+
+
+def part(rows):
+    """This rank's rows of a batch."""
+    return rows.reshape(hvd.size(), -1, *rows.shape[1:])[hvd.rank()]
+
+
+def loss_of(model, x, y):
+    return torch.nn.functional.mse_loss(model(x), y)
+
+
+def train(model, optimizer, choose, steps=STEPS):
+    for x, y in zip(*data(steps), strict=True):
+        optimizer.zero_grad()
+        loss_of(model, choose(x), choose(y)).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def same_on_all(tensors):
+    return all(
+        torch.equal(*pair) for tensor in tensors for pair in [(tensor, hvd.broadcast(tensor, 0))]
+    )
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_weights_equal_those_of_one_process(kind, overlap):
+    alone = network()
+    expected = train(alone, OPTIMIZERS[kind](alone.parameters()), lambda rows: rows)
+    model = network(seed=hvd.rank())
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    assert wrapped is optimizer and isinstance(wrapped, type(OPTIMIZERS[kind](alone.parameters())))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    found = train(model, optimizer, part)
+    for weight, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
+    assert same_on_all(found)
+    # The state is that of a plain optimizer, and loads into one.
+    plain = OPTIMIZERS[kind](network().parameters())
+    plain.load_state_dict(optimizer.state_dict())
+    assert plain.state_dict().keys() == optimizer.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"gradient_predivide_factor": 2.0},
+        {"compression": hvd.Compression.fp16},
+        {"groups": 2},
+        {"op": hvd.Sum},
+    ],
+    ids=str,
+)
+def test_arguments(arguments, overlap):
+    alone, model = network(), network()
+    factor = hvd.size() if "op" in arguments else 1
+    expected = train(alone, torch.optim.SGD(alone.parameters(), 0.02 * factor), lambda rows: rows)
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **arguments)
+    for weight, other in zip(train(model, optimizer, part), expected, strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_of_parameters_and_their_old_name():
+    model = network()
+    layers = [list(model[0].parameters()), list(model[2].parameters())]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, groups=layers)
+    assert same_on_all(train(model, optimizer, part))
+    with pytest.warns(DeprecationWarning, match="groups"):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), num_groups=2)
+    for wrong in (0, "two", [model]):
+        with pytest.raises((ValueError, TypeError), match="groups"):
+            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), groups=wrong)
+
+
+def test_a_compressor_of_ones_own():
+    class Doubled(hvd.Compressor):
+        @staticmethod
+        def compress(tensor):
+            return tensor.double(), None
+
+        @staticmethod
+        def decompress(tensor, ctx):
+            return tensor.float()
+
+    model, alone = network(), network()
+    expected = train(alone, torch.optim.SGD(alone.parameters(), 0.02), lambda rows: rows)
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    optimizer = hvd.DistributedOptimizer(optimizer, compression=Doubled)
+    for weight, other in zip(train(model, optimizer, part), expected, strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
+
+
+def test_several_passes_for_a_step(overlap):
+    alone, model = network(), network()
+    plain = torch.optim.SGD(alone.parameters(), 0.02)
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    optimizer = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2)
+    batches = list(zip(*data(6), strict=True))
+    for first, second in zip(batches[::2], batches[1::2], strict=True):
+        plain.zero_grad()
+        optimizer.zero_grad()
+        for x, y in (first, second):
+            loss_of(alone, x, y).backward()
+            loss_of(model, part(x), part(y)).backward()
+        plain.step()
+        optimizer.step()
+    for weight, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
+    optimizer.set_backward_passes_per_step(1)
+    assert same_on_all(train(model, optimizer, part))
+
+
+def test_a_gradient_too_many_is_an_error_and_the_job_goes_on(overlap):
+    if hvd.size() == 1:
+        pytest.skip("one rank reduces nothing")
+    model = network()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters()
+    )
+    x, y = part(data()[0][0]), part(data()[1][0])
+    for _ in range(2):  # in the second round buckets are queued by the first pass
+        loss_of(model, x, y).backward()
+        with pytest.raises(errors.UsageError, match="one more, before step"):
+            loss_of(model, x, y).backward()
+        optimizer.zero_grad()
+        assert same_on_all(train(model, optimizer, part))
+
+
+def test_synchronize_then_clip_then_step(overlap):
+    alone, model = network(), network()
+    plain = torch.optim.SGD(alone.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    for x, y in zip(*data(), strict=True):
+        plain.zero_grad()
+        optimizer.zero_grad()
+        loss_of(alone, x, y).backward()
+        loss_of(model, part(x), part(y)).backward()
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        plain.step()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    for weight, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
+    loss_of(model, x, y).backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="skip_synchronize"):
+        optimizer.step()
+
+
+def test_gradients_that_change_after_they_have_come_are_reduced_as_they_are(overlap):
+    model = network()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.0))
+    for x, y in zip(*data(3), strict=True):
+        optimizer.zero_grad()
+        loss_of(model, part(x), part(y)).backward()
+        for parameter in model.parameters():
+            parameter.grad.fill_(hvd.rank())
+        optimizer.step()
+        mean = (hvd.size() - 1) / 2
+        assert all((parameter.grad == mean).all() for parameter in model.parameters())
+
+
+def test_zero_grad_between_backward_and_step_is_an_error(overlap):
+    if hvd.size() == 1:
+        pytest.skip("one rank reduces nothing")
+    model = network()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    train(model, optimizer, part)
+    loss_of(model, part(data()[0][0]), part(data()[1][0])).backward()
+    with pytest.raises(errors.UsageError, match="zero_grad"):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_parameter_that_one_rank_does_not_use(overlap):
+    torch.manual_seed(0)
+    both = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(both.parameters(), 0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        layers = both if hvd.rank() == 0 else both[:1]
+        sum(layer(torch.ones(1, 2)).sum() for layer in layers).backward()
+        optimizer.step()
+        assert torch.equal(both[1].weight.grad, torch.ones(1, 2) / hvd.size())
+    assert same_on_all(both.parameters())
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_sparse_gradients(dense, overlap):
+    def model():
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(9, 4, sparse=True)
+        return torch.nn.Sequential(table, torch.nn.Flatten(), torch.nn.Linear(8, 1))
+
+    places = torch.arange(4 * hvd.size() * 3).reshape(3, 2 * hvd.size(), 2) * 5 % 9
+    alone, mine = model(), model()
+    plain = torch.optim.SGD(alone.parameters(), 0.1)
+    optimizer = torch.optim.SGD(mine.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, mine.named_parameters(), sparse_as_dense=dense)
+    for batch in places:
+        plain.zero_grad()
+        optimizer.zero_grad()
+        alone(batch).square().mean().backward()
+        mine(part(batch)).square().mean().backward()
+        plain.step()
+        optimizer.step()
+        assert mine[0].weight.grad.is_sparse
+    for weight, other in zip(mine.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
+
+
+def test_closures_see_the_gradients_and_losses_of_all_ranks():
+    def fit(model, make, distributed):
+        choose = part if distributed else (lambda rows: rows)
+        optimizer = make(model.parameters())
+        if distributed:
+            optimizer = hvd.DistributedOptimizer(optimizer)
+        x, y = data(1)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, choose(x[0]), choose(y[0]))
+            loss.backward()
+            return loss
+
+        losses = [float(optimizer.step(closure)) for _ in range(3)]
+        return [parameter.detach() for parameter in model.parameters()], losses
+
+    for make in (
+        lambda p: torch.optim.SGD(p, 0.1),
+        lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
+    ):
+        expected, losses = fit(network(), make, False)
+        found, mine = fit(network(), make, True)
+        assert mine == pytest.approx(losses, rel=1e-4)
+        for weight, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-4)
+        assert same_on_all(found)
+
+
+def test_schedulers_made_before_still_reduce():
+    model = network(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer = hvd.DistributedOptimizer(optimizer)
+    for _ in range(2):
+        assert same_on_all(train(model, optimizer, part, steps=1))
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.025
+
+
+def test_bfloat16_and_half():
+    for dtype in (torch.bfloat16, torch.float16):
+        model = torch.nn.Linear(2, 1, bias=False).to(dtype)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0))
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model(torch.ones(1, 2, dtype=dtype)).sum() * (hvd.rank() + 1)).backward()
+            optimizer.step()
+        assert model.weight.tolist() == [[-(hvd.size() + 1.0)] * 2]
+
+
+def test_ranks_outside_of_the_process_set_step_alone():
+    even = hvd.add_process_set(range(0, hvd.size(), 2))
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    optimizer = hvd.DistributedOptimizer(optimizer, process_set=even)
+    (model(torch.ones(1, 1)).sum() * hvd.rank()).backward()
+    optimizer.step()
+    mean = sum(even.ranks) / len(even.ranks)
+    assert model.weight.item() == -(mean if even.included() else hvd.rank())
+    hvd.remove_process_set(even)
+
+
+def test_adasum_of_equal_gradients_is_one_of_them():
+    if hvd.size() & (hvd.size() - 1):
+        with pytest.raises(ValueError, match="power of two"):
+            hvd.DistributedOptimizer(torch.optim.SGD(network().parameters(), 1.0), op=hvd.Adasum)
+        return
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Adasum)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.synchronize()
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_wrong_arguments_are_errors():
+    model = network()
+    sgd = lambda: torch.optim.SGD(model.parameters(), 0.1)  # noqa: E731
+    named = list(model.named_parameters())
+    for wrong, match in [
+        ({"named_parameters": [named[0], named[0]]}, "twice"),
+        ({"named_parameters": named[:1]}, "none for 3"),
+        ({"named_parameters": model.parameters()}, "pairs"),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
+        ({"op": hvd.Max}, "Average, Sum or Adasum"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "predivide"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=match):
+            hvd.DistributedOptimizer(sgd(), **wrong)
+    with pytest.raises(ValueError, match="distributed"):
+        hvd.DistributedOptimizer(hvd.DistributedOptimizer(sgd()))
+    with pytest.raises(TypeError, match="optimizer of torch"):
+        hvd.DistributedOptimizer(model)
+    with pytest.raises(TypeError, match="named_parameters"):
+        hvd.broadcast_parameters(model.parameters(), 0)
+
+
+def test_copies_are_plain_optimizers():
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(network().parameters(), 0.1))
+    for made in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(made) is torch.optim.SGD and made.param_groups[0]["lr"] == 0.1
+
+
+def test_parameters_that_begin_to_train_later(overlap):
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    assert same_on_all(train(model, optimizer, part, steps=2))
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": [extra := torch.nn.Parameter(torch.zeros(1))]})
+    for x, y in zip(*data(), strict=True):
+        optimizer.zero_grad()
+        (loss_of(model, part(x), part(y)) + extra.sum() * hvd.rank()).backward()
+        optimizer.step()
+    assert same_on_all([*model.parameters(), extra])
+    assert extra.item() == pytest.approx(-0.1 * STEPS * (hvd.size() - 1) / 2)
+
+
+def test_broadcast_of_optimizer_state():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 / (hvd.rank() + 1))
+    if hvd.rank() == 0:
+        train(model, optimizer, part, steps=2)  # only the root has a state
+    hvd.broadcast_parameters(model.named_parameters(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["lr"] == 0.1
+    assert [float(each["step"]) for each in state["state"].values()] == [2.0] * 4
+    assert same_on_all([each["exp_avg_sq"] for each in state["state"].values()])
+    with pytest.raises(ValueError, match="LBFGS"):
+        hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), 0)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_sync_batch_norm_equals_that_of_one_batch(momentum):
+    torch.manual_seed(3)
+    lengths = [3 + 2 * rank for rank in range(hvd.size())]
+    x = torch.randn(sum(lengths), 4, 5, dtype=torch.float64) * 3 + 1
+    weights = torch.randn_like(x)
+    one = torch.nn.BatchNorm1d(4, momentum=momentum).double()
+    sync = hvd.SyncBatchNorm(4, momentum=momentum).double()
+    for layer in (one, sync):
+        torch.nn.init.constant_(layer.weight, 1.5)
+    whole = x.clone().requires_grad_()
+    mine = torch.split(x, lengths)[hvd.rank()].clone().requires_grad_()
+    for _ in range(2):
+        expected = one(whole)
+        found = sync(mine)
+    (expected * weights).sum().backward()
+    (found * torch.split(weights, lengths)[hvd.rank()]).sum().backward()
+    torch.testing.assert_close(found, torch.split(expected, lengths)[hvd.rank()])
+    torch.testing.assert_close(mine.grad, torch.split(whole.grad, lengths)[hvd.rank()])
+    torch.testing.assert_close(hvd.allreduce(sync.weight.grad, op=hvd.Sum), one.weight.grad)
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(sync.state_dict()[name], value)
+    torch.testing.assert_close(sync.eval()(x), one.eval()(x))
+
+
+def test_sync_batch_norm_trains_beside_the_optimizer(overlap):
+    def model(norm):
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(3, 6), norm(6), torch.nn.Linear(6, 1))
+
+    alone, mine = model(torch.nn.BatchNorm1d), model(hvd.SyncBatchNorm)
+    expected = train(alone, torch.optim.SGD(alone.parameters(), 0.05), lambda rows: rows)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(mine.parameters(), 0.05))
+    for weight, other in zip(train(mine, optimizer, part), expected, strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-4, atol=1e-5)
+
+
+def test_join_goes_on_without_ranks_that_are_out_of_data(overlap):
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0))
+    expected = 0.0
+    for step in range(2 * (hvd.size() - hvd.rank())):
+        here = [rank for rank in range(hvd.size()) if step < 2 * (hvd.size() - rank)]
+        expected -= sum(here) / len(here)
+        optimizer.zero_grad()
+        (model(torch.ones(1, 1)).sum() * hvd.rank()).backward()
+        optimizer.step()
+    assert model.weight.item() == pytest.approx(expected)
+    assert hvd.join() == 0
+
+
+def test_steps_warn_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters()
+        )
+        train(model, optimizer, part)
