@@ -1,0 +1,121 @@
+"""keras_dist for loops written by hand in JAX: arrays in, arrays out. Needs no Keras.
+
+```python
+import keras_dist.jax as hvd
+
+hvd.init()
+weights = hvd.broadcast_parameters(weights)
+
+@jax.jit
+def step(weights, batch):
+    gradients = hvd.pmean(jax.grad(loss_of)(weights, batch))
+    return jax.tree.map(lambda w, g: w - 0.01 * g, weights, gradients)
+```
+
+All functions work in and out of `jax.jit`. Outside arrays are read where they lie; inside each is a
+callback, for which JAX copies them, there and back. What counts on every rank is the order of the
+calls: it must be the same.
+"""
+
+from keras_dist import _backends
+from keras_dist.builds import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from keras_dist.collectives import allgather_object, barrier, broadcast_object, join
+from keras_dist.compression import Compression, Compressor
+from keras_dist.jax.exchanges import (
+    allgather,
+    alltoall,
+    broadcast,
+    broadcast_parameters,
+    grouped_allgather,
+)
+from keras_dist.jax.reductions import (
+    allreduce,
+    average_gradients,
+    grouped_allreduce,
+    pmean,
+    psum,
+    reducescatter,
+)
+from keras_dist.process_sets import ProcessSet, global_process_set
+from keras_dist.reduce_op import Adasum, Average, Max, Min, Product, Sum
+from keras_dist.runtime import (
+    add_process_set,
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+)
+from keras_dist.timeline.control import start_timeline, stop_timeline
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "Compressor",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "average_gradients",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "pmean",
+    "psum",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
+# `init` pins its device and sizes its thread pool.
+_backends.use("jax")

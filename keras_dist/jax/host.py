@@ -1,0 +1,60 @@
+"""Where a function of numpy arrays runs: now, or where the compiled program comes to it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+
+from keras_dist import errors, runtime
+
+__all__ = ["on_host"]
+
+
+def on_host(
+    function: Callable[[list[np.ndarray]], Sequence[np.ndarray]],
+    arrays: Sequence[Any],
+    shapes: Sequence[tuple[int, ...]],
+) -> list[Any]:
+    """Runs a collective on arrays of JAX.
+
+    Outside of `jax.jit` it reads them where they lie. Inside it is a callback that keeps its place
+    among the others of the program, so that all ranks come to theirs in the same order.
+
+    Args:
+        function: takes a list of numpy arrays, gives one for each of `shapes`.
+        arrays: arrays, or what arrays can be made from.
+        shapes: of the results inside of `jax.jit`; outside they may turn out otherwise. The
+            dtypes are those of `arrays`.
+    """
+    given = [jax.numpy.asarray(array) for array in arrays]
+    if not any(isinstance(array, jax.core.Tracer) for array in given):
+        results = function([np.asarray(array) for array in given])
+        return [
+            jax.device_put(result, array.sharding if array.committed else None, may_alias=True)
+            for result, array in zip(results, given, strict=True)
+        ]
+
+    def called(*arrays: Any) -> list[np.ndarray]:
+        results = function([np.asarray(array) for array in arrays])
+        for result, shape in zip(results, shapes, strict=True):
+            _check_shape(result.shape, shape)
+        return list(results)
+
+    kinds = [
+        jax.ShapeDtypeStruct(shape, array.dtype) for shape, array in zip(shapes, given, strict=True)
+    ]
+    return list(io_callback(called, kinds, *given, ordered=True))
+
+
+def _check_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                f"a result of shape {expected} inside of jax.jit, as ranks with equal shapes give",
+                f"one of shape {found}",
+                "Call it outside of jax.jit, where lengths may differ from rank to rank.",
+            )
+        )

@@ -1,0 +1,172 @@
+"""keras_dist.jax: collectives of arrays and trees, in and out of a compiled function."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import keras_dist.jax as hvd
+
+
+@pytest.fixture(autouse=True, scope="module")
+def started():
+    hvd.init()
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "jit"])
+def compiled(request):
+    return jax.jit if request.param else (lambda function: function)
+
+
+def mine(shape, dtype="float32", rank=None):
+    """An array of small whole numbers, another one on each rank."""
+    rank = hvd.rank() if rank is None else rank
+    return (((np.arange(np.prod(shape)) * (rank + 2) + rank) % 5) + 1).reshape(shape).astype(dtype)
+
+
+def everyones(shape, dtype="float32"):
+    return np.stack([mine(shape, dtype, rank) for rank in range(hvd.size())])
+
+
+def equal(found, expected):
+    np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+def test_allreduce_of_every_op_and_dtype(compiled):
+    for dtype in ("int32", "float16", ml_dtypes.bfloat16, "float32"):
+        for shape in [(), (5, 3)]:
+            x, stack = jnp.asarray(mine(shape, dtype)), everyones(shape, dtype)
+
+            def all_ops(x):
+                ops = (hvd.Sum, hvd.Min, hvd.Max, hvd.Product, "average")
+                return [hvd.allreduce(x, op) for op in ops]
+
+            total, least, most, product, mean = compiled(all_ops)(x)
+            assert total.dtype == x.dtype and total.shape == shape
+            equal(total, stack.sum(0).astype(dtype))
+            equal(least, stack.min(0))
+            equal(most, stack.max(0))
+            equal(product, stack.prod(0).astype(dtype))
+            equal(mean, (stack.astype("float64").sum(0) / hvd.size()).astype(dtype))
+
+
+def test_exchanges(compiled):
+    size, rank = hvd.size(), hvd.rank()
+    x = mine((2 * size, 3))
+    stack = everyones((2 * size, 3))
+
+    def exchanges(x):
+        return (
+            hvd.allgather(x),
+            hvd.broadcast(x, size - 1),
+            hvd.alltoall(x),
+            hvd.reducescatter(x, "sum"),
+            *hvd.grouped_allgather([x, x]),
+        )
+
+    gathered, sent, exchanged, scattered, first, _ = compiled(exchanges)(x)
+    equal(gathered, stack.reshape(-1, 3))
+    equal(first, stack.reshape(-1, 3))
+    equal(sent, stack[-1])
+    equal(exchanged, stack[:, 2 * rank : 2 * rank + 2].reshape(-1, 3))
+    equal(scattered, stack.sum(0)[2 * rank : 2 * rank + 2])
+
+
+def test_lengths_that_differ_outside_of_jit():
+    rows = hvd.allgather(jnp.ones((hvd.rank() + 1, 2)))
+    assert len(rows) == sum(range(1, hvd.size() + 1))
+    rows, received = hvd.alltoall(jnp.ones(hvd.size()), splits=[1] * hvd.size())
+    assert rows.shape == (hvd.size(),) and received.tolist() == [1] * hvd.size()
+
+
+def test_gradients(compiled):
+    size, rank = hvd.size(), hvd.rank()
+    x = mine((2 * size, 2))
+    weight = float(rank + 1)
+    weights = np.arange(1, size + 1)
+
+    def gradient(operation):
+        return compiled(jax.grad(lambda x: (weight * operation(x) ** 2).sum()))(x)
+
+    stack = everyones((2 * size, 2))
+    total, mean = stack.sum(0), stack.mean(0)
+    np.testing.assert_allclose(
+        gradient(lambda x: hvd.allreduce(x, hvd.Sum)), 2 * total * weights.sum(), rtol=1e-6
+    )
+    np.testing.assert_allclose(gradient(hvd.allreduce), 2 * mean * weights.mean(), rtol=1e-6)
+    np.testing.assert_allclose(gradient(hvd.allgather), 2 * x * weights.mean(), rtol=1e-6)
+    np.testing.assert_allclose(
+        gradient(hvd.broadcast), 2 * x * weights.mean() * (rank == 0), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        gradient(hvd.alltoall), 2 * x * np.repeat(weights, 2)[:, None], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        gradient(lambda x: hvd.reducescatter(x, hvd.Sum)),
+        2 * total * np.repeat(weights, 2)[:, None] * size,
+        rtol=1e-6,
+    )
+
+
+def test_steps_equal_those_of_one_process():
+    rng = np.random.default_rng(0)
+    batches = rng.standard_normal((4, hvd.size(), 8, 3)).astype("float32")
+    start = {"w": rng.standard_normal((3, 1)).astype("float32"), "b": [np.zeros(1, "float32")]}
+
+    def loss_of(weights, x):
+        return (
+            (jnp.tanh(x @ weights["w"]) + weights["b"][0] - x.sum(1, keepdims=True)) ** 2
+        ).mean()
+
+    def step_by(average):
+        def step(weights, x):
+            gradients = average(jax.grad(loss_of)(weights, x))
+            return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+        return step
+
+    alone = start
+    other = {"w": start["w"] + hvd.rank(), "b": [start["b"][0] - hvd.rank()]}
+    shared = hvd.broadcast_parameters(other, root_rank=0)
+    step = jax.jit(step_by(hvd.pmean))
+    for batch in batches:
+        alone = step_by(lambda tree: tree)(alone, batch.reshape(-1, 3))
+        shared = step(shared, batch[hvd.rank()])
+    assert jax.tree.structure(shared) == jax.tree.structure(alone)
+    for found, expected in zip(jax.tree.leaves(shared), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+        equal(found, hvd.broadcast(found))
+    assert hvd.average_gradients is hvd.pmean
+    equal(hvd.psum({"a": jnp.ones(2)})["a"], np.full(2, hvd.size()))
+
+
+def test_operations_keep_their_order_within_a_program():
+    @jax.jit
+    def both(x):
+        # Nothing but the order of the program says which comes first.
+        return hvd.allreduce(x, "sum", name="first"), hvd.allreduce(x * 2, "max", name="second")
+
+    for _ in range(5):
+        first, second = both(jnp.ones(3))
+        equal(first, np.full(3, hvd.size()))
+        equal(second, np.full(3, 2))
+
+
+def test_differences_are_errors_on_every_rank_and_the_job_goes_on():
+    if hvd.size() == 1:
+        pytest.skip("one rank differs from nobody")
+    odd = hvd.rank() == 1
+    with pytest.raises(RuntimeError, match=r"rank \d of"):
+        hvd.allreduce(jnp.ones(3 + odd))
+    with pytest.raises(Exception, match=r"rank \d of"):
+        jax.block_until_ready(jax.jit(hvd.allreduce)(jnp.ones(3 + odd)))
+    equal(hvd.allreduce(jnp.ones(2), "sum"), np.full(2, hvd.size()))
+
+
+def test_process_sets(compiled):
+    even = hvd.add_process_set(range(0, hvd.size(), 2))
+    if even.included():
+        found = compiled(lambda x: hvd.pmean(x, even))(jnp.ones(2) * hvd.rank())
+        equal(found, np.full(2, np.mean(even.ranks)))
+    hvd.remove_process_set(even)
