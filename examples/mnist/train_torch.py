@@ -1,0 +1,161 @@
+"""Trains a network on MNIST with a loop written by hand in torch.
+
+mpirun -np 2 python examples/mnist/train_torch.py
+
+Written as for Horovod: only its import is another one. Neither Keras nor torchvision is needed.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import keras_dist.torch as hvd
+
+MNIST = Path.home() / ".keras" / "datasets" / "mnist.npz"
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--batch-size", "--batch_size", type=int, default=64, help="images per rank and step")
+    add("--test-batch-size", type=int, default=1000, help="images per rank when testing")
+    add("--epochs", type=int, default=10)
+    add("--lr", type=float, default=0.01, help="learning rate for one rank")
+    add("--momentum", type=float, default=0.5)
+    add("--warmup-epochs", "--warmup_epochs", type=int, default=3, help="the rate grows in these")
+    add("--device", choices=["cpu", "gpu"], default="cpu")
+    add("--num-threads", "--num_threads", "--num_intra", type=int, default=0, help="0: its share")
+    add("--num-inter", "--num_inter", type=int, default=0, help="threads between operations")
+    add("--seed", type=int, default=42)
+    add("--log-interval", type=int, default=10, help="steps from line to line")
+    add("--fp16-allreduce", action="store_true", help="gradients as float16 between nodes")
+    add("--data", type=Path, default=MNIST, help="mnist.npz of Keras; else scikit-learn's digits")
+    return parser.parse_args()
+
+
+class Net(torch.nn.Module):
+    """The network of the workshops, for images of any size."""
+
+    def __init__(self, side):
+        super().__init__()
+        self.conv1 = torch.nn.Conv2d(1, 10, kernel_size=5, padding=2)
+        self.conv2 = torch.nn.Conv2d(10, 20, kernel_size=5, padding=2)
+        self.fc1 = torch.nn.Linear(20 * (side // 4) ** 2, 50)
+        self.fc2 = torch.nn.Linear(50, 10)
+
+    def forward(self, x):
+        x = torch.relu(torch.max_pool2d(self.conv1(x), 2))
+        x = torch.relu(torch.max_pool2d(self.conv2(x), 2))
+        x = torch.relu(self.fc1(x.flatten(1)))
+        x = torch.nn.functional.dropout(x, training=self.training)
+        return torch.log_softmax(self.fc2(x), dim=1)
+
+
+def load_digits(path):
+    """Returns data sets for training and testing, and what they are."""
+    if path.exists():
+        arrays = np.load(path)
+        parts, brightest = [(arrays[f"x_{s}"], arrays[f"y_{s}"]) for s in ("train", "test")], 255
+        source = "MNIST"
+    else:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        order = np.random.default_rng(0).permutation(len(digits.images))
+        parts = [
+            (digits.images[part], digits.target[part]) for part in (order[:-360], order[-360:])
+        ]
+        brightest, source = 16, "scikit-learn's digits"
+    datasets = [
+        torch.utils.data.TensorDataset(
+            torch.from_numpy((images[:, None] / brightest).astype("float32")),
+            torch.from_numpy(labels.astype("int64")),
+        )
+        for images, labels in parts
+    ]
+    return *datasets, source
+
+
+def tensor_average(val, name):
+    tensor = torch.tensor(val)
+    return hvd.allreduce(tensor, name=name).item()
+
+
+def main():
+    args = parse_arguments()
+    hvd.init()
+    torch.manual_seed(args.seed)
+    device = torch.device("cpu")
+    if args.device == "gpu":
+        torch.cuda.set_device(hvd.local_rank())
+        device = torch.device("cuda")
+    if args.num_threads:
+        torch.set_num_threads(args.num_threads)
+    if args.num_inter:
+        torch.set_num_interop_threads(args.num_inter)
+
+    train_dataset, test_dataset, source = load_digits(args.data)
+    train_sampler = torch.utils.data.distributed.DistributedSampler(
+        train_dataset, num_replicas=hvd.size(), rank=hvd.rank()
+    )
+    test_sampler = torch.utils.data.distributed.DistributedSampler(
+        test_dataset, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=False
+    )
+    train_loader = torch.utils.data.DataLoader(
+        train_dataset, batch_size=args.batch_size, sampler=train_sampler
+    )
+    test_loader = torch.utils.data.DataLoader(
+        test_dataset, batch_size=args.test_batch_size, sampler=test_sampler
+    )
+
+    model = Net(train_dataset[0][0].shape[-1]).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=args.momentum)
+    steps = max(1, args.warmup_epochs * len(train_loader))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / hvd.size(), total_iters=steps)
+    compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+    start = time.perf_counter()
+    for epoch in range(1, args.epochs + 1):
+        model.train()
+        train_sampler.set_epoch(epoch)
+        loss_total, right = 0.0, 0
+        for batch, (x, y) in enumerate(train_loader):
+            x, y = x.to(device), y.to(device)
+            optimizer.zero_grad()
+            output = model(x)
+            loss = torch.nn.functional.nll_loss(output, y)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            loss_total += loss.item()
+            right += (output.argmax(1) == y).sum().item()
+            if batch % args.log_interval == 0 and hvd.rank() == 0:
+                print(f"Epoch {epoch} [{batch}/{len(train_loader)}] loss {loss.item():.4f}")
+        loss = tensor_average(loss_total / len(train_loader), "loss")
+        accuracy = tensor_average(right / len(train_sampler), "accuracy")
+        if hvd.rank() == 0:
+            print(f"Epoch {epoch}: average loss {loss:.4f}, accuracy {accuracy:.1%}")
+    seconds = time.perf_counter() - start
+
+    model.eval()
+    with torch.no_grad():
+        right = sum((model(x.to(device)).argmax(1).cpu() == y).sum().item() for x, y in test_loader)
+    accuracy = tensor_average(right / len(test_sampler), "test accuracy")
+    if hvd.rank() == 0:
+        speed = args.epochs * len(train_sampler) * hvd.size() / seconds
+        print(
+            f"Trained on {source} with {hvd.size()} ranks: {speed:,.0f} images/s in total, "
+            f"test accuracy {accuracy:.1%}"
+        )
+
+
+if __name__ == "__main__":
+    main()
