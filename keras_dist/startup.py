@@ -73,7 +73,7 @@ def compare_versions(comm: _engine.Communicator) -> None:
         MismatchError: the versions differ; raised on every rank.
     """
     host = os.uname().nodename
-    everyone = _engine.allgather_object(comm, (host, _versions(_backends.active())))
+    everyone = _engine.allgather_object(comm, (host, _versions(_backends.in_use())))
     root, expected = everyone[0]
     for rank, (host, received) in enumerate(everyone):
         if received != expected:
@@ -218,10 +218,10 @@ def _check_settings(comm: Any) -> None:
                 )
 
 
-def _versions(backend: Any) -> str:
+def _versions(backends: Sequence[Any]) -> str:
     """Returns what this process runs, in words. Of Python, patches need not be the same."""
-    framework = backend.__name__.rpartition(".")[2]
-    loaded = [(name, sys.modules.get(name)) for name in ("keras", framework)]
+    frameworks = [backend.__name__.rpartition(".")[2] for backend in backends]
+    loaded = [(name, sys.modules.get(name)) for name in ("keras", *frameworks)]
     packages = [f"{name} {module.__version__}" for name, module in loaded if module is not None]
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
     return ", ".join([python, f"keras_dist {__version__}", *packages])

@@ -64,6 +64,37 @@ def test_synthetic_benchmark_of_tensorflow(run_ranks):
     assert re.search(rf"^Img/sec per rank: {number}$", job.stdout, re.MULTILINE), job.stdout
 
 
+# No backend of this name: whoever imports Keras fails.
+WITHOUT_KERAS = {**os.environ, "KERAS_BACKEND": "none"}
+
+
+def test_mnist_in_torch(run_ranks, tmp_path):
+    options = (
+        "--epochs 5 --batch_size 16 --lr 0.1 --device cpu --num_inter 1 --num_intra 1 --seed 1 "
+        "--momentum 0.5 --warmup_epochs 1 --log-interval 100 --fp16-allreduce"
+    ).split()
+    options += ["--data", str(tmp_path / "none.npz")]
+    job = run_ranks(2, str(MNIST / "train_torch.py"), *options, timeout=600, env=WITHOUT_KERAS)
+    said = re.fullmatch(
+        r"Trained on scikit-learn's digits with 2 ranks: [\d,]+ images/s in total, "
+        r"test accuracy (\d+\.\d)%",
+        last_line(job),
+    )
+    assert said is not None, job.stdout
+    assert float(said[1]) > 60
+    assert job.stdout.count("Epoch 5: average loss ") == 1
+
+
+def test_synthetic_benchmark_of_torch(run_ranks):
+    script = EXAMPLES / "synthetic" / "torch_benchmark.py"
+    options = "--model CNN --batch-size 8 --image-size 8 --num-iters 2 --num-batches-per-iter 2"
+    options = [*options.split(), "--num-warmup-batches", "1"]
+    job = run_ranks(2, str(script), *options, timeout=600, env=WITHOUT_KERAS)
+    number = r"\d+\.\d \+-\d+\.\d"
+    assert re.fullmatch(rf"Total img/sec on 2 ranks: {number}", last_line(job)), job.stdout
+    assert re.search(rf"^Img/sec per rank: {number}$", job.stdout, re.MULTILINE), job.stdout
+
+
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_gan(run_ranks, backend):
     job = run_ranks(

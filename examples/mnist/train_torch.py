@@ -65,9 +65,8 @@ def load_digits(path):
 
         digits = load_digits()
         order = np.random.default_rng(0).permutation(len(digits.images))
-        parts = [
-            (digits.images[part], digits.target[part]) for part in (order[:-360], order[-360:])
-        ]
+        train, test = order[:-360], order[-360:]
+        parts = [(digits.images[part], digits.target[part]) for part in (train, test)]
         brightest, source = 16, "scikit-learn's digits"
     datasets = [
         torch.utils.data.TensorDataset(

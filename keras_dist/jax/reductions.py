@@ -156,6 +156,12 @@ def pmean(tree: Any, process_set: ProcessSet = global_process_set) -> Any:
 
     Example:
     ```python
+    import jax
+    import keras_dist.jax as hvd
+
+    def loss_of(weights, batch):
+        return ((batch @ weights["kernel"]) ** 2).mean()
+
     @jax.jit
     def step(weights, batch):
         gradients = hvd.pmean(jax.grad(loss_of)(weights, batch))

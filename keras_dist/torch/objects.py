@@ -36,11 +36,6 @@ def broadcast_parameters(
     Raises:
         ArgumentTypeError: `params` is neither.
         MismatchError: the ranks differ; raised on every rank.
-
-    Example:
-    ```python
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    ```
     """
     if isinstance(params, Mapping):
         params = params.items()
@@ -78,11 +73,6 @@ def broadcast_optimizer_state(
 
     Raises:
         ArgumentError: it is `LBFGS`, whose state belongs to the gradients of one rank.
-
-    Example:
-    ```python
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    ```
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         expected, remedy = "an optimizer that steps by gradients alone", "Begin it anew."

@@ -65,6 +65,10 @@ def DistributedOptimizer(
 
     Example:
     ```python
+    import torch
+    import keras_dist.torch as hvd
+
+    model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     ```

@@ -50,11 +50,6 @@ def allreduce(
     Raises:
         MismatchError: the ranks differ; raised on every rank.
         ArgumentError: an argument cannot be used, or both `op` and `average` are given.
-
-    Example:
-    ```python
-    loss = hvd.allreduce(loss, name="loss")
-    ```
     """
     how = chosen_op(op, average), prescale_factor, postscale_factor, process_set
     return grouped_allreduce([tensor], None, name, compression, *how)[0]

@@ -30,6 +30,10 @@ class ElasticSampler(torch.utils.data.Sampler):
 
     Example:
     ```python
+    import torch
+    import keras_dist.torch as hvd
+
+    dataset, epochs = torch.arange(100), 2
     sampler = hvd.ElasticSampler(dataset)
     loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler)
     for epoch in range(epochs):
