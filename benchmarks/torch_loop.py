@@ -63,7 +63,9 @@ def mlp():
 
 
 def join_gloo():
-    """Makes torch's process group of the ranks of the job."""
+    """Makes torch's process group of the ranks of the job, unless there is one."""
+    if torch.distributed.is_initialized():
+        return
     world = mpi_world()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     place = world.bcast(tempfile.mkdtemp() if world.rank == 0 else None)
