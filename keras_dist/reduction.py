@@ -21,6 +21,7 @@ __all__ = ["GradientReduction", "check_not_reduced", "mark_reduced", "sum_over_r
 # On a gradient: that it has been reduced, by a tape.
 REDUCED = "_keras_dist_reduced"
 
+
 class GradientReduction:
     """The reduction of one optimizer's gradients; holds the plans it has made.
 

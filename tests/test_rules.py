@@ -35,7 +35,7 @@ BESIDE = ".timeline.recording .watching.attend"
 SETS = "numpy ._engine .errors .process_sets"
 TORCH = "torch numpy ._backends.torch_tensors"
 FACE = "numpy .runtime ._backends ._engine .errors"
-LOOPS = f"{ON_KERAS} .builds .compression .optimizer .timeline.control"
+LOOPS = f"{ON_KERAS} .gradient_plans .arguments .builds .compression .optimizer .timeline.control"
 BY_HAND = (
     ".arguments .asynchronous .builds .collectives .compression .gradient_plans .process_sets "
     ".reduce_op .terms .timeline.control"

@@ -7,12 +7,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import _engine, collectives, runtime
+from keras_dist.gradient_plans import SAME_MODEL
 from keras_dist.model_state import variable_name
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average
-from keras_dist.replicas import SAME_MODEL
-from keras_dist.tensorflow.arguments import as_tensors
 from keras_dist.tensorflow.host import collective, differentiable, operation
+from keras_dist.tensorflow.tensors import as_tensors
 
 __all__ = [
     "allgather",

@@ -5,9 +5,9 @@ from typing import Any
 import keras
 
 from keras_dist import optimizer as own
+from keras_dist.arguments import chosen_groups
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average, ReduceOp
-from keras_dist.tensorflow.arguments import chosen_groups
 
 __all__ = ["DistributedOptimizer"]
 

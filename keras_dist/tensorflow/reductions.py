@@ -6,11 +6,12 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import collectives, errors, runtime
+from keras_dist.arguments import chosen_op
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average, ReduceOp, Sum
-from keras_dist.tensorflow.arguments import as_tensors, chosen_op
 from keras_dist.tensorflow.exchanges import grouped_allgather
 from keras_dist.tensorflow.host import collective, differentiable, operation
+from keras_dist.tensorflow.tensors import as_tensors
 
 __all__ = ["allreduce", "grouped_allreduce", "grouped_reducescatter", "reducescatter"]
 

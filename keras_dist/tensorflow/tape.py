@@ -11,10 +11,10 @@ import keras
 import tensorflow as tf
 
 from keras_dist import errors, runtime
+from keras_dist.arguments import chosen_groups
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average, ReduceOp
 from keras_dist.reduction import GradientReduction, mark_reduced
-from keras_dist.tensorflow.arguments import chosen_groups
 from keras_dist.tensorflow.host import operation
 from keras_dist.terms import Terms, parse_layers, parse_terms
 
