@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from keras_dist.compression import Compression, Compressor
     from keras_dist.interactive import run
     from keras_dist.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+    from keras_dist.pipeline import Pipeline
+    from keras_dist.point_to_point import recv, send
     from keras_dist.process_sets import ProcessSet, global_process_set
     from keras_dist.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
     from keras_dist.replicas import verify_replicas
@@ -95,6 +97,7 @@ __all__ = [
     "Max",
     "Min",
     "PartialDistributedOptimizer",
+    "Pipeline",
     "ProcessSet",
     "Product",
     "ReduceOp",
@@ -145,11 +148,13 @@ __all__ = [
     "optimizers",
     "poll",
     "rank",
+    "recv",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
     "run",
+    "send",
     "shutdown",
     "size",
     "sparse_allreduce",
@@ -178,6 +183,8 @@ _ROOMS = {
     "compression": "Compression Compressor",
     "interactive": "run",
     "optimizer": "DistributedOptimizer PartialDistributedOptimizer",
+    "pipeline": "Pipeline",
+    "point_to_point": "recv send",
     "process_sets": "ProcessSet global_process_set",
     "reduce_op": "Adasum Average Max Min Product ReduceOp Sum",
     "replicas": "verify_replicas",

@@ -170,7 +170,7 @@ def sum_over_ranks(comm: _engine.Communicator, tensor: Any, name: str) -> Any:
         nbytes = runtime.bucket_nbytes(comm)
         return _engine.allreduce(comm, [array], [name], _engine.ReduceOp.SUM, nbytes)[0]
 
-    return _backends.active().sum_over_ranks(tensor, reduce)
+    return _backends.active().through_host(tensor, reduce, reduce)
 
 
 def _name(variable: Any) -> str:

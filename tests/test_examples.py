@@ -121,3 +121,17 @@ def test_hdf5(run_ranks):
     lines = re.findall(rf"^([a-zA-Z -]+) +\|{number}{number} (\d+\.\d+)$", job.stdout, re.MULTILINE)
     assert len({way for way, _ in lines}) == 3, job.stdout
     assert len({loss for _, loss in lines}) == 1, job.stdout
+
+
+def test_a_model_on_several_ranks(run_ranks):
+    products = run_ranks(3, str(EXAMPLES / "model_parallel" / "products.py"))
+    assert last_line(products) == "Weights found by 3 ranks: 1.000 2.000 3.000"
+    mlp = run_ranks(
+        2,
+        str(EXAMPLES / "model_parallel" / "mlp.py"),
+        *("--epochs", "6", "--micro-batches", "4"),
+        env={**os.environ, "KERAS_BACKEND": "torch"},
+    )
+    said = re.fullmatch(r"Trained 1 pipeline of 2 stages: (\d+\.\d)% right\.", last_line(mlp))
+    assert said is not None, mlp.stdout
+    assert float(said[1]) > 90

@@ -118,6 +118,8 @@ TABLE = [
     (".callbacks.*",           f"{ON_KERAS} .callbacks.*",                    ""),
     (".collectives.*",  f"{FACE} .config .process_sets .reduce_op .collectives.*",    ""),
     (".asynchronous",          ".runtime ._engine .collectives .errors",      ""),
+    (".point_to_point",        f"{FACE} .collectives.values",                 ""),
+    (".pipeline",              f"{FACE} keras",                               ""),
     (".optimizer",             ON_KERAS,                                      ""),
     (".model_state",           "keras numpy",                                 ""),
     (".distributed",           ON_KERAS,                                      ""),

@@ -6,6 +6,7 @@ such a function.
 """
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ import numpy as np
 from keras_dist import errors
 
 __all__ = ["Backend", "active", "in_use", "use"]
+
+OnHost = Callable[[np.ndarray], np.ndarray]
 
 SUPPORTED = ("tensorflow", "jax", "torch")
 _named: list[str] = []  # what scripts of this process use, perhaps without Keras
@@ -65,19 +68,36 @@ class Backend(Protocol):
             The reduced gradients, as the framework's tensors, in the order given.
         """
 
-    def sum_over_ranks(self, tensor: Any, reduce: Callable[[np.ndarray], np.ndarray]) -> Any:
-        """Puts a sum over the ranks, inside a model, into the step; it has a gradient.
+    def through_host(self, tensor: Any, forward: OnHost, backward: OnHost) -> Any:
+        """Puts a function of the host, and its gradient, into a computation.
 
-        The ranks run such sums, forwards and backwards, in the same order.
+        A rank runs such functions in the order of the program, and those of gradients in the
+        reverse order.
 
         Args:
-            tensor: the framework's tensor, of the same shape on all ranks.
-            reduce: takes this rank's array, gives a new one: the sum of all ranks'; a numpy
-                function. It sums the gradients too: every rank's result depends on this
-                rank's tensor in the same way.
+            tensor: the framework's tensor.
+            forward: takes its array, gives a new one of the same shape and dtype.
+            backward: takes the gradient of that, gives that of the tensor; arrays as well.
 
         Returns:
-            The sum, as the framework's tensor.
+            What `forward` gives, as the framework's tensor.
+        """
+
+    def pull_back(
+        self, model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, through: bool
+    ) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
+        """Runs a model as in training, and keeps what its gradients need.
+
+        Args:
+            model: a built Keras model.
+            inputs: what it is given.
+            loss: takes the framework's tensor of outputs, gives one number; `None` for none.
+            through: whether the gradient of the inputs will be asked for.
+
+        Returns:
+            The loss, or the outputs where there is none; and a function that takes the gradient
+            of these and a factor for penalties of layers, and gives the gradients of the
+            trainable variables, as the framework's tensors, and that of the inputs, or `None`.
         """
 
     def add_up_rows(self, gradients: Sequence[Any]) -> list[Any]:
@@ -185,5 +205,6 @@ def in_use() -> list[Backend]:
     return backends
 
 
+@functools.cache  # TensorFlow, tracing a user's function, leaves alone what is cached
 def _load(name: str) -> Backend:
     return cast(Backend, importlib.import_module(f"keras_dist._backends.{name}"))

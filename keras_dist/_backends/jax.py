@@ -21,6 +21,8 @@ from jax.interpreters import mlir
 from keras_dist import errors
 from keras_dist._backends.jax_split import split_at
 
+OnHost = Callable[[np.ndarray], np.ndarray]
+
 __all__ = [
     "add_up_rows",
     "as_dense",
@@ -31,8 +33,9 @@ __all__ = [
     "multiply",
     "pass_over",
     "pin_device",
+    "pull_back",
     "reduce_gradients",
-    "sum_over_ranks",
+    "through_host",
     "train_step_for_host",
 ]
 
@@ -73,19 +76,47 @@ def reduce_gradients(
     return list(reversed(_reduction.bind(now, *backwards, fused=fused)))
 
 
-def sum_over_ranks(tensor: Any, reduce: Callable[[np.ndarray], np.ndarray]) -> Any:
-    """Sums where the step is cut, in the gradient too. See `Backend.sum_over_ranks`."""
+def through_host(tensor: Any, forward: OnHost, backward: OnHost) -> Any:
+    """Calls the host where the step is cut, for the gradient too. See `Backend.through_host`."""
 
-    def on_host(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [reduce(array) for array in arrays]
+    def call(function: OnHost, local: Any) -> Any:
+        def on_host(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+            return [function(array) for array in arrays]
 
-    def sum_of(local: Any) -> Any:
         [result] = _reduction.bind(np.bool_(True), local, fused=on_host)
         return result
 
-    total = jax.custom_vjp(sum_of)
-    total.defvjp(lambda local: (sum_of(local), None), lambda _, gradient: (sum_of(gradient),))
-    return total(tensor)
+    through = jax.custom_vjp(lambda local: call(forward, local))
+    through.defvjp(
+        lambda local: (call(forward, local), None), lambda _, gradient: (call(backward, gradient),)
+    )
+    return through(tensor)
+
+
+def pull_back(
+    model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, through: bool
+) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
+    """Keeps what `jax.vjp` gives. See `Backend.pull_back`."""
+    before = [variable.value for variable in model.non_trainable_variables]
+
+    def run(weights: Any, given: Any) -> Any:
+        outputs, after, penalties = model.stateless_call(
+            weights, before, given, training=True, return_losses=True
+        )
+        return (outputs if loss is None else loss(outputs), penalties), after
+
+    weights = [variable.value for variable in model.trainable_variables]
+    given = jax.numpy.asarray(inputs)
+    (result, penalties), pull, after = jax.vjp(run, weights, given, has_aux=True)
+    for variable, value in zip(model.non_trainable_variables, after, strict=True):
+        variable.assign(value)
+
+    def back(gradient: np.ndarray, factor: float) -> tuple[list[Any], np.ndarray | None]:
+        factors = [jax.numpy.full_like(penalty, factor) for penalty in penalties]
+        found, of_inputs = pull((jax.numpy.asarray(gradient), factors))
+        return list(found), np.asarray(of_inputs) if through else None
+
+    return np.asarray(result), back
 
 
 def add_up_rows(gradients: Sequence[Any]) -> list[Any]:

@@ -18,6 +18,8 @@ import tensorflow as tf
 from keras_dist import errors
 from keras_dist._backends.tensorflow_step import train_step_for_host
 
+OnHost = Callable[[np.ndarray], np.ndarray]
+
 __all__ = [
     "add_up_rows",
     "as_dense",
@@ -29,8 +31,9 @@ __all__ = [
     "on_host",
     "pass_over",
     "pin_device",
+    "pull_back",
     "reduce_gradients",
-    "sum_over_ranks",
+    "through_host",
     "train_step_for_host",
 ]
 
@@ -106,17 +109,42 @@ def reduce_gradients(
     return [reduced[i] for i in range(len(gradients))]
 
 
-def sum_over_ranks(tensor: Any, reduce: Callable[[np.ndarray], np.ndarray]) -> Any:
-    """Sums by a host function, in the gradient too. See `Backend.sum_over_ranks`."""
+def through_host(tensor: Any, forward: OnHost, backward: OnHost) -> Any:
+    """Calls the host, for the gradient too. See `Backend.through_host`."""
+
+    def call(function: OnHost, local: Any) -> Any:
+        return on_host(function, [local], [local.shape])[0]
 
     @tf.custom_gradient
-    def total(local: Any) -> tuple[Any, Callable[[Any], Any]]:
-        return summed(local), summed
+    def through(local: Any) -> tuple[Any, Callable[[Any], Any]]:
+        return call(forward, local), lambda gradient: call(backward, gradient)
 
-    def summed(local: Any) -> Any:
-        return on_host(reduce, [local], [local.shape])[0]
+    return through(tensor)
 
-    return total(tensor)
+
+def pull_back(
+    model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, through: bool
+) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
+    """Keeps a tape. See `Backend.pull_back`."""
+    given, weights = tf.convert_to_tensor(inputs), [v.value for v in model.trainable_variables]
+    sources = [*weights, *([given] if through else [])]
+    with tf.GradientTape() as tape:
+        tape.watch(sources)
+        outputs = model(given, training=True)
+        result, penalties = outputs if loss is None else loss(outputs), model.losses
+
+    def back(gradient: np.ndarray, factor: float) -> tuple[list[Any], np.ndarray | None]:
+        factors = [tf.constant(factor, penalty.dtype) for penalty in penalties]
+        found = tape.gradient(
+            [result, *penalties],
+            sources,
+            output_gradients=[tf.convert_to_tensor(gradient), *factors],
+            unconnected_gradients=tf.UnconnectedGradients.ZERO,
+        )
+        dense = as_dense(found)
+        return dense[: len(weights)], dense[-1].numpy() if through else None
+
+    return result.numpy(), back
 
 
 def on_host(

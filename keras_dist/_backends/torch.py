@@ -16,6 +16,8 @@ from keras_dist import errors
 from keras_dist._backends.torch_overlap import in_train_step, reduce_dense
 from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch
 
+OnHost = Callable[[np.ndarray], np.ndarray]
+
 __all__ = [
     "add_up_rows",
     "as_dense",
@@ -26,8 +28,9 @@ __all__ = [
     "multiply",
     "pass_over",
     "pin_device",
+    "pull_back",
     "reduce_gradients",
-    "sum_over_ranks",
+    "through_host",
     "train_step_for_host",
 ]
 
@@ -87,22 +90,49 @@ def reduce_gradients(
 
 
 @torch.compiler.disable
-def sum_over_ranks(tensor: Any, reduce: Callable[[np.ndarray], np.ndarray]) -> Any:
-    """Sums on the host, in the gradient too. See `Backend.sum_over_ranks`."""
+def through_host(tensor: Any, forward: OnHost, backward: OnHost) -> Any:
+    """Calls the host, for the gradient too. See `Backend.through_host`."""
     if tensor.is_meta:  # Keras asks for shapes alone
         return torch.empty_like(tensor)
-    return _SumOverRanks.apply(tensor, reduce)
+    return _ThroughHost.apply(tensor, forward, backward)
 
 
-class _SumOverRanks(torch.autograd.Function):
+class _ThroughHost(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, tensor: Any, reduce: Any) -> Any:
-        context.reduce = reduce
-        return to_torch(reduce(to_numpy(tensor)), tensor)
+    def forward(context: Any, tensor: Any, forward: Any, backward: Any) -> Any:
+        context.on_host = backward
+        return to_torch(forward(to_numpy(tensor)), tensor)
 
     @staticmethod
     def backward(context: Any, gradient: Any) -> Any:
-        return to_torch(context.reduce(to_numpy(gradient)), gradient), None
+        return to_torch(context.on_host(to_numpy(gradient)), gradient), None, None
+
+
+def pull_back(
+    model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, through: bool
+) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
+    """Keeps torch's own graph. See `Backend.pull_back`."""
+    weights = [variable.value for variable in model.trainable_variables]
+    place = weights[0].device if weights else torch.get_default_device()
+    given = torch.tensor(inputs, device=place, requires_grad=through)
+    outputs = model(given, training=True)
+    result = outputs if loss is None else loss(outputs)
+    penalties = [penalty for penalty in model.losses if penalty.requires_grad]
+
+    def back(gradient: np.ndarray, factor: float) -> tuple[list[Any], np.ndarray | None]:
+        sources = [*weights, *([given] if through else [])]
+        factors = [torch.full_like(penalty, factor) for penalty in penalties]
+        found = torch.autograd.grad(
+            [result, *penalties],
+            sources,
+            [to_torch(gradient, result), *factors],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        dense = as_dense(found)
+        return dense[: len(weights)], to_numpy(dense[-1]) if through else None
+
+    return to_numpy(result), back
 
 
 def add_up_rows(gradients: Sequence[Any]) -> list[Any]:

@@ -43,6 +43,7 @@ from keras_dist._engine.part import (
     start_part,
     stop_part,
 )
+from keras_dist._engine.point_to_point import recv, send
 from keras_dist._engine.progress import (
     begin_epoch,
     during,
@@ -107,9 +108,11 @@ __all__ = [
     "parse_factor",
     "parse_op",
     "progress",
+    "recv",
     "reduce_slices",
     "reducescatter",
     "say_progress",
+    "send",
     "stand_in",
     "start_mpi",
     "start_part",

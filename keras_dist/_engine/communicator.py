@@ -20,6 +20,7 @@ from keras_dist._engine import timeline
 from keras_dist._engine.agreement import Absence
 from keras_dist._engine.line import Handle, Line
 from keras_dist._engine.node import Node, join_node
+from keras_dist._engine.point_to_point import turn_away
 from keras_dist._engine.recovery import Recovery
 from keras_dist._engine.survivors import lost
 from keras_dist._engine.transfer import allgather_parts
@@ -86,6 +87,7 @@ class Communicator:
         self.node: Node | None = None
         self._attendants: list[Attendant] = []
         self._begin_attending: list[Callable[[Communicator], Attendant]] = []
+        self._neighbours: list[int] = []  # the ranks of this node
         self.plans: dict[Any, Any] = {}  # of recent single calls, oldest first
         self.ranks: Sequence[int] = ranks or (0,)
         self.recovery: Recovery | None = None  # where ranks go on without those that die
@@ -292,12 +294,14 @@ class Communicator:
 
     def _join_node(self, read: bool) -> None:
         share = functools.partial(_share, self._local)
-        neighbours = [self.ranks[place] for place in share(self.rank)]
+        self._neighbours = [self.ranks[place] for place in share(self.rank)]
 
         def error(places: list[int]) -> errors.RankLostError:
-            return lost(self.where(), [neighbours[place] for place in places])
+            return lost(self.where(), [self._neighbours[place] for place in places])
 
-        node, trouble = join_node(self.local_rank, self.local_size, share, read, error)
+        node, trouble = join_node(
+            self.local_rank, self.local_size, share, read, error, self._turn_away
+        )
         trouble = self.first_trouble(trouble)
         if trouble is None and node is not None:
             # Or a rank would ask whether its partners on other nodes could read, and they not.
@@ -305,6 +309,15 @@ class Communicator:
             self.node = node
         else:
             self.explain_no_shared_memory(trouble)
+
+    def _turn_away(self) -> None:
+        # In a process set others may wait for this rank and be right to: it has a line of its own.
+        if self._job is None:
+            turn_away(self)
+
+    def lives(self, rank: int) -> bool:
+        """Tells whether a rank of the job lives, as far as is seen on this node."""
+        return self.node is None or rank not in [self._neighbours[p] for p in self.node.dead()]
 
     def first_trouble(self, trouble: str | None) -> str | None:
         """Returns what went wrong on the first rank on which something did. Collective."""
@@ -403,7 +416,14 @@ class Communicator:
         mine = np.frombuffer(digest, np.uint8)
         digests = np.empty((self.size, mine.size), np.uint8)
         request = self.world.Iallgather(mine, digests)
-        return lambda: bool((digests == digests[0]).all()) if request.Test() else None
+
+        def answer() -> bool | None:
+            if request.Test():
+                return bool((digests == digests[0]).all())
+            self._turn_away()
+            return None
+
+        return answer
 
 
 def _share(comm: Any, value: Any) -> list[Any]:

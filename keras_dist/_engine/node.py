@@ -24,6 +24,7 @@ class Node:
         place: where they meet.
         pids: their processes.
         may_read: whether ranks read each other's memory.
+        dead: tells which of them have ended, by their places.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Node:
         place: MeetingPlace,
         pids: Sequence[int],
         may_read: bool,
+        dead: Callable[[], list[int]],
     ):
         self.rank = rank
         self.size = size
@@ -41,6 +43,7 @@ class Node:
         self.meet, self.come, self.leave = place.meet, place.come, place.leave
         self.pids = pids
         self.may_read = may_read
+        self.dead = dead
         self._scratch = np.empty(0, np.uint8)
 
     def scratch(self, nbytes: int) -> np.ndarray:
@@ -60,6 +63,7 @@ def join_node(
     share: Callable[[Any], list[Any]],
     read: bool,
     lost: Callable[[list[int]], Exception],
+    look: Callable[[], None],
 ) -> tuple[Node | None, str | None]:
     """Brings the ranks of a node together in shared memory.
 
@@ -71,6 +75,7 @@ def join_node(
         share: gives every rank's object to all ranks of the node, in rank order.
         read: whether ranks should read each other's memory, where the kernel lets them.
         lost: makes the error for ranks of the node that have died.
+        look: called now and then by a rank that waits in a meeting.
 
     Returns:
         The node and `None`; or `None` and the reason why there is no shared memory.
@@ -91,6 +96,7 @@ def join_node(
     def check() -> None:
         if dead := processes.dead():
             raise lost(dead)
+        look()
 
     place = MeetingPlace(segment, rank, size, check)
-    return Node(rank, size, share, place, pids, may_read), None
+    return Node(rank, size, share, place, pids, may_read, processes.dead), None

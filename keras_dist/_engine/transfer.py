@@ -21,6 +21,8 @@ __all__ = [
     "alltoall_parts",
     "as_bytes",
     "broadcast_bytes",
+    "receive_bytes",
+    "send_bytes",
     "wait",
 ]
 
@@ -95,7 +97,7 @@ def alltoall_parts(world: Any, payload: np.ndarray, result: np.ndarray, table: n
         return
     # Chunks between two ranks arrive in the order in which they are sent.
     requests = [
-        world.Irecv(chunk, peer)
+        world.Irecv(chunk, peer, tag=0)
         for peer, part in enumerate(_parts(result, received))
         for chunk in _chunks(part)
     ]
@@ -107,6 +109,20 @@ def alltoall_parts(world: Any, payload: np.ndarray, result: np.ndarray, table: n
     with timeline.phase("transfer"):
         for request in requests:
             wait(request)
+
+
+def send_bytes(world: Any, payload: np.ndarray, peer: int, tag: int) -> None:
+    """Sends bytes to a rank that receives as many by `receive_bytes`; blocks."""
+    with timeline.phase("transfer"):
+        for chunk in _chunks(payload):
+            wait(world.Isend(chunk, peer, tag))
+
+
+def receive_bytes(world: Any, buffer: np.ndarray, peer: int, tag: int) -> None:
+    """Receives as many bytes as a buffer has from a rank that calls `send_bytes`; blocks."""
+    with timeline.phase("transfer"):
+        for chunk in _chunks(buffer):
+            wait(world.Irecv(chunk, peer, tag))
 
 
 def _chunks(buffer: np.ndarray) -> Iterator[np.ndarray]:

@@ -15,7 +15,16 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Counter", "blocked", "note", "waited_seconds", "waiting", "waits"]
+__all__ = [
+    "PATIENCE_SECONDS",
+    "Counter",
+    "blocked",
+    "note",
+    "noted",
+    "waited_seconds",
+    "waiting",
+    "waits",
+]
 
 SPIN_SECONDS = 30e-6
 PATIENCE_SECONDS = 0.5  # a sleeper looks now and then whether the others are alive
@@ -53,6 +62,11 @@ def note(ranks: Sequence[int], what: Any) -> None:
         what: its `str` says it.
     """
     _last[get_ident()] = (ranks, what)
+
+
+def noted() -> Any:
+    """Returns what the calling thread has last noted that it does."""
+    return _last.get(get_ident(), ((), ""))[1]
 
 
 def waits() -> list[tuple[Sequence[int], Any, float]]:

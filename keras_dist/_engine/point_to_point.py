@@ -1,0 +1,199 @@
+"""What goes from one rank to another: the two meet, compare what they mean, and data moves.
+
+No other rank takes part. Each of the two tells the other what it is about to do, so that both
+find a difference and neither sends what nobody takes. A rank that has come to a meeting of all
+ranks instead says so to whoever waits for it here, which could not come to that meeting either.
+What a rank waits in, its lock, notes and watch, is as in the collectives.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from keras_dist import errors
+from keras_dist._engine import timeline
+from keras_dist._engine.agreement import Call, Entry, difference
+from keras_dist._engine.mpi_library import failed_process
+from keras_dist._engine.transfer import as_bytes, receive_bytes, send_bytes, wait
+from keras_dist._engine.wait import PATIENCE_SECONDS, note, noted, waiting
+
+if TYPE_CHECKING:
+    from keras_dist._engine.communicator import Communicator
+
+__all__ = ["recv", "send", "turn_away"]
+
+HELLO, DATA = 1, 2  # tags of MPI; what collectives send from rank to rank has 0
+SPIN_SECONDS = 100e-6
+NAP_SECONDS = 50e-6
+
+SEND, RECV = "send", "recv"
+PARTNER = {SEND: "recv from", RECV: "send to"}
+ALIKE = "Give both ranks the same name, shape and dtype."
+IN_TURN = (
+    "What one rank sends the other receives: let the two call send and recv in the same order, and "
+    "what all ranks call before or after both."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hello:
+    """What one of two ranks tells the other.
+
+    Args:
+        rank: who tells it.
+        call: what it is about to do.
+        dtype: what it sends.
+        goes: whether it sends or receives; not where it is in a meeting of all ranks.
+    """
+
+    rank: int
+    call: Any
+    dtype: np.dtype | None = None
+    goes: bool = True
+
+
+def send(
+    comm: "Communicator", array: np.ndarray, peer: int, name: str, key: str | None = None
+) -> None:
+    """Sends an array to another rank, which calls `recv`; blocks until it has.
+
+    Args:
+        comm: the ranks of the job.
+        array: what is sent.
+        peer: the rank that receives it.
+        name: what it is called in messages.
+        key: a name under which the two must meet; `None` for none.
+
+    Raises:
+        ArgumentError: there is no such rank.
+        ArgumentTypeError: the array holds Python objects.
+        MismatchError: the other rank does something else; raised on both.
+        RankLostError: a rank has died.
+    """
+    if array.dtype.hasobject:
+        expected, remedy = f"{name!r} to have a dtype of numbers", "Pass an array of numbers."
+        raise errors.ArgumentTypeError(
+            errors.explain(comm.where(), expected, str(array.dtype), remedy)
+        )
+    call = Call(SEND, (Entry(name, array.shape, str(array.dtype)),), key=key)
+    with _together(comm, peer, "destination", call):
+        _meet(comm, peer, _Hello(comm.rank, call, array.dtype))
+        send_bytes(comm.world, as_bytes(array), peer, DATA)
+
+
+def recv(
+    comm: "Communicator",
+    peer: int,
+    name: str,
+    key: str | None = None,
+    spec: tuple[tuple[int, ...], np.dtype] | None = None,
+) -> np.ndarray:
+    """Receives an array from another rank, which calls `send`; blocks until it has.
+
+    Args:
+        comm: the ranks of the job.
+        peer: the rank that sends it.
+        name: what it is called in messages.
+        key: a name under which the two must meet; `None` for none.
+        spec: the shape and dtype that it must have; `None` for any.
+
+    Returns:
+        A new array.
+
+    Raises:
+        ArgumentError: there is no such rank.
+        MismatchError: the other rank does something else; raised on both.
+        RankLostError: a rank has died.
+    """
+    entries = () if spec is None else (Entry(name, spec[0], str(spec[1])),)
+    call = Call(RECV, entries, key=key)
+    with _together(comm, peer, "source", call):
+        sent = _meet(comm, peer, _Hello(comm.rank, call))
+        array = np.empty(sent.call.entries[0].shape, sent.dtype)
+        receive_bytes(comm.world, array.reshape(-1).view(np.uint8), peer, DATA)
+    return array
+
+
+def turn_away(comm: "Communicator") -> None:
+    """Tells ranks that wait here for this one that it has come to a meeting of all ranks.
+
+    They hold what that meeting needs, and this rank waits there: neither would ever go on.
+
+    Args:
+        comm: the ranks of the job.
+    """
+    while (message := comm.world.improbe(tag=HELLO)) is not None:
+        hello = message.recv()
+        comm.world.send(_Hello(comm.rank, str(noted()), goes=False), hello.rank, HELLO)
+
+
+@contextlib.contextmanager
+def _together(comm: "Communicator", peer: int, role: str, call: Call) -> Iterator[None]:
+    """Holds the line of this rank while it is with another, and notes with whom."""
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    if not isinstance(peer, int | np.integer) or peer not in others:
+        expected = f"the {role} of {call} to be another rank of this job, 0 to {comm.size - 1}"
+        remedy = "Ranks have their numbers in the job, also in a process set."
+        raise errors.ArgumentError(errors.explain(comm.where(), expected, repr(peer), remedy))
+    with comm.lock:
+        note(sorted((comm.rank, int(peer))), call)
+        try:
+            yield
+        except Exception as error:
+            if failed_process(comm.mpi, error):
+                raise _lost(comm, peer, call) from error
+            raise
+
+
+def _meet(comm: "Communicator", peer: int, mine: _Hello) -> _Hello:
+    """Waits for the other rank; returns what the one of the two that sends has told.
+
+    Raises:
+        MismatchError: they mean different things; raised on both.
+        RankLostError: the other rank has died.
+    """
+    telling = comm.world.isend(mine, peer, HELLO)
+    with timeline.meeting(mine.call), waiting:
+        start = looked = time.perf_counter()
+        while (message := comm.world.improbe(peer, HELLO)) is None:
+            now = time.perf_counter()
+            if now - start > SPIN_SECONDS:
+                time.sleep(NAP_SECONDS)
+            if now - looked > PATIENCE_SECONDS:
+                looked = now
+                if not comm.lives(peer):
+                    raise _lost(comm, peer, mine.call)
+        theirs = message.recv()
+    wait(telling)
+    first, other = sorted((mine, theirs), key=lambda hello: (not hello.goes, hello.rank))
+    if not other.goes or first.call.operation == other.call.operation:
+        towards = f"{PARTNER[first.call.operation]} rank {first.rank}"
+        raise _mismatch(comm, other.rank, f"{towards}, which is in {first.call}", str(other.call))
+    sender, receiver = (first, other) if first.call.operation == SEND else (other, first)
+    call = receiver.call
+    meant = dataclasses.replace(call, operation=SEND, entries=call.entries or sender.call.entries)
+    found = difference([sender.call, meant], [sender.rank, receiver.rank])
+    if found is not None:
+        raise _mismatch(comm, *found, ALIKE)
+    return sender
+
+
+def _mismatch(
+    comm: "Communicator", rank: int, expected: str, received: str, remedy: str = IN_TURN
+) -> errors.MismatchError:
+    where = f"[rank {rank} of {comm.size}]"
+    comm.mismatch = errors.explain(where, expected, received, remedy)
+    return errors.MismatchError(comm.mismatch)
+
+
+def _lost(comm: "Communicator", peer: int, call: Call) -> errors.RankLostError:
+    expected, received = f"rank {peer} to come to {call}", "it, or another rank, has died"
+    remedy = (
+        "Nobody else has what that rank had: start the job anew, which keras-dist run "
+        "--max-restarts does by itself."
+    )
+    return errors.RankLostError(errors.explain(comm.where(), expected, received, remedy))

@@ -1,0 +1,199 @@
+"""`Pipeline`: a model cut into stages, one on each rank, trained by micro-batches.
+
+Stages tell each other activations and gradients; which ranks hold the same stage of another
+replica, and average its gradients, is the optimizer's to know.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_dist import _backends, _engine, errors, runtime
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """A model of which each rank holds one part, for models that are too large for one device.
+
+    A batch is cut into micro-batches. Each goes through all stages, from rank to rank, and a
+    stage takes the next one while others work on the last; when all have come to the end their
+    gradients go back the same way (GPipe). Then each stage makes one step of its optimizer, by
+    the gradient of the mean loss of the whole batch: what the uncut model would do.
+
+    Stages are not compiled, and one waits for another at the begin and the end of each batch: so
+    there should be several times as many micro-batches as stages. `BatchNormalization` sees
+    micro-batches.
+
+    Args:
+        model: the stage of this rank, a Keras model that is built, with one input, of which the
+            first dimension is that of samples, and one output.
+        optimizer: the Keras optimizer of this stage. With replicas of the whole pipeline on other
+            ranks, a `DistributedOptimizer` with the process set of those that hold this stage.
+        loss: a Keras loss or its name, of which the mean over samples is taken; only that of the
+            last stage counts.
+        micro_batches: into how many parts a batch is cut; the same on all stages. Defaults to 1.
+        ranks: the ranks of the stages by their numbers in the job, first to last, this one among
+            them. Defaults to all ranks.
+
+    Raises:
+        ArgumentError: `model` is not built, `micro_batches` is no whole number from 1 on, or
+            this rank is not among `ranks`.
+
+    Example:
+    ```python
+    stages = [lambda: Dense(64, "relu"), lambda: Dense(10, "softmax")]
+    model = keras.Sequential([keras.Input(shapes[rank]), stages[rank]()])
+    pipeline = keras_dist.Pipeline(model, "adam", "categorical_crossentropy", micro_batches=8)
+    for x, y in batches:
+        loss = pipeline.train_on_batch(x, y)
+    ```
+    Reference: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+    Parallelism", 2019.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        loss: Any,
+        micro_batches: int = 1,
+        ranks: Sequence[int] | None = None,
+    ):
+        self._ranks = list(range(runtime.size()) if ranks is None else ranks)
+        if runtime.rank() not in self._ranks:
+            remedy = "Each rank makes the pipeline that it is a stage of."
+            raise _error("ranks with this one among them", f"ranks={self._ranks}", remedy)
+        if not isinstance(micro_batches, int) or micro_batches < 1:
+            expected = "micro_batches to be a whole number, 1 or more"
+            raise _error(expected, repr(micro_batches), "Pass 4 times the number of stages.")
+        if not model.built:
+            remedy = "Begin it with keras.Input(shape), or call its build."
+            raise _error("a stage that is built", f"model {model.name!r}, which is not", remedy)
+        self.model = model
+        self.optimizer = keras.optimizers.get(optimizer)
+        self._loss = keras.losses.get(loss)
+        self._micro_batches = micro_batches
+        stage = self._ranks.index(runtime.rank())
+        self._before = self._ranks[stage - 1] if stage > 0 else None
+        self._after = self._ranks[stage + 1] if stage + 1 < len(self._ranks) else None
+
+    def train_on_batch(self, x: Any = None, y: Any = None) -> float:
+        """Trains all stages on a batch. Every stage of the pipeline must call it; blocks.
+
+        Args:
+            x: the batch, an array; only that of the first stage counts. Defaults to `None`.
+            y: its targets, an array; only those of the last stage count. Defaults to `None`.
+
+        Returns:
+            The mean loss over the batch, without penalties of layers; the same on all stages.
+
+        Raises:
+            ArgumentError: there are fewer samples than micro-batches, or not as many targets.
+            MismatchError: another stage does something else.
+            RankLostError: a rank has died.
+        """
+        loss, gradients = self.gradients(x, y)
+        self.optimizer.apply(gradients, self.model.trainable_variables)
+        return loss
+
+    def gradients(self, x: Any = None, y: Any = None) -> tuple[float, list[Any]]:
+        """Does all of `train_on_batch` but the step; arguments and errors as there.
+
+        Returns:
+            The loss, and the gradients of the stage's trainable variables in their order.
+        """
+        inputs, targets = self._parts(x, self._before), self._parts(y, self._after)
+        passed = [
+            self._forward(number, part, target)
+            for number, (part, target) in enumerate(zip(inputs, targets, strict=True))
+        ]
+        total = sum(samples for samples, _, _ in passed)
+        gradients, loss = None, 0.0
+        for number in reversed(range(self._micro_batches)):
+            samples, result, back = passed.pop()
+            share = samples / total
+            if self._after is None:
+                loss += share * float(result)
+                mine, theirs = back(np.full_like(result, share), share)
+            else:
+                mine, theirs = back(_recv(self._after, f"gradient of micro-batch {number}"), share)
+            if self._before is not None:
+                _send(theirs, self._before, f"gradient of micro-batch {number}")
+            pairs = zip(gradients or mine, mine, strict=True)
+            gradients = mine if gradients is None else [one + other for one, other in pairs]
+        return self._share_loss(loss), gradients or []
+
+    def predict_on_batch(self, x: Any = None) -> np.ndarray | None:
+        """Sends a batch through all stages. Every stage of the pipeline must call it; blocks.
+
+        Args:
+            x: the batch; only that of the first stage counts. Defaults to `None`.
+
+        Returns:
+            The outputs on the last stage, else `None`.
+
+        Raises:
+            MismatchError: another stage does something else.
+            RankLostError: a rank has died.
+        """
+        inputs = np.asarray(x) if self._before is None else _recv(self._before, "batch")
+        outputs = self.model.predict_on_batch(inputs)
+        if self._after is None:
+            return outputs
+        _send(outputs, self._after, "batch")
+        return None
+
+    def _parts(self, batch: Any, neighbour: int | None) -> Sequence[Any]:
+        """Cuts a batch where this stage needs it: where no neighbour has it."""
+        if neighbour is not None:
+            return [None] * self._micro_batches
+        samples = 0 if batch is None else len(batch)
+        if samples < self._micro_batches:
+            expected = f"a batch of at least {self._micro_batches} samples, one a micro-batch"
+            remedy = "Leave out what is left of the data at its end, or cut into fewer."
+            raise _error(expected, f"{samples}", remedy)
+        return np.array_split(np.asarray(batch), self._micro_batches)
+
+    def _forward(
+        self, number: int, part: Any, target: Any
+    ) -> tuple[int, np.ndarray, Callable[..., Any]]:
+        """Returns how many samples a micro-batch has, its outputs or loss, and the way back."""
+        if self._before is not None:
+            part = _recv(self._before, f"micro-batch {number}")
+
+        def loss(outputs: Any) -> Any:
+            if len(outputs) != len(target):
+                expected = f"targets for {len(outputs)} samples of micro-batch {number}"
+                raise _error(expected, f"{len(target)}", "Give all stages the same batch.")
+            return keras.ops.mean(self._loss(keras.ops.convert_to_tensor(target), outputs))
+
+        last = self._after is None
+        result, back = _backends.active().pull_back(
+            self.model, part, loss if last else None, self._before is not None
+        )
+        if self._after is not None:
+            _send(result, self._after, f"micro-batch {number}")
+        return len(part), result, back
+
+    def _share_loss(self, loss: float) -> float:
+        if self._after is not None:
+            loss = float(_recv(self._after, "loss"))
+        if self._before is not None:
+            _send(np.float64(loss), self._before, "loss")
+        return loss
+
+
+def _send(array: Any, peer: int, name: str) -> None:
+    _engine.send(runtime.communicator(), np.asarray(array), peer, name, name)
+
+
+def _recv(peer: int, name: str) -> np.ndarray:
+    return _engine.recv(runtime.communicator(), peer, name, name)
+
+
+def _error(expected: str, received: str, remedy: str) -> errors.ArgumentError:
+    where = f"{runtime.where()} keras_dist.Pipeline:"
+    return errors.ArgumentError(errors.explain(where, expected, received, remedy))

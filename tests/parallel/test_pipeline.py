@@ -1,0 +1,151 @@
+"""Models whose parts lie on several ranks: gradients of the parts are those of the whole."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_dist
+from keras_dist import errors
+
+RANK, SIZE = keras_dist.rank(), keras_dist.size()
+LAYERS = 3
+
+
+def layers():
+    """The layers of the model, built, with the same weights on every rank."""
+    keras.utils.set_random_seed(7)
+    made = [
+        keras.layers.Dense(5, "tanh", kernel_regularizer="l2"),
+        keras.layers.Dense(4, "tanh"),
+        keras.layers.Dense(2, kernel_regularizer="l2"),
+    ]
+    keras.Sequential([keras.Input((3,)), *made])
+    return made
+
+
+def model_of(some, width=3):
+    return keras.Sequential([keras.Input((width,)), *some])
+
+
+def stage_of(number, stages):
+    """A stage of the model, cut as evenly as it goes."""
+    every, places = layers(), np.array_split(range(LAYERS), stages)[number]
+    return model_of([every[place] for place in places], every[places[0]].kernel.shape[0])
+
+
+def batch(samples=10):
+    random = np.random.default_rng(3)
+    return random.normal(size=(samples, 3)).astype("f4"), random.normal(size=(samples, 2)).astype(
+        "f4"
+    )
+
+
+def uncut(steps, x, y):
+    """The weights of the whole model after some steps in one process."""
+    model = model_of(layers())
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    losses = [model.train_on_batch(x, y) for _ in range(steps)]
+    return losses, [ops.convert_to_numpy(v) for v in model.trainable_variables]
+
+
+def assert_part_of(stage, stages, model, whole):
+    """Checks the weights of a stage against those of the uncut model: two for each layer."""
+    places = np.array_split(range(LAYERS), stages)[stage]
+    expected = whole[2 * places[0] : 2 * places[-1] + 2]
+    for variable, value in zip(model.trainable_variables, expected, strict=True):
+        np.testing.assert_allclose(ops.convert_to_numpy(variable), value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(SIZE > LAYERS, reason="there is a layer for each stage")
+@pytest.mark.parametrize("micro_batches", [1, 4])  # the latter do not divide the batch
+def test_a_pipeline_trains_as_the_uncut_model(micro_batches):
+    model = stage_of(RANK, SIZE)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    pipeline = keras_dist.Pipeline(model, optimizer, "mse", micro_batches)
+    x, y = batch()
+    seen = [pipeline.train_on_batch(x, y) for _ in range(3)]
+    losses, whole = uncut(3, x, y)
+    assert_part_of(RANK, SIZE, model, whole)
+    assert seen == keras_dist.broadcast_object(seen)
+    assert seen[-1] < seen[0] < losses[0]  # which counts penalties of layers as well
+    outputs = pipeline.predict_on_batch(x)
+    assert (outputs is None) == (RANK < SIZE - 1)
+
+
+@pytest.mark.skipif(SIZE != 4, reason="two stages on two ranks each")
+def test_replicas_of_a_pipeline_train_as_one_process():
+    replica, stage = divmod(RANK, 2)
+    sets = [keras_dist.add_process_set(ranks) for ranks in ([0, 2], [1, 3])]
+    model = stage_of(stage, 2)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    pipeline = keras_dist.Pipeline(
+        model,
+        keras_dist.DistributedOptimizer(optimizer, process_set=sets[stage]),
+        "mse",
+        micro_batches=2,
+        ranks=[2 * replica, 2 * replica + 1],
+    )
+    x, y = batch(12)
+    for _ in range(3):
+        pipeline.train_on_batch(x[replica::2], y[replica::2])
+    assert_part_of(stage, 2, model, uncut(3, x, y)[1])
+    for one in sets:
+        keras_dist.remove_process_set(one)
+
+
+def test_wrong_arguments_of_a_pipeline():
+    model = stage_of(0, 1)
+    with pytest.raises(errors.ArgumentError, match="micro_batches to be a whole number"):
+        keras_dist.Pipeline(model, "sgd", "mse", micro_batches=0)
+    with pytest.raises(errors.ArgumentError, match="with this one among them"):
+        keras_dist.Pipeline(model, "sgd", "mse", ranks=[RANK + 1])
+    alone = keras_dist.Pipeline(model, "sgd", "mse", micro_batches=4, ranks=[RANK])
+    with pytest.raises(errors.ArgumentError, match="at least 4 samples"):
+        alone.train_on_batch(*batch(3))
+
+
+# y = w0 * x0 + w1 * x1 + ..., of which each rank has a weight and its input.
+
+
+def loss_of(weight, x):
+    y = weight * x
+    if RANK > 0:
+        y = keras_dist.recv(RANK - 1, like=y, name="sum so far") + y
+    if RANK < SIZE - 1:
+        return keras_dist.send(y, RANK + 1, name="sum so far")
+    return ops.mean(y**2)
+
+
+def gradient_on_tensorflow(weight, x):
+    import tensorflow as tf
+
+    @tf.function
+    def gradient():
+        with tf.GradientTape() as tape:
+            loss = loss_of(variable.value, x)
+        return tape.gradient(loss, variable.value)
+
+    variable = keras.Variable(weight)
+    return gradient()
+
+
+def gradient_on_torch(weight, x):
+    variable = keras.Variable(weight)
+    loss_of(variable.value, ops.convert_to_tensor(x)).backward()
+    return variable.value.grad
+
+
+def gradient_on_jax(weight, x):
+    import jax
+
+    return jax.jit(jax.grad(loss_of))(weight, x)
+
+
+def test_gradients_go_through_send_and_recv():
+    weights, inputs = np.float32([1.5, -2, 0.5, 3]), np.float32(range(4)) + np.arange(4)[:, None]
+    gradient = globals()[f"gradient_on_{keras.backend.backend()}"]
+    found = gradient(weights[RANK], inputs[RANK].astype("f4"))
+    y = weights[:SIZE] @ inputs[:SIZE]
+    expected = (2 * y * inputs[RANK]).mean()
+    np.testing.assert_allclose(ops.convert_to_numpy(found), expected, rtol=1e-5)
