@@ -19,7 +19,7 @@ from keras_dist import ending, launcher
 from keras_dist._version import __version__
 
 if TYPE_CHECKING:
-    from keras_dist import callbacks, data, errors, layers, optimizers
+    from keras_dist import callbacks, data, elastic, errors, layers, optimizers
     from keras_dist.asynchronous import (
         Handle,
         allgather_async,
@@ -123,6 +123,7 @@ __all__ = [
     "cuda_built",
     "data",
     "ddl_built",
+    "elastic",
     "errors",
     "global_process_set",
     "gloo_built",

@@ -5,7 +5,7 @@ from typing import Any
 
 __all__ = ["REFUSED", "refuse"]
 
-_ELASTIC = "Say --on-failure continue (Open MPI 5) or --max-restarts N."
+_ELASTIC = "Leave it out: the script of --host-discovery-script names hosts with their slots."
 _NETWORK = (
     "Say it to mpiexec: --mpi-args '-iface eth0' for MPICH, "
     "--mpi-args '--mca btl_tcp_if_include eth0' for Open MPI."
@@ -23,8 +23,7 @@ REFUSED = {
         "--mpi-threads-disable --no-mpi-threads-disable": _ONE_WAY,
         "--network-interface --network-interfaces": _NETWORK,
         "-p --ssh-port -i --ssh-identity-file": _SSH,
-        "--min-np --min-num-proc --max-np --max-num-proc --slots-per-host": _ELASTIC,
-        "--elastic-timeout --blacklist-cooldown-range --host-discovery-script": _ELASTIC,
+        "--slots-per-host --blacklist-cooldown-range": _ELASTIC,
         "--cycle-time-ms --cache-capacity --disable-cache": _NO_CYCLES,
         "--timeline-mark-cycles --no-timeline-mark-cycles": _NO_CYCLES,
         "--hierarchical-allreduce --no-hierarchical-allreduce --torus-allreduce": _BY_NODES,

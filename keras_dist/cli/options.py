@@ -140,6 +140,37 @@ OPTIONS = (
         choices=("stop", "restart", "continue"),
     ),
     Option(
+        "--host-discovery-script",
+        "a command that is asked at each start of the job, restarts included, which hosts there "
+        "are: a host a line, `h1:2`",
+        "COMMAND",
+        horovod="--host-discovery-script",
+    ),
+    Option(
+        "--min-np",
+        "with such a script: how many ranks there have to be (-np, or 1); until then it is asked "
+        "again",
+        "N",
+        _number(1),
+        horovod="--min-np --min-num-proc",
+    ),
+    Option(
+        "--max-np",
+        "with such a script: how many ranks there are at most (-np, or as many as there is room "
+        "for)",
+        "N",
+        _number(1),
+        horovod="--max-np --max-num-proc",
+    ),
+    Option(
+        "--elastic-timeout",
+        "with such a script: for how many seconds too few places are waited for (600)",
+        "SECONDS",
+        _number(0),
+        default=600,
+        horovod="--elastic-timeout",
+    ),
+    Option(
         "--timeout",
         "ends the job, all tries together, after so many seconds; exit code 124",
         "SECONDS",

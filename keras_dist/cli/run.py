@@ -7,11 +7,13 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from keras_dist import config, ending, errors
 from keras_dist.cli.command import job_command, settings_of
 from keras_dist.cli.config_file import words_of_file
+from keras_dist.cli.discovery import with_hosts
 from keras_dist.cli.horovodrun import refuse
 from keras_dist.cli.hosts import allocation
 from keras_dist.cli.job import Ended, run_job
@@ -64,7 +66,12 @@ def _run(options: argparse.Namespace) -> int:
     goes_on = options.on_failure == "continue" and library.goes_on
     words = [*_launched(options), *program]
     binds = options.bind == "mpiexec"
-    command = job_command(options, library, words, environment, goes_on, binds)
+
+    def command_of(restart: int) -> list[str]:
+        found = with_hosts(options, again=restart > 0)
+        return job_command(found, library, words, environment, goes_on, binds)
+
+    command = command_of(0)
     if options.dry_run or options.verbose:
         settings = [f"{name}={text}" for name, text in added.items()]
         print(shlex.join([*(["env", *settings] if settings else []), *command]), flush=True)
@@ -74,7 +81,9 @@ def _run(options: argparse.Namespace) -> int:
         _say(_cannot_go_on(library, options.max_restarts))
     if "--allow-run-as-root" in command:
         _say("running as root, so mpiexec is told --allow-run-as-root.")
-    return _try_again_and_again(command, environment, options.max_restarts, options.timeout)
+    return _try_again_and_again(
+        command, command_of, environment, options.max_restarts, options.timeout
+    )
 
 
 def _launched(options: argparse.Namespace) -> list[str]:
@@ -90,11 +99,17 @@ def _launched(options: argparse.Namespace) -> list[str]:
 
 
 def _try_again_and_again(
-    command: list[str], environment: dict[str, str], max_restarts: int, seconds: float | None
+    command: list[str],
+    command_of: Callable[[int], list[str]],
+    environment: dict[str, str],
+    max_restarts: int,
+    seconds: float | None,
 ) -> int:
     end = None if seconds is None else time.monotonic() + seconds
     for restart in range(max_restarts + 1):
         environment[RESTART] = str(restart)
+        if restart:
+            command = command_of(restart)
         left = None if end is None else max(0.01, end - time.monotonic())
         ended = run_job(command, environment, left)
         code = _exit_code(ended)
@@ -166,11 +181,23 @@ def _missing(words: list[str]) -> str | None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    received = f"--on-failure {options.on_failure} with --max-restarts {options.max_restarts}"
+    asks = options.host_discovery_script is not None
     if options.on_failure == "restart" and not options.max_restarts:
-        expected, remedy = "the number of restarts", "Say --max-restarts 3, for example."
+        expected, received = "the number of restarts", "--on-failure restart with --max-restarts 0"
+        remedy = "Say --max-restarts 3, for example."
     elif options.on_failure == "stop" and options.max_restarts:
-        expected, remedy = "no restarts where a failure stops the job", "Leave one of them out."
+        expected = "no restarts where a failure stops the job"
+        received = f"--on-failure stop with --max-restarts {options.max_restarts}"
+        remedy = "Leave one of them out."
+    elif asks and (options.hosts or options.hostfile):
+        expected, received = "--host-discovery-script alone to name hosts", "others beside it"
+        remedy = "Leave out --hosts and --hostfile."
+    elif (options.min_np or options.max_np) and not asks:
+        expected, received = "--min-np and --max-np with --host-discovery-script", "no such script"
+        remedy = "Say -np N, or name a script that prints hosts, such as h1:2, a line each."
+    elif options.max_np and options.max_np < (options.min_np or 1):
+        expected, received = "--max-np of --min-np or more", f"{options.max_np}"
+        remedy = f"--min-np is {options.min_np}."
     else:
         return
     raise errors.ArgumentError(errors.explain("[keras-dist run]", expected, received, remedy))

@@ -1,0 +1,49 @@
+"""`run`: a training function that is called again where ranks have died. Knows no state."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from keras_dist import errors, runtime
+
+__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "run"]
+
+HorovodInternalError = errors.RankLostError
+
+
+class HostsUpdatedInterrupt(errors.KerasDistError, RuntimeError):
+    """The ranks are others than before: raised on every rank by `State.check_host_updates`."""
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a training function one that goes on when ranks die.
+
+    The function begins with the state that was committed last: that of a directory, when the job
+    was started anew, else that of the root. Where MPI allows it (Open MPI 5, `mpiexec --with-ft
+    ulfm`) the other ranks finish the collective in which one died, with nothing lost; at the next
+    commit the reset callbacks of the state are called and the function is called again, so it can
+    share data out anew. Where the ranks cannot go on the error ends the job, and
+    `keras-dist run --max-restarts` starts it anew.
+
+    Collective: every rank.
+
+    Args:
+        function: takes a `State` and further arguments.
+
+    Returns:
+        The function to call, with the same arguments; it returns what `function` does.
+    """
+
+    @functools.wraps(function)
+    def elastic(state: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.may_outlive_ranks():
+            runtime.outlive_ranks()
+        state.sync()
+        while True:
+            try:
+                return function(state, *args, **kwargs)
+            except HostsUpdatedInterrupt:
+                state.on_reset()
+                state.sync()
+
+    return elastic

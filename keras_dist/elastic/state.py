@@ -1,0 +1,280 @@
+"""What a training has come to: kept in memory, equal on all ranks, and in a directory if wanted.
+
+A directory holds JSON and arrays, nothing that is executed.
+"""
+
+import copy
+import functools
+import io
+import json
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from keras_dist import _engine, errors, runtime
+from keras_dist.elastic.running import HostsUpdatedInterrupt
+
+__all__ = [
+    "KerasState",
+    "ObjectState",
+    "State",
+    "TensorFlowKerasState",
+    "TensorFlowState",
+    "TorchState",
+]
+
+ABOUT = "about"
+ROOM = "Make room on its disk, or name another directory."
+
+
+class State:
+    """The state of a training; `ObjectState`, `KerasState` and `TorchState` say of what.
+
+    A class of the user's own has `save`, `restore` and `sync`.
+    """
+
+    def __init__(self) -> None:
+        self._reset_callbacks: list[Callable[[], Any]] = []
+        self._losses = runtime.communicator().losses
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Adds functions without arguments, called when the ranks are others than before."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Calls the reset callbacks, in their order."""
+        for callback in self._reset_callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """Keeps the state as it is, and looks whether the ranks are those from before.
+
+        Collective: every rank, at the same place; blocks where ranks may die, or there is a
+        directory.
+
+        Raises:
+            HostsUpdatedInterrupt: ranks have died since the last commit; raised on every rank.
+            CheckpointError: the directory cannot be written to; raised on every rank.
+        """
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Looks whether ranks have died since this was last asked.
+
+        Collective: every rank, at the same place; blocks where ranks may die.
+
+        Raises:
+            HostsUpdatedInterrupt: they have; raised on every rank.
+        """
+        comm = runtime.communicator()
+        if comm.recovery is None:
+            return
+        # One rank may hear of a death before another; what they gather is the same on all.
+        told = _engine.allgather_object(
+            comm, comm.losses - self._losses, operation="asking whether ranks have died"
+        )
+        self._losses = comm.losses
+        if any(told):
+            text = f"{runtime.where()} Ranks have died; {comm.size} go on."
+            raise HostsUpdatedInterrupt(text)
+
+    def save(self) -> None:
+        """Keeps the state as it is."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Goes back to what was kept last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Gives all ranks the state of the root. Collective: every rank; blocks."""
+        raise NotImplementedError
+
+
+class ObjectState(State):
+    """A state of named values, which are its attributes.
+
+    Args:
+        directory: where commits are also written, by the root, so that a job that is started anew
+            goes on from the last one; the values must then be such as JSON has. Defaults to
+            `None`: in memory alone.
+        **attributes: the values, by their names.
+
+    Example:
+    ```python
+    state = keras_dist.elastic.ObjectState(epoch=0, best=None)
+    state.epoch += 1
+    state.commit()
+    ```
+    """
+
+    def __init__(self, directory: Any = None, **attributes: Any):
+        super().__init__()
+        self._directory = None if directory is None else pathlib.Path(directory)
+        self._names = list(attributes)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self._keep()
+
+    def save(self) -> None:
+        """Keeps the state in memory, and in the directory if there is one."""
+        self._keep()
+        if self._directory is not None:
+            from keras_dist.callbacks import generations
+
+            self._on_root(
+                functools.partial(generations.add, self._directory, self._write, None),
+                "to write a state into",
+            )
+
+    def restore(self) -> None:
+        """Goes back to the last commit."""
+        self._put(copy.deepcopy(self._kept))
+
+    def sync(self) -> None:
+        """Gives all ranks the state of the root: at first what it finds in the directory.
+
+        Collective: every rank; blocks.
+
+        Raises:
+            CheckpointError: what is there cannot be read; raised on every rank.
+        """
+        if self._directory is not None:
+            self._on_root(self._read, "to read the newest state in")
+            self._directory_is_read = True
+        comm = runtime.communicator()
+        self._put(
+            _engine.broadcast_object(comm, self._kept_now(), 0, "the state of an elastic training")
+        )
+        self._keep()
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        """Returns what there is besides the attributes."""
+        return {}
+
+    def _put_arrays(self, arrays: dict[str, np.ndarray]) -> None:
+        pass
+
+    def _kept_now(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        return {name: getattr(self, name) for name in self._names}, self._arrays()
+
+    def _keep(self) -> None:
+        self._kept = copy.deepcopy(self._kept_now())
+
+    def _put(self, kept: tuple[dict[str, Any], dict[str, np.ndarray]]) -> None:
+        for name, value in kept[0].items():
+            setattr(self, name, value)
+        self._put_arrays(kept[1])
+
+    def _on_root(self, work: Callable[[], Any], what: str) -> None:
+        from keras_dist.callbacks.root import on_root
+
+        def quietly() -> None:
+            work()
+
+        expected = f"{what} {self._directory}"
+        on_root(0, what, quietly, errors.CheckpointError, expected, ROOM)
+
+    def _write(self, file: BinaryIO) -> None:
+        attributes, arrays = self._kept
+        everything: dict[str, Any] = {ABOUT: np.array(json.dumps(attributes)), **arrays}
+        np.savez(file, **everything)
+
+    _directory_is_read = False
+
+    def _read(self) -> None:
+        from keras_dist.callbacks import generations
+
+        if self._directory is None or self._directory_is_read:
+            return
+        found = generations.newest_first(self._directory)
+        path = next((path for path in found if generations.is_whole(path)), None)
+        if path is not None:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files if name != ABOUT}
+                self._put((json.loads(str(file[ABOUT])), arrays))
+
+
+class KerasState(ObjectState):
+    """The weights of a model, the state of its optimizer, and named values.
+
+    Args:
+        model: a Keras model that is built.
+        optimizer: the optimizer. Defaults to that of the model.
+        directory: as for `ObjectState`.
+        **attributes: as for `ObjectState`, such as `epoch=0, batch=0`.
+
+    Raises:
+        ArgumentError: the model is not built.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, directory: Any = None, **attributes: Any):
+        if not model.built:
+            expected, received = "a model that is built", f"{model.name!r}, which is not"
+            remedy = "Call it on one batch, or its build, before its state is made."
+            raise errors.ArgumentError(errors.explain(runtime.where(), expected, received, remedy))
+        self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
+        if self.optimizer is not None and not self.optimizer.built:
+            self.optimizer.build(model.trainable_variables)
+        super().__init__(directory, **attributes)
+
+    def _variables(self) -> list[Any]:
+        from keras_dist.model_state import state
+
+        own = [] if self.optimizer is None else self.optimizer.variables
+        return list({id(one): one for one in [*state(self.model), *own]}.values())
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        from keras_dist.model_state import bytes_of
+
+        return {str(place): bytes_of(one) for place, one in enumerate(self._variables())}
+
+    def _put_arrays(self, arrays: dict[str, np.ndarray]) -> None:
+        from keras_dist.model_state import to_numpy
+
+        for place, one in enumerate(self._variables()):
+            raw = np.ascontiguousarray(arrays[str(place)])
+            one.assign(raw.view(to_numpy(one).dtype).reshape(one.shape))
+
+
+# Keras 3 has one kind of model and of variables.
+TensorFlowKerasState = TensorFlowState = KerasState
+
+
+class TorchState(ObjectState):
+    """The state of modules and optimizers of torch, and named values.
+
+    Args:
+        model: a module. Defaults to `None`.
+        optimizer: an optimizer. Defaults to `None`.
+        directory: as for `ObjectState`.
+        **attributes: as for `ObjectState`.
+    """
+
+    def __init__(
+        self, model: Any = None, optimizer: Any = None, directory: Any = None, **attributes: Any
+    ):
+        self.model, self.optimizer = model, optimizer
+        super().__init__(directory, **attributes)
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        import torch
+
+        found = {}
+        for name, part in (("model", self.model), ("optimizer", self.optimizer)):
+            if part is not None:
+                file = io.BytesIO()
+                torch.save(part.state_dict(), file)
+                found[name] = np.frombuffer(file.getvalue(), np.uint8)
+        return found
+
+    def _put_arrays(self, arrays: dict[str, np.ndarray]) -> None:
+        import torch
+
+        for name, raw in arrays.items():
+            # `weights_only`: what is read executes nothing.
+            found = torch.load(io.BytesIO(raw.tobytes()), weights_only=True)
+            getattr(self, name).load_state_dict(found)

@@ -1,0 +1,79 @@
+"""States of an elastic training on ranks that all live."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_dist
+from keras_dist import elastic, errors
+
+RANK = keras_dist.rank()
+
+
+def model_of(seed):
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    return model
+
+
+def values_of(model):
+    return [keras.ops.convert_to_numpy(one) for one in [*model.weights, *model.optimizer.variables]]
+
+
+def test_a_keras_state_is_synchronised_and_restored():
+    model = model_of(seed=RANK)
+    state = elastic.KerasState(model, epoch=RANK, batch=0)
+    state.sync()
+    assert state.epoch == 0
+    synced = values_of(model)
+    assert all(
+        (a == b).all() for a, b in zip(synced, keras_dist.broadcast_object(synced), strict=True)
+    )
+    callbacks = [elastic.UpdateEpochStateCallback(state), elastic.UpdateBatchStateCallback(state)]
+    x = np.ones((8, 2))
+    model.fit(x, x[:, :1], batch_size=2, epochs=2, verbose=0, callbacks=callbacks)
+    assert (state.epoch, state.batch) == (2, 0)
+    assert not (values_of(model)[0] == synced[0]).all()
+    state.restore()
+    assert state.epoch == 0
+    assert all((a == b).all() for a, b in zip(values_of(model), synced, strict=True))
+    # Whether Keras counts epochs on or anew.
+    commit = elastic.CommitStateCallback(state, batches_per_commit=3)
+    for options in ({"initial_epoch": 0, "epochs": 1}, {"epochs": 2}):
+        model.fit(x, x[:, :1], batch_size=2, verbose=0, callbacks=[*callbacks, commit], **options)
+    assert state.epoch == 3
+    committed = values_of(model)
+    model.fit(x, x[:, :1], verbose=0)
+    state.restore()
+    assert all((a == b).all() for a, b in zip(values_of(model), committed, strict=True))
+
+
+def test_a_model_that_is_not_built_has_no_state():
+    with pytest.raises(errors.ArgumentError, match="a model that is built"):
+        elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
+
+
+def test_a_torch_state_is_synchronised_and_restored(shared_tmp_path):
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    state = elastic.TorchState(module, optimizer, directory=shared_tmp_path, epoch=0)
+    state.sync()
+    weight = module.weight.detach().numpy().copy()
+    assert (weight == keras_dist.broadcast(weight)).all()
+    state.commit()
+    module(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    state.restore()
+    assert (module.weight.detach().numpy() == weight).all()
+    other = torch.nn.Linear(2, 1)
+    again = elastic.TorchState(other, directory=shared_tmp_path, epoch=7)
+    with pytest.raises(errors.CheckpointError):
+        again.sync()
+    again = elastic.TorchState(
+        other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), shared_tmp_path, epoch=7
+    )
+    again.sync()
+    assert again.epoch == 0
+    assert (other.weight.detach().numpy() == weight).all()
