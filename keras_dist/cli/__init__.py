@@ -16,6 +16,7 @@ USAGE = 2  # as argparse ends
 COMMANDS = {
     "bench": "measure what reducing gradients costs here, and for a model",
     "doctor": "say whether jobs can run here, and what to do where they cannot",
+    "migrate": "show what a script for Horovod has to become",
     "run": "start a job, and start it anew when it fails",
     "run-notebook": "run a notebook on all ranks",
     "timeline": "say where the time of a job went",

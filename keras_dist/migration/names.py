@@ -1,0 +1,39 @@
+"""What Horovod's modules and names have become. Tables alone."""
+
+__all__ = ["GONE", "GONE_MODULES", "GPU_PINNING", "MODULES", "REMOVED_ARGUMENTS"]
+
+# The longest name that fits a module counts; what follows it stays.
+MODULES = {
+    "horovod": "keras_dist",
+    "horovod.keras": "keras_dist",
+    "horovod.tensorflow.keras": "keras_dist",
+    "horovod.tensorflow": "keras_dist.tensorflow",
+    "horovod.torch": "keras_dist.torch",
+    "horovod.keras.elastic": "keras_dist.elastic",
+    "horovod.tensorflow.keras.elastic": "keras_dist.elastic",
+    "horovod.tensorflow.elastic": "keras_dist.elastic",
+    "horovod.torch.elastic": "keras_dist.elastic",
+}
+
+GONE_MODULES = {
+    "horovod.mxnet": "keras_dist does not know MXNet",
+    "horovod.spark": "keras_dist has nothing for Spark: start the job by keras-dist run",
+    "horovod.ray": "keras_dist has nothing for Ray: start the job by keras-dist run",
+}
+
+# Of the module of Horovod; most were for graphs and sessions of TensorFlow 1.
+GONE = {
+    "BroadcastGlobalVariablesHook": "TensorFlow 1 alone: pass "
+    "callbacks.BroadcastGlobalVariablesCallback(0) to fit, or call broadcast_variables",
+    "broadcast_global_variables": "TensorFlow 1 alone: call broadcast_variables with the variables",
+    "broadcast_object_fn": "TensorFlow 1 alone: call broadcast_object",
+    "gpu_available": "an internal name of Horovod: ask the framework",
+    "handle_average_backwards_compatibility": "an internal name of Horovod",
+    "LocalGradientAggregationHelper": "an internal name of Horovod: pass "
+    "backward_passes_per_step to DistributedOptimizer",
+}
+
+# Calls, and targets of assignments, by which a script takes the GPU of its local rank.
+GPU_PINNING = ("set_visible_devices", "set_device", "visible_device_list")
+
+REMOVED_ARGUMENTS = {"compile": "experimental_run_tf_function"}

@@ -1,0 +1,143 @@
+"""`keras-dist migrate`: made scripts, what is proposed for them, and what is said."""
+
+import pytest
+
+from keras_dist.cli import main
+
+KERAS = """\
+import tensorflow as tf
+import horovod.tensorflow.keras as hvd  # many ranks
+
+hvd.init()
+gpus = tf.config.experimental.list_physical_devices("GPU")
+if gpus:
+    tf.config.experimental.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+opt = hvd.DistributedOptimizer(tf.optimizers.Adam(0.001 * hvd.size()))
+model.compile(
+    loss="mse",
+    optimizer=opt,
+    experimental_run_tf_function=False,
+)
+model.compile("sgd", "mse", experimental_run_tf_function = False)
+callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+if hvd.rank() == 0:
+    callbacks.append(tf.keras.callbacks.ModelCheckpoint("./checkpoint.h5"))
+loss = hvd.allreduce(loss, average=True)
+total = hvd.allreduce(loss, average=False, name="total")
+either = hvd.allreduce(loss, average=flag)
+"""
+
+KERAS_AFTER = """\
+import tensorflow as tf
+import keras_dist as hvd  # many ranks
+
+hvd.init()
+gpus = tf.config.experimental.list_physical_devices("GPU")
+if gpus:
+    # keras_dist: init has taken the GPU of this rank already; this may go.
+    tf.config.experimental.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+opt = hvd.DistributedOptimizer(tf.optimizers.Adam(0.001 * hvd.size()))
+model.compile(
+    loss="mse",
+    optimizer=opt,
+)
+model.compile("sgd", "mse")
+callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+if hvd.rank() == 0:
+    callbacks.append(tf.keras.callbacks.ModelCheckpoint("./checkpoint.h5"))
+loss = hvd.allreduce(loss, op=hvd.Average)
+total = hvd.allreduce(loss, op=hvd.Sum, name="total")
+either = hvd.allreduce(loss, op=hvd.Average if flag else hvd.Sum)
+"""
+
+
+@pytest.fixture
+def migrate(tmp_path, capsys):
+    """A function that returns exit code, output and errors for the text of a script."""
+    script = tmp_path / "train.py"
+
+    def run(text, *options):
+        script.write_bytes(text.encode())
+        code = main(["migrate", *options, str(script)])
+        said = capsys.readouterr()
+        return code, said.out, said.err.replace(f"{script}:", ""), script.read_bytes().decode()
+
+    return run
+
+
+def test_a_script_for_keras(migrate):
+    code, diff, notes, text = migrate(KERAS)
+    assert (code, text) == (1, KERAS)
+    assert "-import horovod.tensorflow.keras as hvd  # many ranks" in diff
+    assert "+import keras_dist as hvd  # many ranks" in diff
+    assert notes.startswith("16: a checkpoint on rank 0 alone")
+    code, _, _, text = migrate(KERAS, "--write")
+    assert (code, text) == (0, KERAS_AFTER)
+    assert migrate(KERAS_AFTER)[:2] == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import horovod.keras as hvd", "import keras_dist as hvd"),
+        ("import horovod.tensorflow as hvd", "import keras_dist.tensorflow as hvd"),
+        ("import os, horovod.torch as hvd", "import os, keras_dist.torch as hvd"),
+        ("from horovod import torch as hvd", "import keras_dist.torch as hvd"),
+        ("from horovod.tensorflow import keras as hvd", "import keras_dist as hvd"),
+        ("from horovod.torch import init, rank", "from keras_dist.torch import init, rank"),
+        (
+            "from horovod.keras.callbacks import MetricAverageCallback",
+            "from keras_dist.callbacks import MetricAverageCallback",
+        ),
+        (
+            "import horovod.torch\nhorovod.torch.allreduce(x, average=True)",
+            "import keras_dist.torch\nkeras_dist.torch.allreduce(x, op=keras_dist.torch.Average)",
+        ),
+        ("import horovod.torch.elastic as e", "import keras_dist.elastic as e"),
+        ("import torch\r\nimport horovod.keras\r\n", "import torch\r\nimport keras_dist\r\n"),
+        (
+            "import horovod.torch as hvd\ntorch.cuda.set_device(hvd.local_rank())",
+            "import keras_dist.torch as hvd\n"
+            "# keras_dist: init has taken the GPU of this rank already; this may go.\n"
+            "torch.cuda.set_device(hvd.local_rank())",
+        ),
+    ],
+)
+def test_imports_and_what_follows_from_them(migrate, before, after):
+    assert migrate(before, "--write")[::3] == (0, after)
+
+
+OLD = """\
+import horovod.tensorflow as hvd
+from horovod.tensorflow import broadcast_object_fn, allreduce
+import horovod.mxnet as mx
+from horovod import spark
+
+hooks = [hvd.BroadcastGlobalVariablesHook(0)]
+hvd.broadcast_global_variables(0)
+allreduce(x, average=True)
+horovod = other.allreduce(x, average=True)
+"""
+
+
+def test_what_is_left_to_the_user_is_named_by_line(migrate):
+    code, _, notes, text = migrate(OLD, "--write")
+    assert code == 0
+    lines = [int(line.partition(":")[0]) for line in notes.splitlines()]
+    assert lines == [2, 3, 4, 6, 7, 8]
+    assert "6: hvd.BroadcastGlobalVariablesHook: TensorFlow 1 alone" in notes
+    assert "import horovod.mxnet as mx\nfrom horovod import spark\n" in text
+    assert "allreduce(x, average=True)\nhorovod = other.allreduce(x, average=True)" in text
+
+
+@pytest.mark.parametrize("text", ["import os\n", ""])
+def test_there_is_nothing_to_do(migrate, text):
+    assert migrate(text)[:3] == (0, "", "")
+
+
+def test_what_is_no_script(migrate, capsys):
+    code, _, said, _ = migrate("print 'old'\n", "--write")
+    assert code == 2
+    assert "Expected a script in Python 3. Received: " in said
+    assert main(["migrate", "nowhere.py"]) == 2
+    assert "nowhere.py" in capsys.readouterr().err
