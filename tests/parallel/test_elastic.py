@@ -49,13 +49,29 @@ def test_a_keras_state_is_synchronised_and_restored():
     assert all((a == b).all() for a, b in zip(values_of(model), committed, strict=True))
 
 
+def test_a_keras_state_is_found_in_its_directory(shared_tmp_path):
+    model = model_of(seed=0)
+    state = elastic.KerasState(model, directory=shared_tmp_path, epoch=0)
+    state.sync()
+    model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
+    state.epoch = 3
+    state.commit()
+    other = model_of(seed=1)
+    found = elastic.KerasState(other, directory=shared_tmp_path, epoch=0)
+    found.sync()
+    assert found.epoch == 3
+    assert all((a == b).all() for a, b in zip(values_of(other), values_of(model), strict=True))
+
+
 def test_a_model_that_is_not_built_has_no_state():
     with pytest.raises(errors.ArgumentError, match="a model that is built"):
         elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
 
 
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
 def test_a_torch_state_is_synchronised_and_restored(shared_tmp_path):
-    torch = pytest.importorskip("torch")
+    import torch
+
     module = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     state = elastic.TorchState(module, optimizer, directory=shared_tmp_path, epoch=0)
