@@ -20,15 +20,14 @@ start of the job (`keras-dist run --max-restarts`), for which a state is kept in
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from keras_dist.elastic.running import HorovodInternalError, HostsUpdatedInterrupt, run
-from keras_dist.elastic.state import (
+from keras_dist.elastic.models import (
     KerasState,
-    ObjectState,
-    State,
     TensorFlowKerasState,
     TensorFlowState,
     TorchState,
 )
+from keras_dist.elastic.running import HorovodInternalError, HostsUpdatedInterrupt, run
+from keras_dist.elastic.state import ObjectState, State
 
 if TYPE_CHECKING:
     from keras_dist.elastic.callbacks import (

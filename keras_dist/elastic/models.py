@@ -1,0 +1,93 @@
+"""States of models and their optimizers: Keras' on every backend, torch's own."""
+
+import io
+from typing import Any
+
+import numpy as np
+
+from keras_dist import errors, runtime
+from keras_dist.elastic.state import ObjectState
+
+__all__ = ["KerasState", "TensorFlowKerasState", "TensorFlowState", "TorchState"]
+
+
+class KerasState(ObjectState):
+    """The weights of a model, the state of its optimizer, and named values.
+
+    Args:
+        model: a Keras model that is built.
+        optimizer: the optimizer. Defaults to that of the model.
+        directory: as for `ObjectState`.
+        **attributes: as for `ObjectState`, such as `epoch=0, batch=0`.
+
+    Raises:
+        ArgumentError: the model is not built.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, directory: Any = None, **attributes: Any):
+        if not model.built:
+            expected, received = "a model that is built", f"{model.name!r}, which is not"
+            remedy = "Call it on one batch, or its build, before its state is made."
+            raise errors.ArgumentError(errors.explain(runtime.where(), expected, received, remedy))
+        self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
+        if self.optimizer is not None and not self.optimizer.built:
+            self.optimizer.build(model.trainable_variables)
+        super().__init__(directory, **attributes)
+
+    def _variables(self) -> list[Any]:
+        from keras_dist.model_state import state
+
+        own = [] if self.optimizer is None else self.optimizer.variables
+        return list({id(one): one for one in [*state(self.model), *own]}.values())
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        from keras_dist.model_state import bytes_of
+
+        return {str(place): bytes_of(one) for place, one in enumerate(self._variables())}
+
+    def _put_arrays(self, arrays: dict[str, np.ndarray]) -> None:
+        from keras_dist.model_state import to_numpy
+
+        for place, one in enumerate(self._variables()):
+            raw = np.ascontiguousarray(arrays[str(place)])
+            one.assign(raw.view(to_numpy(one).dtype).reshape(one.shape))
+
+
+# Keras 3 has one kind of model and of variables.
+TensorFlowKerasState = TensorFlowState = KerasState
+
+
+class TorchState(ObjectState):
+    """The state of modules and optimizers of torch, and named values.
+
+    Args:
+        model: a module. Defaults to `None`.
+        optimizer: an optimizer. Defaults to `None`.
+        directory: as for `ObjectState`.
+        **attributes: as for `ObjectState`.
+    """
+
+    def __init__(
+        self, model: Any = None, optimizer: Any = None, directory: Any = None, **attributes: Any
+    ):
+        self.model, self.optimizer = model, optimizer
+        super().__init__(directory, **attributes)
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        import torch
+
+        found = {}
+        for name, part in (("model", self.model), ("optimizer", self.optimizer)):
+            if part is not None:
+                file = io.BytesIO()
+                torch.save(part.state_dict(), file)
+                found[name] = np.frombuffer(file.getvalue(), np.uint8)
+        return found
+
+    def _put_arrays(self, arrays: dict[str, np.ndarray]) -> None:
+        import torch
+
+        for name, raw in arrays.items():
+            # `weights_only`: what is read executes nothing.
+            found = torch.load(io.BytesIO(raw.tobytes()), weights_only=True)
+            getattr(self, name).load_state_dict(found)
