@@ -97,7 +97,6 @@ TABLE = [
     (".tensorflow.*",          f"tensorflow {LOOPS} ._backends.tensorflow .tensorflow.*", ""),
     (".torch.*", f"{TORCH} ._backends.torch_overlap {FACE} {BY_HAND} .torch.*",   ""),
     (".jax.*",                 f"jax {FACE} {BY_HAND} .jax.*",                ""),
-    (".torch.*",               f"torch {FACE} .torch.*",                      ""),
     (".migration.*",           "libcst .errors .migration.*",                 ""),
     (".cli.migrate",           ".errors",                            ".migration.*"),
     (".cli.run_notebook",      ".errors",                            "yaml .notebook"),
