@@ -27,8 +27,10 @@ ON_KERAS = (
 DATA = (
     "numpy .runtime .collectives .errors "
     ".data .data.agreement .data.arrays .data.batches .data.block_batches .data.blocks "
-    ".data.epochs .data.files .data.indexed .data.kinds .data.nested .data.order .data.partition "
-    ".data.readers .data.row_source .data.samples .data.segments .data.streams .data.terms"
+    ".data.decoding .data.epochs .data.fetching .data.files .data.image_labels .data.indexed "
+    ".data.kinds .data.nested .data.order .data.partition .data.paths .data.piece_batches "
+    ".data.piece_source .data.pieces .data.readers .data.row_source .data.samples .data.segments "
+    ".data.streams .data.survey .data.terms .data.whole_pieces"
 )
 DOCUMENTS = "IPython nbformat traitlets"
 BESIDE = ".timeline.recording .watching.attend"
@@ -83,7 +85,8 @@ TABLE = [
     (".data.tf_remainder",     f"{DATA} tensorflow",                          ""),
     (".data.tf_shuffle",       f"{DATA} tensorflow",                          ""),
     (".data.torch_loader",     f"{DATA} torch",                               ""),
-    (".data.*",                DATA,         "keras tensorflow h5py mpi4py .data.*"),
+    (".data.prefetching",      f"{DATA} keras",               "jax tensorflow torch"),
+    (".data.*", DATA, "keras tensorflow h5py mpi4py pyarrow PIL filelock rich .data.*"),
     (".watching",              "",                                            ""),
     (".watching.gpu",          "",                                            "pynvml"),
     (".watching.report",       ".watching.gpu",                       ".runtime ._engine"),

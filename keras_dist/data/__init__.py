@@ -1,4 +1,4 @@
-"""The data of a job, shared out over its ranks: `shard`, and `hdf5` and `npy` for files.
+"""The data of a job, shared out over its ranks: `shard`, and a function for each kind of files.
 
 Knows which kind of data is handed to which module; imports no framework before data of it
 comes in.
@@ -17,14 +17,46 @@ from keras_dist.data.partition import Remainder, plan_samples
 from keras_dist.data.terms import Terms
 
 if TYPE_CHECKING:
+    from keras_dist.data.image_files import image_dataset
+    from keras_dist.data.node_cache import cached
+    from keras_dist.data.npz_files import npz
+    from keras_dist.data.parquet_files import parquet
+    from keras_dist.data.prefetching import prefetch
+    from keras_dist.data.record_files import tfrecord
     from keras_dist.data.rows import hdf5, npy
+    from keras_dist.data.tar_files import tar
 
-__all__ = ["hdf5", "npy", "sample", "shard", "steps_per_epoch"]
+__all__ = [
+    "cached",
+    "hdf5",
+    "image_dataset",
+    "npy",
+    "npz",
+    "parquet",
+    "prefetch",
+    "sample",
+    "shard",
+    "steps_per_epoch",
+    "tar",
+    "tfrecord",
+]
+
+_FILE_OF = {
+    "cached": "node_cache",
+    "hdf5": "rows",
+    "image_dataset": "image_files",
+    "npy": "rows",
+    "npz": "npz_files",
+    "parquet": "parquet_files",
+    "prefetch": "prefetching",
+    "tar": "tar_files",
+    "tfrecord": "record_files",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("hdf5", "npy"):
-        return getattr(importlib.import_module("keras_dist.data.rows"), name)
+    if name in _FILE_OF:
+        return getattr(importlib.import_module(f"keras_dist.data.{_FILE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -3,7 +3,7 @@
 from typing import Any, Protocol
 
 from keras_dist.data.epochs import Epochs
-from keras_dist.data.partition import Plan
+from keras_dist.data.partition import Plan, Spread
 
 __all__ = ["Batched", "for_keras"]
 
@@ -11,8 +11,11 @@ __all__ = ["Batched", "for_keras"]
 class Batched(Protocol):
     """One rank's batches, for any epoch."""
 
-    plan: Plan
     epochs: Epochs
+
+    @property
+    def plan(self) -> Plan | Spread:
+        """How many steps an epoch has, and what they take."""
 
     @property
     def example(self) -> Any:

@@ -23,6 +23,7 @@ __all__ = [
     "is_shared_out_everywhere",
     "note",
     "numbers",
+    "of",
     "positions",
     "share_out",
     "trained",
@@ -117,9 +118,14 @@ def is_shared_out_everywhere() -> bool:
     return _everywhere
 
 
+def of(data: Any) -> Epochs | None:
+    """Returns the epochs of data, where they are counted."""
+    return _parts.get(data) if is_shared_out(data) else None
+
+
 def trained() -> Epochs | None:
     """Returns the epochs of the data that is trained on, where they are counted."""
-    return _parts.get(_trained_on) if is_shared_out(_trained_on) else None
+    return of(_trained_on)
 
 
 def numbers() -> dict[str, int]:

@@ -10,10 +10,18 @@ from typing import Any
 from keras_dist import errors
 from keras_dist.data.agreement import Source
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
-from keras_dist.data.partition import plan_spread
+from keras_dist.data.partition import Spread, plan_spread
 from keras_dist.data.terms import Fact, Terms
 
-__all__ = ["FileNames", "FileSource", "are_files", "source_of_files"]
+__all__ = [
+    "FileNames",
+    "FileSource",
+    "agreed_spread",
+    "are_files",
+    "facts_of_files",
+    "facts_of_names",
+    "source_of_files",
+]
 
 SORTED = "Give shard() the same files in the same order on every rank, as with sorted(files)."
 
@@ -72,7 +80,7 @@ class FileNames:
                 )
             )
         self._mine = list(names[terms.rank :: terms.size])
-        self.facts = [*_facts(names), *terms.facts()]
+        self.facts = [*facts_of_files(names), *terms.facts()]
 
     def part(self, held: Sequence[int | None]) -> list[str]:
         """Returns the names of this rank's files."""
@@ -103,7 +111,7 @@ class FileSource:
                     "Leave out .repeat() in the reader, or pass steps.",
                 )
             )
-        self.facts = [*_facts(names), *terms.facts()]
+        self.facts = [*facts_of_files(names), *terms.facts()]
         self.epochs = epochs_of(self.facts, terms)
         self.epochs.global_batch = None  # files are dealt out, not samples
 
@@ -115,17 +123,7 @@ class FileSource:
         counts = [count for count in held if count is not None]
         if self.held is None:
             return limited_batches(self._dataset, terms, self.epochs, whole=False)
-        spread = plan_spread(counts, terms.rank, batch_size, terms.remainder)
-        if spread is None:
-            raise errors.DataError(
-                terms.explain(
-                    f"files with an element for every one of {-(-max(counts) // batch_size)} "
-                    f"steps on each rank, as many as the rank with most elements takes",
-                    f"{counts} elements by rank",
-                    "Use files of more equal length, as many as are a multiple of the ranks, "
-                    "or a larger batch_size, or remainder='pad'.",
-                )
-            )
+        spread = agreed_spread(counts, batch_size, terms)
         return spread_batches(self._dataset, self.held, spread, terms, self.epochs)
 
 
@@ -148,7 +146,7 @@ def _source_of_elements(names: Sequence[str], terms: Terms) -> Source:
     if terms.steps is None:
         dataset = tf_dataset.with_length(dataset)
     source = tf_dataset.TfSource(dataset, dataclasses.replace(terms, reader=None))
-    source.facts[:0] = _facts(names)
+    source.facts[:0] = facts_of_files(names)
     return source
 
 
@@ -161,12 +159,42 @@ def _read(names: Sequence[str], terms: Terms) -> Any:
     return dataset
 
 
-def _facts(names: Sequence[str]) -> list[Fact]:
-    # A data set may lie in another directory on each node, so the last part is what counts.
-    text = "\n".join(PurePath(name).name for name in names)
-    digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+def agreed_spread(counts: Sequence[int], batch_size: int, terms: Terms) -> Spread:
+    """Returns the plan of this rank's batches from the numbers of elements that all ranks hold.
+
+    Args:
+        counts: number of elements of each rank, by rank.
+        batch_size: elements per step of one rank, at most.
+        terms: the terms on which the files are shared out.
+
+    Raises:
+        DataError: some rank has too few; the text is the same on all.
+    """
+    spread = plan_spread(counts, terms.rank, batch_size, terms.remainder)
+    if spread is None:
+        raise errors.DataError(
+            terms.explain(
+                f"files with an element for every one of {-(-max(counts) // batch_size)} "
+                f"steps on each rank, as many as the rank with most elements takes",
+                f"{counts} elements by rank",
+                "Use files of more equal length, as many as are a multiple of the ranks, "
+                "or a larger batch_size, or remainder='pad'.",
+            )
+        )
+    return spread
+
+
+def facts_of_names(names: Sequence[str]) -> list[Fact]:
+    """Returns what must be equal on all ranks of names that stand for files."""
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=6).hexdigest()
     return [
         Fact("the kind of data", "a list of files", SORTED),
         Fact("the number of files", len(names), SORTED),
         Fact("the digest of the file names, in order,", digest, SORTED),
     ]
+
+
+def facts_of_files(names: Sequence[str]) -> list[Fact]:
+    """Returns what must be equal on all ranks of files."""
+    # A data set may lie in another directory on each node, so the last part is what counts.
+    return facts_of_names([PurePath(name).name for name in names])

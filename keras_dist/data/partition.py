@@ -220,6 +220,15 @@ class Spread:
     count: int
     sizes: tuple[int, ...]
 
+    @property
+    def steps(self) -> int:
+        """Number of batches in an epoch."""
+        return len(self.sizes)
+
+    def limited(self, steps: int) -> "Spread":
+        """Returns the plan that ends after its first `steps` batches."""
+        return Spread(sum(self.sizes[:steps]), self.sizes[:steps])
+
 
 def plan_spread(
     counts: Sequence[int], rank: int, batch_size: int, remainder: Remainder

@@ -1,0 +1,174 @@
+"""Which images there are, in a directory or a DataFrame, and what is known of each."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from keras_dist import errors
+from keras_dist.data.terms import Fact, Terms
+
+__all__ = ["Classes", "Images", "LabelMode", "labels_of", "listed"]
+
+LabelMode = Literal["int", "categorical", "binary", "raw"]
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+SAME = (
+    "Bring the same images to all nodes. If each rank is to read images of its own, pass own=True: "
+    "the classes are then those of all ranks."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """Images, and what a user has said of each.
+
+    Args:
+        paths: where they lie.
+        names: the same below their directory, equal on nodes that keep them elsewhere.
+        said: the class of each, or its values; `None` without labels.
+    """
+
+    paths: list[str]
+    names: list[str]
+    said: Any
+
+
+class Classes:
+    """The classes of the images of a rank, which become those of all.
+
+    Args:
+        images: those that this rank sees.
+        mode: what labels are to be.
+        class_names: the classes, where the user names them.
+        own: whether ranks see other images.
+        terms: for messages.
+
+    Raises:
+        DataError: an image is of none of the classes that the user names.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        mode: LabelMode | None,
+        class_names: Sequence[str] | None,
+        own: bool,
+        terms: Terms,
+    ):
+        found = sorted(set(images.said)) if mode not in (None, "raw") else []
+        unknown = set(found) - set(class_names if class_names is not None else found)
+        if unknown:
+            raise errors.DataError(
+                terms.explain(
+                    f"images of the classes {list(class_names or ())}",
+                    f"some of {sorted(unknown)[0]!r}",
+                    "Pass all class_names, or take these images away.",
+                )
+            )
+        self._images, self._named, self._mode, self._terms = images, class_names, mode, terms
+        self.held = found
+        self.facts = [Fact("label_mode", mode), Fact("own", own)]
+        self.facts += [Fact("class_names", class_names and list(class_names))]
+        if not own:
+            self.facts.append(Fact("the classes of the images", found, SAME))
+
+    def part(self, held: Sequence[list[str]]) -> tuple[Images, list[str]]:
+        """Returns the images of this rank, and the classes in the order of their numbers."""
+        classes = sorted(set().union(*held)) if self._named is None else list(self._named)
+        if self._mode == "binary" and len(classes) != 2:
+            remedy = "Pass label_mode='int' or 'categorical'."
+            raise errors.DataError(
+                self._terms.explain("two classes for label_mode='binary'", f"{classes}", remedy)
+            )
+        return self._images, classes
+
+
+def listed(
+    images: Any,
+    directory: str | os.PathLike[str] | None,
+    x_col: str,
+    y_col: str | Sequence[str],
+    mode: LabelMode | None,
+    terms: Terms,
+) -> Images:
+    """Returns the images of a directory, or of a DataFrame.
+
+    Raises:
+        DataError: there are none, or a column is missing.
+        ArgumentError: there is no such mode, or it means nothing here.
+        ArgumentTypeError: `images` is neither.
+    """
+    if mode not in (None, *get_args(LabelMode)):
+        choices = ", ".join(map(repr, (*get_args(LabelMode), None)))
+        expected, remedy = f"label_mode to be one of {choices}", "See image_dataset()."
+        raise errors.ArgumentError(terms.explain(expected, repr(mode), remedy))
+    if isinstance(images, str | os.PathLike):
+        found = _of_directory(Path(images), mode, terms)
+    elif hasattr(images, "columns"):
+        found = _of_frame(images, Path(directory or ""), x_col, y_col, mode, terms)
+    else:
+        raise terms.wrong_kind("a directory or a DataFrame", images)
+    if not found.paths:
+        raise errors.DataError(terms.explain(f"images in {images!s:.200}", "none", SAME))
+    return found
+
+
+def _of_directory(directory: Path, mode: LabelMode | None, terms: Terms) -> Images:
+    if mode == "raw":
+        remedy = "Pass a DataFrame that names a value for each image."
+        raise errors.ArgumentError(
+            terms.explain("no label_mode='raw' for a directory", "'raw'", remedy)
+        )
+    if not directory.is_dir():
+        raise errors.DataError(terms.explain(f"a directory {directory}", "none", SAME))
+    found = sorted(
+        os.path.relpath(os.path.join(folder, name), directory)
+        for folder, _, names in os.walk(directory, followlinks=True)
+        for name in names
+        if Path(name).suffix.lower() in SUFFIXES and not name.startswith(".")
+    )
+    if mode is not None:
+        found = [name for name in found if os.sep in name]
+    said = [name.partition(os.sep)[0] for name in found] if mode is not None else None
+    return Images([str(directory / name) for name in found], found, said)
+
+
+def _of_frame(
+    frame: Any,
+    directory: Path,
+    x_col: str,
+    y_col: str | Sequence[str],
+    mode: LabelMode | None,
+    terms: Terms,
+) -> Images:
+    wanted = [y_col] if isinstance(y_col, str) else list(y_col)
+    for column in [x_col, *(wanted if mode is not None else ())]:
+        if column not in frame.columns:
+            there = ", ".join(map(str, frame.columns))
+            remedy = "Pass x_col and y_col."
+            raise errors.DataError(terms.explain(f"a column {column!r}", there, remedy))
+    names = [str(name) for name in frame[x_col]]
+    said: Any = None
+    if mode == "raw":
+        said = frame[wanted].to_numpy("float32")
+    elif mode is not None:
+        said = [str(name) for name in frame[wanted[0]]]
+    return Images([str(directory / name) for name in names], names, said)
+
+
+def labels_of(images: Images, classes: Sequence[str], mode: LabelMode | None) -> np.ndarray | None:
+    """Returns the labels, one for each image, as Keras' data sets of images have them."""
+    if mode is None:
+        return None
+    if mode == "raw":
+        return images.said
+    number_of = {name: number for number, name in enumerate(classes)}
+    numbers = np.array([number_of[name] for name in images.said], np.int32)
+    if mode == "binary":
+        return numbers.astype("float32")[:, None]
+    if mode == "categorical":
+        return np.eye(len(classes), dtype="float32")[numbers]
+    return numbers

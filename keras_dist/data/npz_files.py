@@ -1,0 +1,139 @@
+"""`.npz` files: a file is a piece."""
+
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_dist import errors
+from keras_dist.data import agreement
+from keras_dist.data.files import facts_of_files
+from keras_dist.data.partition import Remainder
+from keras_dist.data.paths import Paths, expanded
+from keras_dist.data.piece_source import PieceSource, Place
+from keras_dist.data.survey import Found, Unreadable
+from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.whole_pieces import MIXED, WholePieces, named, names_in
+
+__all__ = ["NpzFiles", "npz"]
+
+
+def npz(
+    files: Paths,
+    x: Any,
+    y: Any = None,
+    batch_size: int = 32,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    remainder: Remainder = "uneven",
+    steps: int | None = None,
+    unreadable: Unreadable = "raise",
+) -> Any:
+    """Returns this rank's part of arrays in `.npz` files, in batches, ready for `fit`.
+
+    File i belongs to rank `i % size`; with fewer files than ranks all read all files, and row i
+    belongs to rank `i % size`. A rank holds four files in memory: shuffling puts files in another
+    order every epoch, and rows of four files that follow each other are mixed.
+
+    Collective: every rank, with the same arguments; blocks, until each file has been looked into
+    by one rank. An error on one rank is raised on all.
+
+    Args:
+        files: a path, a pattern such as `"train/*.npz"`, or a list of them.
+        x: name of an array, or nested tuples, lists and dicts of names: a batch has the same
+            structure.
+        y: the same for the labels. Defaults to none: a batch is `x` alone.
+        batch_size: samples in each step on this rank, at most: ranks that hold fewer than others
+            spread theirs over as many steps. Defaults to 32.
+        shuffle: whether every epoch has an order of its own. Defaults to True. Pass False to
+            evaluate or predict.
+        seed: whole number from which, with rank and epoch, the orders follow. Defaults to 0.
+        remainder: `"uneven"`, `"pad"` or `"drop"`, as for files in `shard`. Defaults to `"uneven"`.
+        steps: batches in an epoch of each rank, where it is to end early. Defaults to all.
+        unreadable: what becomes of files that some rank cannot read when the data set is made:
+            `"raise"` an error that names file and rank, or `"skip"` them on all ranks, which the
+            root says. Damage that shows only when rows are read is an error. Defaults to
+            `"raise"`.
+
+    Returns:
+        `tf.data.Dataset` with Keras on TensorFlow, else `keras.utils.PyDataset`.
+
+    Raises:
+        DataError: a file or an array is missing or unreadable, lengths or shapes differ, or there
+            are too few rows.
+        ArgumentError: an argument has an impossible value.
+        ArgumentTypeError: an argument is of the wrong kind.
+        MismatchError: the ranks have different files or arguments.
+
+    Example:
+    ```python
+    train = keras_dist.data.npz("train/*.npz", x="images", y="labels", batch_size=64)
+    model.fit(train, callbacks=keras_dist.callbacks())
+    ```
+    """
+
+    def survey() -> PieceSource:
+        terms = Terms(batch_size, shuffle, seed, remainder, steps)
+        paths = expanded(files, terms)
+        names = named(x, y)
+        facts = [*facts_of_files(paths), Fact("the names of the arrays", repr(names))]
+        return PieceSource(NpzFiles(names, terms), paths, terms, unreadable, facts)
+
+    return agreement.prepare(survey)
+
+
+class NpzFiles:
+    """Files of arrays that numpy has written.
+
+    Args:
+        names: names of arrays in the structure of a batch.
+        terms: for messages.
+    """
+
+    mixed = MIXED
+
+    def __init__(self, names: Any, terms: Terms):
+        self._names, self._terms = names, terms
+
+    def look(self, path: str) -> Found:
+        """Reads the headers of the arrays."""
+        headers = {}
+        with zipfile.ZipFile(path) as archive:
+            for name in names_in(self._names):
+                if f"{name}.npy" not in archive.namelist():
+                    there = ", ".join(n.removesuffix(".npy") for n in archive.namelist())
+                    raise self._error(f"an array {name!r} in {path}", there, "Pass one of these.")
+                with archive.open(f"{name}.npy") as file:
+                    headers[name] = _header(file)
+        lengths = {shape[:1] for shape, _ in headers.values()}
+        if len(lengths) != 1 or () in lengths:
+            said = ", ".join(f"{name} {shape}" for name, (shape, _) in headers.items())
+            remedy = "Write one entry a sample into each."
+            raise self._error(f"arrays of equal length in {path}", said, remedy)
+        layout = tuple((name, dtype.str, shape[1:]) for name, (shape, dtype) in headers.items())
+        return Found(lengths.pop(), layout, self._names)
+
+    def reader(self, places: Sequence[Place], found: Found) -> WholePieces:
+        """Returns what reads the files."""
+        return WholePieces(self._load, places, found, self.mixed)
+
+    def _load(self, place: Place) -> dict[str, np.ndarray]:
+        with np.load(place.path) as arrays:
+            return {name: arrays[name] for name in names_in(self._names)}
+
+    def _error(self, expected: str, received: str, remedy: str) -> errors.DataError:
+        return errors.DataError(self._terms.explain(expected, received, remedy))
+
+
+def _header(file: Any) -> tuple[tuple[int, ...], np.dtype]:
+    version = np.lib.format.read_magic(file)
+    read = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    shape, _, dtype = read[version](file)
+    if dtype.hasobject:
+        raise ValueError("an array of Python objects")
+    return shape, dtype

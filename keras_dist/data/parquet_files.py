@@ -1,0 +1,182 @@
+"""Parquet files, read by pyarrow: a row group is a piece."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_dist import errors
+from keras_dist.data import agreement
+from keras_dist.data.files import facts_of_files
+from keras_dist.data.partition import Remainder
+from keras_dist.data.paths import Paths, expanded
+from keras_dist.data.piece_source import PieceSource, Place
+from keras_dist.data.survey import Found, Unreadable
+from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.whole_pieces import MIXED, WholePieces, named, names_in
+
+__all__ = ["ParquetFiles", "parquet"]
+
+
+def parquet(
+    files: Paths,
+    x: Any,
+    y: Any = None,
+    batch_size: int = 32,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    remainder: Remainder = "uneven",
+    steps: int | None = None,
+    unreadable: Unreadable = "raise",
+) -> Any:
+    """Returns this rank's part of columns in Parquet files, in batches, ready for `fit`.
+
+    Row groups of all files count through: number i belongs to rank `i % size`. With fewer row
+    groups than ranks, row i belongs to rank `i % size`. A rank holds four row groups in memory:
+    shuffling puts them in another order every epoch, and rows of four that follow each other are
+    mixed. Needs pyarrow: `pip install 'keras_dist[parquet]'`.
+
+    Collective: every rank, with the same arguments; blocks, until each file has been looked into
+    by one rank. An error on one rank is raised on all.
+
+    Args:
+        files: a path, a pattern such as `"train/*.parquet"`, or a list of them.
+        x: name of a column of numbers, or of lists of fixed length; nested tuples and dicts of
+            names: a batch has the same structure. A list of names of columns of numbers is one
+            array with a column for each.
+        y: the same for the labels. Defaults to none: a batch is `x` alone.
+        batch_size: samples in each step on this rank, at most: ranks that hold fewer than others
+            spread theirs over as many steps. Defaults to 32.
+        shuffle: whether every epoch has an order of its own. Defaults to True. Pass False to
+            evaluate or predict.
+        seed: whole number from which, with rank and epoch, the orders follow. Defaults to 0.
+        remainder: `"uneven"`, `"pad"` or `"drop"`, as for files in `shard`. Defaults to `"uneven"`.
+        steps: batches in an epoch of each rank, where it is to end early. Defaults to all.
+        unreadable: `"raise"` or `"skip"`, see `npz`. Defaults to `"raise"`.
+
+    Returns:
+        `tf.data.Dataset` with Keras on TensorFlow, else `keras.utils.PyDataset`.
+
+    Raises:
+        DataError: a file or a column is missing, unreadable or not of numbers, files differ, or
+            there are too few rows.
+        ArgumentError: an argument has an impossible value.
+        ArgumentTypeError: an argument is of the wrong kind.
+        MismatchError: the ranks have different files or arguments.
+
+    Example:
+    ```python
+    train = keras_dist.data.parquet("train/*.parquet", x=["age", "height"], y="weight")
+    ```
+    """
+
+    def survey() -> PieceSource:
+        terms = Terms(batch_size, shuffle, seed, remainder, steps)
+        paths = expanded(files, terms)
+        names = _with_matrices(named(x, y))
+        facts = [*facts_of_files(paths), Fact("the names of the columns", repr(names))]
+        return PieceSource(ParquetFiles(names, terms), paths, terms, unreadable, facts)
+
+    return agreement.prepare(survey)
+
+
+class ParquetFiles:
+    """Parquet files.
+
+    Args:
+        names: names of columns in the structure of a batch; those of a matrix are joined by tabs.
+        terms: for messages.
+    """
+
+    mixed = MIXED
+
+    def __init__(self, names: Any, terms: Terms):
+        self._names, self._terms = names, terms
+
+    def look(self, path: str) -> Found:
+        """Reads the footer."""
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            metadata = file.metadata
+            lengths = tuple(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups))
+        layout = tuple(self._layout(name, schema, path) for name in names_in(self._names))
+        return Found(lengths, layout, self._names)
+
+    def _layout(self, name: str, schema: Any, path: str) -> tuple[str, str, tuple[int, ...]]:
+        columns = name.split(MATRIX)
+        if missing := [column for column in columns if column not in schema.names]:
+            there = ", ".join(schema.names)
+            raise self._error(f"a column {missing[0]!r} in {path}", there, "Pass one of these.")
+        kinds = [_kind(schema.field(column).type) for column in columns]
+        shape: tuple[int, ...] = (len(columns),)
+        if len(columns) == 1 and kinds[0] is not None:
+            shape = kinds[0][1]
+        if any(kind is None or (len(kinds) > 1 and kind[1]) for kind in kinds):
+            said = ", ".join(f"{column} {schema.field(column).type}" for column in columns)
+            remedy = "Convert it when the files are written."
+            expected = f"columns of numbers, or one of lists of fixed length, in {path}"
+            raise self._error(expected, said, remedy)
+        dtype = np.result_type(*(kind[0] for kind in kinds if kind is not None))
+        return name, dtype.str, shape
+
+    def reader(self, places: Sequence[Place], found: Found) -> WholePieces:
+        """Returns what reads the row groups."""
+        dtypes = {name: dtype for name, dtype, _ in found.layout}
+
+        def load(place: Place) -> dict[str, np.ndarray]:
+            import pyarrow.parquet
+
+            columns = [column for name in dtypes for column in name.split(MATRIX)]
+            with pyarrow.parquet.ParquetFile(place.path) as file:
+                table = file.read_row_group(place.inner, columns=columns)
+            return {name: _array(table, name, dtype) for name, dtype in dtypes.items()}
+
+        return WholePieces(load, places, found, self.mixed)
+
+    def _error(self, expected: str, received: str, remedy: str) -> errors.DataError:
+        return errors.DataError(self._terms.explain(expected, received, remedy))
+
+
+MATRIX = "\t"
+
+
+def _with_matrices(names: Any) -> Any:
+    """Returns the structure with one name for each list of names."""
+    if isinstance(names, list):
+        return MATRIX.join(names)
+    if isinstance(names, dict):
+        return {key: _with_matrices(value) for key, value in names.items()}
+    return tuple(map(_with_matrices, names)) if isinstance(names, tuple) else names
+
+
+def _kind(of: Any) -> tuple[np.dtype, tuple[int, ...]] | None:
+    """Returns dtype and shape of a row of a column; `None` where it holds no numbers."""
+    import pyarrow.types
+
+    shape: tuple[int, ...] = ()
+    if pyarrow.types.is_fixed_size_list(of):
+        of, shape = of.value_type, (of.list_size,)
+    numbers = (pyarrow.types.is_integer, pyarrow.types.is_floating, pyarrow.types.is_boolean)
+    if not any(is_one(of) for is_one in numbers):
+        return None
+    return np.dtype(of.to_pandas_dtype()), shape
+
+
+def _array(table: Any, name: str, dtype: str) -> np.ndarray:
+    columns = [_column(table.column(column), column) for column in name.split(MATRIX)]
+    array = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
+    return array.astype(dtype, copy=False)
+
+
+def _column(column: Any, name: str) -> np.ndarray:
+    values = column.combine_chunks()
+    if hasattr(values.type, "list_size"):
+        if values.null_count:
+            raise ValueError(f"column {name} has empty rows")
+        return values.flatten().to_numpy(zero_copy_only=False).reshape(-1, values.type.list_size)
+    if values.null_count and not np.issubdtype(values.type.to_pandas_dtype(), np.floating):
+        raise ValueError(f"column {name} has empty rows, for which its dtype has no value")
+    return values.to_numpy(zero_copy_only=False)

@@ -1,0 +1,128 @@
+"""Batches that are made, and moved to the device, while the step before is computed."""
+
+import collections
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_dist import errors
+from keras_dist.data import epochs
+from keras_dist.data.nested import mapped
+from keras_dist.data.terms import Terms
+
+__all__ = ["Ahead", "prefetch"]
+
+
+def prefetch(data: Any, count: int = 2) -> Any:
+    """Returns the same batches, of which a few are made and moved to the device ahead of their use.
+
+    On TensorFlow `tf.data.experimental.prefetch_to_device` where there is a GPU, else
+    `Dataset.prefetch`. On JAX a thread makes batches and puts them on the device; on torch it
+    copies them from pinned memory where there is a GPU.
+
+    Args:
+        data: what a function of `keras_dist.data` has returned; any `tf.data.Dataset`; or a
+            `keras.utils.PyDataset`, whose batches then come in their own order, also where `fit`
+            would shuffle them.
+        count: batches that wait on the device, at least 1. Defaults to 2.
+
+    Returns:
+        A data set of the same kind.
+
+    Raises:
+        ArgumentTypeError: `data` is none of these.
+        ArgumentError: `count` is less than 1.
+
+    Example:
+    ```python
+    train = keras_dist.data.prefetch(keras_dist.data.npz("train/*.npz", x="images", y="labels"))
+    ```
+    """
+    terms = Terms()
+    if not isinstance(count, int) or count < 1:
+        raise errors.ArgumentError(
+            terms.explain("count to be at least 1", repr(count), "Leave it out.")
+        )
+    if isinstance(data, keras.utils.PyDataset):
+        made: Any = Ahead(data, count, _mover())
+    elif hasattr(data, "element_spec"):
+        made = _tf_prefetched(data, count)
+    else:
+        raise terms.wrong_kind("a tf.data.Dataset or a keras.utils.PyDataset", data)
+    if epochs.is_shared_out(data):
+        epochs.note(made, epochs.of(data))
+    return made
+
+
+class Ahead(keras.utils.PyDataset):
+    """Batches of another data set, made ahead within each epoch.
+
+    Args:
+        data: the other data set.
+        count: how many batches are made ahead.
+        move: moves an array to the device.
+    """
+
+    def __init__(self, data: keras.utils.PyDataset, count: int, move: Callable[[Any], Any]):
+        super().__init__()
+        self._data, self._count, self._move = data, count, move
+        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+        self._waiting: collections.deque[concurrent.futures.Future] = collections.deque()
+        self._begun = 0
+
+    def __len__(self) -> int:
+        return self._data.num_batches
+
+    def __getitem__(self, index: int) -> Any:
+        if self._thread is None:  # Keras looks at batches outside of epochs, to learn their shapes
+            return self._data[index]
+        while len(self._waiting) <= self._count and self._begun < len(self):
+            self._waiting.append(self._thread.submit(self._make, self._begun))
+            self._begun += 1
+        return self._waiting.popleft().result()
+
+    def _make(self, step: int) -> Any:
+        batch = mapped(self._move, self._data[step])
+        # Alone, an array would have to be one of numpy.
+        return batch if isinstance(batch, tuple | dict) else (batch,)
+
+    def on_epoch_begin(self) -> None:
+        """Begins to make batches."""
+        self._data.on_epoch_begin()
+        self._begun = 0
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "keras_dist prefetch")
+
+    def on_epoch_end(self) -> None:
+        """Forgets what has been made and not been asked for."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._thread = None
+        self._waiting.clear()
+        self._data.on_epoch_end()
+
+
+def _mover() -> Callable[[Any], Any]:
+    """Returns what moves an array of numpy to the device of the backend."""
+    backend = keras.config.backend()
+    if backend == "jax":
+        import jax
+
+        return jax.device_put
+    if backend == "torch":
+        import torch
+
+        if torch.cuda.is_available():
+            return lambda array: torch.as_tensor(array).pin_memory().cuda(non_blocking=True)
+        return torch.as_tensor
+    return lambda array: array
+
+
+def _tf_prefetched(data: Any, count: int) -> Any:
+    import tensorflow as tf
+
+    gpus = tf.config.list_logical_devices("GPU")
+    if gpus and keras.config.backend() == "tensorflow":
+        return data.apply(tf.data.experimental.prefetch_to_device(gpus[0].name, count))
+    return data.prefetch(count)

@@ -1,0 +1,143 @@
+"""TFRecord files, read by TensorFlow."""
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from keras_dist import data
+from keras_dist.data import agreement
+from keras_dist.data.files import facts_of_files
+from keras_dist.data.partition import Remainder
+from keras_dist.data.paths import Paths, expanded
+from keras_dist.data.survey import Found, Survey, Unreadable
+from keras_dist.data.terms import Fact, Terms
+
+__all__ = ["tfrecord"]
+
+Parse = Callable[[Any], Any]
+
+HEAD_NBYTES = 12  # length and its checksum
+CHECKSUM_NBYTES = 4
+
+
+def tfrecord(
+    files: Paths,
+    parse: Parse,
+    batch_size: int = 32,
+    *,
+    compression: Literal["GZIP", "ZLIB"] | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    remainder: Remainder = "uneven",
+    steps: int | None = None,
+    shuffle_buffer: int | None = None,
+    unreadable: Unreadable = "raise",
+) -> Any:
+    """Returns this rank's part of the records in TFRecord files, in batches, ready for `fit`.
+
+    `shard` of the files with a reader for TFRecord that checks them: file i belongs to rank
+    `i % size`; with fewer files than ranks all read all files, and record i belongs to rank
+    `i % size`. Needs TensorFlow, whatever the backend of Keras.
+
+    Collective: every rank, with the same arguments; blocks, while each rank reads its files once,
+    to count records and to check them. An error on one rank is raised on all.
+
+    Args:
+        files: a path, a pattern such as `"train/*.tfrecord"`, or a list of them.
+        parse: function from a record, a scalar string tensor, to nested tuples and dicts of
+            tensors; it becomes part of a tf.data pipeline.
+        batch_size: samples in each step on this rank, at most. Defaults to 32.
+        compression: how the files are compressed, `"GZIP"`, `"ZLIB"` or not. Defaults to not.
+        shuffle: see `shard`. Defaults to True.
+        seed: see `shard`. Defaults to 0.
+        remainder: see `shard`. Defaults to `"uneven"`.
+        steps: batches in an epoch of each rank, where it is to end early. Defaults to all.
+        shuffle_buffer: see `shard`.
+        unreadable: `"raise"` an error that names file and rank, or `"skip"` files that are missing
+            or damaged when the data set is made, which the root says. Defaults to `"raise"`.
+
+    Returns:
+        `tf.data.Dataset`.
+
+    Raises:
+        DataError: a file is missing or damaged, or there are too few records.
+        ArgumentError: an argument has an impossible value.
+        ArgumentTypeError: an argument is of the wrong kind.
+        MismatchError: the ranks have different files or arguments.
+
+    Example:
+    ```python
+    train = keras_dist.data.tfrecord("train/*.tfrecord", parse, batch_size=64)
+    ```
+    """
+
+    def survey() -> _RecordSurvey:
+        terms = Terms(batch_size, shuffle, seed, remainder, steps, shuffle_buffer=shuffle_buffer)
+        if not callable(parse):
+            raise terms.wrong_kind("parse to be a function of a record", parse)
+        paths = expanded(files, terms)
+        facts = [*facts_of_files(paths), Fact("compression", compression)]
+        look = functools.partial(_look, compression)
+        return _RecordSurvey(look, paths, terms, unreadable, facts)
+
+    counts = agreement.prepare(survey)
+
+    def reader(names: Sequence[str]) -> Any:
+        import tensorflow as tf
+
+        records = tf.data.TFRecordDataset(names, compression or "")
+        return records.map(parse, tf.data.AUTOTUNE, deterministic=True).apply(
+            tf.data.experimental.assert_cardinality(sum(counts[name] for name in names))
+        )
+
+    return data.shard(
+        list(counts),
+        batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        remainder=remainder,
+        steps=steps,
+        reader=reader,
+        shuffle_buffer=shuffle_buffer,
+    )
+
+
+class _RecordSurvey(Survey):
+    """Files of records, checked."""
+
+    def part(self, held: Sequence[Any]) -> dict[str, int]:
+        """Returns the number of records of each file that can be read."""
+        (found,) = self.found(held)
+        return {self.paths[number]: each.lengths[0] for number, each in found.items()}
+
+
+def _look(compression: str | None, name: str) -> Found:
+    import tensorflow as tf
+
+    try:
+        return Found((_count(name, compression),), (), None)
+    except tf.errors.OpError as failure:
+        raise OSError(failure.message.splitlines()[0]) from failure
+
+
+def _count(name: str, compression: str | None) -> int:
+    import tensorflow as tf
+
+    if compression is None and os.path.exists(name):
+        _check_end(name)
+    records = tf.data.TFRecordDataset(name, compression or "")
+    return int(records.reduce(np.int64(0), lambda count, _: count + 1))
+
+
+def _check_end(name: str) -> None:
+    """Raises where the last record is cut off; TensorFlow overlooks it within a record's head."""
+    nbytes, begin = os.path.getsize(name), 0
+    with open(name, "rb") as file:
+        while begin < nbytes:
+            file.seek(begin)
+            begin += HEAD_NBYTES + int.from_bytes(file.read(8), "little") + CHECKSUM_NBYTES
+    if begin != nbytes:
+        raise OSError("it has been cut off, or is no TFRecord file")

@@ -1,0 +1,184 @@
+"""What is brought into a cache is there whole or not at all; ranks of a node bring it once."""
+
+import functools
+import hashlib
+import http.server
+import io
+import os
+import subprocess
+import tarfile
+import threading
+import zipfile
+from typing import ClassVar
+
+import pytest
+from jobs import launcher, script
+
+from keras_dist.data.fetching import Fetch
+
+CONTENT = os.urandom(3 << 20)
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "data.bin"
+    path.write_bytes(CONTENT)
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+def fetch(source, cache, sha256=None, unpack=False):
+    made = Fetch(str(source), cache, sha256, unpack)
+    made.run()
+    return made
+
+
+def nothing_is_left(cache):
+    return all(path.suffix == ".lock" for path in cache.iterdir())
+
+
+def test_a_file_is_copied_once_and_again_when_it_has_changed(source, cache):
+    first = fetch(source, cache, SHA256)
+    assert first.fetched and first.path.read_bytes() == CONTENT
+    assert first.done_nbytes == first.total_nbytes == len(CONTENT)
+    assert not fetch(source, cache, SHA256).fetched
+    source.write_bytes(b"other")
+    with pytest.raises(OSError, match="SHA-256"):
+        fetch(source, cache, SHA256)
+    assert first.path.read_bytes() == CONTENT
+    assert fetch(source, cache).path.read_bytes() == b"other"
+
+
+@pytest.mark.parametrize("damaged", [CONTENT[:-1], bytes(len(CONTENT))])
+def test_a_copy_that_is_damaged_is_made_anew(damaged, source, cache):
+    path = fetch(source, cache, SHA256).path
+    path.write_bytes(damaged)
+    assert fetch(source, cache, SHA256).fetched
+    assert path.read_bytes() == CONTENT
+
+
+def test_what_a_killed_process_has_left_is_taken_away(source, cache):
+    entry = fetch(source, cache).path.parent
+    left = cache / f".{entry.name}.left"
+    left.mkdir()
+    entry.rename(left / "half")
+    assert fetch(source, cache).fetched and not left.exists()
+
+
+def test_a_directory_is_copied(tmp_path, cache):
+    (tmp_path / "tree" / "a").mkdir(parents=True)
+    (tmp_path / "tree" / "a" / "1").write_text("one")
+    made = fetch(tmp_path / "tree", cache)
+    assert (made.path / "a" / "1").read_text() == "one"
+    assert not fetch(tmp_path / "tree", cache).fetched
+
+
+class Server(http.server.SimpleHTTPRequestHandler):
+    asked: ClassVar = []
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        if self.path == "/short":
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            self.wfile.write(b"too little")
+        else:
+            super().do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def url(tmp_path):
+    handler = functools.partial(Server, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        Server.asked.clear()
+
+
+def test_a_download_is_checked(source, cache, url):
+    assert fetch(f"{url}/data.bin", cache, SHA256).path.read_bytes() == CONTENT
+    assert not fetch(f"{url}/data.bin", cache, SHA256).fetched
+    assert Server.asked == ["/data.bin"]
+    for bad, failure in (("short", "after 10 of 100 bytes"), ("missing", "404")):
+        with pytest.raises(Exception, match=failure):
+            fetch(f"{url}/{bad}", cache / bad)
+        assert nothing_is_left(cache / bad)
+
+
+def tar_with(name):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as archive:
+        info = tarfile.TarInfo(name)
+        info.size = 3
+        archive.addfile(info, io.BytesIO(b"one"))
+    return file.getvalue()
+
+
+def zip_with(name):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(name, "one")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("archive_with", [tar_with, zip_with])
+def test_an_archive_is_unpacked_and_nothing_comes_to_lie_outside(archive_with, tmp_path, cache):
+    archive = tmp_path / "data.archive"
+    archive.write_bytes(archive_with("a/1"))
+    made = fetch(archive, cache, unpack=True)
+    assert (made.path / "a" / "1").read_text() == "one"
+    assert [path.name for path in made.path.parent.iterdir()] != []
+    archive.write_bytes(archive_with("../../../slipped"))
+    with pytest.raises((OSError, tarfile.TarError), match="outside"):
+        fetch(archive, cache / "other", unpack=True)
+    assert nothing_is_left(cache / "other")
+    assert not list(tmp_path.rglob("slipped"))
+
+
+JOB = """
+import sys
+from keras_dist import data, errors
+runtime.init()
+url, cache = sys.argv[1:]
+path = data.cached(f"{url}/data.bin", cache)
+said = [f"{runtime.where()} {path} {len(open(path, 'rb').read())}"]
+try:
+    data.cached("/nowhere/data.bin", cache)
+except errors.DataError as failure:
+    said.append(f"raised {failure}")
+try:
+    data.cached(f"{url}/{runtime.rank() // 2}", cache)
+except errors.MismatchError as failure:
+    said.append(f"refused {failure}")
+sys.stdout.write("".join(f"{line}\\n" for line in said))
+"""
+
+
+def test_ranks_of_a_node_bring_it_once_and_hear_of_failures(source, cache, url):
+    # Of what are two nodes to MPI the second finds what the first has brought.
+    job = subprocess.run(
+        [*launcher(), "-n", "3", *script(JOB), url, str(cache)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "MPIR_CVAR_NUM_CLIQUES": "2"},
+    )
+    assert job.returncode == 0, job.stderr
+    lines = job.stdout.splitlines()
+    assert Server.asked == ["/data.bin"]
+    assert sum(f"data.bin {len(CONTENT)}" in line for line in lines) == 3
+    assert sum("data.bin is cached now on 1 node, 3.1 MB in" in line for line in lines) == 1
+    raised = [line for line in lines if line.startswith("raised [rank")]
+    assert len(raised) == 3 and len(set(raised)) == 1
+    assert "No such file" in raised[0] and f"on {os.uname().nodename}" in raised[0]
+    assert sum(line.startswith("refused [rank 2 of 3]") for line in lines) == 3

@@ -1,0 +1,338 @@
+"""Pieces of files shared out: index arithmetic, and each kind of files on ranks side by side."""
+
+import io
+import tarfile
+
+import numpy as np
+import pandas
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from keras_dist import errors
+from keras_dist.data import pieces
+from keras_dist.data.image_files import ImageFiles
+from keras_dist.data.image_labels import Classes, labels_of, listed
+from keras_dist.data.npz_files import NpzFiles
+from keras_dist.data.parquet_files import ParquetFiles
+from keras_dist.data.piece_source import PieceSource
+from keras_dist.data.tar_files import TarFiles
+from keras_dist.data.terms import Fact, Terms
+
+# --- Index arithmetic
+
+LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 4), st.none() | st.integers(0, 99))
+@settings(max_examples=100, deadline=None)
+def test_shares_are_the_whole_and_share_no_row(lengths, size, mixed, seed):
+    shares = [pieces.share_of(lengths, rank, size) for rank in range(size)]
+    keys = [None if seed is None else [seed, rank] for rank in range(size)]
+    orders = [share.order(key, mixed) for share, key in zip(shares, keys, strict=True)]
+    rows = [row for order in orders for row in zip(*(a.tolist() for a in order), strict=True)]
+    assert sorted(rows) == [(p, row) for p, length in enumerate(lengths) for row in range(length)]
+    assert pieces.counts_of(lengths, size) == [len(order[0]) for order in orders]
+    if len(lengths) < size:
+        assert len({len(order[0]) for order in orders}) <= 2
+    assert all(
+        a.tolist() == b.tolist()
+        for share, key, order in zip(shares, keys, orders, strict=True)
+        for a, b in zip(order, share.order(key, mixed), strict=True)
+    )
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))
+def test_only_so_many_pieces_are_mixed(lengths, mixed):
+    share = pieces.whole(lengths)
+    drawn, _ = share.order([1], mixed)
+    # Memory is bounded by the pieces that are open: once one is left it does not come again.
+    first = {piece: int(np.argmax(drawn == piece)) for piece in range(len(lengths))}
+    last = {p: len(drawn) - 1 - int(np.argmax(drawn[::-1] == p)) for p in range(len(lengths))}
+    for place in range(len(drawn)):
+        assert sum(first[p] <= place <= last[p] for p in first) <= mixed
+
+
+def test_epochs_differ_and_runs_do_not():
+    share = pieces.whole([50, 50])
+    one, again, two = (share.order([3, 0, epoch], 1)[1].tolist() for epoch in (0, 0, 1))
+    assert one == again != two
+
+
+# --- Kinds of files
+
+
+def terms_of(rank, size, **arguments):
+    return Terms(**{"batch_size": 4} | arguments, rank=rank, size=size, where=f"[rank {rank}]")
+
+
+def write_npz(folder, name, numbers):
+    path = folder / f"{name}.npz"
+    np.savez(path, x=np.stack([numbers, numbers], 1).astype("float32"), y=numbers)
+    return path
+
+
+def write_parquet(folder, name, numbers):
+    path = folder / f"{name}.parquet"
+    lists = pa.FixedSizeListArray.from_arrays(np.repeat(numbers, 2).astype("float32"), 2)
+    table = pa.table({"x": lists, "a": numbers, "y": numbers, "text": [str(n) for n in numbers]})
+    pa.parquet.write_table(table, path, row_group_size=5)
+    return path
+
+
+def write_tar(folder, name, numbers):
+    path = folder / f"{name}.tar"
+    with tarfile.open(path, "w") as archive:
+        for number in numbers:
+            for extension in ("x.bin", "cls"):
+                # A path that leads out of the directory is a name, and nothing else.
+                info = tarfile.TarInfo(f"../../{number:03}.{extension}")
+                text = str(number).encode()
+                info.size = len(text)
+                archive.addfile(info, io.BytesIO(text))
+    return path
+
+
+def decode(sample):
+    number = int(sample["x.bin"])
+    assert sample["__key__"].decode() == f"../../{number:03}" and int(sample["cls"]) == number
+    return np.array([number, number], "float32"), np.int64(number)
+
+
+KINDS = {
+    "npz": (write_npz, lambda terms, policy="raise": NpzFiles(("x", "y"), terms)),
+    "parquet": (write_parquet, lambda terms, policy="raise": ParquetFiles(("x", "y"), terms)),
+    "tar": (write_tar, lambda terms, policy="raise": TarFiles(decode, policy)),
+}
+LENGTHS_OF_FILES = (11, 7, 0, 13, 10)
+
+
+def sources_of(kind, paths, size, policy="raise", **arguments):
+    made = []
+    for rank in range(size):
+        terms = terms_of(rank, size, **arguments)
+        files = KINDS[kind][1](terms, policy)
+        made.append(PieceSource(files, list(map(str, paths)), terms, policy, []))
+    return made
+
+
+def parts_of(kind, paths, size, policy="raise", **arguments):
+    made = sources_of(kind, paths, size, policy, **arguments)
+    return [source.batches([other.held for other in made]) for source in made]
+
+
+def epoch_of(batches, number=0):
+    """The numbers of the samples of an epoch, batch by batch."""
+    epoch = []
+    for step in range(batches.plan.steps):
+        x, y = batches.batch(number, step)
+        assert x.shape == (len(y), 2)
+        assert x[:, 0].tolist() == y.tolist()
+        epoch.append(y.tolist())
+    return epoch
+
+
+def flat(epochs):
+    return sorted(number for epoch in epochs for batch in epoch for number in batch)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_files(kind, lengths=LENGTHS_OF_FILES):
+        numbers = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+        lengths = enumerate(numbers)
+        return [KINDS[kind][0](tmp_path, str(n), these) for n, these in lengths if len(these)]
+
+    return write_files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_sample_comes_once_an_epoch(kind, size, write):
+    paths = write(kind)
+    parts = parts_of(kind, paths, size, shuffle=True)
+    first, second = ([epoch_of(part, number) for part in parts] for number in range(2))
+    for epochs in (first, second):
+        assert flat(epochs) == list(range(41))
+        assert len({len(epoch) for epoch in epochs}) == 1
+        assert all(1 <= len(batch) <= 4 for epoch in epochs for batch in epoch)
+    assert first != second
+    assert first == [epoch_of(part) for part in parts_of(kind, paths, size, shuffle=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_files_than_ranks_are_shared_out_row_by_row(kind, write):
+    paths = write(kind, (4, 3))
+    epochs = [epoch_of(part) for part in parts_of(kind, paths, 4, shuffle=False)]
+    assert epochs == [[[0, 4]], [[1, 5]], [[2, 6]], [[3]]]
+
+
+def test_pad_and_drop_and_steps(write):
+    paths = write("npz")
+    for remainder, expected in (("pad", {4, 1}), ("drop", {4})):
+        parts = parts_of("npz", paths, 3, remainder=remainder)
+        epochs = [epoch_of(part) for part in parts]
+        sizes = [[len(batch) for batch in epoch] for epoch in epochs]
+        assert sizes[0] == sizes[1] == sizes[2] and set(sizes[0]) <= expected
+    assert set(flat(epochs)) < set(range(41)) and len(flat(epochs)) == len(set(flat(epochs)))
+    epochs = [epoch_of(part) for part in parts_of("npz", paths, 2, steps=2)]
+    assert [len(epoch) for epoch in epochs] == [2, 2]
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("damage", [cut, lambda path: path.unlink()])
+def test_a_bad_file_among_many_is_named_or_skipped(kind, damage, write, caplog):
+    paths = write(kind)
+    damage(paths[1])
+    with pytest.raises(
+        errors.DataError, match=rf"^\[rank .\] Expected .*{paths[1].name}"
+    ) as caught:
+        sources_of(kind, paths, 2)
+    assert "unreadable='skip'" in str(caught.value)
+    parts = parts_of(kind, paths, 2, "skip")
+    assert flat([epoch_of(part) for part in parts]) == [n for n in range(41) if not 11 <= n < 18]
+    assert "leaves out 1 files" in caplog.text and paths[1].name in caplog.text
+
+
+def test_a_sample_that_cannot_be_decoded_is_replaced_within_its_batch(tmp_path, capsys):
+    paths = [write_tar(tmp_path, "0", range(8))]
+    paths[0].write_bytes(paths[0].read_bytes().replace(b"5" + bytes(511), b"!" + bytes(511)))
+    [part] = parts_of("tar", paths, 1, "skip", shuffle=False)
+    assert epoch_of(part) == [[0, 1, 2, 3], [4, 6, 6, 7]]
+    assert "005 in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "said"),
+    [
+        (NpzFiles, "z", "an array 'z' in"),
+        (ParquetFiles, "z", "a column 'z' in"),
+        (ParquetFiles, "text", "text string"),
+        (ParquetFiles, "a\tx", "a int64, x fixed_size_list"),
+    ],
+)
+def test_what_is_not_there_is_named(kind, names, said, write):
+    paths = write("npz" if kind is NpzFiles else "parquet")
+    with pytest.raises(errors.DataError, match=r"^\[rank 0\] Expected .* Received: ") as caught:
+        terms = terms_of(0, 1)
+        source = PieceSource(kind(names, terms), list(map(str, paths)), terms, "skip", [])
+        source.batches([source.held])
+    assert said in str(caught.value)
+
+
+# --- Images
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A directory of 3 classes with 9, 2 and 5 images, each of one grey, 1, 2, ..."""
+    greys = iter(range(1, 17))
+    for name, count in (("b", 9), ("a", 2), ("c", 5)):
+        (tmp_path / name).mkdir()
+        for number in range(count):
+            Image.new("L", (9, 7), next(greys)).save(tmp_path / name / f"{number}.png")
+    (tmp_path / "notes.txt").write_text("no image")
+    return tmp_path
+
+
+def images_of(images, size, mode="int", policy="raise", own=False, frame=None, **arguments):
+    """The batches of each rank, which sees the images named for it, and the classes."""
+    frame = frame or {}
+    terms = [terms_of(rank, size, **arguments) for rank in range(size)]
+    found = [
+        listed(each, frame.get("directory"), "file", frame.get("y", "kind"), mode, its)
+        for each, its in zip(images, terms, strict=True)
+    ]
+    made = [Classes(each, mode, None, own, its) for each, its in zip(found, terms, strict=True)]
+    parts = [each.part([other.held for other in made]) for each in made]
+    sources = [
+        PieceSource(
+            ImageFiles(each, labels_of(each, classes, mode), (4, 6), "rgb", policy, its),
+            each.paths,
+            its,
+            policy,
+            [Fact("mode", mode)],
+            own,
+            visible=False,
+        )
+        for (each, classes), its in zip(parts, terms, strict=True)
+    ]
+    batches = [source.batches([other.held for other in sources]) for source in sources]
+    return batches, [classes for _, classes in parts]
+
+
+def pairs_of(batches, epoch=0):
+    """Grey and label of each image of an epoch."""
+    made = [batches.batch(epoch, step) for step in range(batches.plan.steps)]
+    assert all(x.shape[1:] == (4, 6, 3) and x.dtype == np.float32 for x, _ in made)
+    return [(int(x[0, 0, 0]), y.tolist()) for xs, ys in made for x, y in zip(xs, ys, strict=True)]
+
+
+LABELS = {**dict.fromkeys(range(1, 10), 1), 10: 0, 11: 0, **dict.fromkeys(range(12, 17), 2)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_images_of_a_directory_come_once_with_sorted_classes(size, tree):
+    batches, classes = images_of([str(tree)] * size, size)
+    assert classes == [["a", "b", "c"]] * size
+    epochs = [pairs_of(each) for each in batches]
+    assert sorted(pair for epoch in epochs for pair in epoch) == sorted(LABELS.items())
+    assert epochs != [pairs_of(each, 1) for each in batches]
+
+
+def test_labels_have_the_form_that_keras_gives_them(tree):
+    [batches], _ = images_of([str(tree)], 1, "categorical", shuffle=False)
+    assert pairs_of(batches)[0] == (10, [1.0, 0.0, 0.0])
+    [batches], _ = images_of([str(tree)], 1, None, shuffle=False)
+    assert batches.batch(0, 0).shape == (4, 4, 6, 3)
+    with pytest.raises(errors.DataError, match="two classes"):
+        images_of([str(tree)], 1, "binary")
+
+
+def test_a_table_names_images_and_classes_or_values(tree):
+    frame = pandas.DataFrame({"file": ["b/0.png", "a/0.png", "b/0.png"], "kind": [7, 5, 7]})
+    frame["value"] = [0.5, 1.5, 2.5]
+    [batches], [classes] = images_of([frame], 1, frame={"directory": tree}, shuffle=False)
+    assert classes == ["5", "7"] and pairs_of(batches) == [(1, 1), (10, 0), (1, 1)]
+    options = {"directory": tree, "y": ["value", "kind"]}
+    [batches], _ = images_of([frame], 1, "raw", frame=options, shuffle=False)
+    assert pairs_of(batches) == [(1, [0.5, 7.0]), (10, [1.5, 5.0]), (1, [2.5, 7.0])]
+    with pytest.raises(errors.DataError, match="a column 'grade'"):
+        images_of([frame], 1, frame={"directory": tree, "y": "grade"})
+
+
+def test_ranks_with_images_of_their_own_number_classes_alike(tree):
+    mine = [tree / "one", tree / "two"]
+    for folder, names in zip(mine, ("ab", "c"), strict=True):
+        folder.mkdir()
+        for name in names:
+            (tree / name).rename(folder / name)
+    batches, classes = images_of(list(map(str, mine)), 2, own=True)
+    assert classes == [["a", "b", "c"]] * 2
+    epochs = [pairs_of(each) for each in batches]
+    assert sorted(pair for epoch in epochs for pair in epoch) == sorted(LABELS.items())
+    assert batches[0].plan.steps == batches[1].plan.steps
+
+
+def test_bad_images_are_named_or_left_out(tree, caplog, capsys):
+    (tree / "a" / "0.png").write_text("no image")
+    whole = (tree / "b" / "0.png").read_bytes()
+    (tree / "b" / "0.png").write_bytes(whole[:-30])  # its header can be read
+    with pytest.raises(errors.DataError, match=r"^\[rank 0\] Expected .*a/0\.png to be readable"):
+        images_of([str(tree)] * 2, 2)
+    batches, _ = images_of([str(tree)] * 2, 2, policy="skip")
+    assert "leaves out 1 files" in caplog.text
+    pairs = [pair for each in batches for pair in pairs_of(each)]
+    assert len(pairs) == 15 and set(pairs) == set(LABELS.items()) - {(10, 0), (1, 1)}
+    assert "b/0.png is left out" in capsys.readouterr().out
+    (tree / "a" / "0.png").unlink()
+    batches, _ = images_of([str(tree)] * 2, 2)
+    with pytest.raises(errors.DataError, match=r"b/0\.png to be readable"):
+        [pairs_of(each) for each in batches]
