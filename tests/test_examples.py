@@ -135,3 +135,24 @@ def test_a_model_on_several_ranks(run_ranks):
     said = re.fullmatch(r"Trained 1 pipeline of 2 stages: (\d+\.\d)% right\.", last_line(mlp))
     assert said is not None, mlp.stdout
     assert float(said[1]) > 90
+def test_crops_of_the_imagenet_style_tree_hold_a_part_of_the_box(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / "imagenet_style")
+    import tree
+
+    tree.draw(tmp_path / "train", tmp_path / "boxes", classes=2, images=3)
+    paths, classes = tree.images_in(tmp_path / "train")
+    assert len(paths) == 6 and classes == ["n00000000", "n00000001"]
+    for path in paths:
+        top, left, bottom, right = tree.box_of(path.encode(), tmp_path / "boxes")
+        assert 0 <= top < bottom <= 1 and 0 <= left < right <= 1 and bottom - top >= 0.3
+    assert tree.box_of(b"train/none/0.JPEG", tmp_path / "boxes").tolist() == list(tree.WHOLE)
+    for training in (True, False):
+        read = tree.reader(classes, tmp_path / "boxes", 8, training)
+        samples = list(read(paths).as_numpy_iterator())
+        assert sorted(int(label) for _, label in samples) == [0, 0, 0, 1, 1, 1]
+        assert all(image.shape == (8, 8, 3) and image.min() >= -1 for image, _ in samples)
+        # Each class has a colour, red or green, of which a crop around its box is full.
+        if not training:
+            assert all(
+                image[..., label].mean() > image[..., 1 - label].mean() for image, label in samples
+            )
