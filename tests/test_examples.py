@@ -135,6 +135,8 @@ def test_a_model_on_several_ranks(run_ranks):
     said = re.fullmatch(r"Trained 1 pipeline of 2 stages: (\d+\.\d)% right\.", last_line(mlp))
     assert said is not None, mlp.stdout
     assert float(said[1]) > 90
+
+
 def test_crops_of_the_imagenet_style_tree_hold_a_part_of_the_box(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES / "imagenet_style")
     import tree
