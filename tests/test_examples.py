@@ -124,13 +124,14 @@ def test_hdf5(run_ranks):
 
 
 def test_a_model_on_several_ranks(run_ranks):
-    products = run_ranks(3, str(EXAMPLES / "model_parallel" / "products.py"))
+    torch = {**os.environ, "KERAS_BACKEND": "torch"}
+    products = run_ranks(3, str(EXAMPLES / "model_parallel" / "products.py"), env=torch)
     assert last_line(products) == "Weights found by 3 ranks: 1.000 2.000 3.000"
     mlp = run_ranks(
         2,
         str(EXAMPLES / "model_parallel" / "mlp.py"),
         *("--epochs", "6", "--micro-batches", "4"),
-        env={**os.environ, "KERAS_BACKEND": "torch"},
+        env=torch,
     )
     said = re.fullmatch(r"Trained 1 pipeline of 2 stages: (\d+\.\d)% right\.", last_line(mlp))
     assert said is not None, mlp.stdout
