@@ -44,11 +44,15 @@ class Pipeline:
 
     Example:
     ```python
-    stages = [lambda: Dense(64, "relu"), lambda: Dense(10, "softmax")]
-    model = keras.Sequential([keras.Input(shapes[rank]), stages[rank]()])
-    pipeline = keras_dist.Pipeline(model, "adam", "categorical_crossentropy", micro_batches=8)
-    for x, y in batches:
-        loss = pipeline.train_on_batch(x, y)
+    stages = [
+        [keras.Input((8,)), keras.layers.Dense(64, "relu")],
+        [keras.Input((64,)), keras.layers.Dense(1)],
+    ]
+    model = keras.Sequential(stages[keras_dist.rank()])
+    pipeline = keras_dist.Pipeline(model, "adam", "mse", micro_batches=8)
+    for start in range(0, 128, 32):
+        batch = slice(start, start + 32)
+        loss = pipeline.train_on_batch(x_train[batch], y_train[batch])
     ```
     Reference: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
     Parallelism", 2019.

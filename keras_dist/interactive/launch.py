@@ -135,7 +135,7 @@ def _wait(process: subprocess.Popen[bytes], view: View, timeout: float | None) -
         return process.returncode
     finally:
         _end(process)
-        view.show()
+        view.show(last=True)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -44,15 +44,19 @@ class View:
         self._read = 0
         self._next_table = 0.0
 
-    def show(self) -> None:
-        """Shows what is new."""
+    def show(self, last: bool = False) -> None:
+        """Shows what is new.
+
+        Args:
+            last: whether nothing will come any more, so that the table has to be up to date.
+        """
         with contextlib.suppress(FileNotFoundError), self._exchange.log(0).open("rb") as log:
             log.seek(self._read)
             new = log.read()
             self._read += len(new)
             if new:
                 self.write(self._decoder.decode(new))
-        if time.monotonic() >= self._next_table:
+        if last or time.monotonic() >= self._next_table:
             self._next_table = time.monotonic() + TABLE_SECONDS
             self.tabulate()
 
@@ -148,7 +152,7 @@ def open_view(exchange: Exchange, np: int, verbose: bool) -> Iterator[View]:
 
 
 class _Nothing(View):
-    def show(self) -> None:
+    def show(self, last: bool = False) -> None:
         pass
 
 

@@ -107,8 +107,9 @@ class Late(keras.callbacks.Callback):
 def test_it_stands_behind_the_averaging_and_before_the_users_own():
     mine = keras.callbacks.CSVLogger("log.csv")
     names = [type(made).__name__ for made in keras_dist.callbacks(mine, throughput=True)]
-    expected = ["MetricAverageCallback", "Throughput", "ProgressCallback", "CSVLogger"]
-    assert names[4:8] == expected
+    first = names.index("MetricAverageCallback")
+    assert names[first : first + 2] == ["MetricAverageCallback", "Throughput"]
+    assert names.index("Throughput") < names.index("CSVLogger")
     assert "Throughput" not in [type(made).__name__ for made in keras_dist.callbacks(mine)]
     assert keras_dist.callbacks(throughput=True)[-2].each_batch is False
 
