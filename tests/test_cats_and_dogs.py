@@ -113,6 +113,7 @@ def test_drawings_are_the_same_each_time_and_shared_out(tmp_path):
     assert files[3].read_bytes() == draw("dog", 1)
 
 
+@pytest.mark.slow
 def test_training_on_an_archive_with_a_damaged_picture(run_ranks, tmp_path):
     from drawings import draw
 

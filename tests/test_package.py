@@ -55,7 +55,6 @@ def distributions(tmp_path_factory):
     return wheel, sdist
 
 
-@pytest.mark.slow
 def test_wheel_holds_the_package_and_nothing_else(distributions):
     wheel, _ = distributions
     assert wheel.name == f"keras_dist-{__version__}-py3-none-any.whl"
@@ -68,7 +67,6 @@ def test_wheel_holds_the_package_and_nothing_else(distributions):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-@pytest.mark.slow
 def test_sdist_holds_what_the_tests_need(distributions):
     _, sdist = distributions
     root = f"keras_dist-{__version__}/"
@@ -82,7 +80,6 @@ def test_sdist_holds_what_the_tests_need(distributions):
 # --- README
 
 
-@pytest.mark.slow
 def test_first_example_runs_from_the_wheel(distributions, tmp_path):
     wheel, _ = distributions
     readme = (ROOT / "README.md").read_text()

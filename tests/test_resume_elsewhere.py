@@ -45,6 +45,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_four_ranks_and_then_two(run_ranks, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
