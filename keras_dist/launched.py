@@ -8,6 +8,7 @@ process beside it, which ends with it. Knows no MPI.
 import argparse
 import os
 import selectors
+import signal
 import sys
 import time
 from pathlib import Path
@@ -102,6 +103,7 @@ def _have_output_read(rank: int, live: bool, log: int | None) -> None:
             # last lines are those that matter.
             os.setsid()
             if os.fork() == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 sources = [source for source, _ in pipes]
                 _close_all_but({*sources, *([] if log is None else [log])})
                 _pass_on(sources, rank, live, log)

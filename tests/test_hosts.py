@@ -20,7 +20,7 @@ INTEL = mpiexec.Library("Intel MPI", (2021, 14), "Intel(R) MPI Library 2021.14")
 @pytest.fixture
 def command(monkeypatch, tmp_path):
     """A function that returns the command for some options, a library and an environment."""
-    says = {"Open MPI": "mpiexec (Open MPI) 5", "MPICH": "HYDRA", "Intel MPI": "Intel(R) MPI"}
+    says = {"Open MPI": "mpiexec (Open MPI) 5.0.8", "MPICH": "HYDRA", "Intel MPI": "Intel(R) MPI"}
     for library, text in says.items():
         folder = tmp_path / "bin" / library
         folder.mkdir(parents=True)

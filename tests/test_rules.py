@@ -52,7 +52,7 @@ TABLE = [
     (".whole_files",           "",                                            ""),
     (".rank_log",              "",                                            ""),
     (".interactive.view",      ".interactive.exchange",               "IPython rich"),
-    (".interactive.launch",    "cloudpickle .errors .launcher .cli.job .interactive.*", ""),
+    (".interactive.launch", "cloudpickle .errors .launcher .cli.job .cli.hosts .interactive.*", ""),
     (".interactive.rank", "cloudpickle .errors .launcher .rank_log .interactive.exchange",
      ".runtime .watching.report"),
     (".interactive.*", "cloudpickle .errors .launcher .rank_log .interactive.*", ""),

@@ -90,6 +90,6 @@ def _is_readable(file):
                 return False
             image.draft("RGB", (64, 64))  # reads all bytes, computes few pixels
             image.load()
-    except OSError:
+    except (OSError, Image.DecompressionBombError):
         return False
     return True

@@ -40,9 +40,9 @@ def words_of_file(path: str) -> list[str]:
         if isinstance(value, bool):
             words += [name] if value else []
         elif isinstance(value, list) and option.repeated:
-            words += [word for one in value for word in (name, str(one))]
+            words += [f"{name}={one}" for one in value]
         elif isinstance(value, str | int | float):
-            words += [name, str(value)]
+            words += [f"{name}={value}"]
         else:
             raise _bad_file(f"{key} in {path} to have one value", repr(value))
     return words

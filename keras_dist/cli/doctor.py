@@ -60,7 +60,7 @@ def _findings(options: argparse.Namespace) -> Iterator[Finding]:
         begin = time.monotonic()
         found = measure(options, 2, [NBYTES])
         yield from of_a_job(found, time.monotonic() - begin)
-    except errors.LaunchError as error:
+    except (errors.LaunchError, errors.ArgumentError) as error:
         yield Finding("Trouble", str(error), "No job can run until this is mended.", True)
 
 

@@ -18,6 +18,7 @@ __all__ = ["Ended", "end_with_parent", "run_job"]
 
 GRACE_SECONDS = 30  # to end after a signal: Slurm gives as much before it kills
 KILL_SECONDS = 5  # a killed process may hang in the kernel
+LAST_WORDS_SECONDS = 1
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -116,12 +117,18 @@ class _Job:
 
 
 def _kill(list_them: Callable[[], set[int]]) -> None:
-    """Kills processes until there are none: who loses its parent turns up among them."""
-    end = time.monotonic() + KILL_SECONDS
-    while (pids := list_them()) and time.monotonic() < end:
+    """Ends processes until there are none: who loses its parent turns up among them.
+
+    Those that read what ranks print ignore SIGTERM: they end by themselves, behind the last line.
+    """
+    begin, asked = time.monotonic(), set[int]()
+    while (pids := list_them()) and time.monotonic() < begin + KILL_SECONDS:
+        by_force = time.monotonic() > begin + LAST_WORDS_SECONDS
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
+                if by_force or pid not in asked:
+                    os.kill(pid, signal.SIGKILL if by_force else signal.SIGTERM)
+                    asked.add(pid)
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.01)
 
@@ -137,6 +144,10 @@ def end_with_parent() -> None:
     _prctl(_DEATH_SIGNAL, signal.SIGTERM)
 
 
+# Found now: a child that a process of many threads has forked must not look for anything.
+_libc_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    if _libc_prctl is not None:
+        _libc_prctl(option, value, 0, 0, 0)

@@ -14,6 +14,7 @@ __all__ = ["Library", "find_mpiexec", "load_library", "mpiexec_options"]
 
 # What says that slots come from a batch system, which knows them better.
 ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE")
+VERSION_SECONDS = 20  # to say one's version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +157,10 @@ def _listed(hosts: Mapping[str, int]) -> str:
 def _belongs(version: str, library: Library) -> bool:
     """Tells by what an mpiexec says of itself whether it starts the ranks of a library."""
     if "Open MPI" in version or library.is_open_mpi:
-        return "Open MPI" in version and library.is_open_mpi
+        spectrum = library.vendor == "Spectrum MPI"
+        return library.is_open_mpi and (
+            "Spectrum" in version if spectrum else f"(Open MPI) {library.version[0]}." in version
+        )
     return ("Intel" in version) == (library.vendor == "Intel MPI")
 
 
@@ -168,13 +172,17 @@ def _candidates() -> Iterator[str]:
 
 
 def _version(mpiexec: str) -> str:
-    return subprocess.run(
-        [mpiexec, "--version"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ).stdout
+    try:
+        return subprocess.run(
+            [mpiexec, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=VERSION_SECONDS,
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""  # none that could start a job
 
 
 def _cores() -> int:

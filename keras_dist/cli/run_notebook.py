@@ -76,7 +76,7 @@ def _value(text: str) -> Any:
     """Returns what Python would read, text where it would read nothing."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from keras_dist import errors
 from keras_dist.watching.job import Job
-from keras_dist.watching.sockets import find_sockets, jobs_at, jobs_of, remove
+from keras_dist.watching.sockets import find_sockets, is_of_this_node, jobs_at, jobs_of, remove
 
 __all__ = ["add_to"]
 
@@ -114,9 +114,10 @@ def _find(options: argparse.Namespace) -> Iterator[tuple[Job, Iterator[Job]]]:
         try:
             job = next(stream)
         except ConnectionRefusedError:  # its root was killed, or the node went down
-            remove(path)
+            if is_of_this_node(path):
+                remove(path)
             continue
-        except (OSError, StopIteration) as error:
+        except (OSError, StopIteration, errors.ArgumentError) as error:
             _say(f"{path.name}: {error or 'ended'}")
             continue
         if options.pid in (None, job.pid):

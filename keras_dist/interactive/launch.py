@@ -15,6 +15,7 @@ from typing import Any
 import cloudpickle
 
 from keras_dist import errors, launcher
+from keras_dist.cli.hosts import allocation
 from keras_dist.cli.job import end_with_parent
 from keras_dist.interactive.exchange import Exchange
 from keras_dist.interactive.outcome import WHERE, values
@@ -82,8 +83,12 @@ def run(
     """
     _check(fn, np)
     # Nodes share the directories that people work in, seldom that of temporary files.
-    place = None if hosts is None else "."
-    with tempfile.TemporaryDirectory(prefix=".keras_dist-", dir=place) as name:
+    place = None if hosts is None and not allocation(os.environ) else "."
+    with tempfile.TemporaryDirectory(
+        prefix=".keras_dist-",
+        dir=place,
+        ignore_cleanup_errors=True,  # a file that is open elsewhere lives on under NFS
+    ) as name:
         exchange = Exchange(pathlib.Path(name).absolute())
         work = _pickled((fn, tuple(args), dict(kwargs or {})))
         path = [os.path.abspath(entry) for entry in sys.path]

@@ -112,13 +112,13 @@ def load_trace(path: str) -> dict[str, Any]:
         trace = _read(path)
         said = trace["otherData"][KEY]
         if not said["complete"] and parts_of(path, said["job"]):
-            complete(path, said["job"])
+            complete(path, said["job"], by_reader=True)
             trace = _read(path)
         if "ranks" not in trace["otherData"][KEY]:
             raise damaged(path, "one of a job that has not ended, without the parts beside it")
     except errors.DataError:
         raise
-    except (KeyError, TypeError):
+    except (KeyError, IndexError, TypeError):
         raise damaged(path, "JSON that something else has written") from None
     except (OSError, ValueError) as error:
         raise damaged(path, str(error)) from None

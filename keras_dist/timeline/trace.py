@@ -9,7 +9,7 @@ Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsK
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from keras_dist.timeline.parts import parts_of
@@ -27,7 +27,7 @@ def begin_trace(path: str, job: str) -> None:
     _write(path, {"job": job, "complete": False}, [json.dumps(event)])
 
 
-def complete(path: str, job: str) -> list[dict[str, Any]]:
+def complete(path: str, job: str, by_reader: bool = False) -> list[dict[str, Any]]:
     """Makes the trace of a job of its parts, which stay: it may still be running.
 
     At each moment the file at `path` is a whole trace: the one before or this one.
@@ -35,6 +35,8 @@ def complete(path: str, job: str) -> list[dict[str, Any]]:
     Args:
         path: the trace.
         job: by what its parts are known.
+        by_reader: whether the job itself may do so at the same time: its trace is then left.
+            Defaults to `False`.
 
     Returns:
         What the ranks say of themselves, see `RankEvents.said`.
@@ -50,7 +52,9 @@ def complete(path: str, job: str) -> list[dict[str, Any]]:
     started = min((rank.head["started"] for rank in ranks), default=0)
     whole = bool(about) and all(one["ended"] for one in about)
     said = {"job": job, "complete": whole, "started": started, "ranks": about}
-    _write(path, said, itertools.chain.from_iterable(one.events(start, last) for one in ranks))
+    events = itertools.chain.from_iterable(one.events(start, last) for one in ranks)
+    # The root removes the parts when it has written the whole.
+    _write(path, said, events, lambda: not by_reader or bool(parts_of(path, job)))
     return about
 
 
@@ -63,7 +67,12 @@ def _who_came_last(ranks: Iterable[RankEvents]) -> Meetings:
     return last
 
 
-def _write(path: str, said: Mapping[str, Any], events: Iterable[str]) -> None:
+def _write(
+    path: str,
+    said: Mapping[str, Any],
+    events: Iterable[str],
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> None:
     whole = f"{path}.{os.getpid()}.tmp"
     try:
         with open(whole, "w") as file:
@@ -72,8 +81,8 @@ def _write(path: str, said: Mapping[str, Any], events: Iterable[str]) -> None:
             for number, event in enumerate(events):
                 file.write(f",\n{event}" if number else event)
             file.write("\n]}\n")
-        os.replace(whole, path)
-    except BaseException:
+        if is_wanted():
+            os.replace(whole, path)
+    finally:
         if os.path.exists(whole):
             os.unlink(whole)
-        raise

@@ -22,6 +22,7 @@ __all__ = [
     "TOKEN_SUFFIX",
     "directory",
     "find_sockets",
+    "is_of_this_node",
     "jobs_at",
     "jobs_of",
     "remove",
@@ -72,8 +73,8 @@ def remove(path: Path) -> None:
 
 
 def remove_dead() -> None:
-    """Removes the sockets of jobs whose root was killed: nobody listens to them."""
-    for path in find_sockets():
+    """Removes the sockets of this node's jobs whose root was killed: nobody listens to them."""
+    for path in filter(is_of_this_node, find_sockets()):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(ANSWER_SECONDS)
             try:
@@ -82,6 +83,11 @@ def remove_dead() -> None:
                 remove(path)
             except OSError:  # it has ended by itself
                 continue
+
+
+def is_of_this_node(path: Path) -> bool:
+    """Tells whether a socket is of a job here: others, in a directory of all nodes, refuse."""
+    return path.name.startswith(f"{os.uname().nodename}-")
 
 
 def jobs_of(path: Path) -> Iterator[Job]:

@@ -250,10 +250,11 @@ if rank == 1:
 def test_a_difference_names_the_places_in_training(run_watched):
     text = """
 from keras_dist import _engine
+from keras_dist._engine.progress import count_update
 with _engine.during("fit"):
     _engine.begin_epoch(2)
     for _ in range(5 - rank):
-        _engine.progress.count_update()
+        count_update()
     try:
         collectives.allreduce([0.0] * (3 + rank))
     except RuntimeError as error:
