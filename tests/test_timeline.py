@@ -201,8 +201,8 @@ def test_the_report_as_text_page_and_figure(tmp_path, capsys, monkeypatch):
     assert main(["timeline", str(path), str(path), *options]) == 0
     said = capsys.readouterr().out
     for text in (
-        "│ 0 on node0",
-        "36.4% │ 27.3% │    27.3%",
+        "0 on node0",
+        "36.4% 27.3%    27.3%",
         "gradients",
         "Slowest: rank 1. It came last to 1 of 1",
     ):

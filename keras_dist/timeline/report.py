@@ -18,14 +18,14 @@ COLOURS = {
     "queued": "magenta",
     "other": "bright_black",
 }
-BAR = 30
+BAR = 20
 MOST_OPERATIONS = 20
 PHASES = {
     "wait": ("wait for ranks",),
-    "copy in": ("copy in",),
+    "in": ("copy in",),
     "reduce": ("reduce", "wait for slices"),
     "send": ("cross-node", "reduce through MPI", "transfer"),
-    "copy out": ("copy out",),
+    "out": ("copy out",),
 }
 
 
@@ -64,7 +64,7 @@ def _report(name: str, summary: Summary) -> Group:
     parts.append(_shares("rank", rows))
     if summary.epochs:
         rows = [(str(number), shares) for number, shares in summary.epochs]
-        parts.append(_shares("epoch, mean of ranks", rows))
+        parts.append(_shares("epoch (of ranks)", rows))
     if summary.operations:
         parts.append(_operations(summary.operations, max(1, len(summary.ranks))))
     return Group(*parts, *_remarks(summary))
@@ -78,10 +78,10 @@ def _legend() -> Text:
 
 
 def _shares(title: str, rows: Iterable[tuple[str, Shares]]) -> Table:
-    table = Table()
-    table.add_column(title)
+    table = _table()
+    table.add_column(title, no_wrap=True, overflow="ellipsis", max_width=18)
     for head in ("s", *KINDS):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True, min_width=BAR)
     for name, shares in rows:
         cells = [f"{shares.part(kind):.1%}" for kind in KINDS]
@@ -101,29 +101,38 @@ def _bar(shares: Shares) -> Text:
 
 
 def _operations(operations: list[Operation], ranks: int) -> Table:
-    table = Table(title="operations: mean of a call, in ms", title_justify="left")
-    table.add_column("operation")
+    table = _table(title="operations: ms of a call, mean; in and out are copies")
+    table.add_column("operation", no_wrap=True, overflow="ellipsis", max_width=20)
     for head in ("calls", "MB", "all", "queue", *PHASES, "GB/s"):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     for one in operations[:MOST_OPERATIONS]:
         table.add_row(
             one.name,
             str(round(one.calls / ranks)),
-            f"{one.nbytes / one.calls / 1e6:.3f}",
+            _short(one.nbytes / one.calls / 1e6),
             *(_ms(seconds, one.calls) for seconds in (one.seconds, one.queued)),
             *(
                 _ms(sum(one.phases.get(name, 0.0) for name in names), one.calls)
                 for names in PHASES.values()
             ),
-            f"{one.speed:.2f}" if one.nbytes else "",
+            _short(one.speed) if one.nbytes else "",
         )
     if len(operations) > MOST_OPERATIONS:
         table.caption = f"and {len(operations) - MOST_OPERATIONS} more, which took less"
     return table
 
 
+def _table(title: str | None = None) -> Table:
+    """Returns a table that fits into a terminal of 80 columns."""
+    return Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+
+
 def _ms(seconds: float, calls: int) -> str:
-    return f"{seconds / calls * 1e3:.3f}" if seconds else ""
+    return _short(seconds / calls * 1e3) if seconds else ""
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3f}" if number < 1 else f"{number:.3g}"
 
 
 def _remarks(summary: Summary) -> list[Text]:
