@@ -1,5 +1,9 @@
 """`keras-dist migrate`: made scripts, what is proposed for them, and what is said."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from keras_dist.cli import main
@@ -128,6 +132,18 @@ def test_what_is_left_to_the_user_is_named_by_line(migrate):
     assert "6: hvd.BroadcastGlobalVariablesHook: TensorFlow 1 alone" in notes
     assert "import horovod.mxnet as mx\nfrom horovod import spark\n" in text
     assert "allreduce(x, average=True)\nhorovod = other.allreduce(x, average=True)" in text
+
+
+def test_a_script_is_written_in_utf_8_whatever_the_locale(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import horovod.keras  # é\n", encoding="utf-8")
+    script.chmod(0o750)
+    command = [sys.executable, "-m", "keras_dist.cli", "migrate", "--write", str(script)]
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run(command, env={**os.environ, **plain, "PYTHONIOENCODING": "utf-8"}, check=True)
+    assert script.read_bytes() == "import keras_dist  # é\n".encode()
+    assert script.stat().st_mode & 0o777 == 0o750
+    assert list(tmp_path.iterdir()) == [script]
 
 
 @pytest.mark.parametrize("text", ["import os\n", ""])

@@ -101,7 +101,7 @@ TABLE = [
     (".torch.*", f"{TORCH} ._backends.torch_overlap {FACE} {BY_HAND} .torch.*",   ""),
     (".jax.*",                 f"jax {FACE} {BY_HAND} .jax.*",                ""),
     (".migration.*",           "libcst .errors .migration.*",                 ""),
-    (".cli.migrate",           ".errors",                            ".migration.*"),
+    (".cli.migrate",           ".errors .whole_files",               ".migration.*"),
     (".cli.run_notebook",      ".errors",                            "yaml .notebook"),
     (".timeline.control",      ".runtime .errors .timeline.recording",        ""),
     (".timeline.recording", "._engine .config .errors .timeline.parts .timeline.trace", ""),

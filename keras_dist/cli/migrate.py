@@ -4,10 +4,11 @@ import argparse
 import difflib
 import importlib.util
 import pathlib
+import shutil
 import sys
 from typing import Any
 
-from keras_dist import errors
+from keras_dist import errors, whole_files
 
 __all__ = ["add_to"]
 
@@ -45,7 +46,7 @@ def _migrate(options: argparse.Namespace) -> int:
         if wanted != read[path]:
             proposed = True
             if options.write:
-                path.write_text(wanted, newline="")
+                _write(path, wanted)
     return PROPOSED if proposed and not options.write else 0
 
 
@@ -57,3 +58,11 @@ def _read(path: pathlib.Path) -> str:
         raise errors.ArgumentError(
             errors.explain("[keras-dist migrate]", "a script", f"{path}: {error}", "Name a file.")
         ) from None
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    target = path.resolve()  # a link stays one
+    with whole_files.beside(target) as new:
+        new.write_bytes(text.encode())
+        shutil.copymode(target, new)
+        whole_files.move(new, target)
