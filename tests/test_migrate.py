@@ -98,6 +98,11 @@ def test_a_script_for_keras(migrate):
             "import keras_dist.torch\nkeras_dist.torch.allreduce(x, op=keras_dist.torch.Average)",
         ),
         ("import horovod.torch.elastic as e", "import keras_dist.elastic as e"),
+        (
+            "from horovod.common.exceptions import HorovodInternalError",
+            "from keras_dist.elastic import HorovodInternalError",
+        ),
+        ("from horovod.torch.mpi_ops import allreduce", "from keras_dist.torch import allreduce"),
         ("import torch\r\nimport horovod.keras\r\n", "import torch\r\nimport keras_dist\r\n"),
         (
             "import horovod.torch as hvd\ntorch.cuda.set_device(hvd.local_rank())",
@@ -116,6 +121,7 @@ import horovod.tensorflow as hvd
 from horovod.tensorflow import broadcast_object_fn, allreduce
 import horovod.mxnet as mx
 from horovod import spark
+from horovod.runner.common import util
 
 hooks = [hvd.BroadcastGlobalVariablesHook(0)]
 hvd.broadcast_global_variables(0)
@@ -128,9 +134,10 @@ def test_what_is_left_to_the_user_is_named_by_line(migrate):
     code, _, notes, text = migrate(OLD, "--write")
     assert code == 0
     lines = [int(line.partition(":")[0]) for line in notes.splitlines()]
-    assert lines == [2, 3, 4, 6, 7, 8]
-    assert "6: hvd.BroadcastGlobalVariablesHook: TensorFlow 1 alone" in notes
+    assert lines == [2, 3, 4, 5, 7, 8, 9]
+    assert "7: hvd.BroadcastGlobalVariablesHook: TensorFlow 1 alone" in notes
     assert "import horovod.mxnet as mx\nfrom horovod import spark\n" in text
+    assert "from horovod.runner.common import util\n" in text
     assert "allreduce(x, average=True)\nhorovod = other.allreduce(x, average=True)" in text
 
 

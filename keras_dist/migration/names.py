@@ -1,19 +1,30 @@
 """What Horovod's modules and names have become. Tables alone."""
 
-__all__ = ["GONE", "GONE_MODULES", "GPU_PINNING", "MODULES", "REMOVED_ARGUMENTS"]
+__all__ = ["GONE", "GONE_MODULES", "GPU_PINNING", "MODULES", "REMOVED_ARGUMENTS", "UNKNOWN"]
 
-# The longest name that fits a module counts; what follows it stays.
+# All that there are; modules of Horovod that only hold names of another have become that one.
 MODULES = {
     "horovod": "keras_dist",
     "horovod.keras": "keras_dist",
     "horovod.tensorflow.keras": "keras_dist",
     "horovod.tensorflow": "keras_dist.tensorflow",
     "horovod.torch": "keras_dist.torch",
+    "horovod.common.exceptions": "keras_dist.elastic",
+    "horovod.keras.callbacks": "keras_dist.callbacks",
+    "horovod.tensorflow.keras.callbacks": "keras_dist.callbacks",
+    "horovod.tensorflow.compression": "keras_dist.tensorflow",
+    "horovod.tensorflow.functions": "keras_dist.tensorflow",
+    "horovod.tensorflow.mpi_ops": "keras_dist.tensorflow",
+    "horovod.torch.compression": "keras_dist.torch",
+    "horovod.torch.functions": "keras_dist.torch",
+    "horovod.torch.mpi_ops": "keras_dist.torch",
     "horovod.keras.elastic": "keras_dist.elastic",
     "horovod.tensorflow.keras.elastic": "keras_dist.elastic",
     "horovod.tensorflow.elastic": "keras_dist.elastic",
     "horovod.torch.elastic": "keras_dist.elastic",
 }
+
+UNKNOWN = "keras_dist has no such module: docs/migrate-from-horovod.md says what there is"
 
 GONE_MODULES = {
     "horovod.mxnet": "keras_dist does not know MXNet",

@@ -16,6 +16,7 @@ from keras_dist.migration.names import (
     GPU_PINNING,
     MODULES,
     REMOVED_ARGUMENTS,
+    UNKNOWN,
 )
 
 __all__ = ["Note", "rewrite"]
@@ -200,8 +201,7 @@ def _new_module(name: str) -> tuple[str | None, str | None]:
     )
     if gone is not None:
         return None, gone
-    old = max((old for old in MODULES if f"{name}.".startswith(f"{old}.")), key=len)
-    return MODULES[old] + name[len(old) :], None
+    return (MODULES[name], None) if name in MODULES else (None, UNKNOWN)
 
 
 def _dotted(name: str) -> Any:
