@@ -246,10 +246,10 @@ class _DistributedTape:
 
     def _reduction(self) -> GradientReduction:
         """Returns what reduces on the terms of this tape, and has made plans for its sources."""
-        terms, local = self._keras_dist_terms, self._keras_dist_local
-        key = (terms.key, tuple(id(source) for source in local))
-        if key not in _reductions:
+        terms = self._keras_dist_terms
+        if terms.key not in _reductions:
             # Not lent: nobody knows how long a script keeps the gradients of a tape.
-            _reductions[key] = GradientReduction(terms, lend=False)
-            _reductions[key].registered.extend(local)
-        return _reductions[key]
+            _reductions[terms.key] = GradientReduction(terms, lend=False)
+        reduction = _reductions[terms.key]
+        reduction.registered = list(self._keras_dist_local)
+        return reduction
