@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist import errors, runtime
+from keras_dist import _engine, errors, runtime
 from keras_dist.elastic.state import ObjectState
 
 __all__ = ["KerasState", "TensorFlowKerasState", "TensorFlowState", "TorchState"]
@@ -58,26 +58,46 @@ TensorFlowKerasState = TensorFlowState = KerasState
 
 
 class TorchState(ObjectState):
-    """The state of modules and optimizers of torch, and named values.
+    """The state of modules, optimizers and samplers of torch, and named values.
+
+    What has `state_dict` and `load_state_dict` stays the object that it is, and only its state is
+    kept. What ranks know to be processed, of an `ElasticSampler`, is put together at each commit
+    and `sync`: with a sampler a commit blocks.
 
     Args:
         model: a module. Defaults to `None`.
         optimizer: an optimizer. Defaults to `None`.
         directory: as for `ObjectState`.
-        **attributes: as for `ObjectState`.
+        **attributes: further modules, optimizers, schedulers and samplers, and values as for
+            `ObjectState`.
     """
 
     def __init__(
         self, model: Any = None, optimizer: Any = None, directory: Any = None, **attributes: Any
     ):
         self.model, self.optimizer = model, optimizer
+        further = [name for name, one in attributes.items() if hasattr(one, "load_state_dict")]
+        self._parts = ["model", "optimizer", *further]
+        for name in further:
+            setattr(self, name, attributes.pop(name))
         super().__init__(directory, **attributes)
+
+    def _gather(self) -> None:
+        for name in self._parts:
+            part = getattr(self, name)
+            if hasattr(part, "processed_indices"):
+                done = _engine.allgather_object(
+                    runtime.communicator(), part.processed_indices, operation=f"gathering {name}"
+                )
+                # Not `load_state_dict`: it would share out anew in the middle of an iteration.
+                part.processed_indices = set().union(*done)
 
     def _arrays(self) -> dict[str, np.ndarray]:
         import torch
 
         found = {}
-        for name, part in (("model", self.model), ("optimizer", self.optimizer)):
+        for name in self._parts:
+            part = getattr(self, name)
             if part is not None:
                 file = io.BytesIO()
                 torch.save(part.state_dict(), file)

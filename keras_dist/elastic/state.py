@@ -112,13 +112,22 @@ class ObjectState(State):
         self._keep()
 
     def save(self) -> None:
-        """Keeps the state in memory, and in the directory if there is one."""
+        """Keeps the state in memory, and in the directory if there is one.
+
+        Raises:
+            ArgumentTypeError: a value is none that JSON has, and there is a directory.
+        """
+        self._gather()
         self._keep()
         if self._directory is not None:
+            with _engine.telling(runtime.communicator(), "a commit"):
+                text = self._as_json()
             from keras_dist.callbacks import generations
 
             self._on_root(
-                functools.partial(generations.add, self._directory, self._write, None),
+                functools.partial(
+                    generations.add, self._directory, functools.partial(self._write, text), None
+                ),
                 "to write a state into",
             )
 
@@ -137,11 +146,15 @@ class ObjectState(State):
         if self._directory is not None:
             self._on_root(self._read, "to read the newest state in")
             self._directory_is_read = True
+        self._gather()
         comm = runtime.communicator()
         self._put(
             _engine.broadcast_object(comm, self._kept_now(), 0, "the state of an elastic training")
         )
         self._keep()
+
+    def _gather(self) -> None:
+        """Puts together what each rank knows by itself."""
 
     def _arrays(self) -> dict[str, np.ndarray]:
         """Returns what there is besides the attributes."""
@@ -170,9 +183,12 @@ class ObjectState(State):
         expected = f"{what} {self._directory}"
         on_root(0, what, quietly, errors.CheckpointError, expected, ROOM)
 
-    def _write(self, file: BinaryIO) -> None:
-        attributes, arrays = self._kept
-        everything: dict[str, Any] = {ABOUT: np.array(json.dumps(attributes)), **arrays}
+    def _as_json(self) -> str:
+        pairs = [f'"{name}": {_json_of(name, value)}' for name, value in self._kept[0].items()]
+        return f"{{{', '.join(pairs)}}}"
+
+    def _write(self, text: str, file: BinaryIO) -> None:
+        everything: dict[str, Any] = {ABOUT: np.array(text), **self._kept[1]}
         np.savez(file, **everything)
 
     _directory_is_read = False
@@ -188,3 +204,21 @@ class ObjectState(State):
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files if name != ABOUT}
                 self._put((json.loads(str(file[ABOUT])), arrays))
+
+
+def _json_of(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value, default=_number)
+    except (TypeError, ValueError) as error:
+        expected = f"{name} to be a value that JSON has, in a state with a directory"
+        remedy = "Keep numbers, strings, lists and dictionaries of them in it."
+        raise errors.ArgumentTypeError(
+            errors.explain(runtime.where(), expected, str(error), remedy)
+        ) from None
+
+
+def _number(value: Any) -> Any:
+    """Returns a number of numpy as one of Python."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__}")

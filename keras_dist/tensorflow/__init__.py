@@ -17,6 +17,7 @@ catch them, TensorFlow's: ranks that differ a `tf.errors.FailedPreconditionError
 """
 
 from keras_dist import _backends
+from keras_dist import elastic as elastic
 from keras_dist._backends import tensorflow as _own
 from keras_dist.builds import (
     ccl_built,

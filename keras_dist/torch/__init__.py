@@ -18,6 +18,7 @@ Tensors of a GPU travel through pinned memory of the host.
 """
 
 from keras_dist import _backends
+from keras_dist import elastic as elastic
 from keras_dist.asynchronous import Handle, poll, synchronize
 from keras_dist.builds import (
     ccl_built,

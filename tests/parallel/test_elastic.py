@@ -68,6 +68,47 @@ def test_a_model_that_is_not_built_has_no_state():
         elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
 
 
+def test_what_a_directory_cannot_keep_is_named(shared_tmp_path):
+    state = elastic.ObjectState(shared_tmp_path, best=np.float32(0.5), seen=None)
+    state.commit()
+    state.seen = {1, 2}
+    with pytest.raises(errors.ArgumentTypeError, match=r"Expected seen to be .* a set"):
+        state.commit()
+    found = elastic.ObjectState(shared_tmp_path, best=0.0, seen=None)
+    found.sync()
+    assert (found.best, found.seen) == (0.5, None)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
+def test_a_torch_state_keeps_its_sampler_in_place(shared_tmp_path):
+    import torch
+
+    import keras_dist.torch as hvd
+
+    assert hvd.elastic.ElasticSampler is hvd.ElasticSampler
+    sampler, further = hvd.ElasticSampler(range(12)), torch.nn.Linear(2, 1)
+    state = hvd.elastic.TorchState(
+        directory=shared_tmp_path, sampler=sampler, further=further, batch=0
+    )
+    state.sync()
+    assert (further.weight.detach().numpy() == keras_dist.broadcast(further.weight.detach())).all()
+    share = list(sampler)
+    sampler.record_batch(0, 2)
+    state.commit()
+    done = set().union(*keras_dist.allgather_object(share[:2]))
+    assert list(sampler) == share  # shared out anew by restore and sync alone
+    sampler.record_batch(1, 2)
+    state.restore()
+    assert state.sampler is sampler
+    assert sampler.processed_indices == done
+    assert set().union(*keras_dist.allgather_object(list(sampler))) == set(range(12)) - done
+    fresh = hvd.ElasticSampler(range(12))
+    hvd.elastic.TorchState(
+        directory=shared_tmp_path, sampler=fresh, further=further, batch=0
+    ).sync()
+    assert list(fresh) == list(sampler)
+
+
 @pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
 def test_a_torch_state_is_synchronised_and_restored(shared_tmp_path):
     import torch
