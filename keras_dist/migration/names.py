@@ -27,6 +27,7 @@ MODULES = {
 UNKNOWN = "keras_dist has no such module: docs/migrate-from-horovod.md says what there is"
 
 GONE_MODULES = {
+    "horovod.data": "keras_dist has no such loaders: share data out by keras_dist.data.shard",
     "horovod.mxnet": "keras_dist does not know MXNet",
     "horovod.spark": "keras_dist has nothing for Spark: start the job by keras-dist run",
     "horovod.ray": "keras_dist has nothing for Ray: start the job by keras-dist run",
