@@ -77,7 +77,7 @@ def parse_op(op: ReduceOp | str, where: str = "[keras_dist]") -> ReduceOp:
             where,
             f"op to be one of {', '.join(names)}",
             repr(op),
-            "Use keras_dist.Average, Sum, Min, Max, Product or Adasum.",
+            "Use keras_dist.Average, Sum, Min, Max, Product or Adasum; a name is passed as name=.",
         )
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist import _engine, runtime
+from keras_dist.arguments import chosen_op
 from keras_dist.collectives.values import as_array, names_of, parse_factors
 from keras_dist.process_sets import ProcessSet
 from keras_dist.reduce_op import ReduceOp
@@ -21,12 +22,13 @@ __all__ = [
 
 def allreduce(
     value: Any,
-    op: ReduceOp | str = ReduceOp.AVERAGE,
+    op: ReduceOp | str | None = None,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
     compression: _engine.Compressor | str | None = None,
+    average: bool | None = None,
 ) -> np.ndarray:
     """Combines the values of all ranks into one, the same bits on every rank.
 
@@ -51,6 +53,7 @@ def allreduce(
             name or a `Compressor` of your own; not for `Adasum`, nor up to 32 KiB. Contributions
             are rounded to it before they are combined, and so is the result. Defaults to
             `KERAS_DIST_COMPRESSION`, that is `none`.
+        average: deprecated: `True` is `op=Average`, `False` is `op=Sum`.
 
     Returns:
         New array of the shape and dtype of `value`.
@@ -58,7 +61,7 @@ def allreduce(
     Raises:
         MismatchError: the ranks differ; raised on every rank.
         ArgumentError: there is no such `op` or `compression`, a factor is not finite, or the
-            number of ranks is not a power of two for `Adasum`.
+            number of ranks is not a power of two for `Adasum`; both `op` and `average` are given.
         ArgumentTypeError: `op` or a factor is not defined for the dtype.
 
     Example:
@@ -66,8 +69,10 @@ def allreduce(
     loss = keras_dist.allreduce(loss)
     ```
     """
+    with _engine.telling(runtime.communicator(process_set), "allreduce"):
+        chosen = chosen_op(op, average)
     factors = prescale_factor, postscale_factor
-    return grouped_allreduce([value], op, name, *factors, process_set, compression)[0]
+    return grouped_allreduce([value], chosen, name, *factors, process_set, compression)[0]
 
 
 def grouped_allreduce(

@@ -29,6 +29,15 @@ def rows(shape, dtype):
     return np.stack([contribution(r, shape, dtype) for r in range(keras_dist.size())])
 
 
+def test_the_arguments_of_old_scripts():
+    with pytest.warns(DeprecationWarning, match=r"pass op=hvd\.Sum"):
+        assert keras_dist.allreduce(1, average=False) == keras_dist.size()
+    with pytest.raises(errors.ArgumentError, match="either op or average"):
+        keras_dist.allreduce(1, "sum", average=True)
+    with pytest.raises(errors.ArgumentError, match="a name is passed as name="):
+        keras_dist.allreduce(1, "loss")
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (40_001,)])
