@@ -227,6 +227,18 @@ def test_what_is_not_there_is_named(kind, names, said, write):
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("missing", [lambda n: [n, None], lambda n: None if n == 3 else [n, n]])
+def test_whole_numbers_that_are_missing_are_not_made_up(missing, tmp_path):
+    lists = pa.array([missing(n) for n in range(8)], pa.list_(pa.int64(), 2))
+    pa.parquet.write_table(pa.table({"x": lists}), tmp_path / "0.parquet")
+    terms = terms_of(0, 1)
+    source = PieceSource(
+        ParquetFiles("x", terms), [str(tmp_path / "0.parquet")], terms, "raise", []
+    )
+    with pytest.raises(errors.DataError, match="column x has empty"):
+        source.batches([source.held]).batch(0, 0)
+
+
 # --- Images
 
 

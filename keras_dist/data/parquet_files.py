@@ -176,7 +176,11 @@ def _column(column: Any, name: str) -> np.ndarray:
     if hasattr(values.type, "list_size"):
         if values.null_count:
             raise ValueError(f"column {name} has empty rows")
-        return values.flatten().to_numpy(zero_copy_only=False).reshape(-1, values.type.list_size)
+        return _numbers(values.flatten(), name).reshape(-1, values.type.list_size)
+    return _numbers(values, name)
+
+
+def _numbers(values: Any, name: str) -> np.ndarray:
     if values.null_count and not np.issubdtype(values.type.to_pandas_dtype(), np.floating):
-        raise ValueError(f"column {name} has empty rows, for which its dtype has no value")
+        raise ValueError(f"column {name} has empty values, for which its dtype has none")
     return values.to_numpy(zero_copy_only=False)
