@@ -130,6 +130,7 @@ def test_a_locked_file_is_named_with_the_variable(folder, monkeypatch):
         (("x", 3), {}, errors.ArgumentTypeError, "to be a name"),
         (((), None), {}, errors.DataError, "names of data sets"),
         (("x", "y"), {"batch_size": 0}, errors.ArgumentError, "batch_size to be at least 1"),
+        (("x", "y"), {"shuffle": "global"}, errors.ArgumentError, r"Give shard\(\) samples"),
         (("x", "y"), {"block": 0}, errors.ArgumentError, "block"),
         (("x", "y"), {"steps": 999}, errors.DataError, "steps=999"),
         (("x", "y"), {"readers": 2}, errors.ArgumentError, "readers to be 1 to 1"),

@@ -52,6 +52,10 @@ class PieceSource(Survey):
         facts: see `Survey`.
         own: see `Survey`.
         visible: see `Survey`.
+
+    Raises:
+        ArgumentError: one order of the whole was asked for.
+        DataError: see `Survey`.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class PieceSource(Survey):
         own: bool = False,
         visible: bool = True,
     ):
+        terms.refuse_global_order("files, of which ranks have their own")
         super().__init__(files.look, paths, terms, unreadable, facts, own, visible)
         self._files = files
         text = repr([(fact.label, fact.value) for fact in self.facts])

@@ -110,12 +110,14 @@ class RowSource:
         way: how they are read.
 
     Raises:
+        ArgumentError: one order of the whole was asked for.
         ArgumentTypeError: a name or a path is none.
         DataError: a file cannot be read.
     """
 
     def __init__(self, look: Look, files: Sequence[Any], data: Any, way: Way):
         terms = way.terms
+        terms.refuse_global_order("rows that are read in blocks")
         named = list(leaves(data, "data"))
         for what, name in [*named, *((f"file {n}", file) for n, file in enumerate(files))]:
             if not isinstance(name, str | os.PathLike):

@@ -138,6 +138,21 @@ class Terms:
                     self.explain(f"no {name} for {data}", f"{name}={value!r}", remedy)
                 )
 
+    def refuse_global_order(self, data: str) -> None:
+        """Raises when one order of the whole was asked for.
+
+        Args:
+            data: the kind of data that has none, a plural.
+        """
+        if self.shuffle == "global":
+            raise errors.ArgumentError(
+                self.explain(
+                    f"shuffle to be True or False for {data}",
+                    "shuffle='global'",
+                    "Give shard() samples: there is one order of the whole.",
+                )
+            )
+
     def need_samples(self, total: int, of: str = "samples") -> None:
         """Raises when there is not at least one for every rank."""
         if total < self.size:
