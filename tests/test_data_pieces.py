@@ -172,6 +172,8 @@ def test_fewer_files_than_ranks_are_shared_out_row_by_row(kind, write):
 
 def test_pad_and_drop_and_steps(write):
     paths = write("npz")
+    with pytest.raises(errors.ArgumentError, match=r"shuffle='global'.*Give shard\(\) samples"):
+        sources_of("npz", paths, 2, shuffle="global")
     for remainder, expected in (("pad", {4, 1}), ("drop", {4})):
         parts = parts_of("npz", paths, 3, remainder=remainder)
         epochs = [epoch_of(part) for part in parts]
@@ -207,6 +209,11 @@ def test_a_sample_that_cannot_be_decoded_is_replaced_within_its_batch(tmp_path, 
     [part] = parts_of("tar", paths, 1, "skip", shuffle=False)
     assert epoch_of(part) == [[0, 1, 2, 3], [4, 6, 6, 7]]
     assert "005 in" in capsys.readouterr().out
+    [part] = parts_of("tar", paths, 1, "skip", shuffle=False, batch_size=1)
+    assert epoch_of(part) == [[0], [1], [2], [3], [4], [4], [6], [7]]
+    [part] = parts_of("tar", paths, 1, "skip", shuffle=False, batch_size=1)
+    with pytest.raises(errors.DataError, match=r"005 in .* Look at the files"):
+        part.batch(0, 5)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ class Decoder:
         decode: returns a sample, given its place.
         name: how a user knows it, given its place.
         unreadable: what becomes of samples that cannot be decoded: `"raise"` an error, or
-            `"skip"` them: others of the batch come in their place, so batches keep their sizes.
+            `"skip"` them: others of the batch come in their place, or where there are none the last
+            that could be, so batches keep their sizes.
     """
 
     def __init__(
@@ -39,17 +40,23 @@ class Decoder:
         self._pid = 0
         self._lock = threading.Lock()
         self._bad: set[Place] = set()
+        self._last: Sample | None = None
 
     def batch(self, places: Sequence[Place]) -> Sample:
         """Returns the samples at these places, stacked.
 
         Raises:
-            DataError: one cannot be decoded, or none of them.
+            DataError: one cannot be decoded and is not to be skipped, or none ever could.
         """
         decoded = list(self._threads().map(self._attempt, places))
         whole = [sample for sample in decoded if sample is not None]
-        if not whole:
-            raise self._error(self._name(places[0]), "no sample of a batch can be decoded")
+        if whole:
+            self._last = whole[-1]
+        elif self._last is not None:
+            whole = [self._last]
+        else:
+            said = "no sample that was read could be decoded"
+            raise self._error(self._name(places[0]), said, "Look at the files and at the decoder.")
         filled = [
             each if each is not None else whole[n % len(whole)] for n, each in enumerate(decoded)
         ]
@@ -63,7 +70,8 @@ class Decoder:
         except Exception as failure:  # whatever damaged data makes a decoder do
             said = f"{type(failure).__name__}: {failure}"
             if self._unreadable == "raise":
-                raise self._error(self._name(place), said) from failure
+                remedy = "Bring it there again, or pass unreadable='skip'."
+                raise self._error(self._name(place), said, remedy) from failure
             self._note(place, said)
             return None
 
@@ -77,8 +85,7 @@ class Decoder:
         text = f"{self._name(place)} is left out, {count} so far on this rank: {said}"
         print(f"keras_dist: {runtime.where()} {text}", flush=True)
 
-    def _error(self, name: str, said: str) -> errors.DataError:
-        remedy = "Bring it there again, or pass unreadable='skip'."
+    def _error(self, name: str, said: str, remedy: str) -> errors.DataError:
         return errors.DataError(
             errors.explain(runtime.where(), f"{name} to be readable", said, remedy)
         )
