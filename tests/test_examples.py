@@ -154,6 +154,7 @@ def test_crops_of_the_imagenet_style_tree_hold_a_part_of_the_box(tmp_path, monke
         top, left, bottom, right = tree.box_of(path.encode(), tmp_path / "boxes")
         assert 0 <= top < bottom <= 1 and 0 <= left < right <= 1 and bottom - top >= 0.3
     assert tree.box_of(b"train/none/0.JPEG", tmp_path / "boxes").tolist() == list(tree.WHOLE)
+    assert tree.box_of(paths[0].encode(), None).tolist() == list(tree.WHOLE)
     for training in (True, False):
         read = tree.reader(classes, tmp_path / "boxes", 8, training)
         samples = list(read(paths).as_numpy_iterator())

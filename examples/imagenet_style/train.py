@@ -29,6 +29,8 @@ def main():
     parser.add_argument("--policy", default="mixed_bfloat16", help="float32, mixed_float16, ...")
     parser.add_argument("--smoke", action="store_true", help="a small drawn tree, 2 epochs")
     args = parser.parse_args()
+    if not (args.train or args.smoke):
+        parser.error("pass --train or --smoke")
 
     keras_dist.init()
     keras.utils.set_random_seed(42)
@@ -53,8 +55,9 @@ def drawn_tree(args):
 
 def train(args):
     if args.cache_dir:
-        args.train = keras_dist.data.cached(args.train, args.cache_dir)
-        args.boxes = keras_dist.data.cached(args.boxes, args.cache_dir)
+        for name in ("train", "boxes", "validation"):
+            if (tree := getattr(args, name)) is not None:
+                setattr(args, name, keras_dist.data.cached(tree, args.cache_dir))
     paths, classes = images_in(args.train)
     images = keras_dist.data.shard(
         paths,
@@ -117,7 +120,7 @@ def resnet(classes, side):
 
 
 class Clock(keras.callbacks.Callback):
-    """How fast the last epoch was; the first compiles."""
+    """How fast the last epoch was, without its validation; the first compiles."""
 
     def __init__(self, images):
         super().__init__()
@@ -127,8 +130,11 @@ class Clock(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self.began = time.perf_counter()
 
+    def on_train_batch_end(self, batch, logs=None):
+        self.ended = time.perf_counter()
+
     def on_epoch_end(self, epoch, logs=None):
-        self.images_per_second = self.images / (time.perf_counter() - self.began)
+        self.images_per_second = self.images / (self.ended - self.began)
 
 
 def images_per_second(dataset, images):

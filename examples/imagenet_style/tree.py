@@ -21,8 +21,10 @@ def box_of(path, boxes):
 
     Args:
         path: that of the image, as bytes.
-        boxes: the directory of `<class>/<name>.xml`.
+        boxes: the directory of `<class>/<name>.xml`; None where there is none.
     """
+    if boxes is None:
+        return np.array(WHOLE, "float32")
     path = pathlib.Path(path.decode())
     file = pathlib.Path(boxes) / path.parent.name / f"{path.stem}.xml"
     if not file.exists():  # not every image has one
@@ -68,7 +70,7 @@ def reader(classes, boxes, side, training, seed=0):
 
     Args:
         classes: the classes in the order of their numbers.
-        boxes: the directory of the boxes.
+        boxes: the directory of the boxes; None where there is none.
         side: height and width of what comes out, in pixels.
         training: whether to shuffle, crop and flip, else the middle is taken.
         seed: for the order. Defaults to 0.
