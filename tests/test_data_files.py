@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from keras_dist import errors
 from keras_dist.data.files import are_files, source_of_files
+from keras_dist.data.record_files import tfrecord
 from keras_dist.data.terms import Terms
 
 
@@ -197,3 +198,13 @@ def test_too_few_elements_for_the_steps(lengths, remainder, write):
     for rank, source in enumerate(sources):
         with pytest.raises(errors.DataError, match=rf"^\[rank {rank} of 2\] Expected files with"):
             source.part([other.held for other in sources])
+
+
+def test_a_file_of_records_that_is_listed_twice_is_read_twice(tmp_path):
+    path = str(tmp_path / "0.tfrecord")
+    with tf.io.TFRecordWriter(path) as file:
+        for number in range(3):
+            file.write(str(number).encode())
+    for names in ([path, path], [path]):
+        part = tfrecord(names, tf.strings.to_number, batch_size=2, shuffle=False)
+        assert flat([epoch_of(part)]) == sorted([0, 1, 2] * len(names))

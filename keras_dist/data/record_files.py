@@ -83,7 +83,8 @@ def tfrecord(
         look = functools.partial(_look, compression)
         return _RecordSurvey(look, paths, terms, unreadable, facts)
 
-    counts = agreement.prepare(survey)
+    found = agreement.prepare(survey)
+    counts = dict(found)
 
     def reader(names: Sequence[str]) -> Any:
         import tensorflow as tf
@@ -94,7 +95,7 @@ def tfrecord(
         )
 
     return data.shard(
-        list(counts),
+        [name for name, _ in found],
         batch_size,
         shuffle=shuffle,
         seed=seed,
@@ -108,10 +109,10 @@ def tfrecord(
 class _RecordSurvey(Survey):
     """Files of records, checked."""
 
-    def part(self, held: Sequence[Any]) -> dict[str, int]:
-        """Returns the number of records of each file that can be read."""
+    def part(self, held: Sequence[Any]) -> list[tuple[str, int]]:
+        """Returns the files that can be read, each with its number of records."""
         (found,) = self.found(held)
-        return {self.paths[number]: each.lengths[0] for number, each in found.items()}
+        return [(self.paths[number], each.lengths[0]) for number, each in found.items()]
 
 
 def _look(compression: str | None, name: str) -> Found:
