@@ -17,7 +17,7 @@ from keras_dist.data import pieces
 from keras_dist.data.image_files import ImageFiles
 from keras_dist.data.image_labels import Classes, labels_of, listed
 from keras_dist.data.npz_files import NpzFiles
-from keras_dist.data.parquet_files import ParquetFiles
+from keras_dist.data.parquet_files import ParquetFiles, parquet
 from keras_dist.data.piece_source import PieceSource
 from keras_dist.data.tar_files import TarFiles
 from keras_dist.data.terms import Fact, Terms
@@ -222,7 +222,7 @@ def test_a_sample_that_cannot_be_decoded_is_replaced_within_its_batch(tmp_path, 
         (NpzFiles, "z", "an array 'z' in"),
         (ParquetFiles, "z", "a column 'z' in"),
         (ParquetFiles, "text", "text string"),
-        (ParquetFiles, "a\tx", "a int64, x fixed_size_list"),
+        (ParquetFiles, "a\tx\t", "a int64, x fixed_size_list"),
     ],
 )
 def test_what_is_not_there_is_named(kind, names, said, write):
@@ -244,6 +244,13 @@ def test_whole_numbers_that_are_missing_are_not_made_up(missing, tmp_path):
     )
     with pytest.raises(errors.DataError, match="column x has empty"):
         source.batches([source.held]).batch(0, 0)
+
+
+def test_a_list_of_names_is_a_matrix_of_as_many_columns(write):
+    paths = list(map(str, write("parquet", (5,))))
+    for names, shape in (("a", ()), (["a"], (1,)), (["a", "y"], (2,))):
+        part = parquet(paths, names, batch_size=5, shuffle=False)
+        assert [np.shape(batch)[1:] for batch in part] == [shape]
 
 
 # --- Images

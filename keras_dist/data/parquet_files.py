@@ -85,7 +85,7 @@ class ParquetFiles:
     """Parquet files.
 
     Args:
-        names: names of columns in the structure of a batch; those of a matrix are joined by tabs.
+        names: names of columns in the structure of a batch; each one of a matrix ends in a tab.
         terms: for messages.
     """
 
@@ -106,15 +106,15 @@ class ParquetFiles:
         return Found(lengths, layout, self._names)
 
     def _layout(self, name: str, schema: Any, path: str) -> tuple[str, str, tuple[int, ...]]:
-        columns = name.split(MATRIX)
+        columns = _columns_in(name)
         if missing := [column for column in columns if column not in schema.names]:
             there = ", ".join(schema.names)
             raise self._error(f"a column {missing[0]!r} in {path}", there, "Pass one of these.")
         kinds = [_kind(schema.field(column).type) for column in columns]
         shape: tuple[int, ...] = (len(columns),)
-        if len(columns) == 1 and kinds[0] is not None:
+        if MATRIX not in name and kinds[0] is not None:
             shape = kinds[0][1]
-        if any(kind is None or (len(kinds) > 1 and kind[1]) for kind in kinds):
+        if any(kind is None or (MATRIX in name and kind[1]) for kind in kinds):
             said = ", ".join(f"{column} {schema.field(column).type}" for column in columns)
             remedy = "Convert it when the files are written."
             expected = f"columns of numbers, or one of lists of fixed length, in {path}"
@@ -129,7 +129,7 @@ class ParquetFiles:
         def load(place: Place) -> dict[str, np.ndarray]:
             import pyarrow.parquet
 
-            columns = [column for name in dtypes for column in name.split(MATRIX)]
+            columns = [column for name in dtypes for column in _columns_in(name)]
             with pyarrow.parquet.ParquetFile(place.path) as file:
                 table = file.read_row_group(place.inner, columns=columns)
             return {name: _array(table, name, dtype) for name, dtype in dtypes.items()}
@@ -146,10 +146,14 @@ MATRIX = "\t"
 def _with_matrices(names: Any) -> Any:
     """Returns the structure with one name for each list of names."""
     if isinstance(names, list):
-        return MATRIX.join(names)
+        return "".join(f"{name}{MATRIX}" for name in names)
     if isinstance(names, dict):
         return {key: _with_matrices(value) for key, value in names.items()}
     return tuple(map(_with_matrices, names)) if isinstance(names, tuple) else names
+
+
+def _columns_in(name: str) -> list[str]:
+    return name.removesuffix(MATRIX).split(MATRIX)
 
 
 def _kind(of: Any) -> tuple[np.dtype, tuple[int, ...]] | None:
@@ -166,8 +170,8 @@ def _kind(of: Any) -> tuple[np.dtype, tuple[int, ...]] | None:
 
 
 def _array(table: Any, name: str, dtype: str) -> np.ndarray:
-    columns = [_column(table.column(column), column) for column in name.split(MATRIX)]
-    array = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
+    columns = [_column(table.column(column), column) for column in _columns_in(name)]
+    array = np.stack(columns, axis=1) if MATRIX in name else columns[0]
     return array.astype(dtype, copy=False)
 
 
