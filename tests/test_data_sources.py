@@ -272,6 +272,15 @@ def test_a_shuffle_at_the_end_of_tf_data_becomes_that_of_shard():
     assert len(set(flat(first))) == len(flat(first)) == 24
 
 
+def test_what_an_abandoned_epoch_has_left_does_not_come_in_the_next():
+    ahead = data.prefetch(data.shard(Batches(30), shuffle=False))
+    ahead.on_epoch_begin()
+    first = ahead[0]
+    ahead.on_epoch_begin()
+    assert first_leaf(ahead[0]).tolist() == first_leaf(first).tolist()
+    ahead.on_epoch_end()
+
+
 def test_keras_trains_on_each():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

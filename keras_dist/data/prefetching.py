@@ -90,17 +90,21 @@ class Ahead(keras.utils.PyDataset):
 
     def on_epoch_begin(self) -> None:
         """Begins to make batches."""
+        self._forget()  # what an epoch that was abandoned has left
         self._data.on_epoch_begin()
         self._begun = 0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "keras_dist prefetch")
 
     def on_epoch_end(self) -> None:
         """Forgets what has been made and not been asked for."""
+        self._forget()
+        self._data.on_epoch_end()
+
+    def _forget(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         self._thread = None
         self._waiting.clear()
-        self._data.on_epoch_end()
 
 
 def _mover() -> Callable[[Any], Any]:
