@@ -14,6 +14,7 @@ from typing import ClassVar
 import pytest
 from jobs import launcher, script
 
+from keras_dist.data import fetching
 from keras_dist.data.fetching import Fetch
 
 CONTENT = os.urandom(3 << 20)
@@ -76,6 +77,21 @@ def test_a_directory_is_copied(tmp_path, cache):
     made = fetch(tmp_path / "tree", cache)
     assert (made.path / "a" / "1").read_text() == "one"
     assert not fetch(tmp_path / "tree", cache).fetched
+
+
+def test_a_directory_that_shrinks_while_it_is_copied_is_refused(tmp_path, cache, monkeypatch):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "1").write_text("one")
+    copytree = fetching.shutil.copytree
+
+    def late(source, *arguments, **options):
+        (tmp_path / "tree" / "1").write_text("o")
+        return copytree(source, *arguments, **options)
+
+    monkeypatch.setattr(fetching.shutil, "copytree", late)
+    with pytest.raises(OSError, match="ended after 1 of 3 bytes"):
+        fetch(tmp_path / "tree", cache)
+    assert nothing_is_left(cache)
 
 
 class Server(http.server.SimpleHTTPRequestHandler):

@@ -124,6 +124,7 @@ class Fetch:
             files = [path for path in Path(self.source).rglob("*") if path.is_file()]
             self.total_nbytes = sum(path.stat().st_size for path in files)
             shutil.copytree(self.source, target, copy_function=self._copy_one)
+            self._check_length()
         elif self.unpack:
             archive = folder / f"{target.name}.archive"
             self._copy(archive)
@@ -138,10 +139,13 @@ class Fetch:
         """Writes the bytes of the source into a file, and checks them."""
         with self._opened() as file, open(target, "xb") as copy:
             digest = self._pour(file, copy)
-        if self.total_nbytes and self.done_nbytes != self.total_nbytes:
-            raise OSError(f"it ended after {self.done_nbytes} of {self.total_nbytes} bytes")
+        self._check_length()
         if self.sha256 not in (None, digest):
             raise OSError(f"its SHA-256 is {digest} and not {self.sha256}")
+
+    def _check_length(self) -> None:
+        if self.total_nbytes and self.done_nbytes != self.total_nbytes:
+            raise OSError(f"it ended after {self.done_nbytes} of {self.total_nbytes} bytes")
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[BinaryIO]:
