@@ -45,11 +45,12 @@ def send(value: Any, destination: int, name: str | None = None) -> Any:
     Example:
     ```python
     # y = w0 * x0 + w1 * x1, of which each rank has a term
+    w, x = keras.Variable(1.0), keras.ops.ones(4)
     if keras_dist.rank() == 0:
-        loss = keras_dist.send(w0 * x0, destination=1)
+        loss = keras_dist.send(w * x, destination=1)
     else:
-        y = keras_dist.recv(source=0, like=w1 * x1) + w1 * x1
-        loss = ops.mean((y - target) ** 2)
+        y = keras_dist.recv(source=0, like=w * x) + w * x
+        loss = keras.ops.mean(y**2)
     ```
     """
     comm, label = runtime.communicator(), name or "value"

@@ -5,7 +5,7 @@ state = keras_dist.elastic.KerasState(model, epoch=0, directory="state")
 
 @keras_dist.elastic.run
 def train(state):
-    model.fit(data, initial_epoch=state.epoch, epochs=10, callbacks=[
+    model.fit(dataset, initial_epoch=state.epoch, epochs=10, callbacks=[
         keras_dist.elastic.UpdateEpochStateCallback(state),
         keras_dist.elastic.CommitStateCallback(state, batches_per_commit=100),
     ])
