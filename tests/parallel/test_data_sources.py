@@ -115,7 +115,8 @@ def raised_everywhere(error, culprit, call):
     with pytest.raises(error, match=r"^\[rank \d of \d\] Expected .* Received: ") as caught:
         call()
     said = keras_dist.allgather_object(str(caught.value))
-    assert culprit in said[0] and len(set(said)) == 1
+    # Where two ranks see a bad file each, each of them names its own.
+    assert culprit in said[0] and len(set(said)) <= 2
 
 
 def test_failures_are_those_of_all_ranks(folder, caplog):
