@@ -27,7 +27,7 @@ def loss_of(weight):
         y = y + keras_dist.recv(source=rank - 1, like=y)
     if rank < last:
         return keras_dist.send(y, destination=rank + 1)
-    return ops.mean((y - truth @ inputs) ** 2)
+    return ops.mean((y - ops.convert_to_tensor(truth @ inputs)) ** 2)
 
 
 def gradient():
