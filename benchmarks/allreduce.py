@@ -6,19 +6,18 @@ It starts its own ranks. Contenders take turns within one run and every number i
 that what else the machine does falls on all of them alike.
 """
 
-import argparse
 import statistics
 from pathlib import Path
 
 import numpy as np
 from common import (
     MIB,
-    RESULTS,
     answer,
     free_memory,
     last_line,
     load,
     machine,
+    parser,
     plotter,
     ratio,
     start,
@@ -39,13 +38,10 @@ CONTENDERS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, nothing over 100 MiB")
-    parser.add_argument("--sizes", type=int, nargs="+", help="sizes in bytes")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser(__doc__, quick="fewer rounds, nothing over 100 MiB")
+    made.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    made.add_argument("--sizes", type=int, nargs="+", help="sizes in bytes")
+    options = made.parse_args()
     if options.worker:
         work(options.worker)
         return

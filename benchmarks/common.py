@@ -1,5 +1,6 @@
-"""What the benchmarks share: starting ranks, timing contenders in turn, saying what came out."""
+"""What the benchmarks share: options, starting ranks, saying what came out."""
 
+import argparse
 import json
 import os
 import platform
@@ -99,6 +100,45 @@ def table(head, rows):
 
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join([line(cells[0]), line(rule), *(line(row) for row in cells[1:])])
+
+
+def parser(doc, quick="fewer rounds and steps"):
+    """Returns a parser of the options that all benchmarks have; `--worker` is what `start` adds.
+
+    Args:
+        doc: of the benchmark, whose first line is the description.
+        quick: what `--quick` means.
+    """
+    made = argparse.ArgumentParser(description=doc.splitlines()[0])
+    made.add_argument("--quick", action="store_true", help=quick)
+    made.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    made.add_argument("--worker", help=argparse.SUPPRESS)
+    return made
+
+
+def surroundings(before):
+    """Returns the line that says where it was measured; `before` is what `load` returned."""
+    return f"\n{mpi()}; {machine()}; {before}.\n"
+
+
+def conclude(directory, name, text, rows):
+    """Prints and keeps what came out, and prints the line that ends a benchmark.
+
+    Args:
+        directory: folder of the results.
+        name: of the file, without the library and the ending.
+        text: lines of Markdown.
+        rows: as for `verdicts`.
+    """
+    text = [*text, "\n## Must reach\n\n" + verdicts(rows)]
+    print("\n".join(text))
+    write(directory, name, "\n".join([*text, "", last_line(rows)]))
+    print(last_line(rows))
+
+
+def slug(name):
+    """Returns a name with that of the MPI library behind it, for files."""
+    return f"{name}_{mpi().replace(' ', '').lower()}"
 
 
 def verdicts(rows):

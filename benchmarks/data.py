@@ -7,7 +7,6 @@ it. All contenders of a table take turns in one job, so that what else the machi
 of them alike. A ratio is the median of the ratios round by round.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -17,21 +16,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import (
-    MIB,
-    RESULTS,
-    answer,
-    in_turn,
-    last_line,
-    load,
-    machine,
-    mpi,
-    ratio,
-    start,
-    table,
-    verdicts,
-    write,
-)
+from common import MIB, answer, conclude, load, parser, ratio, slug, start, surroundings, table
+
+from keras_dist.measuring import in_turn
 
 GRID, BATCH = 1024, 256  # a row has 4 KiB, a batch 1 MiB
 READ_AT_ONCE = 16 * MIB
@@ -53,13 +40,10 @@ BLOCK_ROWS = 256  # of 1 MiB, where memory is measured
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="a smaller file, fewer rounds")
-    parser.add_argument("--folder", type=Path, help="where the file is made")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser(__doc__, quick="a smaller file, fewer rounds")
+    made.add_argument("--ranks", type=int, default=2)
+    made.add_argument("--folder", type=Path, help="where the file is made")
+    options = made.parse_args()
     if options.worker:
         work(options.worker)
         return
@@ -262,7 +246,7 @@ def peak():
 def report(options, before, nbytes, found):
     ranks = f"{options.ranks} ranks"
     text = [f"# Data, a file of {nbytes / 1e9:g} GB in the page cache, rows of 4 KiB"]
-    text.append(f"\n{mpi()}; {machine()}; {before}.\n")
+    text.append(surroundings(before))
     text.append("## Reading alone: MB/s in total, and the ratio to the system\n")
     body = [
         [
@@ -289,15 +273,7 @@ def report(options, before, nbytes, found):
         f"\n## tf.data: {middle(elements['plain']):.2f} us an element, "
         f"sharded {middle(elements['sharded']):.2f} us"
     )
-    rows = judge(found)
-    text.append("\n## Must reach\n\n" + verdicts(rows))
-    print("\n".join(text))
-    write(
-        options.output,
-        f"data_{mpi().replace(' ', '').lower()}",
-        "\n".join([*text, "", last_line(rows)]),
-    )
-    print(last_line(rows))
+    conclude(options.output, slug("data"), text, judge(found))
 
 
 def middle(numbers):

@@ -7,7 +7,6 @@ fit each, so that what else the machine does falls on all of them alike; the fir
 fit do not count. A ratio is the median of the ratios round by round.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -16,18 +15,16 @@ from pathlib import Path
 import numpy as np
 from common import (
     MIB,
-    RESULTS,
     answer,
-    last_line,
+    conclude,
     load,
-    machine,
-    mpi,
+    parser,
     plotter,
     ratio,
+    slug,
     start,
+    surroundings,
     table,
-    verdicts,
-    write,
 )
 from contenders import BATCH, time_fits
 
@@ -67,13 +64,10 @@ ALONE = {"tensorflow": 0.99, "jax": 0.98, "torch": 0.98}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", choices=list(BOUNDS), default="tensorflow")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and steps")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--backend", choices=list(BOUNDS), default="tensorflow")
+    made.add_argument("--ranks", type=int, default=2)
+    options = made.parse_args()
     if options.worker:
         work(options.worker)
         return
@@ -138,7 +132,7 @@ def work(path):
 def report(options, before, fits, ones, graph, crowds):
     few, many = options.ranks, 2 * options.ranks
     text = [f"# Keras fit, {options.backend}, {BATCH} images a rank and step"]
-    text.append(f"\n{mpi()}; {machine()}; {before}.\n")
+    text.append(surroundings(before))
     text.append(f"## {few} ranks: images/s in total, and the ratio to no communication\n")
     head = [CONTENDERS[name] for name in next(iter(fits.values()))]
     text.append(table(["model", *head], [line(*item) for item in fits.items()]))
@@ -159,12 +153,9 @@ def report(options, before, fits, ones, graph, crowds):
             f"copy of the same bytes by all ranks at once {copy:.1f} ms."
         )
     rows = judge(options, fits, ones, graph, crowds)
-    text.append("\n## Must reach\n\n" + verdicts(rows))
-    print("\n".join(text))
-    name = f"fit_{options.backend}_{mpi().replace(' ', '').lower()}"
-    write(options.output, name, "\n".join([*text, "", last_line(rows)]))
+    name = slug(f"fit_{options.backend}")
     plot(fits, options.output / f"{name}.png")
-    print(last_line(rows))
+    conclude(options.output, name, text, rows)
 
 
 def line(model, found):

@@ -6,7 +6,6 @@ It starts its own ranks. Contenders live in one job and take turns; a ratio is t
 ratios round by round, a time the median of all rounds.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -14,21 +13,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import (
-    RESULTS,
-    answer,
-    last_line,
-    load,
-    machine,
-    mpi,
-    ratio,
-    start,
-    table,
-    verdicts,
-    write,
-)
+from common import answer, conclude, load, parser, ratio, slug, start, surroundings, table
 from contenders import BATCH, WARM_STEPS, check_equal, compiled, synthetic
-from ranks import barrier, everyones
+from ranks import barrier, time_calls, total
 
 from keras_dist.measuring import in_turn
 
@@ -49,12 +36,9 @@ CALLS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and steps")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--ranks", type=int, default=2)
+    options = made.parse_args()
     if options.worker:
         work(options.worker)
         return
@@ -72,7 +56,7 @@ def work(path):
 
     task = json.loads(Path(path).read_text())
     hvd.init()
-    found = {"steps": time_steps(task), "calls": time_calls(task)}
+    found = {"steps": time_steps(task), "calls": time_single_calls(task)}
     if hvd.rank() == 0:
         answer(path, found)
 
@@ -111,7 +95,7 @@ def time_steps(task):
             if number == WARM_STEPS - 1:
                 begin = time.perf_counter()
         rate = task["steps"] * BATCH / (time.perf_counter() - begin)
-        return sum(row[0] for row in everyones([rate]))
+        return total(rate)
 
     for name in trains:
         speed(name)
@@ -120,7 +104,7 @@ def time_steps(task):
     return found
 
 
-def time_calls(task):
+def time_single_calls(task):
     """Returns milliseconds of eager calls and of calls of a graph, those of the slowest rank."""
     import tensorflow as tf
 
@@ -146,17 +130,7 @@ def time_calls(task):
         "one in a graph": one_in_graph,
     }
 
-    def milliseconds(name, repeats=20):
-        barrier()
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            calls[name]()
-        seconds = (time.perf_counter() - begin) / repeats
-        return 1e3 * max(row[0] for row in everyones([seconds]))
-
-    for name in calls:
-        milliseconds(name)
-    return in_turn(calls, 5 * task["rounds"], milliseconds)
+    return time_calls(calls, 5 * task["rounds"])
 
 
 # --- what came out ---------------------------------------------------------------------------
@@ -165,7 +139,7 @@ def time_calls(task):
 def report(options, before, found):
     steps, calls = found["steps"], found["calls"]
     text = [f"# Loops by hand in TensorFlow, {options.ranks} ranks"]
-    text.append(f"\n{mpi()}; {machine()}; {before}.\n")
+    text.append(surroundings(before))
     text.append(f"## The MLP of 40 MB in a tf.function, {BATCH} images a rank and step: images/s\n")
     rates = [f"{statistics.median(steps[name]):.0f}" for name in STEPS]
     text.append(table([*STEPS.values()], [rates]))
@@ -176,11 +150,7 @@ def report(options, before, found):
     ]
     text.append(table(["call", "ms, median", "least"], body))
     rows = judge(steps, calls)
-    text.append("\n## Must reach\n\n" + verdicts(rows))
-    print("\n".join(text))
-    name = f"loops_tensorflow_{mpi().replace(' ', '').lower()}"
-    write(options.output, name, "\n".join([*text, "", last_line(rows)]))
-    print(last_line(rows))
+    conclude(options.output, slug("loops_tensorflow"), text, rows)
 
 
 def judge(steps, calls):

@@ -8,7 +8,6 @@ On a busy machine the difference of two fits is noise; so what a step records is
 itself, written included, and its time of the processor compared with that of a step.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -18,9 +17,10 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import RESULTS, answer, in_turn, last_line, load, machine, mpi, start, table, verdicts
-from common import write as write_results
+from common import answer, conclude, load, parser, slug, start, surroundings, table
 from ranks import barrier, everyones
+
+from keras_dist.measuring import in_turn
 
 BATCH, WARM_STEPS = 32, 20
 FEATURES, WIDTH, CLASSES = 64, 256, 10
@@ -29,13 +29,10 @@ CONTENDERS = ["without", "with"]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", choices=["tensorflow", "jax", "torch"], default="tensorflow")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser(__doc__, quick="fewer rounds")
+    made.add_argument("--backend", choices=["tensorflow", "jax", "torch"], default="tensorflow")
+    made.add_argument("--ranks", type=int, default=2)
+    options = made.parse_args()
     if options.worker:
         work(options.worker)
         return
@@ -151,7 +148,7 @@ def make_clock(steps):
 
 def report(options, before, found):
     text = [f"# A timeline of a small network, {options.backend}, {options.ranks} ranks"]
-    text.append(f"\n{mpi()}; {machine()}; {before}.\n")
+    text.append(surroundings(before))
     body, shares = [], {}
     for kind, what in (("wall", "a step"), ("cpu", "the processors in a step")):
         medians = [statistics.median(found[kind][name]) for name in CONTENDERS]
@@ -166,11 +163,7 @@ def report(options, before, found):
         (f"more time, with a timeline: {what}", f"< {BOUND:.0%}", f"{share:+.2%}", share < BOUND)
         for what, share in shares.items()
     ]
-    text.append("\n## Must reach\n\n" + verdicts(rows))
-    print("\n".join(text))
-    name = f"timeline_{options.backend}_{mpi().replace(' ', '').lower()}"
-    write_results(options.output, name, "\n".join([*text, "", last_line(rows)]))
-    print(last_line(rows))
+    conclude(options.output, slug(f"timeline_{options.backend}"), text, rows)
 
 
 if __name__ == "__main__":

@@ -6,27 +6,14 @@ It starts its own ranks. Contenders live in one job and take turns; a ratio is t
 ratios round by round, a time the median of all rounds.
 """
 
-import argparse
 import json
 import statistics
 import time
 from pathlib import Path
 
 import numpy as np
-from common import (
-    RESULTS,
-    answer,
-    last_line,
-    load,
-    machine,
-    mpi,
-    ratio,
-    start,
-    table,
-    verdicts,
-    write,
-)
-from ranks import barrier, everyones
+from common import answer, conclude, load, parser, ratio, slug, start, surroundings, table
+from ranks import barrier, time_calls, total
 
 from keras_dist.measuring import in_turn
 
@@ -41,12 +28,9 @@ CALLS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and steps")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--ranks", type=int, default=2)
+    options = made.parse_args()
     if options.worker:
         work(options.worker)
         return
@@ -64,7 +48,7 @@ def work(path):
     task = json.loads(Path(path).read_text())
     hvd.init()
     found = {name: time_steps(name, task) for name in ("mlp", "cnn")}
-    found["calls"] = time_calls(task)
+    found["calls"] = time_single_calls(task)
     if hvd.rank() == 0:
         answer(path, found)
 
@@ -87,7 +71,7 @@ def time_steps(model, task):
         barrier()
         loops[name].fit(images, labels, BATCH, 1, 0, [clock])
         rate = task["steps"] * BATCH / (time.perf_counter() - clock.begin)
-        return sum(row[0] for row in everyones([rate]))
+        return total(rate)
 
     for name in loops:
         speed(name)
@@ -106,7 +90,7 @@ class Clock:
             self.begin = time.perf_counter()
 
 
-def time_calls(task):
+def time_single_calls(task):
     """Returns milliseconds of calls, those of the slowest rank."""
     import torch
 
@@ -120,17 +104,7 @@ def time_calls(task):
         "one": lambda: hvd.allreduce(one),
     }
 
-    def milliseconds(name, repeats=20):
-        barrier()
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            calls[name]()
-        seconds = (time.perf_counter() - begin) / repeats
-        return 1e3 * max(row[0] for row in everyones([seconds]))
-
-    for name in calls:
-        milliseconds(name)
-    return in_turn(calls, 5 * task["rounds"], milliseconds)
+    return time_calls(calls, 5 * task["rounds"])
 
 
 # --- what came out ---------------------------------------------------------------------------
@@ -138,7 +112,7 @@ def time_calls(task):
 
 def report(options, before, found):
     text = [f"# Loops by hand in torch, {options.ranks} ranks"]
-    text.append(f"\n{mpi()}; {machine()}; {before}.\n")
+    text.append(surroundings(before))
     text.append(f"## {BATCH} images a rank and step: images/s of all ranks\n")
     body = [
         [model, *(f"{statistics.median(found[model][name]):.0f}" for name in LOOPS)]
@@ -153,11 +127,7 @@ def report(options, before, found):
     ]
     text.append(table(["call", "ms, median", "least"], body))
     rows = judge(found)
-    text.append("\n## Must reach\n\n" + verdicts(rows))
-    print("\n".join(text))
-    name = f"loops_torch_{mpi().replace(' ', '').lower()}"
-    write(options.output, name, "\n".join([*text, "", last_line(rows)]))
-    print(last_line(rows))
+    conclude(options.output, slug("loops_torch"), text, rows)
 
 
 def judge(found):

@@ -8,7 +8,6 @@ the ratios round by round. Beside it stands the time on a core of the threads th
 a share of the fit: it is exact where a ratio is lost in what else the machine does.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -19,20 +18,9 @@ import threading
 import time
 from pathlib import Path
 
-from common import (
-    RESULTS,
-    answer,
-    in_turn,
-    last_line,
-    load,
-    machine,
-    mpi,
-    ratio,
-    start,
-    table,
-    verdicts,
-    write,
-)
+from common import answer, conclude, load, parser, ratio, start, surroundings, table
+
+from keras_dist.measuring import in_turn
 
 CONTENDERS = {"off": "KERAS_DIST_TOP=0", "on": "nobody looks", "watched": "keras-dist top reads"}
 BOUND = 0.01  # of a step
@@ -41,12 +29,9 @@ SETTLE_SECONDS = 2.0  # for keras-dist top to start
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and steps")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--ranks", type=int, default=2)
+    options = made.parse_args()
     if options.worker:
         work(options.worker)
         return
@@ -133,7 +118,7 @@ def seconds_on_core():
 def report(options, before, found):
     times, shares = found["milliseconds"], found["shares"]
     text = [f"# Watching a fit, {options.ranks} ranks"]
-    text.append(f"\n{mpi()}; {machine()}; {before}.\n")
+    text.append(surroundings(before))
     body = [
         [
             words,
@@ -151,10 +136,7 @@ def report(options, before, found):
         share = max(shares[name])
         row = f"{CONTENDERS[name]}: threads, worst fit", "< 1 % of a core", f"{share:.3%}"
         rows.append((*row, share < BOUND))
-    text.append("\n## Must reach\n\n" + verdicts(rows))
-    print("\n".join(text))
-    write(options.output, "watching", "\n".join([*text, "", last_line(rows)]))
-    print(last_line(rows))
+    conclude(options.output, "watching", text, rows)
 
 
 if __name__ == "__main__":

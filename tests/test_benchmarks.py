@@ -5,13 +5,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-ALLREDUCE = Path(__file__).parents[1] / "benchmarks" / "allreduce.py"
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+COMMANDS = [path for path in sorted(FOLDER.glob("*.py")) if "def main():" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.stem)
+def test_each_says_what_it_takes(path):
+    job = subprocess.run(
+        [sys.executable, str(path), "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert job.returncode == 0, job.stderr
+    assert "--output" in job.stdout
 
 
 def test_allreduce(tmp_path):
     options = ["--quick", "--ranks", "2", "--sizes", "4096", "65536", "--output", str(tmp_path)]
     job = subprocess.run(
-        [sys.executable, str(ALLREDUCE), *options],
+        [sys.executable, str(FOLDER / "allreduce.py"), *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

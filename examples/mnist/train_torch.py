@@ -83,73 +83,87 @@ def tensor_average(val, name):
     return hvd.allreduce(tensor, name=name).item()
 
 
-def main():
-    args = parse_arguments()
-    hvd.init()
-    torch.manual_seed(args.seed)
-    device = torch.device("cpu")
-    if args.device == "gpu":
-        torch.cuda.set_device(hvd.local_rank())
-        device = torch.device("cuda")
+def take_device(args):
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
     if args.num_inter:
         torch.set_num_interop_threads(args.num_inter)
+    if args.device == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(hvd.local_rank())
+    return torch.device("cuda")
 
-    train_dataset, test_dataset, source = load_digits(args.data)
-    train_sampler = torch.utils.data.distributed.DistributedSampler(
-        train_dataset, num_replicas=hvd.size(), rank=hvd.rank()
-    )
-    test_sampler = torch.utils.data.distributed.DistributedSampler(
-        test_dataset, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=False
-    )
-    train_loader = torch.utils.data.DataLoader(
-        train_dataset, batch_size=args.batch_size, sampler=train_sampler
-    )
-    test_loader = torch.utils.data.DataLoader(
-        test_dataset, batch_size=args.test_batch_size, sampler=test_sampler
-    )
 
-    model = Net(train_dataset[0][0].shape[-1]).to(device)
+def load_part(dataset, batch_size, shuffle):
+    """Returns a loader of this rank's part of a data set, in another order in each epoch."""
+    sampler = torch.utils.data.distributed.DistributedSampler(
+        dataset, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=shuffle
+    )
+    return torch.utils.data.DataLoader(dataset, batch_size=batch_size, sampler=sampler)
+
+
+def make_optimizer(args, model, steps):
+    """Returns the distributed optimizer, and the schedule by which its rate grows at first."""
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=args.momentum)
-    steps = max(1, args.warmup_epochs * len(train_loader))
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / hvd.size(), total_iters=steps)
-    compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
+    warmup = max(1, args.warmup_epochs * steps)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / hvd.size(), total_iters=warmup)
     optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=compression
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    return optimizer, schedule
 
-    start = time.perf_counter()
-    for epoch in range(1, args.epochs + 1):
-        model.train()
-        train_sampler.set_epoch(epoch)
-        loss_total, right = 0.0, 0
-        for batch, (x, y) in enumerate(train_loader):
-            x, y = x.to(device), y.to(device)
-            optimizer.zero_grad()
-            output = model(x)
-            loss = torch.nn.functional.nll_loss(output, y)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            loss_total += loss.item()
-            right += (output.argmax(1) == y).sum().item()
-            if batch % args.log_interval == 0 and hvd.rank() == 0:
-                print(f"Epoch {epoch} [{batch}/{len(train_loader)}] loss {loss.item():.4f}")
-        loss = tensor_average(loss_total / len(train_loader), "loss")
-        accuracy = tensor_average(right / len(train_sampler), "accuracy")
-        if hvd.rank() == 0:
-            print(f"Epoch {epoch}: average loss {loss:.4f}, accuracy {accuracy:.1%}")
-    seconds = time.perf_counter() - start
 
+def train(epoch, args, model, loader, optimizer, schedule, device):
+    model.train()
+    loader.sampler.set_epoch(epoch)
+    loss_total, right = 0.0, 0
+    for batch, (x, y) in enumerate(loader):
+        x, y = x.to(device), y.to(device)
+        optimizer.zero_grad()
+        output = model(x)
+        loss = torch.nn.functional.nll_loss(output, y)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        loss_total += loss.item()
+        right += (output.argmax(1) == y).sum().item()
+        if batch % args.log_interval == 0 and hvd.rank() == 0:
+            print(f"Epoch {epoch} [{batch}/{len(loader)}] loss {loss.item():.4f}")
+    loss = tensor_average(loss_total / len(loader), "loss")
+    accuracy = tensor_average(right / len(loader.sampler), "accuracy")
+    if hvd.rank() == 0:
+        print(f"Epoch {epoch}: average loss {loss:.4f}, accuracy {accuracy:.1%}")
+
+
+def test(model, loader, device):
+    """Returns the accuracy on the images of all ranks."""
     model.eval()
     with torch.no_grad():
-        right = sum((model(x.to(device)).argmax(1).cpu() == y).sum().item() for x, y in test_loader)
-    accuracy = tensor_average(right / len(test_sampler), "test accuracy")
+        right = sum((model(x.to(device)).argmax(1).cpu() == y).sum().item() for x, y in loader)
+    return tensor_average(right / len(loader.sampler), "test accuracy")
+
+
+def main():
+    args = parse_arguments()
+    hvd.init()
+    torch.manual_seed(args.seed)
+    device = take_device(args)
+    train_dataset, test_dataset, source = load_digits(args.data)
+    train_loader = load_part(train_dataset, args.batch_size, shuffle=True)
+    test_loader = load_part(test_dataset, args.test_batch_size, shuffle=False)
+    model = Net(train_dataset[0][0].shape[-1]).to(device)
+    optimizer, schedule = make_optimizer(args, model, len(train_loader))
+    start = time.perf_counter()
+    for epoch in range(1, args.epochs + 1):
+        train(epoch, args, model, train_loader, optimizer, schedule, device)
+    images = args.epochs * len(train_loader.sampler) * hvd.size()
+    speed = images / (time.perf_counter() - start)
+    accuracy = test(model, test_loader, device)
     if hvd.rank() == 0:
-        speed = args.epochs * len(train_sampler) * hvd.size() / seconds
         print(
             f"Trained on {source} with {hvd.size()} ranks: {speed:,.0f} images/s in total, "
             f"test accuracy {accuracy:.1%}"

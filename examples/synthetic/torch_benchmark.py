@@ -3,26 +3,10 @@
 mpirun -np 2 python examples/synthetic/torch_benchmark.py --model CNN --batch-size 32
 """
 
-import argparse
-import time
-
-import numpy as np
 import torch
+from measured import measure, parser
 
 import keras_dist.torch as hvd
-
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="CNN", help="CNN, MLP, or one of torchvision.models")
-    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
-    parser.add_argument("--image-size", type=int, default=32, help="their height and width")
-    parser.add_argument("--num-warmup-batches", type=int, default=10)
-    parser.add_argument("--num-batches-per-iter", type=int, default=10)
-    parser.add_argument("--num-iters", type=int, default=10)
-    parser.add_argument("--fp16-allreduce", action="store_true", help="float16 between nodes")
-    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
-    return parser.parse_args()
 
 
 def make_model(name, side):
@@ -45,7 +29,9 @@ def make_model(name, side):
 
 
 def main():
-    args = parse_arguments()
+    options = parser(__doc__, "CNN", "CNN, MLP, or one of torchvision.models", 32)
+    options.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
+    args = options.parse_args()
     hvd.init()
     device = torch.device("cpu")
     if args.device == "gpu":
@@ -63,32 +49,15 @@ def main():
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=device)
     labels = torch.randint(0, 999, (args.batch_size,), device=device)
 
-    def seconds(batches):
-        start = time.perf_counter()
+    def train(batches):
         for _ in range(batches):
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
         loss.item()
-        return time.perf_counter() - start
 
-    def say(text):
-        if hvd.rank() == 0:
-            print(text, flush=True)
-
-    count = sum(parameter.numel() for parameter in model.parameters())
-    say(f"Model: {args.model}, {count:,} parameters, on {hvd.size()} ranks")
-    seconds(args.num_warmup_batches)
-    speeds = []
-    for number in range(args.num_iters):
-        images_each = args.batch_size * args.num_batches_per_iter
-        speeds.append(images_each / seconds(args.num_batches_per_iter))
-        say(f"Iter #{number}: {speeds[-1]:.1f} img/sec per rank")
-    mean, deviation = np.mean(speeds), 1.96 * np.std(speeds)
-    total = hvd.allreduce(torch.tensor([mean, deviation]), op=hvd.Sum)
-    say(f"Img/sec per rank: {mean:.1f} +-{deviation:.1f}")
-    say(f"Total img/sec on {hvd.size()} ranks: {total[0]:.1f} +-{total[1]:.1f}")
+    measure(hvd, args, sum(parameter.numel() for parameter in model.parameters()), train)
 
 
 if __name__ == "__main__":
