@@ -3,8 +3,13 @@
 import subprocess
 import sys
 
+import hypothesis
 import pytest
 from jobs import launcher
+
+# A busy machine may take its time over an example.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from keras_dist.data.blocks import (
 )
 from keras_dist.data.partition import plan_for_fewer, plan_samples
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 sizes = st.integers(1, 4)
 keys = st.one_of(st.none(), st.tuples(st.integers(0, 9), st.integers(0, 9)))
 

@@ -28,7 +28,7 @@ LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 4), st.none() | st.integers(0, 99))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_shares_are_the_whole_and_share_no_row(lengths, size, mixed, seed):
     shares = [pieces.share_of(lengths, rank, size) for rank in range(size)]
     keys = [None if seed is None else [seed, rank] for rank in range(size)]

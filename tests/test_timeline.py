@@ -4,7 +4,7 @@ import json
 
 import pytest
 import traces
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from traces import EPOCH, HANDLE, STEP, bars, operation, write_part
 
@@ -108,7 +108,6 @@ def test_what_runs_behind_the_script_leaves_it_computing(tmp_path):
 times = st.lists(st.integers(0, 20 * MS), min_size=5, max_size=5).map(sorted)
 
 
-@settings(deadline=None)
 @given(st.lists(times, max_size=5), st.integers(-(10**15), 10**15))
 def test_any_operations_and_clock_make_a_trace_that_keeps_the_rules(tmp_path_factory, found, ahead):
     path = tmp_path_factory.mktemp("trace") / "t.json"

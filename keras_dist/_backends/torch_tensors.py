@@ -14,11 +14,11 @@ def dtype_of(tensor: torch.Tensor) -> np.dtype:
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Returns a tensor as an array: a view of one on the CPU, a copy of one elsewhere."""
     host = tensor.detach()
-    if host.device.type != "cpu":
+    if not host.is_cpu:
         host = _to_host(host)
     if not host.is_contiguous():
         host = host.contiguous()
-    if host.dtype == torch.bfloat16:
+    if host.dtype is torch.bfloat16:
         import ml_dtypes  # numpy's own dtypes do not have it
 
         return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
@@ -27,11 +27,11 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 def to_torch(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     """Returns an array as a tensor of the dtype and device of `like`: a view on the CPU."""
-    if like.dtype == torch.bfloat16:
+    if like.dtype is torch.bfloat16:
         tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     else:
         tensor = torch.from_numpy(array)
-    return tensor if like.device.type == "cpu" else tensor.to(like.device)
+    return tensor if like.is_cpu else tensor.to(like.device)
 
 
 def write_into(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:

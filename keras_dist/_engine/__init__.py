@@ -4,6 +4,7 @@ This is its face; other rooms import nothing from the modules behind it.
 """
 
 from keras_dist._engine.agreement import Absence, Call, entries_of
+from keras_dist._engine.attendants import Attendant
 from keras_dist._engine.clocks import clock_offset
 from keras_dist._engine.collectives.adasum import adasum, check_power_of_two
 from keras_dist._engine.collectives.allgather import allgather, grouped_allgather
@@ -18,7 +19,7 @@ from keras_dist._engine.collectives.meet import telling
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
 from keras_dist._engine.collectives.reducescatter import reducescatter
 from keras_dist._engine.collectives.slices import reduce_slices
-from keras_dist._engine.communicator import Attendant, Communicator
+from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, parse_compression
 from keras_dist._engine.files import File
 from keras_dist._engine.line import Handle

@@ -20,7 +20,7 @@ import numpy as np
 from keras_dist._engine import timeline
 from keras_dist._engine.buckets import Bucket, Piece, aligned, slice_bounds
 from keras_dist._engine.node import Node
-from keras_dist._engine.reduce import ReduceOp, reduce_into
+from keras_dist._engine.reduce import ReduceOp, reduce_each, reduce_into
 from keras_dist._engine.shared import Segment
 from keras_dist._engine.ways import Copying, Reading
 
@@ -143,9 +143,11 @@ class _Sliced:
         trouble = None
         try:
             with timeline.phase("reduce"):
-                for chunk in self._chunks:
-                    parts = self._way.parts(chunk, self._turn)
-                    reduce_into(result[chunk.low : chunk.high], parts, self._op)
+                pieces = (
+                    (result[chunk.low : chunk.high], self._way.parts(chunk, self._turn))
+                    for chunk in self._chunks
+                )
+                reduce_each(pieces, self._op)
         except OSError as error:
             trouble = error
         # A rank that has no slice comes all the same: others wait for it, on all nodes.

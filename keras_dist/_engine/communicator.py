@@ -11,13 +11,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from keras_dist import errors
 from keras_dist._engine import timeline
 from keras_dist._engine.agreement import Absence
+from keras_dist._engine.attendants import Attendant, Attendants
 from keras_dist._engine.line import Handle, Line
 from keras_dist._engine.node import Node, join_node
 from keras_dist._engine.point_to_point import turn_away
@@ -27,22 +28,12 @@ from keras_dist._engine.transfer import allgather_parts
 from keras_dist._engine.wait import blocked, waiting
 from keras_dist._engine.watch import Watch
 
-__all__ = ["Attendant", "Communicator"]
+__all__ = ["Communicator"]
 
 SPIN_SECONDS = 100e-6  # poll this long before giving the core away
 NAP_SECONDS = 50e-6
 
 _log = logging.getLogger("keras_dist")
-
-
-class Attendant(Protocol):
-    """What goes on beside the ranks, such as the watch, and ends with them."""
-
-    def close(self) -> None:
-        """Ends it. Collective: every rank; blocks."""
-
-    def abandon(self) -> None:
-        """Ends it where a rank has died, so that no others can be waited for."""
 
 
 class Communicator:
@@ -85,8 +76,7 @@ class Communicator:
         self.absence: Absence | None = None  # while some of the ranks have no more data
         self.when_missed: Callable[[], None] | None = None  # called where others miss them
         self.node: Node | None = None
-        self._attendants: list[Attendant] = []
-        self._begin_attending: list[Callable[[Communicator], Attendant]] = []
+        self._attendants = Attendants()
         self._neighbours: list[int] = []  # the ranks of this node
         self.plans: dict[Any, Any] = {}  # of recent single calls, oldest first
         self.ranks: Sequence[int] = ranks or (0,)
@@ -129,8 +119,7 @@ class Communicator:
         # Nodes of different sizes would cut a bucket into different slices.
         if self.local_size > 1 and self.is_homogeneous and self.reduce != "mpi":
             self._join_node(read=self.reduce == "read")
-        for begin in self._begin_attending:
-            self._attendants.append(begin(self))
+        self._attendants.begin_again(self)
 
     @property
     def worlds(self) -> tuple[Any, ...]:
@@ -139,9 +128,7 @@ class Communicator:
 
     def forget(self) -> None:
         """Lets go of what these ranks have in common, as one of them has died."""
-        for attendant in self._attendants:
-            attendant.abandon()
-        self._attendants = []
+        self._attendants.abandon()
         # MPI's communicators are left as they are: to free them would take the dead as well.
         self.plans.clear()
         self.absence = None
@@ -200,8 +187,7 @@ class Communicator:
         Args:
             begin: begins it, and does so again among the others where a rank has died.
         """
-        self._begin_attending.append(begin)
-        self._attendants.append(begin(self))
+        self._attendants.add(self, begin)
 
     def watch(self, period: int, limit: int) -> None:
         """Begins to watch for ranks that do not come. Collective: every rank; blocks.
@@ -215,11 +201,10 @@ class Communicator:
 
     def dismiss(self) -> None:
         """Ends what attends. Collective: every rank; blocks."""
-        for attendant in self._attendants:
-            # A last meeting would wait for ranks that die now.
-            end = attendant.close if self.recovery is None else attendant.abandon
-            end()
-        self._attendants = []
+        if self.recovery is None:
+            self._attendants.close()
+        else:
+            self._attendants.abandon()  # a last meeting would wait for ranks that die now
 
     def close_services(self) -> None:
         """Closes what ranks do for each other behind the script's back. Collective; blocks."""

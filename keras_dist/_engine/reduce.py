@@ -25,6 +25,7 @@ __all__ = [
     "divide",
     "parse_factor",
     "parse_op",
+    "reduce_each",
     "reduce_into",
     "reduce_rows",
     "scaled",
@@ -223,23 +224,34 @@ def reduce_into(result: np.ndarray, parts: Iterable[np.ndarray], op: ReduceOp) -
             so an iterator may reuse their memory in turn.
         op: the reduction.
     """
-    wide = accumulator(result.dtype, op)
-    narrow = wide != result.dtype
-    total = np.empty(result.shape, wide) if narrow else result
+    reduce_each([(result, parts)], op)
+
+
+def reduce_each(pieces: Iterable[tuple[np.ndarray, Iterable[np.ndarray]]], op: ReduceOp) -> None:
+    """Does `reduce_into` for results of one dtype, one after the other.
+
+    Args:
+        pieces: the results, each with its parts.
+        op: the reduction.
+    """
     ufunc = _UFUNCS[op]
-    each = (part.astype(wide) if narrow else part for part in parts)
     # Infinities and overflow are the caller's to judge: they travel to every rank alike.
     with np.errstate(all="ignore"):
-        left, count = next(each), 1
-        for part in each:
-            ufunc(left, part, out=total)
-            left, count = total, count + 1
-        if left is not total:
-            total[...] = left
-        if op is ReduceOp.AVERAGE and count > 1:
-            divide(total, count)
-        if narrow:
-            result[...] = total.astype(result.dtype)
+        for result, parts in pieces:
+            wide = accumulator(result.dtype, op)
+            narrow = wide != result.dtype
+            total = np.empty(result.shape, wide) if narrow else result
+            each = (part.astype(wide) for part in parts) if narrow else iter(parts)
+            left, count = next(each), 1
+            for part in each:
+                ufunc(left, part, out=total)
+                left, count = total, count + 1
+            if left is not total:
+                total[...] = left
+            if op is ReduceOp.AVERAGE and count > 1:
+                divide(total, count)
+            if narrow:
+                result[...] = total.astype(result.dtype)
 
 
 def divide(total: np.ndarray, count: int) -> None:
@@ -249,7 +261,7 @@ def divide(total: np.ndarray, count: int) -> None:
         total: the sum, in the dtype in which it was formed.
         count: how many contributions it has.
     """
-    if np.issubdtype(total.dtype, np.integer):
+    if total.dtype.kind in "iu":
         # Whole numbers stay whole numbers: a float64 in between would lose bits past 2**53.
         magnitude = np.abs(total) // np.asarray(count, total.dtype)
         total[...] = np.where(total < 0, -magnitude, magnitude)

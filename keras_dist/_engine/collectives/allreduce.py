@@ -66,7 +66,7 @@ def allreduce(
         return []
     specs = tuple((array.shape, array.dtype) for array in arrays)
     factors = (prescale, postscale)
-    kind = (specs, tuple(names), op, bucket_nbytes, key, factors, compression.name)
+    kind = _Kind((specs, tuple(names), op, bucket_nbytes, key, factors, compression.name))
     with comm.lock:
         fused = comm.plans.get(kind)
         if fused is None:
@@ -91,6 +91,20 @@ def allreduce(
         if is_new:
             _forget_oldest(comm.plans)
     return results
+
+
+class _Kind:
+    """What calls of one plan have in common; hashed once, which takes long for many arrays."""
+
+    def __init__(self, parts: tuple[Any, ...]):
+        self._parts = parts
+        self._hash = hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kind) and self._parts == other._parts
 
 
 def _forget_oldest(plans: dict[Any, FusedAllreduce]) -> None:
