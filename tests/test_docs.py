@@ -14,6 +14,7 @@ from keras_dist import config
 ROOT = pages.ROOT
 
 
+@pytest.mark.slow
 def test_python_on_the_pages_and_in_docstrings_runs(run_ranks, tmp_path):
     ended = run_ranks(2, Path(pages.__file__), cwd=tmp_path, timeout=600)
     assert ended.returncode == 0, ended.stdout[-5000:]

@@ -15,7 +15,7 @@ def last_line(job):
     return job.stdout.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_mnist(run_ranks, tmp_path, ranks):
     checkpoint = tmp_path / "mnist.keras"
     options = ["--epochs", "2", "--checkpoint", str(checkpoint)]
@@ -99,7 +99,7 @@ def test_synthetic_benchmark_of_torch(run_ranks):
     assert re.search(rf"^Img/sec per rank: {number}$", job.stdout, re.MULTILINE), job.stdout
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.slow)])
 def test_gan(run_ranks, backend):
     job = run_ranks(
         2,

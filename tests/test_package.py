@@ -80,6 +80,7 @@ def test_sdist_holds_what_the_tests_need(distributions):
 # --- README
 
 
+@pytest.mark.slow
 def test_first_example_runs_from_the_wheel(distributions, tmp_path):
     wheel, _ = distributions
     readme = (ROOT / "README.md").read_text()
