@@ -25,7 +25,7 @@ def allgather(
 
     Args:
         array: an array with at least one dimension.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         process_set: the ranks that take part. Defaults to all.
 
     Returns:

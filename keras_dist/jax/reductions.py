@@ -43,7 +43,7 @@ def allreduce(
         array: an array of any numeric dtype, bfloat16 included, also within `jax.jit`.
         op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`, or its name. Defaults to
             `Average`.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         prescale_factor: every rank's array is multiplied by it first. Defaults to 1.0.
         postscale_factor: the result is multiplied by it. Defaults to 1.0.
         process_set: the ranks that take part. Defaults to all.
