@@ -7,7 +7,8 @@ import weakref
 
 import pytest
 
-from keras_dist._engine.line import Line, OtherFirst
+from keras_dist._engine.line import Line
+from keras_dist._engine.place import OtherFirst
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._engine import timeline
 from keras_dist._engine.agreement import Absence
-from keras_dist._engine.line import Handle, Line
+from keras_dist._engine.line import Line
 from keras_dist._engine.node import Node, join_node
+from keras_dist._engine.place import Handle
 from keras_dist._engine.point_to_point import turn_away
 from keras_dist._engine.recovery import Recovery
 from keras_dist._engine.survivors import lost

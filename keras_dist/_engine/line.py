@@ -13,112 +13,16 @@ differ, they agree on one that all have in their lines, and it is taken to the f
 
 import collections
 import contextlib
-import logging
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from keras_dist._engine import timeline
+from keras_dist._engine.place import Handle, OtherFirst, Place
 
-__all__ = ["Handle", "Line", "OtherFirst"]
+__all__ = ["Line"]
 
 R = TypeVar("R")
-
-_log = logging.getLogger("keras_dist")
-
-
-class OtherFirst(Exception):
-    """The ranks have agreed to run another operation first. Comes of a meeting, on every rank.
-
-    Args:
-        name: that of the operation; it may be the one that was about to run.
-    """
-
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.name = name
-
-
-class _Place:
-    """A place in the line.
-
-    Args:
-        name: what the user calls the operation that stands there, if anything.
-        wanted: whether somebody waits for it.
-    """
-
-    def __init__(self, name: str | None = None, wanted: bool = True):
-        self.name, self.wanted = name, wanted
-
-
-class Handle(_Place):
-    """An operation that was queued: it waits, runs or has ended while the script goes on.
-
-    Made by the functions whose names end in `_async`. The operation runs whether or not the
-    handle is kept; an error that nobody has asked for is logged.
-    """
-
-    def __init__(self, work: Callable[[], Any], what: str, name: str | None = None):
-        super().__init__(name, wanted=False)
-        self._work: Callable[[], Any] = work
-        self._what = what
-        self._ended = threading.Event()
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._told = False
-
-    def done(self) -> bool:
-        """Tells whether the operation has ended, well or not. Does not block."""
-        return self._ended.is_set()
-
-    def wait(self) -> Any:
-        """Waits for the operation and returns its result. Blocks; further calls do not.
-
-        The ranks may wait for their handles in any order, and each as often as it likes.
-
-        Raises:
-            KerasDistError: what the blocking operation raises.
-        """
-        self.wanted = True
-        if not self._ended.is_set():
-            with timeline.span("wait for what is queued"):
-                self._ended.wait()
-        if self._error is not None:
-            self._told = True
-            try:
-                raise self._error
-            finally:
-                del self  # as in `_run`
-        return self._result
-
-    def _run(self) -> bool:
-        """Runs the operation in the calling thread; returns whether it went well."""
-        try:
-            self._result = self._work()
-        except OtherFirst:
-            raise  # it has not run
-        except BaseException as error:  # whatever it is, it belongs to who waits
-            self._error = error
-        well = self._error is None
-        del self._work  # lets go of the values
-        self._ended.set()
-        del self  # the traceback leads to this frame, which would hold the handle by it
-        return well
-
-    def _tell(self) -> None:
-        """Logs the error, unless there is none or somebody has been told."""
-        if self._error is not None and not self._told:
-            self._told = True
-            _log.error(
-                "A queued %s that nobody waited for failed: %s: %s",
-                self._what,
-                type(self._error).__name__,
-                self._error,
-            )
-
-    def __del__(self) -> None:
-        self._tell()
 
 
 class Line:
@@ -133,7 +37,7 @@ class Line:
 
     def __init__(self, lock: Any):
         self._lock = lock
-        self._line: collections.deque[_Place] = collections.deque()  # the front is at work
+        self._line: collections.deque[Place] = collections.deque()  # the front is at work
         self._moved = threading.Condition()
         self._failed: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._closed = False
@@ -143,7 +47,7 @@ class Line:
         if self._lock._is_owned():  # as `threading.Condition` asks: a part of a collective
             self._lock.acquire()
             return
-        place = _Place()
+        place = Place()
         try:
             self._stand(place)
             self._come(place)
@@ -166,7 +70,7 @@ class Line:
         """
         if self._lock._is_owned():
             return work()
-        place = _Place(name)
+        place = Place(name)
         try:
             self._stand(place)
             while True:
@@ -247,11 +151,11 @@ class Line:
         front = self._line[0] if self._line else None
         return front if isinstance(front, Handle) else None
 
-    def _stand(self, place: _Place) -> None:
+    def _stand(self, place: Place) -> None:
         with self._moved:
             self._line.append(place)
 
-    def _come(self, place: _Place) -> None:
+    def _come(self, place: Place) -> None:
         """Waits until a place is at the front, and takes the lock."""
         with self._moved:
             self._moved.wait_for(lambda: self._line[0] is place)
@@ -264,7 +168,7 @@ class Line:
             self._line.appendleft(chosen)
             self._moved.notify_all()
 
-    def _leave(self, place: _Place) -> None:
+    def _leave(self, place: Place) -> None:
         with self._moved:
             self._line.remove(place)
             self._moved.notify_all()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from keras_dist._engine.agreement import Call
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.line import OtherFirst
+from keras_dist._engine.place import OtherFirst
 from keras_dist._engine.survivors import assure
 from keras_dist._engine.wait import waiting
 
