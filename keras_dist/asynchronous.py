@@ -6,6 +6,10 @@ by the script or within a training step, wait until those before them have run: 
 every rank is the order of the calls, blocking or not, and that order must be the same on all
 ranks. A difference is an error on every rank.
 
+Operations with a `name` need no order: where ranks differ, one whose name all of them hold comes
+first. A rank may hold many by queueing them, or by threads that block. A name that not all ranks
+will ever call is an error on every rank, once all of them wait.
+
 A value is read when the operation runs, not when it is queued, and it is not copied: it must
 not be changed until the handle is done. Results are new arrays. In which order a rank asks for
 its results, and whether it does, is its own affair: the operation runs anyway. An error that
@@ -87,16 +91,16 @@ def queued(operation: Callable[P, Any], name: str | None = None) -> Callable[P, 
 
     @functools.wraps(operation)
     def queue(*args: P.args, **kwargs: P.kwargs) -> Handle:
-        process_set = signature.bind(*args, **kwargs).arguments.get("process_set")
+        given = signature.bind(*args, **kwargs).arguments
         work = functools.partial(operation, *args, **kwargs)
-        return runtime.communicator(process_set).queue(work, what)
+        return runtime.communicator(given.get("process_set")).queue(work, what, given.get("name"))
 
     queue.__name__ = queue.__qualname__ = name or f"{what}_async"
     queue.__module__ = __name__
     vars(queue)["__signature__"] = signature.replace(return_annotation=Handle)
     queue.__doc__ = f"""Queues `{what}`.
 
-    Collective: every rank, in the same order; does not block.
+    Collective: every rank, in the same order or with a `name`; does not block.
 
     Args: those of `{what}`; arrays and lists among them must not be changed until the handle is
     done. A `process_set` has an order of its own: that of the calls on the set.

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from keras_dist import _engine, errors, runtime
+from keras_dist.arguments import chosen_groups
 from keras_dist.distributed import attach, check_local, is_distributed
 from keras_dist.model_state import MULTI_OPTIMIZER, optimizers_inside
 from keras_dist.process_sets import ProcessSet
@@ -29,6 +30,9 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     groups: int | list[list[keras.Variable]] | None = None,
     scale_local_gradients: bool = True,
+    num_groups: int = 0,
+    device_dense: str = "",
+    device_sparse: str = "",
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer average its gradients over the ranks before it applies them.
 
@@ -72,6 +76,10 @@ def DistributedOptimizer(
             `None`: by size, see `KERAS_DIST_BUCKET_NBYTES`.
         scale_local_gradients: whether gradients of local variables are divided by the number
             of ranks, as averaged ones are. Defaults to `True`.
+        num_groups: deprecated: `groups` as a number.
+        device_dense: accepted for scripts written for Horovod; has no effect, gradients travel
+            through the host.
+        device_sparse: as `device_dense`.
 
     Returns:
         `optimizer`.
@@ -101,7 +109,7 @@ def DistributedOptimizer(
         average_aggregated_gradients=average_aggregated_gradients,
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
-        groups=groups,
+        groups=chosen_groups(groups, num_groups),
         scale_local_gradients=scale_local_gradients,
     )
     _accumulate(optimizer, terms.passes, where)

@@ -37,6 +37,7 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     compile: bool = True,
     safe_mode: bool = True,
+    legacy_opts: bool = False,
     **settings: Any,
 ) -> keras.Model:
     """Loads a model and makes its optimizer distributed, on the terms it was saved with.
@@ -59,6 +60,7 @@ def load_model(
         compile: whether to compile the model, as in Keras; without, it has no optimizer.
             Defaults to `True`.
         safe_mode: as in Keras. Defaults to `True`.
+        legacy_opts: accepted for scripts written for Horovod; has no effect.
         **settings: arguments of `DistributedOptimizer`, by name, which go before those saved.
 
     Returns:

@@ -57,6 +57,18 @@ def test_mnist_with_a_tape(run_ranks, tmp_path):
 
 
 @pytest.mark.slow
+def test_cifar10(run_ranks):
+    options = "--made 2000 --epochs 4 --width 8 --batch-size 50 --warmup-epochs 1".split()
+    job = run_ranks(2, str(EXAMPLES / "cifar10" / "train.py"), *options, timeout=600)
+    said = re.fullmatch(
+        r"Trained on made pictures with 2 ranks: test accuracy (\d+\.\d)%\.", last_line(job)
+    )
+    assert said is not None, job.stdout
+    assert float(said[1]) > 25
+    assert job.stdout.count("epoch 4: loss ") == 1
+
+
+@pytest.mark.slow
 def test_synthetic_benchmark_of_tensorflow(run_ranks):
     script = EXAMPLES / "synthetic" / "tensorflow_benchmark.py"
     options = "--model MLP --batch-size 8 --image-size 8 --num-iters 2 --num-batches-per-iter 2"

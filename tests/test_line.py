@@ -8,6 +8,7 @@ import weakref
 import pytest
 
 from keras_dist._engine.line import Line
+from keras_dist._engine.place import OtherFirst
 
 
 @pytest.fixture
@@ -43,6 +44,24 @@ def test_turns_come_in_the_order_of_asking(line):
     assert done == list(range(12))
     for thread in threads:
         thread.join()
+
+
+def test_what_the_ranks_agree_on_goes_to_the_front(line):
+    done = []
+
+    def take(name):
+        if not done and name != "b":
+            raise OtherFirst("b")
+        done.append(name)
+
+    with line:
+        handles = [line.queue(functools.partial(take, name), "append", name) for name in "abc"]
+        assert line.standing() == (("a", "b", "c"), True)
+    line.run(functools.partial(take, "d"), "d")
+    for handle in handles:
+        handle.wait()
+    assert done == ["b", "a", "c", "d"]
+    assert line.standing() == ((), False)
 
 
 def test_who_is_interrupted_holds_up_nobody(line, monkeypatch):

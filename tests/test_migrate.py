@@ -88,6 +88,16 @@ def test_a_script_for_keras(migrate):
         ("import os, horovod.torch as hvd", "import os, keras_dist.torch as hvd"),
         ("from horovod import torch as hvd", "import keras_dist.torch as hvd"),
         ("from horovod.tensorflow import keras as hvd", "import keras_dist as hvd"),
+        (
+            "from horovod import torch, tensorflow as tf, run",
+            "import keras_dist.torch as torch; import keras_dist.tensorflow as tf; "
+            "from keras_dist import run",
+        ),
+        ("from horovod import run, __version__", "from keras_dist import run, __version__"),
+        (
+            "from horovod.common import exceptions",
+            "import keras_dist.elastic as exceptions",
+        ),
         ("from horovod.torch import init, rank", "from keras_dist.torch import init, rank"),
         (
             "from horovod.keras.callbacks import MetricAverageCallback",
@@ -139,6 +149,22 @@ def test_what_is_left_to_the_user_is_named_by_line(migrate):
     assert "import horovod.mxnet as mx\nfrom horovod import spark\n" in text
     assert "from horovod.runner.common import util\n" in text
     assert "allreduce(x, average=True)\nhorovod = other.allreduce(x, average=True)" in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from horovod import common",
+        "from horovod import torch, runner",
+        "from horovod.common import util",
+        "from horovod.tensorflow import data",
+        "import horovod.common as common",
+    ],
+)
+def test_modules_that_there_are_not_are_left_and_named(migrate, line):
+    code, diff, notes, _ = migrate(line)
+    assert (code, diff) == (0, "")
+    assert notes.startswith("1: keras_dist has no ")
 
 
 def test_a_script_is_written_in_utf_8_whatever_the_locale(tmp_path):

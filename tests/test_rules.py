@@ -132,7 +132,7 @@ TABLE = [
     (".elastic.models",        f"{FACE} .elastic.state",            "torch .model_state"),
     (".point_to_point",        f"{FACE} .collectives.values",                 ""),
     (".pipeline",              f"{FACE} keras",                               ""),
-    (".optimizer",             ON_KERAS,                                      ""),
+    (".optimizer",             f"{ON_KERAS} .arguments",                      ""),
     (".model_state",           "keras numpy",                                 ""),
     (".distributed",           ON_KERAS,                                      ""),
     (".fit_plan",              f"{ON_KERAS} .data.epochs",                    ""),

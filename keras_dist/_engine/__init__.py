@@ -22,7 +22,6 @@ from keras_dist._engine.collectives.slices import reduce_slices
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, parse_compression
 from keras_dist._engine.files import File
-from keras_dist._engine.line import Handle
 from keras_dist._engine.mailbox import Mailbox
 from keras_dist._engine.mpi_library import (
     failed_process,
@@ -44,6 +43,7 @@ from keras_dist._engine.part import (
     start_part,
     stop_part,
 )
+from keras_dist._engine.place import Handle
 from keras_dist._engine.point_to_point import recv, send
 from keras_dist._engine.progress import (
     begin_epoch,

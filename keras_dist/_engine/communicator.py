@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,8 +19,9 @@ from keras_dist import errors
 from keras_dist._engine import timeline
 from keras_dist._engine.agreement import Absence
 from keras_dist._engine.attendants import Attendant, Attendants
-from keras_dist._engine.line import Handle, Line
+from keras_dist._engine.line import Line
 from keras_dist._engine.node import Node, join_node
+from keras_dist._engine.place import Handle
 from keras_dist._engine.point_to_point import turn_away
 from keras_dist._engine.recovery import Recovery
 from keras_dist._engine.survivors import lost
@@ -34,6 +35,7 @@ SPIN_SECONDS = 100e-6  # poll this long before giving the core away
 NAP_SECONDS = 50e-6
 
 _log = logging.getLogger("keras_dist")
+R = TypeVar("R")
 
 
 class Communicator:
@@ -212,7 +214,7 @@ class Communicator:
             service.close()
         self.services.clear()
 
-    def queue(self, work: Callable[[], Any], what: str) -> Handle:
+    def queue(self, work: Callable[[], Any], what: str, name: str | None = None) -> Handle:
         """Queues a collective; a thread runs it in its turn. Does not block.
 
         Collectives that are called or queued later, from any thread, run after it.
@@ -220,15 +222,35 @@ class Communicator:
         Args:
             work: calls the collective.
             what: what it is called in messages.
+            name: what the user calls it, if anything: by it the ranks may run it earlier.
         """
         if self._one_at_a_time is not self:
             return self._one_at_a_time.queue(work, what)
-        work = timeline.queued(work)
+        return self._make_line().queue(timeline.queued(work), what, name)
+
+    def run_by_name(self, work: Callable[[], R], name: str) -> R:
+        """Runs a collective that ranks find by its name among those that are called or queued.
+
+        Collective: every rank; blocks.
+
+        Args:
+            work: calls the collective, which begins with a meeting.
+            name: what the user calls it.
+        """
+        if self.size == 1 or self._one_at_a_time is not self:
+            return work()
+        return self._make_line().run(work, name)
+
+    def standing(self) -> tuple[tuple[str, ...], bool]:
+        """Returns the names of what is called or queued, and whether any of it is waited for."""
+        return self._line.standing() if self._line is not None else ((), False)
+
+    def _make_line(self) -> Line:
         if self._line is None:
             with self._lock:  # of two threads that come here one makes the line
                 if self._line is None:
                     self._lock = self._line = Line(self._lock)
-        return self._line.queue(work, what)
+        return self._line
 
     def finish_queued(self) -> None:
         """Waits until what is queued has run; logs the errors nobody has asked for."""

@@ -6,86 +6,23 @@ behind its back, a blocking call may come while others still wait; it must not o
 on one rank and come after them on another. So there is one line. A blocking call stands in it
 itself; a queued operation leaves its `Handle` there, and a thread of the engine runs it when
 it is at the front. When anything runs depends on time, what runs before what does not.
+
+Operations to which a script gives names need no order: where the ranks find that those in front
+differ, they agree on one that all have in their lines, and it is taken to the front (`OtherFirst`).
 """
 
 import collections
 import contextlib
-import logging
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from keras_dist._engine import timeline
+from keras_dist._engine.place import Handle, OtherFirst, Place
 
-__all__ = ["Handle", "Line"]
+__all__ = ["Line"]
 
-_log = logging.getLogger("keras_dist")
-
-
-class Handle:
-    """An operation that was queued: it waits, runs or has ended while the script goes on.
-
-    Made by the functions whose names end in `_async`. The operation runs whether or not the
-    handle is kept; an error that nobody has asked for is logged.
-    """
-
-    def __init__(self, work: Callable[[], Any], what: str):
-        self._work: Callable[[], Any] = work
-        self._what = what
-        self._ended = threading.Event()
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._told = False
-
-    def done(self) -> bool:
-        """Tells whether the operation has ended, well or not. Does not block."""
-        return self._ended.is_set()
-
-    def wait(self) -> Any:
-        """Waits for the operation and returns its result. Blocks; further calls do not.
-
-        The ranks may wait for their handles in any order, and each as often as it likes.
-
-        Raises:
-            KerasDistError: what the blocking operation raises.
-        """
-        if not self._ended.is_set():
-            with timeline.span("wait for what is queued"):
-                self._ended.wait()
-        if self._error is not None:
-            self._told = True
-            try:
-                raise self._error
-            finally:
-                del self  # as in `_run`
-        return self._result
-
-    def _run(self) -> bool:
-        """Runs the operation in the calling thread; returns whether it went well."""
-        try:
-            self._result = self._work()
-        except BaseException as error:  # whatever it is, it belongs to who waits
-            self._error = error
-        well = self._error is None
-        del self._work  # lets go of the values
-        self._ended.set()
-        del self  # the traceback leads to this frame, which would hold the handle by it
-        return well
-
-    def _tell(self) -> None:
-        """Logs the error, unless there is none or somebody has been told."""
-        if self._error is not None and not self._told:
-            self._told = True
-            _log.error(
-                "A queued %s that nobody waited for failed: %s: %s",
-                self._what,
-                type(self._error).__name__,
-                self._error,
-            )
-
-    def __del__(self) -> None:
-        self._tell()
+R = TypeVar("R")
 
 
 class Line:
@@ -100,23 +37,20 @@ class Line:
 
     def __init__(self, lock: Any):
         self._lock = lock
-        self._line: collections.deque[object] = collections.deque()  # the front is at work
+        self._line: collections.deque[Place] = collections.deque()  # the front is at work
         self._moved = threading.Condition()
         self._failed: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="keras_dist", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
         if self._lock._is_owned():  # as `threading.Condition` asks: a part of a collective
             self._lock.acquire()
             return
-        place = object()
+        place = Place()
         try:
-            with self._moved:
-                self._line.append(place)
-                self._moved.wait_for(lambda: self._line[0] is place)
-            self._lock.acquire()
+            self._stand(place)
+            self._come(place)
         except BaseException:  # an interrupt: those behind must not wait for it
             with contextlib.suppress(ValueError):
                 self._leave(place)
@@ -127,21 +61,56 @@ class Line:
         if not self._lock._is_owned():
             self._leave(self._line[0])
 
-    def queue(self, work: Callable[[], Any], what: str) -> Handle:
+    def run(self, work: Callable[[], R], name: str) -> R:
+        """Runs an operation with a name, in its turn or when the ranks agree on it. Blocks.
+
+        Args:
+            work: the operation; it is called again where another one comes first.
+            name: what the user calls it.
+        """
+        if self._lock._is_owned():
+            return work()
+        place = Place(name)
+        try:
+            self._stand(place)
+            while True:
+                self._come(place)
+                try:
+                    return work()
+                except OtherFirst as other:
+                    self._take_to_the_front(other.name)
+                finally:
+                    self._lock.release()
+        finally:
+            with contextlib.suppress(ValueError):  # an interrupt may come before it stands there
+                self._leave(place)
+
+    def standing(self) -> tuple[tuple[str, ...], bool]:
+        """Returns the names in the line, from its front, and whether any place is waited for."""
+        with self._moved:
+            names = tuple(place.name for place in self._line if place.name is not None)
+            return names, any(place.wanted for place in self._line)
+
+    def queue(self, work: Callable[[], Any], what: str, name: str | None = None) -> Handle:
         """Puts an operation at the end of the line. Does not block.
 
         Args:
-            work: the operation; it is called in the thread of the engine.
+            work: the operation; it is called in the thread of the engine, again where another
+                one comes first.
             what: what it is called in messages.
+            name: what the user calls it, if anything.
 
         Raises:
             RuntimeError: the line is closed.
         """
-        handle = Handle(work, what)
+        handle = Handle(work, what, name)
         with self._moved:
             if self._closed:
                 raise RuntimeError(f"{what} was queued for ranks that have been left")
             self._line.append(handle)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="keras_dist", daemon=True)
+                self._thread.start()
             self._moved.notify_all()
         return handle
 
@@ -158,14 +127,18 @@ class Line:
         with self._moved:
             self._closed = True
             self._moved.notify_all()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _serve(self) -> None:
         while (handle := self._next()) is not None:
-            with self._lock:
-                if not handle._run():
-                    self._failed.add(handle)
-            self._leave(handle)
+            try:
+                with self._lock:
+                    if not handle._run():
+                        self._failed.add(handle)
+                self._leave(handle)
+            except OtherFirst as other:
+                self._take_to_the_front(other.name)
             del handle  # who dropped it may be told of an error now, not at the next operation
 
     def _next(self) -> Handle | None:
@@ -178,7 +151,24 @@ class Line:
         front = self._line[0] if self._line else None
         return front if isinstance(front, Handle) else None
 
-    def _leave(self, place: object) -> None:
+    def _stand(self, place: Place) -> None:
+        with self._moved:
+            self._line.append(place)
+
+    def _come(self, place: Place) -> None:
+        """Waits until a place is at the front, and takes the lock."""
+        with self._moved:
+            self._moved.wait_for(lambda: self._line[0] is place)
+        self._lock.acquire()
+
+    def _take_to_the_front(self, name: str) -> None:
+        with self._moved:
+            chosen = next(place for place in self._line if place.name == name)
+            self._line.remove(chosen)
+            self._line.appendleft(chosen)
+            self._moved.notify_all()
+
+    def _leave(self, place: Place) -> None:
         with self._moved:
             self._line.remove(place)
             self._moved.notify_all()

@@ -2,8 +2,9 @@
 
 Each takes whatever numpy can make an array of (numbers, lists, arrays, eager tensors on the
 CPU) and gives new numpy arrays. Every rank must call the same operations in the same order;
-a difference is an error on every rank. With a `process_set` all of this holds for the ranks of
-the set: they alone call, they alone are counted, and results are in their order.
+a difference is an error on every rank. Calls with a `name` that several threads of a rank make may
+come in any order: ranks find each other's by it. With a `process_set` all of this holds for the
+ranks of the set: they alone call, they alone are counted, and results are in their order.
 """
 
 from keras_dist.collectives.exchanges import (

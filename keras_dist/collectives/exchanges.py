@@ -30,7 +30,7 @@ def allgather(
 
     Args:
         value: array with at least one dimension; its length may differ from rank to rank.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
             an `ArgumentError`. Defaults to `None`.
 
@@ -92,7 +92,7 @@ def alltoall(
         splits: how many rows each rank gets: one whole number a rank, 0 included. They may
             differ from rank to rank; rows behind their sum are not sent. Defaults to equal
             numbers, for which the length must divide by the number of ranks.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
             an `ArgumentError`. Defaults to `None`.
 
@@ -132,7 +132,7 @@ def broadcast(
         value: number or array; only the root's values count.
         root_rank: the rank whose value all receive, by its number in the job, also in a
             process set. Defaults to 0.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
             an `ArgumentError`. Defaults to `None`.
 
@@ -163,7 +163,7 @@ def broadcast_(
         variables: list of numpy arrays that can be written to; only the root's values count.
         root_rank: the rank whose values all receive, by its number in the job, also in a
             process set. Defaults to 0.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
             an `ArgumentError`. Defaults to `None`.
 

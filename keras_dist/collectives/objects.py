@@ -25,7 +25,7 @@ def broadcast_object(
         value: any object that can be pickled; only the root's counts.
         root_rank: the rank whose object all receive, by its number in the job, also in a
             process set. Defaults to 0.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
             an `ArgumentError`. Defaults to `None`.
 
@@ -48,7 +48,7 @@ def allgather_object(
 
     Args:
         value: any object that can be pickled.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
             an `ArgumentError`. Defaults to `None`.
 

@@ -42,7 +42,7 @@ def allreduce(
             `Min`, `Max` and `Product`; `Adasum` is for floats, on 1, 2, 4, 8, ... ranks: it
             adds what differs in the values and averages what they have in common. Defaults
             to `Average`.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         prescale_factor: every rank's value is multiplied by it first. Whole numbers are
             multiplied in float64 and truncated, float16 and bfloat16 in float32. Defaults to
             1.0.
@@ -137,7 +137,7 @@ def reducescatter(
     Args:
         value: array with at least one dimension, of any numeric dtype, bfloat16 included.
         op: `Average` or `Sum`, or its name. Defaults to `Average`.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         prescale_factor: as for `allreduce`.
         postscale_factor: as for `allreduce`.
         process_set: as for `allreduce`.
@@ -214,7 +214,7 @@ def sparse_allreduce(
         op: `Average` or `Sum`, or its name. An average divides by the number of ranks, as that
             of the whole table does, not by the number of ranks that hold the row. Defaults to
             `Average`.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         process_set: as for `allreduce`. Defaults to `None`.
 
     Returns:

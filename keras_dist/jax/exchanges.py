@@ -25,7 +25,7 @@ def allgather(
 
     Args:
         array: an array with at least one dimension.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         process_set: the ranks that take part. Defaults to all.
 
     Returns:
@@ -54,7 +54,7 @@ def grouped_allgather(
     arrays: Sequence[Any],
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-    rows: int | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> list[Any]:
     """Does `allgather`, without gradients, for a list of arrays at once: they travel together.
 
@@ -64,7 +64,7 @@ def grouped_allgather(
         arrays: list of arrays; dtypes may differ.
         name: as for `allgather`.
         process_set: as for `allgather`.
-        rows: the length of the results inside of `jax.jit`. Defaults to that of equal lengths.
+        lengths: of the results inside of `jax.jit`. Defaults to those of equal lengths.
 
     Returns:
         List of new arrays.
@@ -75,7 +75,9 @@ def grouped_allgather(
     def gather(given: list[Any]) -> list[Any]:
         return collectives.grouped_allgather(given, name, process_set)
 
-    shapes = [(rows or size * one.shape[0], *one.shape[1:]) if one.ndim else () for one in given]
+    equal = [size * one.shape[0] if one.ndim else 0 for one in given]
+    pairs = zip(given, equal if lengths is None else lengths, strict=True)
+    shapes = [(length, *one.shape[1:]) if one.ndim else () for one, length in pairs]
     return on_host(gather, given, shapes)
 
 

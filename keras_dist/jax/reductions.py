@@ -17,6 +17,7 @@ __all__ = [
     "allreduce",
     "average_gradients",
     "grouped_allreduce",
+    "grouped_reducescatter",
     "pmean",
     "psum",
     "reducescatter",
@@ -43,7 +44,7 @@ def allreduce(
         array: an array of any numeric dtype, bfloat16 included, also within `jax.jit`.
         op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`, or its name. Defaults to
             `Average`.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         prescale_factor: every rank's array is multiplied by it first. Defaults to 1.0.
         postscale_factor: the result is multiplied by it. Defaults to 1.0.
         process_set: the ranks that take part. Defaults to all.
@@ -123,23 +124,55 @@ def reducescatter(
     Returns:
         New array: this rank's rows of the result.
     """
+    how = op, name, process_set, prescale_factor, postscale_factor
+    return grouped_reducescatter([array], *how)[0]
+
+
+def grouped_reducescatter(
+    arrays: Sequence[Any],
+    op: ReduceOp | str = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """Does `reducescatter` for a list of arrays at once: they travel together.
+
+    Collective: as `reducescatter`.
+
+    Args:
+        arrays: list of arrays with at least one dimension; dtypes may differ.
+        op: as for `reducescatter`.
+        name: as for `allreduce`.
+        process_set: as for `allreduce`.
+        prescale_factor: as for `allreduce`.
+        postscale_factor: as for `allreduce`.
+
+    Returns:
+        List of new arrays: this rank's rows of each.
+    """
     comm = runtime.communicator(process_set)
-    how = op, name, prescale_factor, postscale_factor, process_set
     sums = getattr(op, "value", str(op).lower()) == Sum.value
     factor = prescale_factor * postscale_factor * (comm.size if sums else 1)
 
-    def run(given: Any) -> Any:
-        rows = given.shape[0] if given.ndim else 0
-        mine = rows // comm.size + (comm.rank < rows % comm.size)
-        scatter = functools.partial(_scattered, how)
-        return on_host(scatter, [given], [(mine, *given.shape[1:])])[0]
+    def scatter(given: list[Any]) -> list[Any]:
+        how = op, name, prescale_factor, postscale_factor, process_set
+        return collectives.grouped_reducescatter(given, *how)
 
-    def back(rows: int, gradient: Any) -> tuple[Any]:
-        return (factor * grouped_allgather([gradient], name, process_set, rows=rows)[0],)
+    def rows_of(array: Any) -> tuple[int, ...]:
+        rows = array.shape[0] if array.ndim else 0
+        return (rows // comm.size + (comm.rank < rows % comm.size), *array.shape[1:])
+
+    def run(given: list[Any]) -> list[Any]:
+        return on_host(scatter, given, [rows_of(array) for array in given])
+
+    def back(lengths: list[int], gradients: list[Any]) -> tuple[list[Any]]:
+        whole = grouped_allgather(gradients, name, process_set, lengths)
+        return ([factor * gradient for gradient in whole],)
 
     scattered = jax.custom_vjp(run)
-    scattered.defvjp(lambda given: (run(given), given.shape[0]), back)
-    return scattered(jax.numpy.asarray(array))
+    scattered.defvjp(lambda given: (run(given), [len(array) for array in given]), back)
+    return scattered(list(map(jax.numpy.asarray, arrays)))
 
 
 def pmean(tree: Any, process_set: ProcessSet = global_process_set) -> Any:
@@ -197,7 +230,3 @@ def _allreduce(how: Any, arrays: list[Any]) -> list[Any]:
         return collectives.grouped_allreduce(given, *how)
 
     return on_host(reduce, arrays, [array.shape for array in arrays])
-
-
-def _scattered(how: Any, arrays: list[Any]) -> list[Any]:
-    return collectives.grouped_reducescatter(arrays, *how)

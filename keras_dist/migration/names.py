@@ -1,6 +1,6 @@
 """What Horovod's modules and names have become. Tables alone."""
 
-__all__ = ["GONE", "GONE_MODULES", "GPU_PINNING", "MODULES", "REMOVED_ARGUMENTS", "UNKNOWN"]
+__all__ = ["GONE", "GONE_MODULES", "GPU_PINNING", "MODULES", "REMOVED_ARGUMENTS", "TOP", "UNKNOWN"]
 
 # All that there are; modules of Horovod that only hold names of another have become that one.
 MODULES = {
@@ -30,8 +30,13 @@ GONE_MODULES = {
     "horovod.data": "keras_dist has no such loaders: share data out by keras_dist.data.shard",
     "horovod.mxnet": "keras_dist does not know MXNet",
     "horovod.spark": "keras_dist has nothing for Spark: start the job by keras-dist run",
+    "horovod.tensorflow.data": "keras_dist has no tf.data service: share data out by "
+    "keras_dist.data.shard",
     "horovod.ray": "keras_dist has nothing for Ray: start the job by keras-dist run",
 }
+
+# What the package itself holds beside its modules.
+TOP = {"run", "__version__"}
 
 # Of the module of Horovod; most were for graphs and sessions of TensorFlow 1.
 GONE = {
@@ -40,6 +45,7 @@ GONE = {
     "broadcast_global_variables": "TensorFlow 1 alone: call broadcast_variables with the variables",
     "broadcast_object_fn": "TensorFlow 1 alone: call broadcast_object",
     "gpu_available": "an internal name of Horovod: ask the framework",
+    "HorovodVersionMismatchError": "nothing is compiled for a version of a framework",
     "handle_average_backwards_compatibility": "an internal name of Horovod",
     "LocalGradientAggregationHelper": "an internal name of Horovod: pass "
     "backward_passes_per_step to DistributedOptimizer",

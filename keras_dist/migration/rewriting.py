@@ -16,6 +16,7 @@ from keras_dist.migration.names import (
     GPU_PINNING,
     MODULES,
     REMOVED_ARGUMENTS,
+    TOP,
     UNKNOWN,
 )
 
@@ -105,28 +106,35 @@ class _Rewriter(m.MatcherDecoratableTransformer):
 
     def leave_ImportFrom(
         self, node: cst.ImportFrom, updated: cst.ImportFrom
-    ) -> cst.ImportFrom | cst.Import:
+    ) -> cst.ImportFrom | cst.Import | cst.FlattenSentinel[cst.BaseSmallStatement]:
         old = _module_of(node)
         module, trouble = _new_module(old)
-        if trouble is not None:
-            self._note(node, trouble)
-        if module is None:
+        if isinstance(updated.names, cst.ImportStar) or not _is_horovods(old):
+            aliases: Sequence[cst.ImportAlias] = []
+        else:
+            aliases = updated.names
+        inner = [f"{old}.{get_full_name_for_node(alias.name)}" for alias in aliases]
+        troubles = [_trouble_with(name) for name in inner]
+        if trouble is not None and all(name in MODULES for name in inner) and inner:
+            trouble = None  # `from horovod.common import exceptions`
+        if trouble is not None or any(troubles):
+            self._note(node, next(filter(None, (*troubles, trouble))))
             return updated
-        if not isinstance(updated.names, cst.ImportStar) and len(updated.names) == 1:
-            [alias] = updated.names
-            inner = f"{old}.{get_full_name_for_node(alias.name)}"
-            if inner in GONE_MODULES:
-                self._note(node, GONE_MODULES[inner])
-                return updated
-            if inner in MODULES:  # `from horovod.tensorflow import keras as hvd`
-                named = alias.asname or cst.AsName(
-                    cst.Name(alias.evaluated_name),
-                    cst.SimpleWhitespace(" "),
-                    cst.SimpleWhitespace(" "),
-                )
-                new = cst.ImportAlias(_dotted(MODULES[inner]), named)
-                return cst.Import([new])
-        return updated.with_changes(module=_dotted(module))
+        # `from horovod.tensorflow import keras as hvd`: modules that have other names now.
+        modules = {
+            name: alias for name, alias in zip(inner, aliases, strict=True) if name in MODULES
+        }
+        names = [alias for alias in aliases if alias not in modules.values()]
+        if not modules:
+            return updated if module is None else updated.with_changes(module=_dotted(module))
+        imports: list[Any] = [
+            cst.Import([cst.ImportAlias(_dotted(MODULES[name]), _named(alias))])
+            for name, alias in modules.items()
+        ]
+        if names:
+            names[-1] = names[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+            imports.append(updated.with_changes(module=_dotted(module or ""), names=names))
+        return imports[0] if len(imports) == 1 else cst.FlattenSentinel(imports)
 
     # --- Names, in the code that follows
 
@@ -202,6 +210,21 @@ def _new_module(name: str) -> tuple[str | None, str | None]:
     if gone is not None:
         return None, gone
     return (MODULES[name], None) if name in MODULES else (None, UNKNOWN)
+
+
+def _trouble_with(name: str) -> str | None:
+    """Returns why there is nothing of a dotted name of Horovod's any more, if that is known."""
+    if name in GONE_MODULES:
+        return GONE_MODULES[name]
+    package, _, member = name.rpartition(".")
+    known = package != "horovod" or member in TOP or name in MODULES
+    return None if known else UNKNOWN
+
+
+def _named(alias: cst.ImportAlias) -> cst.AsName:
+    """Returns the `as` of an import that keeps a name as the script knows it."""
+    space = cst.SimpleWhitespace(" ")
+    return alias.asname or cst.AsName(cst.Name(alias.evaluated_name), space, space)
 
 
 def _dotted(name: str) -> Any:

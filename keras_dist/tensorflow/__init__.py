@@ -9,6 +9,7 @@ hvd.init()
 Scripts written for `horovod.tensorflow` run with that import changed: the names, the arguments and
 their order are the same. All functions work eagerly and inside a `tf.function`, where they are
 operations that call the host: in the order of the program, which must be the same on all ranks.
+Calls with a `name` that several threads of a rank make find each other in any order.
 XLA cannot compile them, so a `tf.function(jit_compile=True)` cannot hold them.
 
 What has a gradient is said at each function. Errors are those of keras_dist and, for scripts that

@@ -38,7 +38,7 @@ def allgather(
 
     Args:
         tensor: a tensor with at least one dimension; its length may differ from rank to rank.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         ignore_name_scope: accepted; has no effect.
         process_set: the ranks that take part. Defaults to all.
 
@@ -121,7 +121,7 @@ def broadcast(
         tensor: a tensor; only the root's values count.
         root_rank: the rank whose tensor all receive, by its number in the job, also in a
             process set.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         ignore_name_scope: accepted; has no effect.
         process_set: the ranks that take part. Defaults to all.
 
@@ -169,7 +169,7 @@ def alltoall(
         splits: how many rows each rank gets: one whole number a rank, 0 included. Rows behind
             their sum are not sent. Defaults to equal numbers, for which the length must divide by
             the number of ranks.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         ignore_name_scope: accepted; has no effect.
         process_set: the ranks that take part. Defaults to all.
 

@@ -36,7 +36,7 @@ def broadcast_object(
         obj: any object that can be pickled; only the root's counts.
         root_rank: the rank whose object all receive. Defaults to 0.
         session: accepted; has no effect.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         process_set: the ranks that take part. Defaults to all.
     """
     return collectives.broadcast_object(obj, root_rank, name, process_set)
@@ -70,7 +70,7 @@ def allgather_object(
     Args:
         obj: any object that can be pickled.
         session: accepted; has no effect.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         process_set: the ranks that take part. Defaults to all.
     """
     return collectives.allgather_object(obj, name, process_set)

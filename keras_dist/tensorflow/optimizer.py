@@ -5,7 +5,6 @@ from typing import Any
 import keras
 
 from keras_dist import optimizer as own
-from keras_dist.arguments import chosen_groups
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average, ReduceOp
 
@@ -65,6 +64,7 @@ def DistributedOptimizer(
         average_aggregated_gradients=average_aggregated_gradients,
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
-        groups=chosen_groups(groups, num_groups),
+        groups=groups,
         scale_local_gradients=scale_local_gradients,
+        num_groups=num_groups,
     )

@@ -48,7 +48,7 @@ def allreduce(
             `Average`.
         prescale_factor: every rank's tensor is multiplied by it first. Defaults to 1.0.
         postscale_factor: the result is multiplied by it. Defaults to 1.0.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         process_set: the ranks that take part. Defaults to all.
         ignore_name_scope: accepted; has no effect, scopes are no part of names here.
 

@@ -11,8 +11,8 @@ hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 ```
 
 Scripts written for `horovod.torch` run with that import changed: the names, the arguments and
-their order are the same. What counts on every rank is the order of the calls, blocking or not, and
-that order must be the same on all ranks; names are compared, not used to find each other.
+their order are the same. Operations that are queued with a `name` find those of other ranks by it,
+in whatever order. Of others, and of those that block, the order must be the same on all ranks.
 
 Tensors of a GPU travel through pinned memory of the host.
 """

@@ -24,7 +24,7 @@ def allgather(
 
     Args:
         tensor: a tensor with at least one dimension; its length may differ from rank to rank.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         process_set: the ranks that take part. Defaults to all.
 
     Returns:

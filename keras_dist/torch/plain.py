@@ -106,7 +106,7 @@ def sparse_allreduce(
 
     Args:
         tensor: a sparse COO tensor with one sparse dimension.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         op: `Average` or `Sum`, or its name. Defaults to `Average`.
         process_set: the ranks that take part. Defaults to all.
 
@@ -207,7 +207,7 @@ def broadcast_(
     Args:
         tensor: a tensor, a parameter too; only the root's values count.
         root_rank: the rank whose values all receive, by its number in the job.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         process_set: the ranks that take part. Defaults to all.
     """
     broadcast_all([tensor], root_rank, name, process_set)

@@ -36,7 +36,7 @@ def allreduce(
     Args:
         tensor: a tensor of any numeric dtype, bfloat16 included; it stays as it is.
         average: deprecated: `True` is `op=Average`, `False` is `op=Sum`.
-        name: a name for messages; ranks that pass different names get an error.
+        name: a name, by which calls that ranks make in different orders find each other.
         compression: of `Compression`, or a class with its methods. Defaults to `Compression.none`.
         op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`, or its name. Defaults to
             `Average`.

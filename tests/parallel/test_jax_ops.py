@@ -63,14 +63,17 @@ def test_exchanges(compiled):
             hvd.alltoall(x),
             hvd.reducescatter(x, "sum"),
             *hvd.grouped_allgather([x, x]),
+            *hvd.grouped_reducescatter([x[:, 0], (x[1:] * 2).astype("int32")], "sum"),
         )
 
-    gathered, sent, exchanged, scattered, first, _ = compiled(exchanges)(x)
+    gathered, sent, exchanged, scattered, first, _, column, uneven = compiled(exchanges)(x)
     equal(gathered, stack.reshape(-1, 3))
     equal(first, stack.reshape(-1, 3))
     equal(sent, stack[-1])
     equal(exchanged, stack[:, 2 * rank : 2 * rank + 2].reshape(-1, 3))
     equal(scattered, stack.sum(0)[2 * rank : 2 * rank + 2])
+    equal(column, stack.sum(0)[2 * rank : 2 * rank + 2, 0])
+    equal(uneven, np.array_split(stack.sum(0)[1:] * 2, size)[rank])
 
 
 def test_lengths_that_differ_outside_of_jit():
@@ -105,6 +108,11 @@ def test_gradients(compiled):
     np.testing.assert_allclose(
         gradient(lambda x: hvd.reducescatter(x, hvd.Sum)),
         2 * total * np.repeat(weights, 2)[:, None] * size,
+        rtol=1e-6,
+    )
+    np.testing.assert_allclose(
+        gradient(lambda x: hvd.grouped_reducescatter([x, x[:, 0]])[0]),
+        2 * mean * np.repeat(weights, 2)[:, None],
         rtol=1e-6,
     )
 

@@ -379,6 +379,13 @@ def test_wrong_groups_are_refused(groups):
     assert "groups to be a number of groups" in refused(kind, groups=groups)
 
 
+def test_arguments_of_old_scripts_are_accepted():
+    old = {"name": "Distributed", "device_dense": "/gpu:0", "device_sparse": "/cpu:0"}
+    with pytest.warns(DeprecationWarning, match="pass groups"):
+        optimizer = keras_dist.DistributedOptimizer(sgd(), num_groups=2, **old)
+    assert optimizer._keras_dist.terms.groups == 2
+
+
 def test_a_variable_in_two_groups_is_refused():
     variable = keras.Variable(np.zeros(1))
     message = refused(errors.ArgumentError, groups=[[variable], [variable]])

@@ -92,7 +92,7 @@ def fit(model, epochs=1):
 )
 def test_an_optimizer_is_distributed_as_it_was(options, shared_tmp_path):
     model = built(make(**options))
-    loaded = keras_dist.load_model(saved(model, shared_tmp_path))
+    loaded = keras_dist.load_model(saved(model, shared_tmp_path), legacy_opts=False)
     assert distributed.is_distributed(loaded.optimizer)
     assert terms_of(loaded) == terms_of(model)
     assert loaded.optimizer.get_config() == model.optimizer.get_config()

@@ -1,5 +1,7 @@
 """keras_dist.tensorflow: tensors in, tensors out, eagerly and in a graph, with gradients."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -338,6 +340,22 @@ def test_a_wrong_argument_is_an_invalid_argument(call):
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[rank \d of \d\] Expected"):
             form()
     assert float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum)) == SIZE
+
+
+def test_named_operations_of_several_threads_meet_in_any_order():
+    results = {}
+
+    def reduce(number):
+        results[number] = hvd.allreduce(mine() * number, op=hvd.Sum, name=f"loss {number}")
+
+    order = np.random.default_rng(RANK).permutation(6)
+    threads = [threading.Thread(target=reduce, args=(int(number),)) for number in order]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(6):
+        np.testing.assert_allclose(results[number], SIZE * (MEAN + 1) * number)
 
 
 @several

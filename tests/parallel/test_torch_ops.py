@@ -140,6 +140,19 @@ def test_async_forms_give_handles():
         hvd.synchronize(x)
 
 
+def test_named_operations_meet_in_any_order():
+    tensors = {f"layer {number}": mine((3,)) + number for number in range(8)}
+    names = list(np.random.default_rng(hvd.rank()).permutation(list(tensors)))
+    handles = {name: hvd.allreduce_async_(tensors[name], name=name, op=hvd.Sum) for name in names}
+    gathered = {name: hvd.allgather_async(mine((1,)), name=f"rows of {name}") for name in names}
+    for number in range(8):
+        name = f"layer {number}"
+        assert torch.equal(
+            hvd.synchronize(handles[name]), everyones((3,)).sum(0) + hvd.size() * number
+        )
+        assert torch.equal(hvd.synchronize(gathered[name]), everyones((1,)).flatten())
+
+
 def test_grouped_forms_of_mixed_dtypes():
     tensors = [mine((3, 2)), mine((4,), torch.int64), mine((2,), torch.float16)]
     for tensor, total in zip(tensors, hvd.grouped_allreduce(tensors, op=hvd.Sum), strict=True):

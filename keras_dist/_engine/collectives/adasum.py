@@ -15,6 +15,7 @@ import numpy as np
 
 from keras_dist import errors
 from keras_dist._engine.agreement import Call, Entry
+from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.rows import exchange_rows, gather_rows, row_bounds
 from keras_dist._engine.communicator import Communicator
@@ -24,6 +25,7 @@ from keras_dist._engine.reduce import ReduceOp, check_dtype, scaled
 __all__ = ["adasum", "check_power_of_two"]
 
 
+@by_name
 @survives
 def adasum(
     comm: Communicator,

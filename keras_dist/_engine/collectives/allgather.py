@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_dist._engine.agreement import Call, Entry
+from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.meet import meet, telling
 from keras_dist._engine.collectives.rows import check_rows, gather_rows
 from keras_dist._engine.communicator import Communicator
@@ -35,6 +36,7 @@ def allgather(
     return grouped_allgather(comm, [array], [name], key)[0]
 
 
+@by_name
 @survives
 def grouped_allgather(
     comm: Communicator, arrays: Sequence[np.ndarray], names: Sequence[str], key: str | None = None

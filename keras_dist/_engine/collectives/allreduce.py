@@ -8,6 +8,7 @@ import numpy as np
 from keras_dist._engine.agreement import Call
 from keras_dist._engine.collectives.fused import FusedAllreduce
 from keras_dist._engine.collectives.join import exchange_among
+from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.meet import meet, telling
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor
@@ -23,6 +24,7 @@ KEPT_PLANS = 64
 KEPT_NBYTES = 256 * 2**20
 
 
+@by_name
 @survives
 def allreduce(
     comm: Communicator,

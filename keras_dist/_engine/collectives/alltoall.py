@@ -6,6 +6,7 @@ import numpy as np
 
 from keras_dist import errors
 from keras_dist._engine.agreement import Call, Entry
+from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.objects import exchange_or_raise
 from keras_dist._engine.collectives.rows import check_rows, exchange_bytes
@@ -16,6 +17,7 @@ from keras_dist._engine.transfer import as_bytes
 __all__ = ["alltoall"]
 
 
+@by_name
 @survives
 def alltoall(
     comm: Communicator, array: np.ndarray, splits: Any, name: str, key: str | None = None

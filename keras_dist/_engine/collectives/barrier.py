@@ -1,6 +1,7 @@
 """barrier: no rank goes on before all have come."""
 
 from keras_dist._engine.agreement import Call
+from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.recovery import survives
@@ -8,6 +9,7 @@ from keras_dist._engine.recovery import survives
 __all__ = ["barrier"]
 
 
+@by_name
 @survives
 def barrier(comm: Communicator, key: str | None = None) -> None:
     """Waits for all ranks. Collective: every rank; blocks."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_dist._engine.agreement import Call, Entry
+from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.meet import meet, telling
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.recovery import survives
@@ -13,6 +14,7 @@ from keras_dist._engine.transfer import as_bytes, broadcast_bytes
 __all__ = ["broadcast", "broadcast_into"]
 
 
+@by_name
 @survives
 def broadcast(
     comm: Communicator,
@@ -77,6 +79,7 @@ def broadcast_into(
             array[...] = buffer
 
 
+@by_name
 @survives
 def _broadcast_into(
     comm: Communicator,

@@ -15,8 +15,8 @@ from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
-from keras_dist._engine.line import Handle
 from keras_dist._engine.mpi_reduction import SMALL_NBYTES, reduce_through_mpi
+from keras_dist._engine.place import Handle
 from keras_dist._engine.progress import count_update
 from keras_dist._engine.recovery import again
 from keras_dist._engine.reduce import (

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from keras_dist import errors
 from keras_dist._engine import timeline
 from keras_dist._engine.agreement import JOINED, Absence, Call, difference
+from keras_dist._engine.collectives.matching import find_by_name
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.notice import hear, notice
 from keras_dist._engine.progress import say_progress
@@ -93,14 +94,15 @@ def tell_difference(comm: Communicator, call: Call) -> None:
     Collective: every rank of `comm`, when the digests of their calls were not equal.
 
     Raises:
+        OtherFirst: they differ in their names, and all hold one of them.
         MismatchError: says which rank differs, and in what.
         KerasDistError: what is wrong with the arguments of a rank, see `telling`.
     """
-    mine = pickle.dumps((call, say_progress()))
+    mine = pickle.dumps((call, say_progress(), comm.standing()))
     told = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
     assure(comm)
-    notices = [call.notice for call, _ in told]
-    calls = [dataclasses.replace(call, notice=None) for call, _ in told]
+    notices = [call.notice for call, _, _ in told]
+    calls = [dataclasses.replace(call, notice=None) for call, _, _ in told]
     absence, comm.absence = comm.absence, None  # an error ends it on all ranks alike
     wrong = [other.error for other in (call, *calls) if other.error is not None]
     if wrong:
@@ -110,8 +112,9 @@ def tell_difference(comm: Communicator, call: Call) -> None:
     first = calls[here[0]]
     found = difference([calls[place] for place in here], [comm.ranks[place] for place in here])
     if found is not None:
+        find_by_name(comm, calls, [standing for _, _, standing in told])
         rank, expected, received = found
-        other, place = told[comm.ranks.index(rank)]
+        other, place, _ = told[comm.ranks.index(rank)]
         remedy = first.remedy if other.operation == first.operation else SAME_STEPS
         expecting, its_place = comm.ranks[here[0]], told[here[0]][1]
         if place != its_place:

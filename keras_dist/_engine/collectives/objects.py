@@ -5,6 +5,7 @@ from typing import Any
 
 from keras_dist import errors
 from keras_dist._engine.agreement import Call
+from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.meet import meet, telling
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.recovery import survives
@@ -12,6 +13,7 @@ from keras_dist._engine.recovery import survives
 __all__ = ["allgather_object", "broadcast_object", "exchange_or_raise"]
 
 
+@by_name
 @survives
 def broadcast_object(comm: Communicator, value: Any, root: int, key: str | None = None) -> Any:
     """Returns the root's object on every rank. Collective: every rank; blocks.
@@ -36,6 +38,7 @@ def broadcast_object(comm: Communicator, value: Any, root: int, key: str | None 
     return value if comm.rank == source else pickle.loads(parts[source].tobytes())
 
 
+@by_name
 @survives
 def allgather_object(
     comm: Communicator, value: Any, key: str | None = None, operation: str = "allgather_object"

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_dist._engine.agreement import Call, Entry
+from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.rows import check_rows, exchange_rows
 from keras_dist._engine.communicator import Communicator
@@ -14,6 +15,7 @@ from keras_dist._engine.reduce import ReduceOp, check_dtype, check_sum, reduce_r
 __all__ = ["reducescatter"]
 
 
+@by_name
 @survives
 def reducescatter(
     comm: Communicator,

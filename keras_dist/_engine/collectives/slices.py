@@ -7,6 +7,7 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.collectives.join import exchange_among
+from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.objects import exchange_or_raise
 from keras_dist._engine.collectives.rows import check_rows, gather_rows
@@ -17,6 +18,7 @@ from keras_dist._engine.reduce import ReduceOp, accumulator, check_dtype, check_
 __all__ = ["reduce_slices"]
 
 
+@by_name
 @survives
 def reduce_slices(
     comm: Communicator,

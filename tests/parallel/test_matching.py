@@ -1,0 +1,107 @@
+"""Operations with names: ranks find each other's, in whatever order they call them."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from test_collectives import raised, several
+
+import keras_dist
+from keras_dist import errors
+
+NAMES = [f"weight {number}" for number in range(12)]
+
+
+def own_order():
+    """The names, in another order on each rank."""
+    return list(np.random.default_rng(keras_dist.rank()).permutation(NAMES))
+
+
+def value_of(name):
+    return np.arange(3.0) + NAMES.index(name)
+
+
+def test_named_operations_are_queued_in_any_order():
+    size = keras_dist.size()
+    handles = {}
+    for name in own_order():
+        handles[name] = keras_dist.allreduce_async(value_of(name), "sum", name)
+        handles[name, 0] = keras_dist.allgather_async(value_of(name), f"rows of {name}")
+    for name in NAMES:
+        assert (handles[name].wait() == size * value_of(name)).all()
+        assert (handles[name, 0].wait() == np.tile(value_of(name), size)).all()
+
+
+def test_a_name_that_comes_later_is_waited_for():
+    size, rank = keras_dist.size(), keras_dist.rank()
+    names = NAMES[:2] if rank == 0 else NAMES[1::-1]
+    handles = {}
+    for name in names:
+        handles[name] = keras_dist.allreduce_async(value_of(name), "sum", name)
+        time.sleep(0.1 * (rank + 1))
+    assert all((handles[name].wait() == size * value_of(name)).all() for name in names)
+
+
+def test_threads_block_in_any_order():
+    results = {}
+
+    def reduce(name):
+        results[name] = keras_dist.allreduce(value_of(name), "sum", name)
+
+    threads = [threading.Thread(target=reduce, args=(name,)) for name in own_order()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(results) == set(NAMES)
+    for name, result in results.items():
+        assert (result == keras_dist.size() * value_of(name)).all()
+
+
+def test_operations_without_a_name_keep_their_place():
+    ordered = [keras_dist.allreduce_async(float(number), "sum") for number in range(3)]
+    named = {name: keras_dist.allreduce_async(value_of(name), "sum", name) for name in own_order()}
+    ordered += [keras_dist.allreduce_async(float(number), "sum") for number in range(3, 6)]
+    size = keras_dist.size()
+    assert [float(handle.wait()) for handle in ordered] == [n * size for n in range(6)]
+    assert all((named[name].wait() == size * value_of(name)).all() for name in NAMES)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_names_that_never_meet_are_an_error_on_every_rank(queued):
+    several()
+    name = "loss" if keras_dist.rank() == 0 else "accuracy"
+    if queued:
+        call = keras_dist.allreduce_async(1.0, name=name).wait
+    else:
+        call = lambda: keras_dist.allreduce(1.0, name=name)  # noqa: E731
+    texts = raised(errors.MismatchError, call)
+    assert len(set(texts)) == 1
+    assert "[rank 1 of " in texts[0]
+    assert "name='loss' in allreduce('loss') as on rank 0. Received: name='accuracy'" in texts[0]
+    assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
+
+
+def test_what_has_one_name_must_be_one_operation():
+    several()
+    handles = {
+        name: keras_dist.allreduce_async(np.zeros(1 + (name == "b") * keras_dist.rank()), name=name)
+        for name in ("ab" if keras_dist.rank() == 0 else "ba")
+    }
+    assert (handles["a"].wait() == 0).all()
+    texts = raised(errors.MismatchError, handles["b"].wait)
+    assert "Expected 'b' with shape (1,) as on rank 0. Received: (2,)" in texts[0]
+
+
+def test_a_process_set_has_names_of_its_own():
+    if keras_dist.size() < 3:
+        pytest.skip("all ranks are a set already")
+    some = keras_dist.add_process_set([0, 1])
+    if some.included():
+        order = NAMES[:4] if keras_dist.rank() == 0 else NAMES[3::-1]
+        handles = {
+            n: keras_dist.allreduce_async(value_of(n), name=n, process_set=some) for n in order
+        }
+        assert all((handles[name].wait() == value_of(name)).all() for name in order)
+    assert keras_dist.remove_process_set(some)
