@@ -97,6 +97,7 @@ class Communicator:
         self._lane: timeline.Lane | None = None
         self.aside: Any | None = None  # a duplicate for what threads say to each other
         self.services: list[Any] = []  # what is closed when all ranks come to the end
+        self.services_made = 0  # as many on all ranks
         if mpi is not None:
             self.settle((comm if comm is not None else mpi.COMM_WORLD).Dup())
 
@@ -223,7 +224,7 @@ class Communicator:
 
     def close_services(self) -> None:
         """Closes what ranks do for each other behind the script's back. Collective; blocks."""
-        for service in self.services:
+        for service in list(self.services):  # files take themselves off
             service.close()
         self.services.clear()
 
