@@ -88,6 +88,7 @@ class Communicator:
         self._attendants: list[Attendant] = []
         self._begin_attending: list[Callable[[Communicator], Attendant]] = []
         self._neighbours: list[int] = []  # the ranks of this node
+        self.first_here = 0  # the place here of the first rank of this node
         self.plans: dict[Any, Any] = {}  # of recent single calls, oldest first
         self.ranks: Sequence[int] = ranks or (0,)
         self.recovery: Recovery | None = None  # where ranks go on without those that die
@@ -115,6 +116,7 @@ class Communicator:
             self.ranks = range(self.size)
         self._local = self.world.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
         self.local_rank, self.local_size = self._local.Get_rank(), self._local.Get_size()
+        self.first_here = self._local.bcast(self.rank)
         # The ranks of the same local rank, one on each node: they share out a slice.
         self.across = self.world.Split(color=self.local_rank, key=self.rank)
         self.cross_rank, self.cross_size = self.across.Get_rank(), self.across.Get_size()
