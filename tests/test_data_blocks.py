@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_dist.data.blocks import (
+    GlobalShare,
     Share,
     block_length,
     left_over,
@@ -104,6 +105,50 @@ def test_the_order_of_blocks_is_one_for_any_number_of_ranks(case, key):
     total, _, batch_size, block, align = case
     lines = [shares_of(total, n, batch_size, block, align, "uneven", key)[0].line for n in (1, 4)]
     assert np.array_equal(*lines)
+
+
+def global_shares_of(total, size, batch_size, block, remainder, key=(1, 2)):
+    return [
+        GlobalShare(
+            line_of_blocks(total, block, 1, key),
+            block,
+            plan_samples(total, size, rank, batch_size, remainder),
+            key,
+        )
+        for rank in range(size)
+    ]
+
+
+@few
+@given(cases, remainders, st.data())
+def test_a_global_order_is_one_for_any_number_of_ranks(case, remainder, data):
+    total, size, batch_size, block, _ = case
+    shares = global_shares_of(total, size, batch_size, block, remainder)
+    epochs = [epoch(share) for share in shares]
+    assert [list(map(len, batches)) for batches in epochs] == [s.plan.sizes() for s in shares]
+    [alone] = map(epoch, global_shares_of(total, 1, batch_size * size, block, "uneven"))
+    steps = [[row for rows in step for row in rows] for step in zip(*epochs, strict=True)]
+    assert sorted(flat(alone)) == list(range(total))
+    last = len(steps) - 1 if remainder != "drop" or batch_size <= total // size else 0
+    assert all(set(steps[k]) == set(alone[k]) for k in range(last))
+    if remainder != "drop":
+        assert set(flat(steps)) == set(range(total))
+        assert len(flat(steps)) == (total if remainder == "uneven" else -(-total // size) * size)
+    else:
+        assert len(set(flat(steps))) == len(flat(steps))
+    # All go through the same windows in the same step: they may read together.
+    windows = [[[w for w, _ in s.places(k)] for k in range(last + 1)] for s in shares]
+    assert all(each == windows[0] for each in windows)
+    # What is left when ranks die goes to the others.
+    step = data.draw(st.integers(0, shares[0].plan.steps - 1))
+    line = left_over(shares, step)
+    left = sorted(rows_of(line))
+    if remainder == "uneven":
+        assert left == sorted(flat(steps[step:]))
+    for fewer in range(1, size):
+        if len(left) >= fewer:
+            rest = [share_of_rest(shares[0], line, rank, fewer, step) for rank in range(fewer)]
+            assert sorted(row for share in rest for row in flat(epoch(share))) == left
 
 
 @few

@@ -6,9 +6,11 @@ import http.server
 import io
 import os
 import subprocess
+import sys
 import tarfile
 import threading
 import zipfile
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -53,6 +55,37 @@ def test_a_file_is_copied_once_and_again_when_it_has_changed(source, cache):
         fetch(source, cache, SHA256)
     assert first.path.read_bytes() == CONTENT
     assert fetch(source, cache).path.read_bytes() == b"other"
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from keras_dist.data.fetching import Fetch
+source, cache = sys.argv[1:]
+made = Fetch(source, Path(cache), None, False)
+made.run()
+print(made.path, flush=True)
+sys.stdin.readline()
+print(len(open(made.path, "rb").read()), flush=True)
+"""
+
+
+def test_the_copy_before_stays_for_those_who_have_it(source, cache):
+    def job(content):
+        source.write_bytes(content)
+        command = [sys.executable, "-c", HOLDER, str(source), str(cache)]
+        made = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        return made, Path(made.stdout.readline().strip())
+
+    jobs = [job(b"1"), job(b"22"), job(b"333")]
+    assert len({path for _, path in jobs}) == 3
+    for count, (running, path) in enumerate(jobs, start=1):
+        assert running.communicate("\n")[0] == f"{count}\n" and path.exists()
+    kept = fetch(source, cache)
+    assert not kept.fetched and kept.path == jobs[2][1]
+    assert [path.exists() for _, path in jobs] == [False, False, True]
 
 
 @pytest.mark.parametrize("damaged", [CONTENT[:-1], bytes(len(CONTENT))])

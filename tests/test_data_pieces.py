@@ -14,6 +14,8 @@ from PIL import Image
 
 from keras_dist import errors
 from keras_dist.data import pieces
+from keras_dist.data.array_dataset import ArrayDataset
+from keras_dist.data.epochs import go_on_with, numbers
 from keras_dist.data.image_files import ImageFiles
 from keras_dist.data.image_labels import Classes, labels_of, listed
 from keras_dist.data.npz_files import NpzFiles
@@ -155,12 +157,29 @@ def test_every_sample_comes_once_an_epoch(kind, size, write):
     paths = write(kind)
     parts = parts_of(kind, paths, size, shuffle=True)
     first, second = ([epoch_of(part, number) for part in parts] for number in range(2))
-    for epochs in (first, second):
-        assert flat(epochs) == list(range(41))
-        assert len({len(epoch) for epoch in epochs}) == 1
-        assert all(1 <= len(batch) <= 4 for epoch in epochs for batch in epoch)
+    for each in (first, second):
+        assert flat(each) == list(range(41))
+        assert len({len(epoch) for epoch in each}) == 1
+        assert all(1 <= len(batch) <= 4 for epoch in each for batch in epoch)
     assert first != second
     assert first == [epoch_of(part) for part in parts_of(kind, paths, size, shuffle=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_global_order_is_one_for_any_number_of_ranks(kind, write):
+    paths = write(kind)
+
+    def steps(size, epoch):
+        parts = parts_of(kind, paths, size, shuffle="global", batch_size=12 // size)
+        assert {part.epochs.global_batch for part in parts} == {12}
+        epochs = [epoch_of(part, epoch) for part in parts]
+        return [sorted(flat([step])) for step in zip(*epochs, strict=True)]
+
+    alone = [steps(1, epoch) for epoch in range(2)]
+    assert flat([alone[0]]) == list(range(41)) and alone[0] != alone[1]
+    assert all(steps(size, epoch) == alone[epoch] for size in (2, 3, 4) for epoch in range(2))
+    some, other = (parts_of(kind, paths, 1, shuffle="global", batch_size=n)[0] for n in (3, 4))
+    assert some.epochs.kind == other.epochs.kind  # a later run with other ranks knows it again
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,8 +191,6 @@ def test_fewer_files_than_ranks_are_shared_out_row_by_row(kind, write):
 
 def test_pad_and_drop_and_steps(write):
     paths = write("npz")
-    with pytest.raises(errors.ArgumentError, match=r"shuffle='global'.*Give shard\(\) samples"):
-        sources_of("npz", paths, 2, shuffle="global")
     for remainder, expected in (("pad", {4, 1}), ("drop", {4})):
         parts = parts_of("npz", paths, 3, remainder=remainder)
         epochs = [epoch_of(part) for part in parts]
@@ -182,6 +199,28 @@ def test_pad_and_drop_and_steps(write):
     assert set(flat(epochs)) < set(range(41)) and len(flat(epochs)) == len(set(flat(epochs)))
     epochs = [epoch_of(part) for part in parts_of("npz", paths, 2, steps=2)]
     assert [len(epoch) for epoch in epochs] == [2, 2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("shuffle", [True, "global"])
+def test_a_later_run_goes_on_in_the_midst_of_an_epoch(kind, size, shuffle, write):
+    paths = write(kind)
+
+    def begun():
+        return [ArrayDataset(each) for each in parts_of(kind, paths, size, shuffle=shuffle)]
+
+    def from_batch(step, parts):
+        return [part[k][1].tolist() for part in parts for k in range(step, len(part))]
+
+    parts = begun()
+    for part in parts:
+        part.on_epoch_end()
+    came_to, rest = numbers(), from_batch(2, parts)
+    later = begun()
+    assert from_batch(2, later) != rest
+    go_on_with({name: came_to[name] for name in list(came_to)[:size]})
+    assert from_batch(2, later) == rest
 
 
 def cut(path):
@@ -345,6 +384,8 @@ def test_ranks_with_images_of_their_own_number_classes_alike(tree):
     epochs = [pairs_of(each) for each in batches]
     assert sorted(pair for epoch in epochs for pair in epoch) == sorted(LABELS.items())
     assert batches[0].plan.steps == batches[1].plan.steps
+    with pytest.raises(errors.ArgumentError, match=r"shuffle='global'.*Give shard\(\) samples"):
+        images_of(list(map(str, mine)), 2, own=True, shuffle="global")
 
 
 def test_bad_images_are_named_or_left_out(tree, caplog, capsys):

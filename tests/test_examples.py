@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,10 +131,22 @@ def test_gan(run_ranks, backend):
     assert job.stdout.count("Epoch 2/2") == 1
 
 
+def launched(script, *options):
+    """Runs an example as its README says, by `keras-dist run -np 2 python ...`."""
+    command = [sys.executable, "-m", "keras_dist.cli", "run", "-np", "2", sys.executable]
+    return subprocess.run(
+        [*command, str(script), *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
+
+
 @pytest.mark.slow
-def test_hdf5(run_ranks):
-    script = str(EXAMPLES / "hdf5" / "train.py")
-    job = run_ranks(2, script, "--size", "0.004", "--batch-size", "64", timeout=600)
+def test_hdf5():
+    job = launched(EXAMPLES / "hdf5" / "train.py", "--size", "0.004", "--batch-size", "64")
     assert "All ways have read the same rows" in last_line(job)
     number = r" +[\d,]+ \|"
     lines = re.findall(rf"^([a-zA-Z -]+) +\|{number}{number} (\d+\.\d+)$", job.stdout, re.MULTILINE)
@@ -153,6 +167,20 @@ def test_a_model_on_several_ranks(run_ranks):
     said = re.fullmatch(r"Trained 1 pipeline of 2 stages: (\d+\.\d)% right\.", last_line(mlp))
     assert said is not None, mlp.stdout
     assert float(said[1]) > 90
+
+
+@pytest.mark.slow
+def test_imagenet_style():
+    job = launched(EXAMPLES / "imagenet_style" / "train.py", "--smoke")
+    said = re.fullmatch(
+        r"Trained ResNet-50 on 64 images of 4 classes with 2 ranks, loss \d+\.\d+: "
+        r"reading alone ([\d,]+) images/s, with training ([\d,]+) images/s: "
+        r"(computing|reading) bounds\. All replicas are equal\.",
+        last_line(job),
+    )
+    assert said is not None, job.stdout
+    assert all(int(number.replace(",", "")) > 0 for number in said.groups()[:2])
+    assert job.stdout.count("Epoch 2/2") == 1
 
 
 def test_crops_of_the_imagenet_style_tree_hold_a_part_of_the_box(tmp_path, monkeypatch):

@@ -80,6 +80,7 @@ class Communicator:
         self.node: Node | None = None
         self._attendants = Attendants()
         self._neighbours: list[int] = []  # the ranks of this node
+        self.first_here = 0  # the place here of the first rank of this node
         self.plans: dict[Any, Any] = {}  # of recent single calls, oldest first
         self.ranks: Sequence[int] = ranks or (0,)
         self.recovery: Recovery | None = None  # where ranks go on without those that die
@@ -89,6 +90,7 @@ class Communicator:
         self._lane: timeline.Lane | None = None
         self.aside: Any | None = None  # a duplicate for what threads say to each other
         self.services: list[Any] = []  # what is closed when all ranks come to the end
+        self.services_made = 0  # as many on all ranks
         if mpi is not None:
             self.settle((comm if comm is not None else mpi.COMM_WORLD).Dup())
 
@@ -106,6 +108,7 @@ class Communicator:
             self.ranks = range(self.size)
         self._local = self.world.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
         self.local_rank, self.local_size = self._local.Get_rank(), self._local.Get_size()
+        self.first_here = self._local.bcast(self.rank)
         # The ranks of the same local rank, one on each node: they share out a slice.
         self.across = self.world.Split(color=self.local_rank, key=self.rank)
         self.cross_rank, self.cross_size = self.across.Get_rank(), self.across.Get_size()
@@ -210,7 +213,7 @@ class Communicator:
 
     def close_services(self) -> None:
         """Closes what ranks do for each other behind the script's back. Collective; blocks."""
-        for service in self.services:
+        for service in list(self.services):  # files take themselves off
             service.close()
         self.services.clear()
 

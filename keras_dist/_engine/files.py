@@ -3,8 +3,9 @@
 A file that is read together is opened on the communicator of all ranks, of which MPI keeps a
 duplicate with it: what ranks tell each other about the file meets no message of a reduction. Such
 a read begins with a meeting as every collective does, so ranks that come in another order are told
-so. A file that a rank reads for itself is opened for that rank alone; it may be read in any thread
-at any time, and nobody waits for anybody.
+so. What nobody has closed is closed when all ranks come to the end of the job. A file that a rank
+reads for itself is opened for that rank alone; it may be read in any thread at any time, and nobody
+waits for anybody.
 """
 
 import contextlib
@@ -46,6 +47,8 @@ class File:
                 self._file = self._mpi.File.Open(world, path, self._mpi.MODE_RDONLY)
         except self._mpi.Exception as failure:
             raise self._error("to be readable through MPI", str(failure)) from failure
+        if together:
+            comm.services.append(self)
 
     def read_at(self, offset: int, target: np.ndarray) -> None:
         """Fills memory with what begins at a byte of the file; this rank alone, in any thread.
@@ -95,6 +98,8 @@ class File:
 
     def close(self) -> None:
         """Closes the file. Collective where it is read together."""
+        if self._together:
+            self._comm.services.remove(self)
         if not self._mpi.Is_finalized():
             with self._turn(), self._use:
                 self._file.Close()

@@ -1,16 +1,17 @@
 """Ranks that answer what other ranks ask them, in a thread of theirs, whatever else they do.
 
 Who asks sends whole numbers and waits for arrays. Nothing of it is collective: a rank that asks no
-more is not waited for, and one that serves does so until all have taken their leave, at the end of
-the job. The messages go on a duplicate of the communicator of their own, and MPI must allow calls
-from several threads at once. There is no waiting within MPI: a thread that looks for questions
-sleeps in between, and who waits for an answer can see that the other has died.
+more is not waited for, and one that serves does so until all have taken their leave, at the latest
+at the end of the job. The messages go on a duplicate of the communicator of their own, and MPI must
+allow calls from several threads at once. There is no waiting within MPI: a thread that looks for
+questions sleeps in between, and who waits for an answer can see that the other has died.
 """
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,21 +35,30 @@ class Service:
         comm: the ranks.
         servers: for each rank, whom it asks; those who serve ask themselves, in vain.
         answer: takes a question, returns arrays; it is called in a thread of a rank that serves.
+        end: called when nobody asks any more, in the same thread.
     """
 
-    def __init__(self, comm: Communicator, servers: Sequence[int], answer: Answer):
+    def __init__(
+        self,
+        comm: Communicator,
+        servers: Sequence[int],
+        answer: Answer,
+        end: Callable[[], None],
+    ):
         self._mpi, self._rank = comm.mpi, comm.rank
         if comm.aside is None:
             comm.aside = comm.world.Dup()
         self._world = comm.aside
-        self._tag = TAGS * len(comm.services)
+        self._tag = TAGS * comm.services_made
+        comm.services_made += 1
         self._server = servers[comm.rank]
         self._asks = threading.Lock()
         self._left = self._server == comm.rank  # who serves has nobody to leave
-        self._answer = answer
+        self._farewell: Any | None = None  # on its way
         mine = [rank for rank, server in enumerate(servers) if server == comm.rank != rank]
+        # It alone holds what answers and what that has in memory.
         self._thread = threading.Thread(
-            target=self._serve, args=(mine,), name="keras_dist service", daemon=True
+            target=self._serve, args=(mine, answer, end), name="keras_dist service", daemon=True
         )
         self._thread.start()
         comm.services.append(self)
@@ -74,17 +84,30 @@ class Service:
                     raise errors.RankLostError(f"Rank {self._server} has died.") from failure
                 raise
 
+    def leave(self) -> None:
+        """Says that this rank asks no more. Does not block; a question on its way is answered.
+
+        Takes no lock: the garbage collector may call it, in whatever this thread is about.
+        """
+        if self._left:
+            return
+        self._left = True
+        with self._the_dead_left_alone():
+            self._farewell = self._world.Isend(np.empty(0, np.int64), self._server, self._tag)
+
     def close(self) -> None:
         """Takes leave, and serves until all others have done so. Collective; blocks."""
-        with self._asks:  # a question on its way is answered first
-            if not self._left:
-                self._left = True
-                self._take_leave()
+        with self._asks:  # the thread of a question is not to speak to MPI when it ends
+            self.leave()
+        if self._farewell is not None:
+            with self._the_dead_left_alone():
+                _finish(self._farewell)
         self._thread.join()
 
-    def _take_leave(self) -> None:
+    @contextlib.contextmanager
+    def _the_dead_left_alone(self) -> Iterator[None]:
         try:
-            _finish(self._world.Isend(np.empty(0, np.int64), self._server, self._tag))
+            yield
         except self._mpi.Exception as failure:
             if not failed_process(self._mpi, failure):
                 raise
@@ -102,7 +125,13 @@ class Service:
         for request in [world.Irecv(_bytes(target), server, tag + 2) for target in targets]:
             _finish(request)
 
-    def _serve(self, ranks: list[int]) -> None:
+    def _serve(self, ranks: list[int], answer: Answer, end: Callable[[], None]) -> None:
+        try:
+            self._serve_until_all_have_left(ranks, answer)
+        finally:
+            end()
+
+    def _serve_until_all_have_left(self, ranks: list[int], answer: Answer) -> None:
         while ranks:
             asked = False
             for rank in list(ranks):
@@ -116,7 +145,7 @@ class Service:
                         if not question.size:
                             ranks.remove(rank)
                         else:
-                            self._reply(rank, question)
+                            self._reply(rank, question, answer)
                 except self._mpi.Exception as failure:
                     if not failed_process(self._mpi, failure):
                         raise
@@ -124,10 +153,10 @@ class Service:
             if not asked:
                 time.sleep(IDLE_SECONDS)
 
-    def _reply(self, rank: int, question: np.ndarray) -> None:
+    def _reply(self, rank: int, question: np.ndarray, answer: Answer) -> None:
         arrays: list[np.ndarray]
         try:
-            wrong, arrays = 0, list(self._answer(question))
+            wrong, arrays = 0, list(answer(question))
         except Exception as failure:  # it is who asked that must hear of it
             text = np.frombuffer(str(failure).encode() or b"unknown", np.uint8)
             wrong, arrays = text.size, [text]

@@ -8,11 +8,12 @@ import dataclasses
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from keras_dist.data import agreement, arrays, files, samples, streams
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
 from keras_dist.data.kinds import is_a, is_tensor, is_tf_dataset
+from keras_dist.data.order import Shuffle
 from keras_dist.data.partition import Remainder, plan_samples
 from keras_dist.data.terms import Terms
 
@@ -64,7 +65,7 @@ def shard(
     data: Any,
     batch_size: int | None = None,
     *,
-    shuffle: bool | Literal["global"] | None = None,
+    shuffle: Shuffle | None = None,
     seed: int = 0,
     remainder: Remainder = "uneven",
     steps: int | None = None,

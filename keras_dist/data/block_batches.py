@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist.data.blocks import Share, left_over, line_of_blocks, share_of_rest
+from keras_dist.data.blocks import GlobalShare, Share, left_over, line_of_blocks, share_of_rest
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.nested import leaves, mapped
 from keras_dist.data.partition import Plan
-from keras_dist.data.readers import Reader
+from keras_dist.data.readers import Reader, TogetherReader
 from keras_dist.data.segments import Column
 
 __all__ = ["BlockBatches", "Cut"]
@@ -31,18 +31,20 @@ class Cut:
         block: rows of a block.
         align: where blocks may begin: at its multiples.
         seed: for the order of every epoch; `None` keeps that of the files.
+        is_global: whether the order is one for any number of ranks.
     """
 
     total: int
     block: int
     align: int
     seed: int | None
+    is_global: bool = False
 
     def share(self, plan: Plan, epoch: int) -> Share:
         """Returns the part of a rank in an epoch."""
         key = None if self.seed is None else (self.seed, epoch)
         line = line_of_blocks(self.total, self.block, self.align, key)
-        return Share(line, self.block, plan, key)
+        return (GlobalShare if self.is_global else Share)(line, self.block, plan, key)
 
 
 class BlockBatches:
@@ -58,8 +60,6 @@ class BlockBatches:
         kind: what the whole data set is, see `Epochs`.
         plan_among: makes the plan of a rank among fewer, of its number and theirs. Defaults to
             none: batches keep their sizes.
-        together: whether all ranks read at the same time, when they come to a window, and no
-            thread reads ahead.
     """
 
     def __init__(
@@ -70,13 +70,15 @@ class BlockBatches:
         plan: Plan,
         kind: str,
         plan_among: PlanAmong | None = None,
-        together: bool = False,
     ):
         self.example, self.plan, self.position = data, plan, (0, 0)
         self.lock = threading.RLock()
         self.epochs = Epochs(kind, self if plan_among is not None else None)
+        if cut.is_global:
+            self.epochs.global_batch = plan.batch_size * plan.size
         self._plan_among, self._cut, self._reader = plan_among, cut, reader
-        self._together = together
+        # All ranks read when they come to a window, and no thread reads ahead.
+        self._together = reader if isinstance(reader, TogetherReader) else None
         self._columns: list[Column] = [column for _, column in leaves(data, "")]
         self._pid = os.getpid()
         self._shares: dict[int, Share] = {}  # by epoch: the last one, or what was left of one
@@ -97,8 +99,10 @@ class BlockBatches:
             parts = [
                 self._taken(epoch, share, window, places) for window, places in share.places(step)
             ]
-            if self._together:
+            if self._together is not None:
                 self._window(epoch, share, share.last_window(step))
+                if step == self.plan.steps - 1:
+                    self._together.release()
         rows = [_joined(arrays) for arrays in zip(*parts, strict=True)]
         return mapped(lambda _: rows.pop(0), self.example)
 
@@ -144,7 +148,7 @@ class BlockBatches:
         if os.getpid() != self._pid:  # a fork has none of the threads that were reading
             self._pid, self._windows = os.getpid(), {}
         wanted = [(epoch, window)]
-        if not self._together and window < share.window_at(
+        if self._together is None and window < share.window_at(
             min(share.plan.count, share.plan.held) - 1
         ):
             wanted.append((epoch, window + 1))
@@ -165,7 +169,7 @@ class BlockBatches:
             except BaseException as failure:  # it belongs to who waits for the window
                 future.set_exception(failure)
 
-        if not self._together:
+        if self._together is None:
             # Not of a pool, for which the interpreter would wait at its end.
             threading.Thread(target=run, name="keras_dist reader", daemon=True).start()
         else:

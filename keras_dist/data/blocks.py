@@ -2,8 +2,9 @@
 
 An epoch puts blocks of rows in an order. This line of blocks is cut into windows of one block
 each, which go round the ranks; what is left at the end is shared out evenly. A rank reads one
-window at a time and shuffles within it. Pure arithmetic, as `partition`, whose plans say how many
-rows a rank hands out and in what batches.
+window at a time and shuffles within it. Where the order of rows is to be one for any number of
+ranks, all go through the same windows, and take turns. Pure arithmetic, as `partition`, whose plans
+say how many rows a rank hands out and in what batches.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import numpy as np
 from keras_dist.data.partition import EvenPlan, Plan
 
 __all__ = [
+    "GlobalShare",
     "Pieces",
     "Share",
     "block_length",
@@ -137,7 +139,7 @@ class Share:
 
     def last_window(self, step: int) -> int:
         """Returns the last window of which any rank takes rows in a step."""
-        if step < self.plan.steps - 1:
+        if step - self.first_step < self.plan.steps - 1:
             return self.window_at(self.bounds(step)[1] - 1)
         # Rank 0 has as many rows as any.
         fewest, more = divmod(self.total, self.plan.size)
@@ -167,6 +169,49 @@ class Share:
         return pieces[np.argsort(pieces[:, 0], kind="stable")]
 
 
+class GlobalShare(Share):
+    """One rank's part of an epoch whose order is the same for any number of ranks.
+
+    The windows follow each other, each shuffled in itself; all ranks go through all of them, and
+    rank r takes what comes at places r, r + size, ...
+    """
+
+    @property
+    def rounds(self) -> int:
+        """Number of windows of a whole block."""
+        return self.total // self.block
+
+    def window_at(self, place: int) -> int:
+        """Returns the last window in which a place of this part lies for any rank."""
+        return (min((place + 1) * self.plan.size, self.total) - 1) // self.block
+
+    def pieces(self, window: int) -> Pieces:
+        """Returns the rows of a window as pieces, in the order of the file."""
+        return self._cut(window * self.block, min((window + 1) * self.block, self.total))
+
+    def places(self, step: int) -> list[tuple[int, np.ndarray]]:
+        """Returns the windows of a step with the places, in each one's order, of this rank's rows.
+
+        They are the same windows for all ranks; of some a rank may take nothing.
+        """
+        start, stop = self.bounds(step)
+        mine = self.plan.rank + self.plan.size * np.arange(start, stop)
+        # What is handed out a second time, so that batches are equal, is the last row.
+        places = np.minimum(mine, self.total - 1)
+        return [
+            (window, places[places // self.block == window] - window * self.block)
+            for window in range(start * self.plan.size // self.block, self.last_window(step) + 1)
+        ]
+
+    def rows_left(self, window: int, step: int) -> Pieces:
+        """Returns the rows of a window that this rank is to hand out from a step on."""
+        rows, order = rows_of(self.pieces(window)), self.order(window)
+        turns, ranks = divmod(window * self.block + np.arange(len(rows)), self.plan.size)
+        mine = (ranks == self.plan.rank) & (turns >= self.bounds(step)[0])
+        mine &= turns < min(self.plan.count, self.plan.held)
+        return _as_pieces(np.sort((rows if order is None else rows[order])[mine]))
+
+
 def rows_of(pieces: Pieces) -> np.ndarray:
     """Returns the numbers of the rows in pieces."""
     return np.concatenate([np.empty(0, np.int64), *(np.arange(*piece) for piece in pieces)])
@@ -180,7 +225,14 @@ def left_over(shares: Sequence[Share], step: int) -> Pieces:
         step: the first step that nobody has taken.
     """
     windows = range(max(share.rounds for share in shares) + 1)
-    return np.concatenate([share.rows_left(window, step) for window in windows for share in shares])
+    return np.concatenate([piece for window in windows for piece in _left_of(window, shares, step)])
+
+
+def _left_of(window: int, shares: Sequence[Share], step: int) -> list[Pieces]:
+    left = [share.rows_left(window, step) for share in shares]
+    # What ranks took turns in lies side by side.
+    together = isinstance(shares[0], GlobalShare)
+    return [_as_pieces(np.sort(rows_of(np.concatenate(left))))] if together else left
 
 
 def share_of_rest(last: Share, line: Pieces, rank: int, size: int, step: int) -> Share:

@@ -1,7 +1,13 @@
-"""A file, directory or download brought into a cache, whole or not at all. Knows no ranks."""
+"""A file, directory or download brought into a cache, whole or not at all. Knows no ranks.
+
+An entry is a directory, of one version of its source: one that has changed gets another entry. Who
+has been given one holds a lock on a file in it as long as the process lives, and so do its forks;
+when the source is asked for again, entries of older versions that nobody holds are removed.
+"""
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -16,12 +22,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-__all__ = ["Fetch", "is_url"]
+__all__ = ["Fetch", "hold", "is_url"]
 
 CHUNK_NBYTES = 1 << 20
 POLL_SECONDS = 0.5
 TIMEOUT_SECONDS = 60.0  # that a server may stay silent
-NOTE = "note.json"
+NOTE, USE = "note.json", "use"
+
+_held: dict[str, int] = {}  # files that are open as long as this process lives, by entry
 
 
 def is_url(source: str) -> bool:
@@ -49,14 +57,19 @@ class Fetch:
         self.done_nbytes = self.total_nbytes = 0
         self.fetched = False  # it had not been there
         self.stop = threading.Event()
-        text = json.dumps([self.source, self.sha256, self.unpack])
-        self._entry = self.cache_dir / hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+        self._key = _digest([self.source, self.sha256, self.unpack])
+        self._entry = self.cache_dir / self._key
+
+    @property
+    def name(self) -> str:
+        """What the file, or directory, is called."""
+        parts = urlsplit(self.source).path if is_url(self.source) else self.source
+        return PurePosixPath(parts).name or "data"
 
     @property
     def path(self) -> Path:
-        """Where the file, or directory, is to be found."""
-        parts = urlsplit(self.source).path if is_url(self.source) else self.source
-        return self._entry / (PurePosixPath(parts).name or "data")
+        """Where it is to be found, once it has been brought there."""
+        return self._entry / self.name
 
     def run(self) -> None:
         """Brings it there, unless it is there already; waits for others that do.
@@ -66,24 +79,37 @@ class Fetch:
         """
         self.cache_dir.mkdir(parents=True, exist_ok=True)
         with self._lock():
-            if self._is_there():
-                return
-            for left in self.cache_dir.glob(f".{self._entry.name}.*"):  # by one that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            made = Path(tempfile.mkdtemp(prefix=f".{self._entry.name}.", dir=self.cache_dir))
-            try:
-                self._make(made)
-                self._put(made)
-            finally:
-                shutil.rmtree(made, ignore_errors=True)
-        self.fetched = True
+            stamp = self._stamp()
+            if stamp is not None:
+                self._entry = self.cache_dir / f"{self._key}-{_digest(stamp)}"
+            self._clear()
+            if not self._is_there():
+                self._bring()
+                self.fetched = True
+            hold(self.path)
+
+    def _bring(self) -> None:
+        made = Path(tempfile.mkdtemp(prefix=f".{self._entry.name}.", dir=self.cache_dir))
+        try:
+            self._make(made)
+            self._put(made)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+    def _clear(self) -> None:
+        """Removes what killed processes have left, and older versions that nobody holds."""
+        for left in self.cache_dir.glob(f".{self._key}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        for entry in self.cache_dir.glob(f"{self._key}-*"):
+            if entry != self._entry and not _is_held(entry):
+                shutil.rmtree(entry, ignore_errors=True)
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
         """Keeps other processes of the node from this entry, those of other jobs as well."""
         import filelock
 
-        lock = filelock.FileLock(f"{self._entry}.lock")
+        lock = filelock.FileLock(self.cache_dir / f"{self._key}.lock")
         while True:
             self._go_on()
             with contextlib.suppress(filelock.Timeout):
@@ -99,8 +125,6 @@ class Fetch:
             note = json.loads((self._entry / NOTE).read_text())
         except (OSError, ValueError):
             return False
-        if note["stamp"] != self._stamp():
-            return False
         if self.path.is_dir():
             return True  # the checksum of its archive is part of the entry's name
         if not self.path.is_file() or self.path.stat().st_size != note["nbytes"]:
@@ -110,17 +134,16 @@ class Fetch:
         with open(self.path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
 
-    def _stamp(self) -> Any:
-        """Returns what tells whether the source has changed."""
+    def _stamp(self) -> list[int] | None:
+        """Returns what tells whether the source has changed, where that can be seen."""
         if is_url(self.source):
             return None
         status = os.stat(self.source)
         return [status.st_size, status.st_mtime_ns]
 
     def _make(self, folder: Path) -> None:
-        stamp = self._stamp()
-        target = folder / self.path.name
-        if stamp is not None and Path(self.source).is_dir():
+        target = folder / self.name
+        if not is_url(self.source) and Path(self.source).is_dir():
             files = [path for path in Path(self.source).rglob("*") if path.is_file()]
             self.total_nbytes = sum(path.stat().st_size for path in files)
             shutil.copytree(self.source, target, copy_function=self._copy_one)
@@ -133,7 +156,7 @@ class Fetch:
         else:
             self._copy(target)
         nbytes = None if target.is_dir() else target.stat().st_size
-        (folder / NOTE).write_text(json.dumps({"stamp": stamp, "nbytes": nbytes}))
+        (folder / NOTE).write_text(json.dumps({"nbytes": nbytes}))
 
     def _copy(self, target: Path) -> None:
         """Writes the bytes of the source into a file, and checks them."""
@@ -174,8 +197,10 @@ class Fetch:
         return digest.hexdigest()
 
     def _put(self, made: Path) -> None:
-        """Gives what was made the name of the entry, in place of one that is out of date."""
+        """Gives what was made the name of the entry, in place of one that is damaged."""
         os.sync()  # of the files of an archive, too
+        with contextlib.suppress(FileNotFoundError):
+            os.link(self._entry / USE, made / USE)  # who holds that one holds this one
         if self._entry.exists():
             os.replace(self._entry, made.with_suffix(".before"))
         os.replace(made, self._entry)
@@ -184,6 +209,33 @@ class Fetch:
     def _go_on(self) -> None:
         if self.stop.is_set():
             raise InterruptedError("another rank has failed")
+
+
+def hold(path: Path) -> None:
+    """Keeps an entry from being removed as long as this process lives.
+
+    Args:
+        path: what has been brought there.
+    """
+    entry = str(path.parent)
+    if entry not in _held:
+        _held[entry] = os.open(path.parent / USE, os.O_RDWR | os.O_CREAT, 0o666)
+        fcntl.flock(_held[entry], fcntl.LOCK_SH)
+
+
+def _is_held(entry: Path) -> bool:
+    try:
+        with open(entry / USE) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _digest(facts: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=10).hexdigest()
 
 
 def _unpack(archive: Path, target: Path) -> None:

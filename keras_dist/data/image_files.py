@@ -12,6 +12,7 @@ from keras_dist.data import agreement
 from keras_dist.data.decoding import Decoder, found_of
 from keras_dist.data.files import facts_of_names
 from keras_dist.data.image_labels import Classes, Images, LabelMode, labels_of, listed
+from keras_dist.data.order import Shuffle
 from keras_dist.data.partition import Remainder
 from keras_dist.data.piece_source import PieceSource, Place
 from keras_dist.data.survey import Found, Unreadable
@@ -35,7 +36,7 @@ def image_dataset(
     x_col: str = "filename",
     y_col: str | Sequence[str] = "class",
     own: bool = False,
-    shuffle: bool = True,
+    shuffle: Shuffle = True,
     seed: int = 0,
     remainder: Remainder = "uneven",
     steps: int | None = None,
@@ -68,7 +69,8 @@ def image_dataset(
         own: whether each rank is given images of its own, other ones than the rest, as on disks of
             nodes. Classes are then those of all ranks. Defaults to False: all see all images.
         shuffle: whether every epoch has an order of its own. Defaults to True. Pass False to
-            evaluate or predict.
+            evaluate or predict. `"global"`: one order of the whole that does not depend on the
+            number of ranks; not with `own`.
         seed: whole number from which, with rank and epoch, the orders follow. Defaults to 0.
         remainder: `"uneven"`, `"pad"` or `"drop"`, as for files in `shard`. Defaults to `"uneven"`.
         steps: batches in an epoch of each rank, where it is to end early. Defaults to all.

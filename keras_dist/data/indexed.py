@@ -5,7 +5,6 @@ Whatever the samples are, they come out as batches of `Rows`. Knows no framework
 
 import dataclasses
 import functools
-import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
@@ -13,7 +12,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from keras_dist.data.batches import for_keras
-from keras_dist.data.epochs import Epochs
+from keras_dist.data.epochs import Epochs, kind_of
 from keras_dist.data.order import Order
 from keras_dist.data.partition import Plan, Rest, plan_for_fewer, plan_samples
 from keras_dist.data.terms import Fact, Terms
@@ -83,13 +82,8 @@ class IndexedSource:
         order = Order(terms.way, terms.seed, rows.total)
         may_shrink = terms.may_shrink and not terms.draws
         among = functools.partial(plan_among, rows.total, terms, batch_size, plan.steps)
-        self.batches = Batches(rows, plan, order, self._kind(order), among if may_shrink else None)
-
-    def _kind(self, order: Order) -> str:
-        """Returns what the data is, in one word for any number of ranks that see its order."""
-        sizes = () if order.knows_ranks else ("batch_size", "global_batch_size", "steps")
-        same = [fact.value for fact in self.facts if fact.label not in sizes]
-        return hashlib.blake2b(repr(same).encode(), digest_size=8).hexdigest()
+        kind = kind_of(terms.lasting(self.facts))
+        self.batches = Batches(rows, plan, order, kind, among if may_shrink else None)
 
     @property
     def epochs(self) -> Epochs:

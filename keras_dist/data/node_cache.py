@@ -12,7 +12,7 @@ from pathlib import Path
 
 from keras_dist import collectives, errors, runtime
 from keras_dist.data import agreement
-from keras_dist.data.fetching import Fetch, is_url
+from keras_dist.data.fetching import Fetch, hold, is_url
 from keras_dist.data.terms import Fact, Terms
 
 __all__ = ["cached"]
@@ -34,7 +34,8 @@ def cached(
     One rank of each node brings it there, unless it is there already, and the others wait; ranks
     of other jobs on the node wait as well, and find it. It is there whole or not at all. The root
     shows a bar with size and time. A file is copied anew when its size or time has changed, a
-    directory when its own time has; what was downloaded is kept.
+    directory when its own time has; what was downloaded is kept. Jobs that have the copy before
+    keep it: it is removed when somebody asks for the source after they have ended.
 
     Collective: every rank, with the same arguments but for `cache_dir`; blocks, however long it
     takes. An error on one node is raised on all ranks.
@@ -78,7 +79,9 @@ def cached(
     if failures:
         raise errors.DataError(failures[0])
     _say(fetch, reports, time.monotonic() - began)
-    return str(fetch.path)
+    path = reports[runtime.communicator().first_here].path
+    hold(Path(path))
+    return path
 
 
 class _Wanted:
@@ -121,13 +124,14 @@ class _Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class _Report:
-    """How far a rank is."""
+    """How far a rank is; and where it is then, on the first rank of each node."""
 
     ended: bool
     failure: str | None
     done_nbytes: int
     total_nbytes: int
     fetched: bool
+    path: str
 
 
 class _Work:
@@ -156,10 +160,9 @@ class _Work:
         ended = not self.thread.is_alive()
         fetch = self._fetch
         if fetch is None:
-            return _Report(True, None, 0, 0, False)
-        return _Report(
-            ended, self._failure, fetch.done_nbytes, fetch.total_nbytes, ended and fetch.fetched
-        )
+            return _Report(True, None, 0, 0, False, "")
+        done, total = fetch.done_nbytes, fetch.total_nbytes
+        return _Report(ended, self._failure, done, total, ended and fetch.fetched, str(fetch.path))
 
 
 @contextlib.contextmanager
@@ -193,7 +196,7 @@ def _bar(fetch: Fetch) -> Iterator[Callable[[Sequence[_Report]], None]]:
         disable=runtime.rank() != 0 or not is_terminal,
         transient=True,
     )
-    task = bar.add_task(f"caching {fetch.path.name}", total=None)
+    task = bar.add_task(f"caching {fetch.name}", total=None)
     told = began = time.monotonic()
 
     def show(reports: Sequence[_Report]) -> None:
@@ -206,7 +209,7 @@ def _bar(fetch: Fetch) -> Iterator[Callable[[Sequence[_Report]], None]]:
             told = now
             of_all = f" of {total / 1e6:,.1f}" if total else ""
             line = f"{done / 1e6:,.1f}{of_all} MB after {now - began:.0f} s"
-            print(f"keras_dist: caching {fetch.path.name}: {line}", flush=True)
+            print(f"keras_dist: caching {fetch.name}: {line}", flush=True)
 
     with bar:
         yield show
@@ -218,4 +221,4 @@ def _say(fetch: Fetch, reports: Sequence[_Report], seconds: float) -> None:
         nbytes = sum(report.done_nbytes for report in reports if report.fetched)
         what = f"{nbytes / 1e6:,.1f} MB in {seconds:.1f} s"
         where = f"{nodes} node{'s' if nodes > 1 else ''}"
-        print(f"keras_dist: {fetch.path.name} is cached now on {where}, {what}.", flush=True)
+        print(f"keras_dist: {fetch.name} is cached now on {where}, {what}.", flush=True)

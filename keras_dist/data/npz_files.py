@@ -9,6 +9,7 @@ import numpy as np
 from keras_dist import errors
 from keras_dist.data import agreement
 from keras_dist.data.files import facts_of_files
+from keras_dist.data.order import Shuffle
 from keras_dist.data.partition import Remainder
 from keras_dist.data.paths import Paths, expanded
 from keras_dist.data.piece_source import PieceSource, Place
@@ -25,7 +26,7 @@ def npz(
     y: Any = None,
     batch_size: int = 32,
     *,
-    shuffle: bool = True,
+    shuffle: Shuffle = True,
     seed: int = 0,
     remainder: Remainder = "uneven",
     steps: int | None = None,
@@ -48,7 +49,8 @@ def npz(
         batch_size: samples in each step on this rank, at most: ranks that hold fewer than others
             spread theirs over as many steps. Defaults to 32.
         shuffle: whether every epoch has an order of its own. Defaults to True. Pass False to
-            evaluate or predict.
+            evaluate or predict. `"global"`: one order of the whole that does not depend on the
+            number of ranks, for which every rank reads all files.
         seed: whole number from which, with rank and epoch, the orders follow. Defaults to 0.
         remainder: `"uneven"`, `"pad"` or `"drop"`, as for files in `shard`. Defaults to `"uneven"`.
         steps: batches in an epoch of each rank, where it is to end early. Defaults to all.

@@ -7,8 +7,9 @@ import numpy as np
 
 from keras_dist.data.partition import Plan
 
-__all__ = ["Order", "Way"]
+__all__ = ["Order", "Shuffle", "Way"]
 
+Shuffle = bool | Literal["global"]
 Way = Literal["rank", "global", "draw"]
 
 

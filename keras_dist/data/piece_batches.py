@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.partition import Spread
-from keras_dist.data.pieces import Share
+from keras_dist.data.pieces import Share, Turns
 
 __all__ = ["PieceBatches", "PieceReader"]
 
@@ -41,7 +41,7 @@ class PieceBatches:
     def __init__(
         self,
         reader: PieceReader,
-        share: Share,
+        share: Share | Turns,
         plan: Spread,
         key: Sequence[int] | None,
         mixed: int,

@@ -1,14 +1,14 @@
 """Files that are shared out by pieces."""
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from keras_dist.data import pieces
 from keras_dist.data.batches import for_keras
-from keras_dist.data.epochs import Epochs
+from keras_dist.data.epochs import Epochs, kind_of
 from keras_dist.data.files import agreed_spread
+from keras_dist.data.partition import Spread, plan_samples
 from keras_dist.data.piece_batches import PieceBatches, PieceReader
+from keras_dist.data.pieces import Share, Turns, counts_of, share_of, whole
 from keras_dist.data.survey import Found, Survey, Unreadable
 from keras_dist.data.terms import Fact, Terms
 
@@ -54,7 +54,7 @@ class PieceSource(Survey):
         visible: see `Survey`.
 
     Raises:
-        ArgumentError: one order of the whole was asked for.
+        ArgumentError: one order of the whole was asked for, and ranks have files of their own.
         DataError: see `Survey`.
     """
 
@@ -68,11 +68,13 @@ class PieceSource(Survey):
         own: bool = False,
         visible: bool = True,
     ):
-        terms.refuse_global_order("files, of which ranks have their own")
+        if own:
+            terms.refuse_global_order("files, of which each rank has its own")
         super().__init__(files.look, paths, terms, unreadable, facts, own, visible)
         self._files = files
-        text = repr([(fact.label, fact.value) for fact in self.facts])
-        self.epochs = Epochs(hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
+        self.epochs = Epochs(kind_of(terms.lasting(self.facts)))
+        if terms.shuffle == "global":
+            self.epochs.global_batch = terms.size * (terms.batch_size or 1)
 
     def part(self, held: Sequence[Any]) -> Any:
         """Returns this rank's batches as data for `fit`, given what all ranks have seen."""
@@ -90,17 +92,29 @@ class PieceSource(Survey):
             if length
         ]
         lengths = [length for _, length in places]
-        if self.own:
-            counts = [sum(sum(found.lengths) for found in each.values()) for each in by_rank]
-            share = pieces.whole(lengths)
-        else:
+        if not self.own:
             terms.need_samples(sum(lengths))
-            counts = pieces.counts_of(lengths, terms.size)
-            share = pieces.share_of(lengths, terms.rank, terms.size)
-        plan = agreed_spread(counts, terms.batch_size or 1, terms)
+        share, plan = self._share(lengths, by_rank)
         terms.need_steps(plan.steps)
         plan = plan.limited(terms.steps or plan.steps)
         first = next(found for each in by_rank for found in each.values())
         reader = self._files.reader([place for place, _ in places], first)
-        key = None if terms.shuffle is False else (terms.seed, terms.rank)
+        key = {"rank": (terms.seed, terms.rank), "global": (terms.seed,)}.get(terms.way or "")
         return PieceBatches(reader, share, plan, key, self._files.mixed, self.epochs)
+
+    def _share(
+        self, lengths: Sequence[int], by_rank: Sequence[dict[int, Found]]
+    ) -> tuple[Share | Turns, Spread]:
+        """Returns the rows of this rank, and the sizes of its batches."""
+        terms, batch_size = self.terms, self.terms.batch_size or 1
+        rank, size = terms.rank, terms.size
+        if terms.shuffle == "global":
+            plan = plan_samples(sum(lengths), size, rank, batch_size, terms.remainder)
+            return Turns(whole(lengths), rank, size), Spread(plan.count, tuple(plan.sizes()))
+        if self.own:
+            counts = [sum(sum(found.lengths) for found in each.values()) for each in by_rank]
+            share = whole(lengths)
+        else:
+            counts = counts_of(lengths, size)
+            share = share_of(lengths, rank, size)
+        return share, agreed_spread(counts, batch_size, terms)

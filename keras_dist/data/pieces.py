@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["Share", "counts_of", "share_of", "whole"]
+__all__ = ["Share", "Turns", "counts_of", "share_of", "whole"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,26 @@ class Share:
         within = np.arange(counts.sum()) - np.repeat(begins, counts)
         rows = np.repeat(self.firsts[places], counts) + self.stride * within
         return np.repeat(self.pieces[places], counts), rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """One rank's rows of one order of the whole: what comes at places r, r + size, ...
+
+    Args:
+        whole: all rows.
+        rank: whose part this is.
+        size: number of ranks.
+    """
+
+    whole: Share
+    rank: int
+    size: int
+
+    def order(self, key: Sequence[int] | None, mixed: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the rows of an epoch, see `Share.order`."""
+        pieces, rows = self.whole.order(key, mixed)
+        return pieces[self.rank :: self.size], rows[self.rank :: self.size]
 
 
 def share_of(lengths: Sequence[int], rank: int, size: int) -> Share:

@@ -90,7 +90,8 @@ class FileReader:
 
     def _begin(self, open_flat: Callable[[str], Flat]) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        # Again in the same thread: the garbage collector may close it in the midst of a read.
+        self._lock = threading.RLock()
         self._open_flat = open_flat
         self._open: dict[tuple[str, bool], Any] | None = {}
 
@@ -177,21 +178,33 @@ def through_mpi(path: str) -> Flat:
 class TogetherReader:
     """Rows of which all ranks read theirs at the same time, through MPI.
 
-    Collective to make, and each `read` as well.
+    Collective to make, and so are its methods: only when all ranks come to the same place can MPI
+    close a file. What is still open at the end of the job is closed there.
 
     Args:
         columns: the data; each is one segment with an offset.
     """
 
     def __init__(self, columns: Sequence[Column]):
-        comm = runtime.communicator()
         self._columns, self._memory = columns, Memory(columns)
-        paths = dict.fromkeys(column.segments[0].path for column in columns)
-        self._files = {path: _engine.File(comm, path, together=True) for path in paths}
+        self._files: dict[str, _engine.File] = {}
+        self._open()  # what cannot be read is told before training
 
     def read(self, pieces: Pieces) -> list[np.ndarray]:
         """Returns the rows of each column, in new arrays. Collective: every rank; blocks."""
+        if not self._files:
+            self._open()
         return [self._rows(column, pieces) for column in self._columns]
+
+    def release(self) -> None:
+        """Closes the files until they are read again. Collective: every rank; blocks."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _open(self) -> None:
+        for path in dict.fromkeys(column.segments[0].path for column in self._columns):
+            self._files[path] = _engine.File(runtime.communicator(), path, together=True)
 
     def _rows(self, column: Column, pieces: Pieces) -> np.ndarray:
         (segment,) = column.segments
@@ -215,13 +228,12 @@ class AskingReader:
     def __init__(self, columns: Sequence[Column], servers: Sequence[int]):
         self._columns, self._memory, self._pid = columns, Memory(columns), os.getpid()
         self._own = FileReader(columns)
-        self.close = self._own.close
         # What it serves with is not what it reads with: one of them waits for the other else.
         serving = FileReader(columns)
         comm = runtime.communicator()
         self._asks = servers[comm.rank] != comm.rank
         self._service = _engine.Service(
-            comm, servers, lambda question: serving.read(question.reshape(-1, 2))
+            comm, servers, lambda question: serving.read(question.reshape(-1, 2)), serving.close
         )
 
     def read(self, pieces: Pieces) -> list[np.ndarray]:
@@ -239,6 +251,12 @@ class AskingReader:
             self._asks = False
             return self._own.read(pieces)
         return rows
+
+    def close(self) -> None:
+        """Closes the files for good; who reads for this rank need not do so any more."""
+        self._own.close()
+        if os.getpid() == self._pid:
+            self._service.leave()
 
 
 def _bytes_of(rows: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 from keras_dist import data
 from keras_dist.data import agreement
 from keras_dist.data.files import facts_of_files
+from keras_dist.data.order import Shuffle
 from keras_dist.data.partition import Remainder
 from keras_dist.data.paths import Paths, expanded
 from keras_dist.data.survey import Found, Survey, Unreadable
@@ -29,7 +30,7 @@ def tfrecord(
     batch_size: int = 32,
     *,
     compression: Literal["GZIP", "ZLIB"] | None = None,
-    shuffle: bool = True,
+    shuffle: Shuffle = True,
     seed: int = 0,
     remainder: Remainder = "uneven",
     steps: int | None = None,
@@ -51,7 +52,7 @@ def tfrecord(
             tensors; it becomes part of a tf.data pipeline.
         batch_size: samples in each step on this rank, at most. Defaults to 32.
         compression: how the files are compressed, `"GZIP"`, `"ZLIB"` or not. Defaults to not.
-        shuffle: see `shard`. Defaults to True.
+        shuffle: see `shard`; for `"global"` every rank reads all files. Defaults to True.
         seed: see `shard`. Defaults to 0.
         remainder: see `shard`. Defaults to `"uneven"`.
         steps: batches in an epoch of each rank, where it is to end early. Defaults to all.
@@ -94,14 +95,16 @@ def tfrecord(
             tf.data.experimental.assert_cardinality(sum(counts[name] for name in names))
         )
 
+    names = [name for name, _ in found]
+    whole = shuffle == "global"  # one order, for which every rank reads all of them
     return data.shard(
-        [name for name, _ in found],
+        reader(names) if whole else names,
         batch_size,
         shuffle=shuffle,
         seed=seed,
         remainder=remainder,
         steps=steps,
-        reader=reader,
+        reader=None if whole else reader,
         shuffle_buffer=shuffle_buffer,
     )
 

@@ -14,6 +14,7 @@ from keras_dist import errors, runtime
 from keras_dist.data.batches import for_keras
 from keras_dist.data.block_batches import BlockBatches, Cut
 from keras_dist.data.blocks import block_length
+from keras_dist.data.epochs import kind_of
 from keras_dist.data.indexed import plan_among
 from keras_dist.data.nested import leaves, mapped
 from keras_dist.data.partition import plan_samples
@@ -110,14 +111,12 @@ class RowSource:
         way: how they are read.
 
     Raises:
-        ArgumentError: one order of the whole was asked for.
         ArgumentTypeError: a name or a path is none.
         DataError: a file cannot be read.
     """
 
     def __init__(self, look: Look, files: Sequence[Any], data: Any, way: Way):
         terms = way.terms
-        terms.refuse_global_order("rows that are read in blocks")
         named = list(leaves(data, "data"))
         for what, name in [*named, *((f"file {n}", file) for n, file in enumerate(files))]:
             if not isinstance(name, str | os.PathLike):
@@ -165,7 +164,9 @@ class RowSource:
         widest = max(columns, key=lambda column: column.segments[0].row_nbytes)
         align = min(max(segment.align for segment in widest.segments), total)
         nbytes = sum(column.segments[0].row_nbytes for column in columns)
-        rows = way.block or block_length(total, nbytes, batch_size, align, BLOCK_NBYTES)
+        is_global = terms.shuffle == "global"
+        taken = batch_size * terms.size if is_global else batch_size  # of a window, in a step
+        rows = way.block or block_length(total, nbytes, taken, align, BLOCK_NBYTES)
         block = -(-rows // align) * align
         if block * nbytes > MOST_NBYTES and (way.mpi_io or way.readers):
             raise self._error(f"blocks of at most {MOST_NBYTES // nbytes} rows", f"{block}", "")
@@ -176,11 +177,10 @@ class RowSource:
         batches = BlockBatches(
             mapped(lambda _: next(each), self._data),
             self._reader(columns),
-            Cut(total, block, align, seed),
+            Cut(total, block, align, seed, is_global),
             plan,
-            _digest([repr(fact.value) for fact in facts]),
+            kind_of(terms.lasting(facts)),
             among if terms.may_shrink else None,
-            way.mpi_io == "collective",
         )
         self.epochs = batches.epochs
         return for_keras(batches, ahead=way.mpi_io != "collective")

@@ -6,6 +6,7 @@ from typing import Any
 
 from keras_dist.data import agreement
 from keras_dist.data.nested import leaves
+from keras_dist.data.order import Shuffle
 from keras_dist.data.partition import Remainder
 from keras_dist.data.row_source import MpiIo, RowSource, Unreadable, Way
 from keras_dist.data.segments import Segment, segment_of_npy, segments_of_hdf5
@@ -22,7 +23,7 @@ def hdf5(
     y: Any = None,
     batch_size: int = 32,
     *,
-    shuffle: bool = True,
+    shuffle: Shuffle = True,
     seed: int = 0,
     remainder: Remainder = "uneven",
     steps: int | None = None,
@@ -52,7 +53,9 @@ def hdf5(
         y: the same for the labels. Defaults to none: a batch is `x` alone.
         batch_size: samples in each step on this rank. Defaults to 32.
         shuffle: whether every epoch has an order of its own. Defaults to True. Pass False to
-            evaluate or predict.
+            evaluate or predict. `"global"`: one order of the rows that does not depend on the
+            number of ranks, see `shard`. All ranks then read every block, at about the same time,
+            and each keeps its rows.
         seed: whole number from which, with the epoch, the orders follow. Defaults to 0.
         remainder: `"uneven"`, `"pad"` or `"drop"`, as in `shard`. Defaults to `"uneven"`.
         steps: batches in an epoch of each rank, where it is to end early. Defaults to all.
@@ -102,7 +105,7 @@ def npy(
     y: Any = None,
     batch_size: int = 32,
     *,
-    shuffle: bool = True,
+    shuffle: Shuffle = True,
     seed: int = 0,
     remainder: Remainder = "uneven",
     steps: int | None = None,

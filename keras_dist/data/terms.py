@@ -7,10 +7,10 @@ import dataclasses
 import operator
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from keras_dist import errors, runtime
-from keras_dist.data.order import Way
+from keras_dist.data.order import Shuffle, Way
 from keras_dist.data.partition import Remainder
 
 __all__ = ["Fact", "Terms"]
@@ -47,7 +47,7 @@ class Terms:
     """
 
     batch_size: int | None = None
-    shuffle: bool | Literal["global"] | None = None
+    shuffle: Shuffle | None = None
     seed: int = 0
     remainder: Remainder = "uneven"
     steps: int | None = None
@@ -112,6 +112,15 @@ class Terms:
         names = "batch_size global_batch_size batched shuffle seed remainder steps shuffle_buffer"
         facts = [Fact(name, getattr(self, name)) for name in names.split()]
         return [*facts, Fact("the use of a reader", self.reader is not None)]
+
+    def lasting(self, facts: Sequence[Fact]) -> list[object]:
+        """Returns the values of facts by which a later run knows the data again.
+
+        Where the order knows no ranks, a later run may have others, and batches of another size.
+        """
+        is_one = self.way in (None, "global")
+        sizes = ("batch_size", "global_batch_size", "steps") if is_one else ()
+        return [fact.value for fact in facts if fact.label not in sizes]
 
     def explain(self, expected: str, received: str, remedy: str) -> str:
         """Returns the text of an error at this rank."""

@@ -3,14 +3,13 @@
 tf.data's own reshuffling keeps its state to itself: a run that is resumed would begin anew.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data.epochs import Epochs
+from keras_dist.data.epochs import Epochs, kind_of
 from keras_dist.data.terms import Fact, Terms
 
 __all__ = ["epochs_of", "shuffled"]
@@ -22,11 +21,8 @@ SAMPLE_NBYTES = 256 << 10  # assumed of samples whose shape is not known
 
 def epochs_of(facts: Sequence[Fact], terms: Terms) -> Epochs:
     """Returns the epochs of a pipeline that is shared out on these terms."""
-    in_one_order = terms.way in (None, "global")
-    sizes = ("batch_size", "global_batch_size", "steps") if in_one_order else ()
-    same = [fact.value for fact in facts if fact.label not in sizes]
-    epochs = Epochs(hashlib.blake2b(repr(same).encode(), digest_size=8).hexdigest())
-    if in_one_order and terms.batch_size is not None:
+    epochs = Epochs(kind_of(terms.lasting(facts)))
+    if terms.way in (None, "global") and terms.batch_size is not None:
         epochs.global_batch = terms.batch_size * terms.size
     return epochs
 

@@ -1,9 +1,15 @@
-"""Data in files, on real ranks and through `fit`: the parts are the whole, failures everyone's."""
+"""Data in files, on real ranks and through `fit`: the parts are the whole, failures everyone's.
 
+An epoch that was interrupted goes on with the next unseen sample.
+"""
+
+import contextlib
+import gc
 import io
 import itertools
 import tarfile
 
+import h5py
 import keras
 import numpy as np
 import pyarrow as pa
@@ -42,6 +48,10 @@ def write(folder):
             (folder / "images" / f"class {number % 2}").mkdir(parents=True, exist_ok=True)
             path = folder / "images" / f"class {number % 2}" / f"{number}.png"
             Image.new("L", (2, 2), int(number)).save(path)
+    numbers = np.arange(COUNT, dtype="float32")
+    with h5py.File(folder / "all.h5", "w") as file:
+        file["x"], file["y"] = numbers[:, None], numbers
+    np.save(folder / "x.npy", numbers[:, None])
 
 
 def parse(record):
@@ -156,3 +166,71 @@ def test_failures_are_those_of_all_ranks(folder, caplog):
         raised_everywhere(
             errors.MismatchError, "the digest of the file names", lambda: data.npz(paths, "x")
         )
+
+
+# --- Runs that are interrupted
+
+
+class Interrupted(Exception):
+    """What ends a training in these tests."""
+
+
+class Seen(keras.Sequential):
+    """Notes the samples of each step and learns nothing; may be interrupted after some steps."""
+
+    def __init__(self, steps=None):
+        super().__init__([keras.Input((1,)), keras.layers.Dense(1)])
+        self.compile(
+            keras_dist.DistributedOptimizer(keras.optimizers.SGD()), "mse", run_eagerly=True
+        )
+        self.numbers, self.steps = [], steps
+
+    def train_step(self, batch):
+        x = batch[0] if isinstance(batch, tuple) else batch
+        self.numbers.append(np.asarray(x).reshape(-1).astype(int).tolist())
+        return {"loss": tf.constant(0.0)}
+
+    def fit(self, part, backup):
+        end = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: self.interrupt())
+        callbacks = keras_dist.callbacks(backup, end)
+        with contextlib.suppress(Interrupted):
+            super().fit(part, epochs=2, verbose=0, callbacks=callbacks)
+        return self.numbers
+
+    def interrupt(self):
+        if len(self.numbers) == self.steps:
+            raise Interrupted
+
+
+ROWS = {
+    "hdf5": lambda folder, **terms: data.hdf5(folder / "all.h5", "x", "y", 4, block=6, **terms),
+    "npy": lambda folder, **terms: data.npy(folder / "x.npy", None, 4, block=6, **terms),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shuffle", [True, "global"])
+def test_an_interrupted_epoch_goes_on_with_the_next_unseen_sample(folder, shuffle):
+    if keras_dist.rank() == 0:
+        write(folder)
+    keras_dist.barrier()
+    for name, source in (SOURCES | ROWS).items():
+        expected = source(folder, shuffle=shuffle)
+        steps = len(expected)
+        epochs = [numbers_of(expected) for _ in range(2)]
+        assert epochs[0] != epochs[1]
+        assert sorted(of_all(epochs[1])) == list(range(COUNT)), name
+        del expected
+        gc.collect()
+
+        def run(name=name, source=source, after=steps + 2):
+            backup = keras_dist.callbacks.BackupAndRestore(folder / f"of {name}", save_freq=after)
+            return Seen(after).fit(source(folder, shuffle=shuffle), backup)
+
+        first = run()
+        assert len(first) == steps + 2
+        rest = run()
+        assert len(rest) == steps - 2, name
+        of_first = list(itertools.chain(*first[:steps]))
+        of_second = list(itertools.chain(*first[steps:], *rest))
+        assert [of_first, of_second] == epochs, name
