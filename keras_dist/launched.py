@@ -90,7 +90,7 @@ def _open_log(folder: Path, rank: int) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     again = os.environ.get("KERAS_DIST_RESTART", "0") != "0"
     way = os.O_APPEND if again else os.O_TRUNC
-    return os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | way, 0o644)
+    return os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | way, 0o666)
 
 
 def _have_output_read(rank: int, live: bool, log: int | None) -> None:

@@ -14,10 +14,10 @@ def printing_to(path: pathlib.Path) -> Iterator[None]:
     """Lets all that this process prints go to a file, also from below Python and from children.
 
     Args:
-        path: a new file in place of what was there; others than the user cannot read it.
+        path: a new file in place of what was there.
     """
     path.unlink(missing_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
     kept = [os.dup(descriptor) for descriptor in (1, 2)]
     _point(log, log)
     os.close(log)

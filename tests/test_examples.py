@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import traces
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MNIST = EXAMPLES / "mnist"
@@ -17,11 +18,24 @@ def last_line(job):
     return job.stdout.strip().splitlines()[-1]
 
 
+def keras_dist(*words):
+    """Runs the command line in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "keras_dist.cli", *map(str, words)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_mnist(run_ranks, tmp_path, ranks):
-    checkpoint = tmp_path / "mnist.keras"
-    options = ["--epochs", "2", "--checkpoint", str(checkpoint)]
-    job = run_ranks(ranks, str(MNIST / "train.py"), *options, timeout=600)
+def test_mnist(tmp_path, ranks):
+    checkpoint, timeline = tmp_path / "mnist.keras", tmp_path / "t.json"
+    options = ["--epochs", 2, "--checkpoint", checkpoint]
+    program = [sys.executable, MNIST / "train.py", *options]
+    job = keras_dist("run", "-np", ranks, "--timeline", timeline, *program)
     said = re.fullmatch(
         r"Trained on .+ with (\d) ranks?: [\d,]+ images/s in total, "
         r"test accuracy (\d+\.\d)%, all replicas are equal\.",
@@ -31,7 +45,12 @@ def test_mnist(run_ranks, tmp_path, ranks):
     assert int(said[1]) == ranks
     assert float(said[2]) > 25  # two epochs of scikit-learn's few digits; chance is 10
     assert job.stdout.count("Epoch 2/2") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["mnist.keras"]
+    assert sorted(tmp_path.iterdir()) == [checkpoint, timeline]
+    reduced = traces.bars(traces.load(timeline), "the reduction of gradients")
+    assert {bar["pid"] for bar in reduced} == (set() if ranks == 1 else {0, 1})
+    report = keras_dist("timeline", timeline)
+    assert report.returncode == 0, report.stdout
+    assert len(re.findall(r"^ *\d on ", report.stdout, re.MULTILINE)) == ranks, report.stdout
 
 
 def test_mnist_with_a_loop_by_hand(run_ranks):

@@ -1,5 +1,6 @@
 """`keras_dist.run`: from a Jupyter kernel, from Python, in a terminal, and what goes wrong."""
 
+import contextlib
 import os
 import pty
 import signal
@@ -174,6 +175,39 @@ def test_ranks_that_take_too_long_are_ended(tmp_path):
     with pytest.raises(errors.RankError, match="to return within 2 s"):
         keras_dist.run(stay, timeout=2, verbose=False)
     assert not any(map(is_alive, pids(tmp_path)))
+
+
+def test_an_interrupt_while_ranks_are_being_started_ends_them(tmp_path):
+    text = """
+import os, signal, time
+import keras_dist
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+try:
+    keras_dist.run(time.sleep, (1000,), verbose=False, timeout=30)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    assert ended.stdout == "interrupted\n"
+    assert not list(tmp_path.iterdir())
+    assert not started_in(tmp_path)
+
+
+def started_in(folder):
+    """Returns the processes whose command line names a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(folder).encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
 
 
 def test_ranks_end_when_their_caller_is_killed(tmp_path):

@@ -1,8 +1,12 @@
 """Notebooks that all ranks run: outputs, parameters, tags, and cells that fail."""
 
+import json
 import os
+import stat
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import nbformat
@@ -11,7 +15,7 @@ from jobs import BARE
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from keras_dist import errors
-from keras_dist.notebook import parameters
+from keras_dist.notebook import document, failure, parameters
 
 MAIN = "import sys; from keras_dist.cli import main; sys.exit(main())"
 OPEN_MPI = Path(__file__).parents[1] / ".venv-openmpi" / "bin" / "python"
@@ -131,6 +135,63 @@ def test_a_cell_that_fails_on_one_rank_ends_all_and_is_in_the_notebook(notebook,
         "out.ipynb",
         "out.rank1.log",
     ]
+
+
+def test_a_failure_of_an_earlier_run_is_not_taken_for_one_of_this(tmp_path):
+    path = tmp_path / "nb.executed.ipynb"
+
+    def begin():
+        notebook = new_notebook()
+        run = document.begin(notebook, 2)
+        document.write(notebook, path)
+        return run
+
+    def tell(rank):
+        thread = threading.Thread(target=failure.tell, args=(path, rank, {"rank": rank}))
+        thread.start()
+        return thread
+
+    earlier = begin()
+    left = tmp_path / ".nb.executed.ipynb.failed-3"
+    left.write_text(json.dumps({"run": earlier, "failure": {"rank": 3}}))
+    quick = tell(1)  # which fails before the root of its run has come as far as to listen
+    while not left.with_name(".nb.executed.ipynb.failed-1").exists():
+        time.sleep(0.01)
+    heard = []
+    failure.listen(path, begin(), heard.append)
+    began = time.monotonic()
+    for thread in (quick, tell(2)):
+        thread.join()
+    assert time.monotonic() - began < failure.TAKEN_SECONDS
+    assert sorted(one["rank"] for one in heard) == [1, 2]
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_notebook_of_keras_dist_run_and_its_files(notebook):
+    path = notebook(
+        (join("print('I am', rank, flush=True)"),),
+        ("import glob, os\n[oct(os.stat(name).st_mode) for name in glob.glob('*.part')]",),
+    )
+    command = "run -np 2 --timeline t.json --log-dir logs nb.ipynb".split()
+    job = subprocess.run(
+        [sys.executable, "-m", "keras_dist.cli", *command],
+        cwd=path.parent,
+        umask=0o027,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=90,
+    )
+    assert job.returncode == 0, job.stdout
+    assert "I am 0\n" in job.stdout and "I am 1" not in job.stdout
+    cells, _ = executed(path.with_name("nb.executed.ipynb"))
+    assert cells[1].outputs[0].data["text/plain"] == f"{['0o100640'] * 2}"
+    names = "nb.executed.ipynb nb.executed.rank1.log t.json logs/rank-0.log logs/rank-1.log".split()
+    modes = {name: stat.S_IMODE((path.parent / name).stat().st_mode) for name in names}
+    assert modes == dict.fromkeys(names, 0o640)
+    note = nbformat.read(path.with_name("nb.executed.ipynb"), 4).metadata.keras_dist
+    assert note.ranks == 2 and note.began
 
 
 def test_without_a_launcher_it_is_one_rank(notebook, tmp_path):

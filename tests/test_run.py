@@ -4,10 +4,11 @@ import itertools
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from jobs import launcher
+from jobs import is_alive, launcher
 
 from keras_dist.cli import main
 
@@ -121,6 +122,9 @@ def test_going_on_without_a_rank_is_asked_of_open_mpi_alone(dry_run):
         ("-np 2 --min-np 2 true", "Expected --min-np and --max-np with --host-discovery-script"),
         ("-H h1 --host-discovery-script ls true", "--host-discovery-script alone to name hosts"),
         ("--host-discovery-script false true", "Expected false to name 1 places for ranks or more"),
+        (f"--host-discovery-script {HERE} true", "Received: Permission denied: it is no program"),
+        ("--host-discovery-script 'ls true", 'expected words: "\'ls": No closing quotation'),
+        ("-np 2 --mpi-args 'a true", 'expected words: "\'a": No closing quotation'),
         ("-np 2 --max-restart 2 train.py", "unrecognized arguments: --max-restart"),
         ("-np 2 --max-restarts -1 train.py", "expected a whole number, 0 or more: '-1'"),
         (f"-np 2 --on-failure restart {HERE}", "Say --max-restarts 3, for example."),
@@ -140,6 +144,30 @@ def test_the_mpiexec_of_another_library_is_not_taken(refuse, monkeypatch, tmp_pa
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert f"Received: only {other}, of another library." in refuse("-np", "2", "/bin/true")
+
+
+def test_no_shell_reads_the_words_of_options(dry_run, refuse, tmp_path):
+    made = tmp_path / "made"
+    words = f"$(touch {made}) `touch {made}` ; touch {made}"
+    assert shlex.split(words) == dry_run("-np", "2", f"--mpi-args={words}", "true")[3:-5]
+    said = refuse("--host-discovery-script", f"echo '{words}'", "true")
+    assert f"Received: '{words}'." in said
+    command = dry_run("--host-discovery-script", "echo 'h1:2'", "--max-np", "1", "true")
+    assert command[1:3] == ["-n", "1"] and "h1:2" in command
+    assert not made.exists()
+
+
+def test_the_waiting_for_hosts_counts_as_time_of_the_job(capsys, tmp_path):
+    script = tmp_path / "hosts.sh"
+    script.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\nsleep 100\n")
+    script.chmod(0o755)
+    for asked in (str(script), "echo h1:1"):  # it does not answer, or always with too little
+        words = ["--host-discovery-script", asked, "--min-np", "2", "--timeout", "1", "true"]
+        began = time.monotonic()
+        assert main(["run", *words]) == 124
+        assert time.monotonic() - began < 20
+        assert "no hosts have been found before the time of the job was" in capsys.readouterr().err
+    assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
 # --- A file with options

@@ -15,22 +15,6 @@ FRONT = ROOT / "README.md"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|[#/])[^)#\s]+")
 
 
-def on_config(config):
-    """Leaves entries of the navigation out whose page is not written."""
-    config.nav = [entry for entry in map(_existing, config.nav) if entry]
-
-
-def _existing(entry):
-    if isinstance(entry, str):
-        return entry if _source(entry).exists() else None
-    [(title, inside)] = entry.items()
-    if isinstance(inside, str):
-        kept = _existing(inside)
-    else:
-        kept = [one for one in map(_existing, inside) if one]
-    return {title: kept} if kept else None
-
-
 def on_files(files, config):
     """Adds the front page, and what is linked to."""
     waiting = [FRONT, *(Path(page.abs_src_path) for page in files.documentation_pages())]
@@ -71,14 +55,6 @@ def _address(path):
         return "index.md"
     docs = ROOT / "docs"
     return path.relative_to(docs if path.is_relative_to(docs) else ROOT).as_posix()
-
-
-def _source(address):
-    """Returns which file of the repository is at an address of the site."""
-    if address == "index.md":
-        return FRONT
-    inside = ROOT / "docs" / address
-    return inside if inside.exists() else ROOT / address
 
 
 def _between(address, target):

@@ -50,7 +50,7 @@ class Part:
         self._flushing = threading.Lock()
         self._over = threading.Event()
         flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-        self._file = os.open(path, flags, 0o644)
+        self._file = os.open(path, flags, 0o666)
         self._write([json.dumps(head)])
         self._thread = threading.Thread(target=self._serve, name="keras_dist timeline", daemon=True)
         self._thread.start()

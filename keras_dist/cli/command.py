@@ -1,7 +1,6 @@
 """The command that starts a job: on which hosts, how many ranks, with what environment."""
 
 import argparse
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -74,7 +73,7 @@ def job_command(
     words = mpiexec_options(
         library, ranks, _passed(options, environment, elsewhere), goes_on, hosts, binds
     )
-    return [find_mpiexec(library), *words, *shlex.split(options.mpi_args or ""), *program]
+    return [find_mpiexec(library), *words, *(options.mpi_args or []), *program]
 
 
 def _named_hosts(options: argparse.Namespace) -> dict[str, int]:

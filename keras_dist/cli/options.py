@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,6 +64,14 @@ def _number(least: int) -> Callable[[str], int]:
     return number
 
 
+def _words(text: str) -> list[str]:
+    """Returns words as a shell would read them, which is never asked."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected words: {text!r}: {error}") from None
+
+
 def _setting(text: str) -> str:
     name = text.partition("=")[0]
     if not name.isidentifier() or not name.isascii():
@@ -103,6 +112,7 @@ PLACES = (
         "--mpi-args",
         "further words for mpiexec, as one text",
         "WORDS",
+        _words,
         horovod="--mpi-args",
     ),
 )
@@ -141,9 +151,10 @@ OPTIONS = (
     ),
     Option(
         "--host-discovery-script",
-        "a command that is asked at each start of the job, restarts included, which hosts there "
-        "are: a host a line, `h1:2`",
+        "a program, with its arguments, that is asked at each start of the job, restarts included, "
+        "which hosts there are: a host a line, `h1:2`; no shell reads it",
         "COMMAND",
+        _words,
         horovod="--host-discovery-script",
     ),
     Option(
@@ -172,7 +183,8 @@ OPTIONS = (
     ),
     Option(
         "--timeout",
-        "ends the job, all tries together, after so many seconds; exit code 124",
+        "ends the job, all tries and the waiting for hosts together, after so many seconds; exit "
+        "code 124",
         "SECONDS",
         _number(1),
     ),

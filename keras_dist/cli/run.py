@@ -1,6 +1,7 @@
 """`keras-dist run`: starts a job, and starts it anew when it fails."""
 
 import argparse
+import math
 import os
 import shlex
 import shutil
@@ -42,7 +43,7 @@ def add_to(commands: Any) -> None:
         "(python train.py | train.py | notebook.ipynb | -m module) ...",
         allow_abbrev=False,
     )
-    parser.set_defaults(act=lambda options: _run(_with_file(parser, options)))
+    parser.set_defaults(act=lambda options: _run_in_time(_with_file(parser, options)))
     add_options(parser)
     refuse(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -56,7 +57,16 @@ def _with_file(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     return parser.parse_args([*words_of_file(options.config_file), *options.words])
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_in_time(options: argparse.Namespace) -> int:
+    seconds = math.inf if options.timeout is None else options.timeout
+    try:
+        return _run(options, time.monotonic() + seconds)
+    except TimeoutError:
+        _say("no hosts have been found before the time of the job was over (--timeout).")
+        return TIMED_OUT
+
+
+def _run(options: argparse.Namespace, end: float) -> int:
     program = _program(options)
     _check(options)
     library = load_library()
@@ -68,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
     binds = options.bind == "mpiexec"
 
     def command_of(restart: int) -> list[str]:
-        found = with_hosts(options, again=restart > 0)
+        found = with_hosts(options, restart > 0, end)
         return job_command(found, library, words, environment, goes_on, binds)
 
     command = command_of(0)
@@ -81,9 +91,7 @@ def _run(options: argparse.Namespace) -> int:
         _say(_cannot_go_on(library, options.max_restarts))
     if "--allow-run-as-root" in command:
         _say("running as root, so mpiexec is told --allow-run-as-root.")
-    return _try_again_and_again(
-        command, command_of, environment, options.max_restarts, options.timeout
-    )
+    return _try_again_and_again(command, command_of, environment, options.max_restarts, end)
 
 
 def _launched(options: argparse.Namespace) -> list[str]:
@@ -103,18 +111,17 @@ def _try_again_and_again(
     command_of: Callable[[int], list[str]],
     environment: dict[str, str],
     max_restarts: int,
-    seconds: float | None,
+    end: float,
 ) -> int:
-    end = None if seconds is None else time.monotonic() + seconds
     for restart in range(max_restarts + 1):
         environment[RESTART] = str(restart)
         if restart:
             command = command_of(restart)
-        left = None if end is None else max(0.01, end - time.monotonic())
+        left = None if end == math.inf else max(0.01, end - time.monotonic())
         ended = run_job(command, environment, left)
         code = _exit_code(ended)
         if ended.timed_out:
-            _say(f"the job has been ended, as {seconds} s are over (--timeout).")
+            _say("the job has been ended, as its time is over (--timeout).")
         if code == 0 or ended.signal is not None or code in NEVER_AGAIN:
             return code
         if code == ending.PREEMPTED_EXIT_CODE:
@@ -122,8 +129,8 @@ def _try_again_and_again(
             return code
         if restart < max_restarts:
             pause = min(2**restart, MAX_PAUSE_SECONDS)
-            if end is not None and time.monotonic() + pause >= end:
-                _say(f"the job failed with exit code {code}. {seconds} s are over (--timeout).")
+            if time.monotonic() + pause >= end:
+                _say(f"the job failed with exit code {code}, and its time is over (--timeout).")
                 return code
             _say(
                 f"the job failed with exit code {code}. Restart {restart + 1} of {max_restarts} "

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import cloudpickle
@@ -24,7 +26,7 @@ from keras_dist.interactive.view import View, open_view
 __all__ = ["run"]
 
 TURN_SECONDS = 0.1
-END_SECONDS = 5.0  # from the request to end to the one that waits for nothing
+END_SECONDS = 6.0  # after a request to end; the launcher takes 5 to kill what does not
 
 
 def run(
@@ -95,7 +97,7 @@ def run(
         exchange.put_call((dict(env or {}), path, _cells(), work))
         log = exchange.folder / "launcher"
         with open_view(exchange, np, verbose) as view, log.open("xb") as said:
-            code = _wait(_start(exchange, np, hosts, env or {}, said), view, timeout)
+            code = _wait(lambda: _start(exchange, np, hosts, env or {}, said), view, timeout)
         return values(exchange, np, code, log.read_text(errors="replace"))
 
 
@@ -121,10 +123,13 @@ def _start(
     )
 
 
-def _wait(process: subprocess.Popen[bytes], view: View, timeout: float | None) -> int:
-    """Shows what goes on to the end, which it brings about where it is interrupted."""
+def _wait(start: Callable[[], subprocess.Popen[bytes]], view: View, timeout: float | None) -> int:
+    """Starts it, and shows what goes on to the end, which an interrupt brings about."""
     end = None if timeout is None else time.monotonic() + timeout
+    process = None
     try:
+        with _interrupt_afterwards():
+            process = start()
         while process.poll() is None:
             view.show()
             if end is not None and time.monotonic() > end:
@@ -139,15 +144,33 @@ def _wait(process: subprocess.Popen[bytes], view: View, timeout: float | None) -
             time.sleep(TURN_SECONDS)
         return process.returncode
     finally:
-        _end(process)
+        if process is not None:
+            _end(process)
         view.show(last=True)
 
 
+@contextlib.contextmanager
+def _interrupt_afterwards() -> Iterator[None]:
+    """Keeps an interrupt back: where a process is started it is lost, or the process is."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *told: came.append(told))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    for told in came[:1]:
+        handler(*told)
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a job that still runs: as Ctrl-C would, and a second time where that takes long."""
-    for _ in range(2):
+    """Ends a job that still runs: as Ctrl-C would, twice where that takes long, then by force."""
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 process.wait(END_SECONDS)
     process.wait()

@@ -1,14 +1,17 @@
 """A notebook as a file: read and checked, written in one go or not at all."""
 
+import datetime
+import json
 import pathlib
 
 import nbformat
 
 from keras_dist import errors, whole_files
 
-__all__ = ["executed_path", "read", "write"]
+__all__ = ["begin", "begun", "executed_path", "read", "write"]
 
 VERSION = 4  # of the format; older notebooks are converted
+NOTE = "keras_dist"  # in the metadata
 
 
 def read(path: pathlib.Path, where: str) -> nbformat.NotebookNode:
@@ -52,6 +55,21 @@ def write(notebook: nbformat.NotebookNode, path: pathlib.Path) -> None:
     with whole_files.beside(path) as other:
         nbformat.write(notebook, other)
         whole_files.move(other, path)
+
+
+def begin(notebook: nbformat.NotebookNode, ranks: int) -> str:
+    """Notes in a notebook when it began to run, and on how many ranks; returns the moment."""
+    moment = datetime.datetime.now(datetime.UTC).isoformat()
+    notebook.metadata[NOTE] = {"began": moment, "ranks": ranks}
+    return moment
+
+
+def begun(path: pathlib.Path) -> str | None:
+    """Returns when the notebook of a file began to run; `None` where none is that has."""
+    try:
+        return str(json.loads(path.read_text())["metadata"][NOTE]["began"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def executed_path(path: pathlib.Path) -> pathlib.Path:

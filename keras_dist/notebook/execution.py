@@ -48,7 +48,8 @@ def run_notebook(path: pathlib.Path, output: pathlib.Path, values: Mapping[str, 
         SystemExit: a cell says so.
     """
     rank, announced = launcher.announced_rank() or 0, launcher.announced_size()
-    where = f"[rank {rank} of {1 if announced is None else announced.size}]"
+    ranks = 1 if announced is None else announced.size
+    where = f"[rank {rank} of {ranks}]"
     path, output = path.absolute(), output.absolute()
     notebook = document.read(path, where)
     parameters.inject(notebook, values, where)
@@ -58,7 +59,7 @@ def run_notebook(path: pathlib.Path, output: pathlib.Path, values: Mapping[str, 
     sys.argv = [str(path)]
     with printing_to(log) if rank else contextlib.nullcontext():
         outputs = Outputs(sys.stdout)
-        save = _writer(notebook, output, outputs) if rank == 0 else lambda: None
+        save = _writer(notebook, output, outputs, ranks) if rank == 0 else lambda: None
         with (
             contextlib.redirect_stdout(Stream("stdout", outputs, sys.stdout)),
             contextlib.redirect_stderr(Stream("stderr", outputs, sys.stderr)),
@@ -107,9 +108,10 @@ def _tags(cell: nbformat.NotebookNode) -> list[str]:
 
 
 def _writer(
-    notebook: nbformat.NotebookNode, output: pathlib.Path, outputs: Outputs
+    notebook: nbformat.NotebookNode, output: pathlib.Path, outputs: Outputs, ranks: int
 ) -> Callable[[], None]:
     """Returns what writes the notebook, with what other ranks tell."""
+    run = document.begin(notebook, ranks)
 
     def save() -> None:
         with outputs.lock:
@@ -120,7 +122,8 @@ def _writer(
             notebook.cells[told["cell"]].outputs.append(nbformat.from_dict(told["output"]))
             save()
 
-    failure.listen(output, hear)
+    save()
+    failure.listen(output, run, hear)
     return save
 
 

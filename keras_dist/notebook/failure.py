@@ -1,7 +1,8 @@
 """How the root hears that a cell has failed on another rank, so that the notebook holds it.
 
 The root may be within a collective then, and the job is about to end: the other rank leaves a file
-beside the notebook, and waits until a thread of the root has taken it.
+beside the notebook, and waits until a thread of the root has taken it. The file says when the run
+began that it belongs to, as the notebook does: both may be there from an earlier one.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_dist import whole_files
+from keras_dist.notebook import document
 
 __all__ = ["listen", "tell"]
 
@@ -29,32 +31,39 @@ def tell(notebook: pathlib.Path, rank: int, failure: dict[str, Any]) -> None:
         rank: this rank.
         failure: what the root is to be told, of what JSON knows.
     """
-    path = _path(notebook, str(rank))
+    path, told = _path(notebook, str(rank)), None
     end = time.monotonic() + TAKEN_SECONDS
     with contextlib.suppress(OSError):  # there is still the console
-        with whole_files.beside(path) as other:
-            other.write_text(json.dumps(failure))
-            whole_files.move(other, path)
-        while path.exists() and time.monotonic() < end:
+        while time.monotonic() < end:
+            taken = not path.exists()
+            run = document.begun(notebook)
+            if run is not None and run != told:  # that of an earlier run gives way to this one's
+                with whole_files.beside(path) as other:
+                    other.write_text(json.dumps({"run": run, "failure": failure}))
+                    whole_files.move(other, path)
+                told = run
+            elif told is not None and taken:
+                break
             time.sleep(TURN_SECONDS)
         path.unlink(missing_ok=True)
 
 
-def listen(notebook: pathlib.Path, hear: Callable[[dict[str, Any]], None]) -> None:
+def listen(notebook: pathlib.Path, run: str, hear: Callable[[dict[str, Any]], None]) -> None:
     """Hears of failures of other ranks, in a thread, to the end of the process.
 
     Args:
-        notebook: the file that this rank writes.
+        notebook: the file that this rank writes, and has written.
+        run: when its run began, as the notebook says.
         hear: is called with each failure; until it has returned the other rank waits.
     """
-    for path in _told(notebook):  # by a job that was killed in that moment
-        path.unlink(missing_ok=True)
 
     def look() -> None:
         while True:
             time.sleep(TURN_SECONDS)
             for path in _told(notebook):
-                hear(json.loads(path.read_text()))
+                told = json.loads(path.read_text())
+                if told.get("run") == run:
+                    hear(told["failure"])
                 path.unlink(missing_ok=True)
 
     threading.Thread(target=look, name="keras_dist notebook", daemon=True).start()

@@ -5,8 +5,9 @@ Counters are given beside shares and speeds, so that a query may take its own wi
 
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
+from keras_dist.watching.http import Server
 from keras_dist.watching.job import Job, Row
 
 __all__ = ["CONTENT_TYPE", "Endpoint", "to_text"]
@@ -80,7 +81,7 @@ class Endpoint:
 
     def __init__(self, get_job: Callable[[], Job], host: str, port: int):
         handler = type("_Handler", (_Handler,), {"get_job": staticmethod(get_job)})
-        self._server = ThreadingHTTPServer((host, port), handler)
+        self._server = Server((host, port), handler)
         self._thread = threading.Thread(
             target=lambda: self._server.serve_forever(POLL_SECONDS),
             name="keras_dist prometheus",

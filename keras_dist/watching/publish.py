@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ __all__ = ["Publication", "publish_at_port", "publish_at_socket"]
 PERIOD_SECONDS = 1.0
 CLOSE_SECONDS = 1.0  # not every system wakes who waits for a connection
 CLIENT_SECONDS = 10.0  # after which one that does not read, or sends no token, is left
+MAX_STRANGERS = 16  # that have connected and sent no token yet; others are turned away
 
 
 class Publication:
@@ -42,6 +44,7 @@ class Publication:
     ):
         self._listener, self._get_job, self.file, self._token = listener, get_job, file, token
         self._ends = threading.Event()
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         _listening.append(listener)
         self._accepting = self._start(self._accept)
 
@@ -64,24 +67,41 @@ class Publication:
         with contextlib.suppress(OSError):  # it is closed
             while not self._ends.is_set():
                 connection, _ = self._listener.accept()
-                self._start(self._serve, connection)
+                if self._strangers.acquire(blocking=False):
+                    self._start(self._serve, connection)
+                else:
+                    connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError), connection:  # who reads may leave at any time
-            connection.settimeout(CLIENT_SECONDS)
-            if not self._is_allowed(connection):
+            if not self._comes_to_be_known(connection):
                 connection.sendall(b'{"error": "the token is not that of this job"}\n')
                 return
             while not self._ends.is_set():
                 connection.sendall(self._get_job().to_json().encode() + b"\n")
                 self._ends.wait(PERIOD_SECONDS)
 
-    def _is_allowed(self, connection: socket.socket) -> bool:
-        if self._token is None:
-            return True
-        with connection.makefile("rb") as sent:
-            line = sent.readline(2 * len(self._token))
-        return hmac.compare_digest(line.strip(), self._token.encode())
+    def _comes_to_be_known(self, connection: socket.socket) -> bool:
+        """Tells whether one that has connected may read; a stranger no more, in any case."""
+        try:
+            if self._token is None:
+                return True
+            sent = _read_line(connection, 2 * len(self._token))
+            return hmac.compare_digest(sent.strip(), self._token.encode())
+        finally:
+            self._strangers.release()
+            connection.settimeout(CLIENT_SECONDS)
+
+
+def _read_line(connection: socket.socket, most: int) -> bytes:
+    """Returns a line; all of it has to come in time, or it might come byte by byte for ever."""
+    line, end = b"", time.monotonic() + CLIENT_SECONDS
+    while b"\n" not in line and len(line) < most:
+        connection.settimeout(max(0.001, end - time.monotonic()))
+        if not (more := connection.recv(most - len(line))):
+            break
+        line += more
+    return line
 
 
 def publish_at_socket(get_job: Callable[[], Job]) -> Publication:

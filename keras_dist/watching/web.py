@@ -8,12 +8,13 @@ import hmac
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import parse_qs, urlsplit
 
 from keras_dist import errors
+from keras_dist.watching.http import Server
 from keras_dist.watching.job import Job
 
 __all__ = ["Page"]
@@ -46,7 +47,7 @@ class Page:
         token = secrets.token_urlsafe(32)
         fields = {"get_jobs": staticmethod(get_jobs), "token": token}
         try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), type("_H", (_Handler,), fields))
+            self._server = Server(("127.0.0.1", port), type("_H", (_Handler,), fields))
         except (OSError, OverflowError) as error:
             raise errors.LaunchError(
                 errors.explain(

@@ -74,14 +74,16 @@ assert (state.step, state.sizes) == (4, [1, 1, 2, 2]), vars(state)  # one step w
 
 
 def test_a_restart_takes_the_hosts_that_there_are_then(tmp_path):
-    answer = tmp_path / "answers"
-    answer.write_text("localhost:1\nlocalhost:2\n")
+    answers, script = tmp_path / "answers", tmp_path / "hosts.sh"
+    answers.write_text("localhost:1\nlocalhost:2\n")
     # Each time it is asked it gives the next line.
-    script = f"head -n 1 {answer} && sed -i 1d {answer}"
+    script.write_text('#!/bin/sh\nhead -n 1 "$1" && sed -i 1d "$1"\n')
+    script.chmod(0o755)
+    asks = ["--host-discovery-script", f"{script} {answers}"]
     train = tmp_path / "train.py"
     train.write_text(RESTARTED.format(directory=str(tmp_path / "state")))
     command = [sys.executable, "-m", "keras_dist.cli", "run", "--max-restarts", "1"]
-    command += ["--host-discovery-script", script, "--min-np", "1", "--max-np", "4", str(train)]
+    command += [*asks, "--min-np", "1", "--max-np", "4", str(train)]
     path = {"PYTHONPATH": str(Path(__file__).parents[2])}
     ended = subprocess.run(
         command,
