@@ -4,6 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keras_dist.data.indexed import Batches
+from keras_dist.data.order import Order
 from keras_dist.data.partition import (
     Rest,
     plan_deal,
@@ -60,16 +62,46 @@ def test_what_is_left_of_an_epoch_is_shared_out_in_as_many_steps(extra, size, da
     first, second = sorted(data.draw(st.tuples(*[st.integers(0, steps - 1)] * 2)))
     fewer = data.draw(st.integers(1, size))
     indices = np.arange(steps * size + extra)
-    parts = [Rest(rank, size, indices, first, steps) for rank in range(size)]
+    parts = [Rest(rank, size, indices, first, steps, nothing) for rank in range(size)]
     before = [part.batch(step) for part in parts for step in range(first, second)]
     left = np.concatenate([part.left(second) for part in parts])
-    parts = [Rest(rank, fewer, left, second, steps) for rank in range(fewer)]
+    parts = [Rest(rank, fewer, left, second, steps, nothing) for rank in range(fewer)]
     batches = [[part.batch(step) for step in range(second, steps)] for part in parts]
     for each in batches:
         counts = list(map(len, each))
         assert min(counts) >= 1 and max(counts) - min(counts) <= 1
     everything = np.concatenate([*before, *(batch for each in batches for batch in each)])
     assert sorted(everything) == list(indices)
+
+
+def nothing(step):
+    raise AssertionError(f"step {step} lies before the rest")
+
+
+def test_who_has_read_less_reads_on_as_before_up_to_where_the_rest_begins():
+    def part_of(rank, size):
+        first = plan_samples(40, 3, rank, 2, "uneven")
+        return first if size == 3 else plan_for_fewer(first, 40, size, rank, "uneven")
+
+    def batches_of(rank):
+        return Batches(None, part_of(rank, 3), Order("rank", 7, 40), plan_among=part_of)
+
+    seen = []
+    ranks = [batches_of(rank) for rank in range(3)]
+    steps = ranks[0].plan.steps
+    for batches, read in zip(ranks, (4, 2, 3), strict=True):
+        seen += [batches.indices(0, step) for step in range(read)]
+    left = [ranks[0], ranks[2]]  # rank 1 dies, and what it should have read before step 4 is lost
+    lost = [batches_of(1).indices(0, step) for step in (2, 3)]
+    for place, batches in enumerate(left):
+        batches.share_out(place, 2, (0, 4))
+    for batches, read in zip(left, (4, 3), strict=True):
+        seen += [batches.indices(0, step) for step in range(read, 5)]
+    seen.append(ranks[2].indices(0, 5))
+    ranks[0].share_out(0, 1, (0, 6))  # rank 2 dies as well, when rank 0 has read one step less
+    seen += [ranks[0].indices(0, step) for step in range(5, steps)]
+    everything = np.concatenate([*seen, *lost])
+    assert sorted(everything) == list(range(40))
 
 
 # --- Single samples

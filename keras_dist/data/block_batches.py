@@ -82,7 +82,8 @@ class BlockBatches:
         self._columns: list[Column] = [column for _, column in leaves(data, "")]
         self._pid = os.getpid()
         self._shares: dict[int, Share] = {}  # by epoch: the last one, or what was left of one
-        self._windows: dict[tuple[int, int], concurrent.futures.Future] = {}
+        # By epoch, the step at which the part begins, and number.
+        self._windows: dict[tuple[int, int, int], concurrent.futures.Future] = {}
         if hasattr(reader, "close"):
             weakref.finalize(self, reader.close)
 
@@ -95,7 +96,7 @@ class BlockBatches:
         """Returns arrays with the rows of a step, nested like the data."""
         with self.lock:
             self.position = max(self.position, (epoch, step + 1))
-            share = self._share(epoch)
+            share = self._share(epoch).at(step)
             parts = [
                 self._taken(epoch, share, window, places) for window, places in share.places(step)
             ]
@@ -116,7 +117,8 @@ class BlockBatches:
                 epoch, step = position
                 everyone = [self._share_of(place, epoch) for place in range(self.plan.size)]
                 line = left_over(everyone, step)
-                shares[epoch] = share_of_rest(everyone[0], line, rank, size, step)
+                rest = share_of_rest(everyone[0], line, rank, size, step)
+                shares[epoch] = dataclasses.replace(rest, earlier=self._share(epoch))
             self.plan = self._plan_among(rank, size)
             self._shares = shares
             self._windows.clear()
@@ -147,16 +149,17 @@ class BlockBatches:
     ) -> tuple[Sequence[np.ndarray], np.ndarray | None]:
         if os.getpid() != self._pid:  # a fork has none of the threads that were reading
             self._pid, self._windows = os.getpid(), {}
-        wanted = [(epoch, window)]
+        place = epoch, share.first_step
+        wanted = [(*place, window)]
         if self._together is None and window < share.window_at(
             min(share.plan.count, share.plan.held) - 1
         ):
-            wanted.append((epoch, window + 1))
+            wanted.append((*place, window + 1))
         known = self._windows
         self._windows = {
-            key: known[key] if key in known else self._begin(share, key[1]) for key in wanted
+            key: known[key] if key in known else self._begin(share, key[2]) for key in wanted
         }
-        return self._windows[epoch, window].result()
+        return self._windows[*place, window].result()
 
     def _begin(self, share: Share, window: int) -> concurrent.futures.Future:
         """Begins to read a window."""

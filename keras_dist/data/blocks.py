@@ -77,6 +77,8 @@ class Share:
             this part.
         key: seed of the order within windows; `None` for that of the file.
         first_step: the step at which it begins.
+        earlier: the part that holds the steps before that: another rank had read further ahead
+            when the rest was shared out.
     """
 
     line: Pieces
@@ -84,6 +86,11 @@ class Share:
     plan: Plan
     key: tuple[int, ...] | None
     first_step: int = 0
+    earlier: "Share | None" = None
+
+    def at(self, step: int) -> "Share":
+        """Returns the part that holds a step: this one, or the one before it."""
+        return self if self.earlier is None or step >= self.first_step else self.earlier.at(step)
 
     @functools.cached_property
     def _ends(self) -> np.ndarray:

@@ -135,10 +135,7 @@ class Batches:
         """Returns the numbers of the samples of a step; whoever asks for them reads them."""
         with self.lock:
             self.position = max(self.position, (epoch, step + 1))
-            if self._rest is not None and self._rest[0] == epoch:
-                return self._rest[1].batch(step)
-            start, stop = self.plan.bounds(step)
-            return self._order(epoch)[start:stop]
+            return self._reading(epoch)(step)
 
     @property
     def example(self) -> Any:
@@ -157,10 +154,18 @@ class Batches:
         with self.lock:
             if position is not None and position[1] < self.plan.steps:
                 left = np.concatenate([self._left(r, *position) for r in range(self.plan.size)])
-                rest = Rest(rank, size, left, position[1], self.plan.steps)
-                self._rest = position[0], rest
+                epoch, step = position
+                rest = Rest(rank, size, left, step, self.plan.steps, self._reading(epoch))
+                self._rest = epoch, rest
             self.plan = self._plan_among(rank, size)
             self._latest = (-1, np.empty(0, np.int64))
+
+    def _reading(self, epoch: int) -> Callable[[int], np.ndarray]:
+        """Returns what gives the numbers of the samples of a step of an epoch."""
+        if self._rest is not None and self._rest[0] == epoch:
+            return self._rest[1].batch
+        order, plan = self._order(epoch), self.plan
+        return lambda step: order[slice(*plan.bounds(step))]
 
     def _left(self, rank: int, epoch: int, step: int) -> np.ndarray:
         """Returns what one of the ranks before, perhaps dead now, has not read of an epoch."""

@@ -5,7 +5,7 @@ there is at least one sample for every rank.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -152,6 +152,8 @@ class Rest:
             one for each rank and step.
         first_step: the step with which it begins.
         steps: number of batches in the whole epoch.
+        earlier: returns the indices of this rank's samples of a step before that: another rank
+            had read further ahead when the rest was shared out.
     """
 
     rank: int
@@ -159,6 +161,7 @@ class Rest:
     indices: np.ndarray
     first_step: int
     steps: int
+    earlier: Callable[[int], np.ndarray]
 
     def left(self, first_step: int) -> np.ndarray:
         """Returns the indices of this rank's samples from a step on, in order."""
@@ -167,6 +170,8 @@ class Rest:
 
     def batch(self, step: int) -> np.ndarray:
         """Returns the indices of the samples of a step."""
+        if step < self.first_step:
+            return self.earlier(step)
         mine = self.indices[self.rank :: self.size]
         return mine[self._begin(step, len(mine)) : self._begin(step + 1, len(mine))]
 
