@@ -23,8 +23,11 @@ PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL: state was kept, another try may go on
 
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT  # as a shell says it
 STAGGER_SECONDS = 1.0  # from one rank that ends the job to the next that does, if it still lives
+MOST_STAGGERED = 3  # ranks; those after them come at the same time
 START_SECONDS = 5.0  # for MPI, where this rank has not used it before it failed
 GRACE_SECONDS = 0.5  # an error of all ranks reaches them at about the same time
+
+AGREED = errors.MismatchError | errors.CallbackError | errors.CheckpointError
 
 
 @functools.cache
@@ -38,7 +41,7 @@ def watch() -> None:
             previous(kind, error, trace)
             return
         _report("".join(traceback.format_exception(kind, error, trace)))
-        if isinstance(error, errors.MismatchError | errors.CallbackError | errors.CheckpointError):
+        if isinstance(error, AGREED) and _has_no_sets():
             return  # raised by agreement: it ends each rank by itself
         # A launcher ends the others as soon as one is gone; let them say the same first.
         time.sleep(GRACE_SECONDS)
@@ -64,6 +67,13 @@ def _alone() -> bool:
     if runtime.is_initialized():
         return runtime.size() == 1
     return not launcher.starts_ranks()
+
+
+def _has_no_sets() -> bool:
+    """Tells whether all ranks agree upon what is agreed, and not those of a process set alone."""
+    from keras_dist import runtime
+
+    return not runtime.is_initialized() or not runtime.communicator().subsets
 
 
 def _report(text: str) -> None:
@@ -129,6 +139,7 @@ def _end_all(code: int) -> None:
     if mpi is not None:
         # MPI starts when all ranks have come to that, and some may never. No handler could run
         # meanwhile: the signal itself ends this process, and that ends the job.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, START_SECONDS)
         _engine.start_mpi(mpi)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -136,5 +147,6 @@ def _end_all(code: int) -> None:
         if _engine.outlives_processes():
             # Where several ranks end a job at once, Open MPI's mpiexec was seen to stay, or to end
             # with 0. The first one is enough.
-            time.sleep(mpi.COMM_WORLD.Get_rank() * STAGGER_SECONDS)
+            place = min(mpi.COMM_WORLD.Get_rank(), MOST_STAGGERED)
+            time.sleep(place * STAGGER_SECONDS)
         mpi.COMM_WORLD.Abort(code)

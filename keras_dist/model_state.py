@@ -12,6 +12,7 @@ import numpy as np
 
 __all__ = [
     "MULTI_OPTIMIZER",
+    "RESULT",
     "accumulators",
     "bytes_of",
     "keep_local",
@@ -26,6 +27,7 @@ __all__ = [
     "variable_name",
 ]
 
+RESULT = "_get_metrics_result_or_logs"  # where Keras turns states into the logs of an epoch
 # Of Keras 3.15 and later.
 MULTI_OPTIMIZER: Any = getattr(keras.optimizers, "MultiOptimizer", ())
 # On a model: which variables each rank keeps for itself, whatever its optimizers do.

@@ -18,6 +18,7 @@ from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.data import epochs
 from keras_dist.distributed import distributed_optimizers, move_outwards
 from keras_dist.fit_plan import agree_on_fit
+from keras_dist.model_state import RESULT
 
 __all__ = ["watch_models"]
 
@@ -84,10 +85,22 @@ def _agreed(fit: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         everywhere = agree_on_fit(bound.arguments)
-        with epochs.training_on(bound.arguments["x"], everywhere):
-            return fit(*args, **kwargs)
+        model = bound.arguments["self"]
+        result = model.__dict__.get(RESULT)
+        try:
+            with epochs.training_on(bound.arguments["x"], everywhere):
+                return fit(*args, **kwargs)
+        finally:
+            _leave_result(model, result)
 
     return agreed
+
+
+def _leave_result(model: keras.Model, before: Any) -> None:
+    """Leaves a model its function of the logs from before a fit, which may have failed."""
+    model.__dict__.pop(RESULT, None)
+    if before is not None:
+        object.__setattr__(model, RESULT, before)
 
 
 def _noted(method: Callable[..., Any], task: str) -> Callable[..., Any]:

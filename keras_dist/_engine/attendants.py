@@ -18,6 +18,9 @@ class Attendant(Protocol):
     def abandon(self) -> None:
         """Ends it where a rank has died, so that no others can be waited for."""
 
+    def be_alone(self) -> None:
+        """Speaks to no other rank any more, as one has died; `abandon` follows."""
+
 
 class Attendants:
     """Those of one communicator; they begin again among the others where a rank has died."""
@@ -32,8 +35,15 @@ class Attendants:
         self._present.append(begin(comm))
 
     def begin_again(self, comm: "Communicator") -> None:
-        """Lets all begin among these ranks. Collective: every rank; blocks."""
-        self._present = [begin(comm) for begin in self._begin]
+        """Ends those before and lets all begin among these ranks. Collective; blocks."""
+        self.abandon()
+        for begin in self._begin:  # one of these ranks may die before the last has begun
+            self._present.append(begin(comm))
+
+    def be_alone(self) -> None:
+        """Lets them speak to no other rank until they begin again."""
+        for attendant in self._present:
+            attendant.be_alone()
 
     def close(self) -> None:
         """Ends them. Collective: every rank; blocks."""

@@ -133,7 +133,7 @@ class Communicator:
 
     def forget(self) -> None:
         """Lets go of what these ranks have in common, as one of them has died."""
-        self._attendants.abandon()
+        self._attendants.be_alone()
         # MPI's communicators are left as they are: to free them would take the dead as well.
         self.plans.clear()
         self.absence = None

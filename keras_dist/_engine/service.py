@@ -19,6 +19,7 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._engine.communicator import NAP_SECONDS, Communicator
 from keras_dist._engine.mpi_library import failed_process
+from keras_dist._engine.wait import also_blocked, note
 
 __all__ = ["Service"]
 
@@ -52,6 +53,7 @@ class Service:
         self._tag = TAGS * comm.services_made
         comm.services_made += 1
         self._server = servers[comm.rank]
+        self._pair = sorted((comm.ranks[self._server], comm.ranks[comm.rank]))
         self._asks = threading.Lock()
         self._left = self._server == comm.rank  # who serves has nobody to leave
         self._farewell: Any | None = None  # on its way
@@ -78,7 +80,9 @@ class Service:
             if self._left:
                 raise errors.DataError("The ranks have left each other; nobody answers any more.")
             try:
-                self._ask(question, targets)
+                note(self._pair, f"what rank {self._server} hands out")
+                with also_blocked():
+                    self._ask(question, targets)
             except self._mpi.Exception as failure:
                 if failed_process(self._mpi, failure):
                     raise errors.RankLostError(f"Rank {self._server} has died.") from failure

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from keras_dist import errors
 from keras_dist._engine.mpi_library import failed_process
 from keras_dist._engine.progress import say_progress
+from keras_dist._engine.wait import also_blocked, blocked, note
 
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
@@ -106,12 +107,16 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
         )
     before = shrunk = comm.world
     found, whole = None, False
+    note(comm.ranks, "going on without a rank that has died")
     while not whole:
         leave(comm)
         comm.forget()
-        shrunk = shrunk.Shrink()
+        with blocked:
+            shrunk = shrunk.Shrink()
         try:
-            comm.settle(shrunk.Dup())
+            with blocked:
+                alone = shrunk.Dup()
+            comm.settle(alone)
             found, fine = exchange(), True
         except Exception as error:
             if not is_loss(comm, error):
@@ -134,7 +139,8 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
 
 def _agree(mpi: Any, world: Any, fine: bool) -> bool:
     try:
-        return bool(world.Agree(fine and not _knows_of_dead(world)))
+        with also_blocked():
+            return bool(world.Agree(fine and not _knows_of_dead(world)))
     except mpi.Exception:
         return False
 

@@ -6,6 +6,7 @@ futex: Linux on x86). Here is noted, too, what each thread waits for, whatever i
 counted how long this process has waited for other ranks.
 """
 
+import contextlib
 import ctypes
 import os
 import time
@@ -18,6 +19,7 @@ import numpy as np
 __all__ = [
     "PATIENCE_SECONDS",
     "Counter",
+    "also_blocked",
     "blocked",
     "note",
     "noted",
@@ -97,6 +99,11 @@ class _Waiting(_Blocked):
 
 blocked = _Blocked()
 waiting = _Waiting()
+
+
+def also_blocked() -> contextlib.AbstractContextManager[None]:
+    """Returns `blocked`, or nothing where the calling thread is within a wait already."""
+    return contextlib.nullcontext() if get_ident() in _since else blocked
 
 
 class Counter:

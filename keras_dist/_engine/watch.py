@@ -38,6 +38,9 @@ MAX_NAMED = 16  # ranks
 
 _log = logging.getLogger("keras_dist")
 
+NO_THREADS = "this MPI does not allow calls from several threads at once (MPI_THREAD_MULTIPLE)"
+A_RANK_HAS_DIED = "a rank has died and the others have not come together yet"
+
 Ranks = tuple[int, ...]
 
 
@@ -84,6 +87,8 @@ class Watch:
         told = world.allgather(mine)
         self._places = [(node, pid) for node, pid, _ in told]
         self._talks = all(talks for _, _, talks in told)
+        self._why_alone = NO_THREADS
+        self._turn = threading.Lock()  # held while the thread may speak to others
         self._idle_seconds = min(MAX_IDLE_SECONDS, min(filter(None, (period, limit))) / 4)
         self._patience = 2 * self._idle_seconds + PATIENCE_SECONDS
         self._launcher = os.getppid()
@@ -110,6 +115,12 @@ class Watch:
         self._closing.set()
         self._thread.join()
 
+    def be_alone(self) -> None:
+        """Asks no other rank any more, as one has died, and goes on to watch this one."""
+        with self._turn:
+            self._talks, self._why_alone = False, A_RANK_HAS_DIED
+            self._cases.clear()
+
     def _run(self) -> None:
         try:
             while not self._closing.wait(self._pause()):
@@ -117,15 +128,24 @@ class Watch:
                     return
                 if os.getppid() != self._launcher:
                     self._end_alone()
-                for message in self._receive():
-                    self._hear(*message)
-                self._look()
-                for case in list(self._cases.values()):
-                    self._pursue(case)
+                with self._turn:
+                    self._watch()
         except Exception as error:
-            if failed_process(self._mpi, error):
-                return  # whoever waits for that rank says so
             _log.warning("[rank %d] The stall watch has ended: %r", self._rank, error)
+
+    def _watch(self) -> None:
+        try:
+            for message in self._receive():
+                self._hear(*message)
+            self._look()
+            for case in list(self._cases.values()):
+                self._pursue(case)
+        except self._mpi.Exception as error:
+            if not failed_process(self._mpi, error):
+                raise
+            # Whoever waits for that rank says so; the others may still not come.
+            self._talks, self._why_alone = False, A_RANK_HAS_DIED
+            self._cases.clear()
 
     def _end_alone(self) -> None:
         """Ends this rank, whose launcher was killed: nobody else would."""
@@ -153,7 +173,7 @@ class Watch:
 
     def _receive(self) -> list[Any]:
         """Returns the messages that have come; does not wait."""
-        found = [] if self._mailbox is None else self._mailbox.receive()
+        found = self._mailbox.receive() if self._mailbox is not None and self._talks else []
         if found:
             self._busy_until = time.perf_counter() + self._patience
         return found
@@ -202,8 +222,8 @@ class Watch:
         state = _state()
         text = (
             f"[rank {self._rank} of {self._size}] has waited {waited:.0f} s for others in "
-            f"{_say_what(what, state.progress)}. Which of them is missing is not known, as this "
-            "MPI does not allow calls from several threads at once (MPI_THREAD_MULTIPLE)."
+            f"{_say_what(what, state.progress)}. Which of them is missing is not known, as "
+            f"{self._why_alone}."
         )
         if ends:
             self._end(f"{text} {self._say_end()}\n{state.stacks}", os._exit)

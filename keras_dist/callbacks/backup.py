@@ -300,7 +300,16 @@ def _assign_bytes(variable: Any, raw: np.ndarray) -> None:
 def _pass_over(model: keras.Model, steps: int) -> None:
     """Makes the first steps of a fit take their batches and do nothing else."""
     step, backend = model.train_function, _backends.active()
-    executions = [model.steps_per_execution] * (steps // model.steps_per_execution)
+    passes, again = divmod(steps, model.steps_per_execution)
+    if again:
+        _log.warning(
+            "%d batches are learnt twice: the backup was written after %d of an epoch, which is no "
+            "multiple of steps_per_execution=%d.",
+            again,
+            steps,
+            model.steps_per_execution,
+        )
+    executions = [model.steps_per_execution] * passes
 
     def first_steps(*arguments: Any) -> Any:
         if executions:

@@ -8,10 +8,10 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
+from keras_dist.model_state import RESULT
 
-__all__ = ["RESULT", "MetricAverageCallback"]
+__all__ = ["MetricAverageCallback"]
 
-RESULT = "_get_metrics_result_or_logs"  # where Keras turns states into the logs of an epoch
 REDUCTIONS = {"sum": _engine.ReduceOp.SUM, "mean": _engine.ReduceOp.AVERAGE}
 
 

@@ -9,9 +9,9 @@ import keras
 
 from keras_dist import _engine, runtime
 from keras_dist.callbacks.backup import BackupAndRestore
-from keras_dist.callbacks.metrics import RESULT
 from keras_dist.callbacks.signals import Signals
 from keras_dist.ending import PREEMPTED_EXIT_CODE
+from keras_dist.model_state import RESULT
 
 __all__ = ["PreemptionCallback"]
 

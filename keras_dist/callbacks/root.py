@@ -60,6 +60,7 @@ class RootOnly(keras.callbacks.Callback):
         runtime.communicator().place_of_root(root_rank)
         self.callback = callback
         self.root_rank = root_rank
+        self._has_begun = False  # on this rank
         # Only those that it has: on JAX and torch Keras calls batch hooks in a pool of threads
         # unless a callback of the list has some.
         for hook in HOOKS:
@@ -70,6 +71,7 @@ class RootOnly(keras.callbacks.Callback):
         """Hands the model on, on the root."""
         super().set_model(model)
         if runtime.rank() == self.root_rank:
+            self._has_begun = True
             self.callback.set_model(model)
 
     def set_params(self, params: dict[str, Any]) -> None:
@@ -80,6 +82,8 @@ class RootOnly(keras.callbacks.Callback):
 
     def _act(self, hook: str, *args: Any, **kwargs: Any) -> None:
         def act() -> None:
+            if not self._has_begun:
+                self._take_over(hook)
             getattr(self.callback, hook)(*args, **kwargs)
 
         if hook in MEETINGS:
@@ -93,6 +97,16 @@ class RootOnly(keras.callbacks.Callback):
             )
         elif runtime.rank() == self.root_rank:
             act()
+
+    def _take_over(self, hook: str) -> None:
+        """Begins in the midst of training, where the root has died and this rank has its number."""
+        self._has_begun = True
+        self.callback.set_params(self.params)
+        self.callback.set_model(self.model)
+        if isinstance(self.callback, keras.callbacks.CSVLogger):
+            self.callback.append = True  # what the root before has written stays
+        if hook != "on_train_begin":
+            self.callback.on_train_begin()
 
 
 def on_root(

@@ -6,10 +6,9 @@ from typing import Any
 import keras
 
 from keras_dist import _engine, errors, runtime
-from keras_dist.callbacks.metrics import RESULT
 from keras_dist.callbacks.stopping import STOPS_EPOCH
 from keras_dist.distributed import distributed_optimizers
-from keras_dist.model_state import accumulators, optimizers_inside, trained_by
+from keras_dist.model_state import RESULT, accumulators, optimizers_inside, trained_by
 from keras_dist.replicas import broadcast_variables
 
 __all__ = ["UnevenDataCallback"]

@@ -47,6 +47,10 @@ class Watching:
         self._close_outlets()
         self.gathering.abandon()
 
+    def be_alone(self) -> None:
+        """Ends it: what others do is not known any more."""
+        self.abandon()
+
     def _open(self, settings: config.Settings) -> None:
         get_job = self.gathering.job
         self._try(

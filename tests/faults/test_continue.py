@@ -197,6 +197,28 @@ collectives.barrier()
 
 
 @pytest.mark.fault(
+    "a rank is killed and another does not come to go on, with `on_failure=continue`",
+    "at the limit (here 4) the job ends",
+    within=15,
+)
+def test_another_does_not_come_to_go_on(go_on):
+    text = """
+collectives.barrier()
+if me == 1:
+    die()
+if me == 2:
+    time.sleep(1000)
+collectives.barrier()
+"""
+    limits = {"KERAS_DIST_STALL_SECONDS": "1", "KERAS_DIST_STALL_ABORT_SECONDS": "4"}
+    ended = go_on(3, text, **limits)
+    assert ended.returncode != 0
+    assert "[rank 0 of 3] has waited" in ended.stdout
+    assert "a rank has died and the others have not come together yet" in ended.stdout
+    assert "The job ends now: the limit is 4 s" in ended.stdout
+
+
+@pytest.mark.fault(
     "a rank raises, with `on_failure=continue`",
     "its error ends the job as ever: an error of the script is none of one process",
     within=10,
@@ -268,7 +290,8 @@ def dying_save(*args, **kwargs):
     save(*args, **kwargs)
 model.save = dying_save
 options = dict(checkpoint="saved.keras", on_failure="continue")
-callbacks = keras_dist.callbacks(Dying(), **options)
+log = keras_dist.callbacks.RootOnly(keras.callbacks.CSVLogger("log.csv"))
+callbacks = keras_dist.callbacks(Dying(), log, **options)
 history = model.fit(train, validation_data=test, epochs=4, verbose=2, callbacks=callbacks)
 keras_dist.verify_replicas(model)
 told = keras_dist.allgather_object((history.history, samples[-1]))
@@ -277,6 +300,8 @@ if keras_dist.rank() == 0:
     assert history.history["loss"][-1] < history.history["loss"][0]
     print("ended", keras_dist.size(), sum(count for _, count in told))
     keras.saving.load_model("saved.keras")
+    with open("log.csv") as file:
+        assert [line[:2] for line in file] == ["ep", "0,", "1,", "2,", "3,"]
 """
 
 GOES_ON = "training goes on, all data shared out among the others; equal weights"

@@ -191,3 +191,25 @@ def test_a_rank_in_evaluate_or_after_training_is_named_as_such(job):
     assert any(there.fullmatch(line) for line in lines), ended.stdout
     assert ", in on_test_begin" in ended.stdout
     assert "Received: the end of the script. Rank 0 is in fit, rank 1 after fit. " in ended.stdout
+
+
+@pytest.mark.fault(
+    "two ranks of a process set call different things while a third computes",
+    "the two say so, and the job ends, exit code not 0",
+    within=5,
+)
+def test_a_process_set_calls_different_things_while_another_rank_computes(job):
+    text = """
+import time
+from keras_dist import collectives
+runtime.init()
+two = runtime.add_process_set([0, 1])
+if runtime.rank() == 2:
+    time.sleep(60)
+fault()
+collectives.allreduce([0.0] * (3 + runtime.rank()), process_set=two)
+"""
+    ended = job(3, text, bare=True)
+    assert ended.returncode != 0
+    for rank in (0, 1):
+        assert f"[{rank}] keras_dist.errors.MismatchError" in ended.stdout

@@ -208,6 +208,21 @@ def test_own_states_are_put_back_and_evaluate_alone_is_local():
     assert "_get_metrics_result_or_logs" not in vars(model)
 
 
+def test_evaluate_alone_is_local_also_after_a_fit_that_failed():
+    class Failing(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise ValueError("on all ranks alike")
+
+    model = binary_model()
+    x, y = make_data(16, seed=keras_dist.rank())
+    y = (y > 0).astype("float32")
+    with pytest.raises(ValueError, match="on all ranks alike"):
+        model.fit(x, y, verbose=0, callbacks=keras_dist.callbacks(Failing()))
+    if keras_dist.rank() == 0:
+        model.evaluate(x, y, verbose=0)
+    assert "_get_metrics_result_or_logs" not in vars(model)
+
+
 @pytest.mark.parity("a `train_step` of one's own")
 def test_what_a_custom_step_returns_is_averaged():
     def change(logs):
