@@ -5,16 +5,12 @@ its root prints what was found as one line of JSON. The benchmarks of the reposi
 the same functions.
 """
 
-import contextlib
-import ctypes
 import json
 import os
-import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,7 +103,7 @@ def main() -> None:
         "from_other_threads": MPI.Query_thread() >= MPI.THREAD_SERIALIZED,
         "shares_memory": comm.node is not None,
         "reads_memory": reading.node is not None and reading.node.may_read,
-        "cuda_aware": _is_cuda_aware(),
+        "cuda_aware": _engine.is_cuda_aware(),
         "seconds": {nbytes: _reduction(MPI, comm, int(nbytes)) for nbytes in sizes},
     }
     for each in (comm, reading):
@@ -130,16 +126,6 @@ def _reduction(mpi: Any, comm: _engine.Communicator, nbytes: int) -> float:
             raise SystemExit(f"a reduction of {nbytes} bytes has a wrong result")
     samples = compare(mpi, {"ours": lambda: reduce([mine])}, ROUNDS)
     return statistics.median(samples["ours"])
-
-
-def _is_cuda_aware() -> bool | None:
-    """Tells whether the MPI library takes GPU memory; `None` where it does not say."""
-    maps = Path("/proc/self/maps")
-    paths = set(re.findall(r"/\S*/libmpi\S*\.so\S*", maps.read_text())) if maps.exists() else set()
-    for path in sorted(paths):
-        with contextlib.suppress(OSError, AttributeError):
-            return bool(ctypes.CDLL(path).MPIX_Query_cuda_support())
-    return None
 
 
 if __name__ == "__main__":

@@ -53,9 +53,9 @@ def DistributedOptimizer(
             as a whole, not the optimizers in it.
         op: `Average`, `Sum` or `Adasum`, or its name; `Adasum` combines the dense gradient of
             each variable by itself, on 1, 2, 4, 8, ... ranks. Defaults to `Average`.
-        process_set: the ranks that average among themselves, a `ProcessSet`; to train with the
-            optimizer is an error on the others. Then models differ between the set and the
-            rest, while the callbacks go on to speak for all ranks. Defaults to all ranks.
+        process_set: the ranks that average among themselves, a `ProcessSet`; each of the others
+            steps by its own gradients. Then models differ between the set and the rest, while
+            the callbacks go on to speak for all ranks. Defaults to all ranks.
         compression: what gradients of float32 and float64 look like between nodes, as for
             `allreduce`; rows of an embedding's gradient travel as they are. Defaults to
             `KERAS_DIST_COMPRESSION`, that is `none`.

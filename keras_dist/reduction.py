@@ -45,9 +45,12 @@ class GradientReduction:
         """Returns that of the ranks with whom this one reduces; `None` when there are none.
 
         Raises:
-            ArgumentError: this rank is not in the process set, or the set has no id any more.
+            ArgumentError: the process set has no id any more.
         """
-        comm = runtime.communicator(self.terms.process_set)
+        process_set = self.terms.process_set
+        if not runtime.includes_me(process_set):
+            return None
+        comm = runtime.communicator(process_set)
         return comm if comm.size > 1 else None
 
     def __call__(

@@ -101,6 +101,7 @@ TABLE = [
     (".tensorflow", f"tensorflow {LOOPS} ._backends.tensorflow .elastic .tensorflow.*", ""),
     (".tensorflow.*",          f"tensorflow {LOOPS} ._backends.tensorflow .tensorflow.*", ""),
     (".torch", f"{TORCH} {FACE} {BY_HAND} .elastic .torch.*",                     ""),
+    (".torch.direct", "torch .config .runtime ._engine .reduce_op",           ""),
     (".torch.*", f"{TORCH} ._backends.torch_overlap {FACE} {BY_HAND} .torch.*",   ""),
     (".jax.*",                 f"jax {FACE} {BY_HAND} .jax.*",                ""),
     (".migration.*",           "libcst .errors .migration.*",                 ""),

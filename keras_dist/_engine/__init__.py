@@ -14,6 +14,7 @@ from keras_dist._engine.collectives.barrier import barrier
 from keras_dist._engine.collectives.broadcast import broadcast, broadcast_into
 from keras_dist._engine.collectives.end import at_the_end
 from keras_dist._engine.collectives.fused import FusedAllreduce
+from keras_dist._engine.collectives.in_place import allreduce_in_place, broadcast_in_place
 from keras_dist._engine.collectives.join import stand_in
 from keras_dist._engine.collectives.meet import telling
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
@@ -26,6 +27,7 @@ from keras_dist._engine.mailbox import Mailbox
 from keras_dist._engine.mpi_library import (
     failed_process,
     is_communicator,
+    is_cuda_aware,
     library,
     load_mpi,
     mpi_failure,
@@ -79,12 +81,14 @@ __all__ = [
     "allgather",
     "allgather_object",
     "allreduce",
+    "allreduce_in_place",
     "alltoall",
     "at_the_end",
     "barrier",
     "begin_epoch",
     "best_bucket_nbytes",
     "broadcast",
+    "broadcast_in_place",
     "broadcast_into",
     "broadcast_object",
     "check_power_of_two",
@@ -96,6 +100,7 @@ __all__ = [
     "forget_part",
     "grouped_allgather",
     "is_communicator",
+    "is_cuda_aware",
     "is_during",
     "is_recording",
     "library",

@@ -1,6 +1,8 @@
 """The MPI library behind mpi4py: loaded, started, named, ended. Knows no ranks."""
 
 import contextlib
+import ctypes
+import functools
 import os
 import re
 import sys
@@ -10,6 +12,7 @@ from typing import Any
 __all__ = [
     "failed_process",
     "is_communicator",
+    "is_cuda_aware",
     "library",
     "load_mpi",
     "mpi_failure",
@@ -104,6 +107,17 @@ def library(mpi: Any) -> str:
     """Returns the name and version of the MPI library in use, in one line."""
     lines = mpi.Get_library_version().replace("\0", "").strip().splitlines()
     return " ".join(lines[0].split())
+
+
+@functools.cache
+def is_cuda_aware() -> bool | None:
+    """Tells whether the MPI library takes GPU memory; `None` where it does not say."""
+    maps = Path("/proc/self/maps")
+    paths = set(re.findall(r"/\S*/libmpi\S*\.so\S*", maps.read_text())) if maps.exists() else set()
+    for path in sorted(paths):
+        with contextlib.suppress(OSError, AttributeError):
+            return bool(ctypes.CDLL(path).MPIX_Query_cuda_support())
+    return None
 
 
 def is_communicator(value: Any) -> bool:

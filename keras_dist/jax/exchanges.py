@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from keras_dist import collectives, runtime
-from keras_dist.jax.host import on_host
+from keras_dist.jax.host import differentiable, on_host
 from keras_dist.process_sets import ProcessSet, global_process_set
 
 __all__ = ["allgather", "alltoall", "broadcast", "broadcast_parameters", "grouped_allgather"]
@@ -45,9 +45,8 @@ def allgather(
 
         return (on_host(mine, [gradient], [(length, *gradient.shape[1:])])[0],)
 
-    joined = jax.custom_vjp(run)
-    joined.defvjp(lambda given: (run(given), given.shape[0]), back)
-    return joined(jax.numpy.asarray(array))
+    given = jax.numpy.asarray(array)
+    return differentiable(run, lambda given: (run(given), given.shape[0]), back, given)
 
 
 def grouped_allgather(
@@ -112,9 +111,8 @@ def alltoall(
 
         return on_host(exchange, [given], [given.shape])[0]
 
-    exchanged = jax.custom_vjp(run)
-    exchanged.defvjp(lambda given: (run(given), None), lambda _, gradient: (run(gradient),))
-    return exchanged(jax.numpy.asarray(array))
+    forward, backward = lambda given: (run(given), None), lambda _, gradient: (run(gradient),)
+    return differentiable(run, forward, backward, jax.numpy.asarray(array))
 
 
 def broadcast(
@@ -149,9 +147,7 @@ def broadcast(
         averaged = on_host(average, [gradient], [gradient.shape])[0]
         return (averaged * (runtime.rank() == root_rank),)
 
-    sent = jax.custom_vjp(run)
-    sent.defvjp(lambda given: (run(given), None), back)
-    return sent(jax.numpy.asarray(array))
+    return differentiable(run, lambda given: (run(given), None), back, jax.numpy.asarray(array))
 
 
 def broadcast_parameters(

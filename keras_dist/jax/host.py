@@ -9,7 +9,28 @@ from jax.experimental import io_callback
 
 from keras_dist import errors, runtime
 
-__all__ = ["on_host"]
+__all__ = ["differentiable", "on_host"]
+
+
+def differentiable(
+    run: Callable[[Any], Any],
+    forward: Callable[[Any], tuple[Any, Any]],
+    backward: Callable[[Any, Any], tuple[Any]],
+    given: Any,
+) -> Any:
+    """Runs a function of arrays that has a gradient.
+
+    Args:
+        run: the function, of one argument.
+        forward: returns its result, and what `backward` is to know.
+        backward: takes that and the gradients of the result, gives that of the argument.
+        given: the argument, a tree of arrays.
+    """
+    if not _is_traced(jax.tree.leaves(given)):
+        return run(given)  # nobody asks for a gradient: to say that there is one takes JAX longer
+    function = jax.custom_vjp(run)
+    function.defvjp(forward, backward)
+    return function(given)
 
 
 def on_host(
@@ -29,7 +50,7 @@ def on_host(
             dtypes are those of `arrays`.
     """
     given = [jax.numpy.asarray(array) for array in arrays]
-    if not any(isinstance(array, jax.core.Tracer) for array in given):
+    if not _is_traced(given):
         results = function([np.asarray(array) for array in given])
         return [
             jax.device_put(result, array.sharding if array.committed else None, may_alias=True)
@@ -46,6 +67,10 @@ def on_host(
         jax.ShapeDtypeStruct(shape, array.dtype) for shape, array in zip(shapes, given, strict=True)
     ]
     return list(io_callback(called, kinds, *given, ordered=True))
+
+
+def _is_traced(arrays: Sequence[Any]) -> bool:
+    return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
 
 def _check_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ import jax
 from keras_dist import collectives, runtime
 from keras_dist.compression import Compression
 from keras_dist.jax.exchanges import grouped_allgather
-from keras_dist.jax.host import on_host
+from keras_dist.jax.host import differentiable, on_host
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average, ReduceOp, Sum
 
@@ -92,9 +92,8 @@ def grouped_allreduce(
     given = list(map(jax.numpy.asarray, arrays))
     if getattr(op, "value", str(op).lower()) not in (Average.value, Sum.value):
         return run(given)
-    reduced = jax.custom_vjp(run)
-    reduced.defvjp(lambda given: (run(given), None), lambda _, gradients: (run(gradients),))
-    return reduced(given)
+    forward, backward = lambda given: (run(given), None), lambda _, gradients: (run(gradients),)
+    return differentiable(run, forward, backward, given)
 
 
 def reducescatter(
@@ -170,9 +169,10 @@ def grouped_reducescatter(
         whole = grouped_allgather(gradients, name, process_set, lengths)
         return ([factor * gradient for gradient in whole],)
 
-    scattered = jax.custom_vjp(run)
-    scattered.defvjp(lambda given: (run(given), [len(array) for array in given]), back)
-    return scattered(list(map(jax.numpy.asarray, arrays)))
+    def forward(given: list[Any]) -> tuple[list[Any], list[int]]:
+        return run(given), [len(array) for array in given]
+
+    return differentiable(run, forward, back, list(map(jax.numpy.asarray, arrays)))
 
 
 def pmean(tree: Any, process_set: ProcessSet = global_process_set) -> Any:

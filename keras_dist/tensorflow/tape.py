@@ -56,8 +56,8 @@ def DistributedGradientTape(
             Defaults to 1.0.
         num_groups: deprecated: `groups` as a number.
         groups: which gradients travel together: a number of groups, or lists of sources.
-        process_set: the ranks that average among themselves; `gradient` is an error on the
-            others. Defaults to all.
+        process_set: the ranks that average among themselves; the others keep their own. Defaults
+            to all.
         scale_local_gradients: whether gradients of local sources are divided by the number of
             ranks, as averaged ones are. Defaults to `True`.
 

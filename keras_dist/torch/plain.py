@@ -1,6 +1,7 @@
 """Collectives of tensors without gradients, blocking: what the other forms are made of.
 
-A tensor on the CPU is read where it lies, one on a GPU is brought to pinned memory of the host.
+A tensor on the CPU is read where it lies, one on a GPU is brought to pinned memory of the host,
+unless `direct` takes it.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from keras_dist._backends.torch_tensors import to_numpy, to_torch, write_into
 from keras_dist.arguments import chosen_op
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average, ReduceOp
+from keras_dist.torch import direct
 
 __all__ = [
     "allgather",
@@ -74,8 +76,11 @@ def grouped_allreduce(
     compression: Any = None,
 ) -> list[torch.Tensor]:
     """Does `allreduce` for a list of tensors at once: small ones travel together."""
-    how = chosen_op(op, average), name, prescale_factor, postscale_factor, process_set, compression
-    arrays = collectives.grouped_allreduce([to_numpy(tensor) for tensor in tensors], *how)
+    how = chosen_op(op, average), name, prescale_factor, postscale_factor, process_set
+    if direct.takes(tensors, process_set, how[0], compression):
+        return direct.allreduce(tensors, *how)
+    given = [to_numpy(tensor) for tensor in tensors]
+    arrays = collectives.grouped_allreduce(given, *how, compression)
     return [to_torch(array, like) for array, like in zip(arrays, tensors, strict=True)]
 
 
@@ -90,6 +95,9 @@ def grouped_allreduce_(
 ) -> list[torch.Tensor]:
     """Does `grouped_allreduce` and writes the results into the tensors, which are returned."""
     how = chosen_op(op, average), name, prescale_factor, postscale_factor, process_set
+    if direct.takes(tensors, process_set, how[0]):
+        pairs = zip(tensors, direct.allreduce(tensors, *how), strict=True)
+        return [tensor.detach().copy_(result) for tensor, result in pairs]
     arrays = collectives.grouped_allreduce([to_numpy(tensor) for tensor in tensors], *how)
     return [write_into(tensor, array) for tensor, array in zip(tensors, arrays, strict=True)]
 
@@ -221,6 +229,9 @@ def broadcast_all(
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Does `broadcast_` for a list of tensors at once."""
+    if direct.takes(tensors, process_set):
+        direct.broadcast(tensors, root_rank, name, process_set)
+        return
     arrays = [to_numpy(tensor) for tensor in tensors]
     collectives.broadcast_(arrays, root_rank, name, process_set)
     for tensor, array in zip(tensors, arrays, strict=True):

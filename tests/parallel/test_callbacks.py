@@ -82,11 +82,12 @@ def test_local_variables_stay_local():
     kernel, bias = model.weights[:2]
     for weight in model.weights:
         weight.assign(np.full(weight.shape, keras_dist.rank() + 1, "float32"))
-    callback = BroadcastGlobalVariablesCallback(0, local_variables=kernel)
+    last = keras_dist.size() - 1
+    callback = BroadcastGlobalVariablesCallback(last, local_variables=kernel)
     callback.register_local_var(bias)
     model.fit(*make_data(8), verbose=0, callbacks=[callback])
     values = [float(weight.ravel()[0]) for weight in weights_of(model)]
-    assert values == [keras_dist.rank() + 1, keras_dist.rank() + 1, 1.0, 1.0]
+    assert values == [keras_dist.rank() + 1, keras_dist.rank() + 1, last + 1, last + 1]
 
 
 @pytest.mark.parametrize("root", [-1, 99, "0"])

@@ -117,6 +117,38 @@ def test_gradients(compiled):
     )
 
 
+SLOPES = {
+    "sum": (lambda x: hvd.allreduce(x, "sum"), 1),
+    "average": (hvd.allreduce, 1),
+    "grouped": (lambda x: jnp.concatenate(hvd.grouped_allreduce([x, 2 * x], "sum")), 1),
+    "alltoall": (hvd.alltoall, 1),
+    "pmean": (lambda x: hvd.pmean({"a": [x]})["a"][0], 1),
+    "allgather": (hvd.allgather, 1 / hvd.size()),
+    "broadcast": (hvd.broadcast, 1 / hvd.size()),
+    "reducescatter": (hvd.reducescatter, hvd.size()),
+    "grouped sum": (lambda x: hvd.grouped_reducescatter([x, x], "sum")[1], hvd.size()),
+}
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_gradients_against_finite_differences(name):
+    operation, factor = SLOPES[name]
+    size, rank = hvd.size(), hvd.rank()
+    x, step = np.arange(2.0 * size, dtype="float32").reshape(size, 2) / 4 + rank + 1, 0.5
+
+    def loss(x):
+        result = operation(x).ravel()
+        return (result**2 * (jnp.arange(result.size) + rank + 1)).sum()
+
+    found = np.asarray(jax.grad(loss)(x))
+    for who in range(size):
+        way = np.linspace(0.5, 1, x.size, dtype="float32").reshape(x.shape) * (who == rank)
+        slope = (loss(x + step * way) - loss(x - step * way)) / (2 * step)  # exact of a parabola
+        total = hvd.allreduce(slope, "sum")
+        if who == rank:
+            np.testing.assert_allclose((found * way).sum(), factor * total, rtol=1e-4)
+
+
 def test_steps_equal_those_of_one_process():
     rng = np.random.default_rng(0)
     batches = rng.standard_normal((4, hvd.size(), 8, 3)).astype("float32")

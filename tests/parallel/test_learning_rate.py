@@ -74,6 +74,21 @@ def test_a_constant_multiplier_is_a_constant_factor():
     np.testing.assert_allclose(rates[:, 0], [0.5, 0.04, 0.04, 0.004, 0.004], rtol=1e-6)
 
 
+def test_a_warmup_and_three_schedules_one_after_the_other():
+    rate = 0.1 * keras_dist.size()
+    rates = rates_of(
+        LearningRateWarmupCallback(rate, 5),
+        LearningRateScheduleCallback(rate, 1e-1, start_epoch=5, end_epoch=10),
+        LearningRateScheduleCallback(rate, 1e-2, start_epoch=10, end_epoch=15),
+        LearningRateScheduleCallback(rate, lambda epoch: epoch, start_epoch=15, end_epoch=20),
+        epochs=20,
+    )
+    assert (rates[:5] <= rate * (1 + 1e-6)).all() and rates[0, 0] <= rates[4, 4]
+    np.testing.assert_allclose(rates[5:10], rate * 1e-1, rtol=1e-6)
+    np.testing.assert_allclose(rates[10:15], rate * 1e-2, rtol=1e-6)
+    np.testing.assert_allclose(rates[15:, 0], rate * np.arange(15, 20), rtol=1e-6)
+
+
 def test_a_function_is_asked_once_an_epoch_or_at_every_batch():
     stairs = rates_of(LearningRateScheduleCallback(2.0, lambda epoch: epoch + 1), epochs=3)
     np.testing.assert_allclose(stairs, [[2.0] * 5, [4.0] * 5, [6.0] * 5])

@@ -118,6 +118,19 @@ def test_passes_are_averaged_or_added_up(monkeypatch, scale, average):
     assert int(inner.iterations) == 2
 
 
+def test_an_overflow_in_one_step_does_not_reach_the_next():
+    wrapped = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    variable = keras.Variable(np.zeros(2, "float32"))
+    wrapped.build([variable])
+    for value in (np.inf, 1.0, keras_dist.rank(), 2.0):
+        if value == keras_dist.rank():
+            variable.assign(np.zeros(2, "float32"))
+        gradient = keras.ops.convert_to_tensor(np.full(2, value, "float32"))
+        wrapped.apply([gradient], [variable])
+    mean = (keras_dist.size() - 1) / 2
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(variable), -(mean + 2))
+
+
 @pytest.mark.parity("`mixed_float16` with several passes: only updates reduce")
 def test_passes_under_a_loss_scale_reduce_in_updates_alone(monkeypatch):
     n = keras_dist.size()
@@ -287,6 +300,22 @@ def test_local_variables_stay_local(way, scale):
         np.testing.assert_allclose(weight, old - np.float32(step), rtol=1e-5, atol=1e-6)
     compiled(model, optimizer)
     keras_dist.verify_replicas(model)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_no_layer_or_all_of_them_may_be_local(count):
+    n, rank = keras_dist.size(), keras_dist.rank()
+    model = make_model()
+    layers = model.layers[:count]
+    optimizer = keras.optimizers.SGD(1.0)
+    keras_dist.PartialDistributedOptimizer(optimizer, local_layers=layers)
+    optimizer.build(model.trainable_variables)
+    before = weights_of(model)
+    gradients = [keras.ops.ones(v.shape) * float(rank + 1) for v in model.trainable_variables]
+    optimizer.apply(gradients, model.trainable_variables)
+    step = (rank + 1) / n if count else (n + 1) / 2
+    for weight, old in zip(weights_of(model), before, strict=True):
+        np.testing.assert_allclose(weight, old - np.float32(step), rtol=1e-5, atol=1e-6)
 
 
 def test_local_variables_survive_a_fit():

@@ -214,9 +214,13 @@ def test_objects_and_the_barrier():
 
 
 def test_join_averages_over_the_ranks_that_are_left():
-    values = [float(hvd.allreduce(tf.constant(RANK + 1.0))) for _ in range(1 + RANK)]
+    values, sums = [], []
+    for _ in range(1 + RANK):
+        values.append(float(hvd.allreduce(tf.constant(RANK + 1.0))))
+        sums.append(float(hvd.allreduce(tf.constant(2.0), op=hvd.Sum)))
     last = int(hvd.join())
     assert last == SIZE - 1  # the same on all ranks
+    assert sums == [2.0 * (SIZE - step) for step in range(RANK + 1)]
     np.testing.assert_allclose(
         values, [np.mean(range(step + 1, SIZE + 1)) for step in range(RANK + 1)]
     )
@@ -257,19 +261,41 @@ def test_gradients_of_allreduce():
         gradient_of(lambda x: hvd.allreduce(x, op=hvd.Max), mine())
 
 
-def test_the_gradient_of_a_sum_is_that_of_finite_differences():
-    def loss(x):
-        weight = tf.cast(RANK + 1, tf.float64)
-        return tf.reduce_sum(tf.sin(hvd.allreduce(x, op=hvd.Sum)) * weight)
+# Each with the factor by which the gradient of Horovod differs from that of the ranks' losses.
+SLOPES = {
+    "sum": (lambda x: hvd.allreduce(x, op=hvd.Sum), 1),
+    "average with factors": (lambda x: hvd.allreduce(x, None, "", "", None, None, 3.0, 0.5), 1),
+    "grouped": (lambda x: tf.concat(hvd.grouped_allreduce([x, x**2], op=hvd.Sum), 0), 1),
+    "alltoall": (lambda x: hvd.alltoall(x, [1] + [0] * (SIZE - 1))[0], 1),
+    "alltoall equal": (hvd.alltoall, 1),
+    "allgather": (hvd.allgather, 1 / SIZE),
+    "grouped allgather": (lambda x: tf.concat(hvd.grouped_allgather([x, 2 * x]), 0), 1 / SIZE),
+    "broadcast": (lambda x: hvd.broadcast(x, SIZE - 1), 1 / SIZE),
+    "reducescatter": (hvd.reducescatter, SIZE),
+    "grouped sum": (lambda x: tf.concat(hvd.grouped_reducescatter([x, x], op=hvd.Sum), 0), SIZE),
+}
 
-    x, step = tf.constant([0.3, -0.2], tf.float64) * (RANK + 1), 1e-6
-    found = gradient_of(loss, x)
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_gradients_against_finite_differences(name):
+    operation, factor = SLOPES[name]
+
+    def loss(x):
+        result = tf.reshape(operation(x), [-1])
+        return tf.reduce_sum(result**2 * tf.range(RANK + 1, RANK + 1 + len(result), dtype=x.dtype))
+
+    x, step = np.arange(2.0 * SIZE).reshape(SIZE, 2) / 4 + RANK + 1, 1e-5
+    given = tf.constant(x)
+    with tf.GradientTape() as tape:
+        tape.watch(given)
+        value = loss(given)
+    found = tape.gradient(value, given).numpy()
     for who in RANKS:  # each rank's value in turn, and the losses of all
-        for place in range(2):
-            move = step * tf.one_hot(place, 2, dtype=tf.float64) * float(who == RANK)
-            slope = hvd.allreduce((loss(x + move) - loss(x - move)) / (2 * step), op=hvd.Sum)
-            if who == RANK:
-                np.testing.assert_allclose(found[place], slope, rtol=1e-6)
+        way = np.linspace(0.5, 1, x.size).reshape(x.shape) * (who == RANK)
+        sides = loss(tf.constant(x + step * way)), loss(tf.constant(x - step * way))
+        total = hvd.allreduce((sides[0] - sides[1]) / (2 * step), op=hvd.Sum)
+        if who == RANK:
+            np.testing.assert_allclose((found * way).sum(), factor * total, rtol=1e-6)
 
 
 def test_gradients_of_the_exchanges_are_those_of_horovod():
@@ -306,13 +332,16 @@ def test_gradients_of_the_exchanges_are_those_of_horovod():
         lambda: hvd.allgather(tf.ones([2, RANK + 1])),
         lambda: hvd.broadcast(tf.ones([RANK + 1]), 0),
         lambda: hvd.broadcast(tf.ones(2), min(RANK, 1)),
+        lambda: hvd.broadcast(tf.ones(2, tf.float64 if RANK else tf.float32), 0),
         lambda: hvd.alltoall(tf.ones([SIZE], tf.float64 if RANK else tf.float32)),
+        lambda: hvd.alltoall(tf.ones([SIZE, RANK + 1])),
         lambda: hvd.reducescatter(tf.ones([RANK + 1])),
         lambda: hvd.broadcast_variables([tf.Variable(tf.ones(RANK + 1))], 0),
         lambda: hvd.allgather(tf.ones(2)) if RANK else hvd.allreduce(tf.ones(2)),
     ],
     ids=(
-        "shape rank dtype op factor name rows broadcast root alltoall scatter variables kind"
+        "shape rank dtype op factor name rows broadcast root sent alltoall columns scatter "
+        "variables kind"
     ).split(),
 )
 def test_a_difference_is_a_failed_precondition_on_every_rank(call):
@@ -331,9 +360,11 @@ def test_a_difference_is_a_failed_precondition_on_every_rank(call):
         lambda: hvd.reducescatter(tf.constant(1.0)),
         lambda: hvd.allgather(tf.constant(1.0)),
         lambda: hvd.alltoall(tf.ones(SIZE), splits=[2] * SIZE),
+        lambda: hvd.alltoall(tf.ones(SIZE + 1), splits=[1]) if SIZE > 1 else hvd.allgather(1.0),
+        lambda: hvd.alltoall(tf.ones(SIZE + 1)) if SIZE > 1 else hvd.allgather(1.0),
         lambda: hvd.allreduce(tf.ones(2), op="median"),
     ],
-    ids="root scatter gather splits op".split(),
+    ids="root scatter gather splits number length op".split(),
 )
 def test_a_wrong_argument_is_an_invalid_argument(call):
     for form in (call, tf.function(call)):

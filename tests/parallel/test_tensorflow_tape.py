@@ -113,6 +113,63 @@ def test_local_sources_keep_the_gradients_of_their_rank(scales):
     assert not everything.get_local_and_global_gradients(target, variables)[1]
 
 
+def test_a_table_that_is_cut_over_the_ranks_trains_by_alltoall():
+    """Rank r holds r + 2 rows of a table; every rank looks up all of them."""
+    counts = [rank + 2 for rank in range(SIZE)]
+    begin = sum(counts[:RANK])
+    rows = np.arange(2.0 * sum(counts), dtype="float32").reshape(-1, 2) / 10
+    table = tf.Variable(rows[begin : begin + counts[RANK]])
+    scale = tf.Variable([1.0, 2.0])
+    with tf.GradientTape() as tape:
+        wanted = tf.concat([tf.range(count) for count in counts], 0)
+        asked, askers = hvd.alltoall(wanted, splits=counts)
+        found, _ = hvd.alltoall(tf.gather(table, asked), splits=askers)
+        loss = (RANK + 1.0) * tf.reduce_sum(found * scale)
+    tape = hvd.DistributedGradientTape(tape)
+    tape.register_local_source(table)
+    of_table, of_scale = tape.gradient(loss, [table, scale])
+    np.testing.assert_allclose(found, rows)
+    expected = np.broadcast_to(
+        [MEAN + 1, 2 * (MEAN + 1)], table.shape
+    )  # of all ranks, by their number
+    np.testing.assert_allclose(tf.convert_to_tensor(of_table), expected, rtol=1e-6)
+    np.testing.assert_allclose(of_scale, (MEAN + 1) * rows.sum(axis=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_passes_in_a_graph_make_a_step_of_every_fourth(average):
+    dense, table = keras.Variable(np.zeros(2, "f4")), keras.Variable(np.zeros((3, 2), "f4"))
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0),
+        sparse_as_dense=True,
+        backward_passes_per_step=4,
+        average_aggregated_gradients=average,
+    )
+    optimizer.build([dense, table])
+
+    @tf.function
+    def step():
+        rows = tf.IndexedSlices(tf.fill([1, 2], RANK + 1.0), tf.constant([1]), tf.constant([3, 2]))
+        optimizer.apply([tf.fill([2], RANK + 1.0), rows], [dense, table])
+
+    for number in range(1, 11):
+        step()
+        moved = -(MEAN + 1) * (1 if average else 4) * (number // 4)
+        np.testing.assert_allclose(dense.numpy(), moved, rtol=1e-6)
+        np.testing.assert_allclose(table.numpy()[1], moved, rtol=1e-6)
+        assert int(optimizer.iterations) == number // 4  # as Keras counts them
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+def test_a_tape_of_a_process_set_leaves_other_ranks_their_gradients():
+    even = hvd.add_process_set(range(0, SIZE, 2))
+    tape, target, (a, _, _) = products()
+    found = hvd.DistributedGradientTape(tape, process_set=even).gradient(target, a)
+    mean = np.mean(even.ranks) + 1 if even.included() else RANK + 1
+    np.testing.assert_allclose(found, [mean] * 2)
+    assert hvd.remove_process_set(even)
+
+
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
 def test_sources_that_differ_are_named_and_the_job_goes_on():
     source = tf.Variable(tf.ones([RANK + 1]), name="kernel")

@@ -1,0 +1,85 @@
+"""Times collectives of keras_dist.jax, out of jax.jit and in it, beside what a callback costs.
+
+    python benchmarks/jax_calls.py [--ranks 2] [--quick]
+
+It starts its own ranks. The contenders take turns; a time is that of the slowest rank. Inside of
+`jax.jit` a collective is a callback; "callback alone" is one that gives back what it is given: what
+a call in `jax.jit` takes beyond numpy's is mostly that.
+"""
+
+import json
+import os
+import statistics
+from pathlib import Path
+
+import numpy as np
+from common import MIB, answer, load, parser, slug, start, surroundings, table, write
+from ranks import time_calls
+
+SIZES = {"4 KiB": 4096, "64 KiB": 65_536, "4 MiB": 4 * MIB}
+WAYS = ["numpy", "out of jit", "in jit", "callback alone"]
+
+
+def main():
+    made = parser(__doc__)
+    made.add_argument("--ranks", type=int, default=2)
+    options = made.parse_args()
+    if options.worker:
+        work(options.worker)
+        return
+    os.environ["KERAS_BACKEND"] = "jax"
+    before = load()
+    rounds = 5 if options.quick else 25
+    report(options, before, start(__file__, options.ranks, {"rounds": rounds}))
+
+
+# --- on every rank ---------------------------------------------------------------------------
+
+
+def work(path):
+    import jax
+    from jax.experimental import io_callback
+
+    import keras_dist
+    import keras_dist.jax as hvd
+
+    task = json.loads(Path(path).read_text())
+    hvd.init()
+
+    def unchanged(x):
+        return np.asarray(x)
+
+    @jax.jit
+    def alone(x):
+        return io_callback(unchanged, jax.ShapeDtypeStruct(x.shape, x.dtype), x, ordered=True)
+
+    inside = jax.jit(hvd.allreduce)
+    found = {}
+    for name, nbytes in SIZES.items():
+        x = np.ones(nbytes // 4, "float32")
+        given = jax.numpy.asarray(x)
+        calls = {
+            "numpy": lambda x=x: keras_dist.allreduce(x),
+            "out of jit": lambda x=given: hvd.allreduce(x).block_until_ready(),
+            "in jit": lambda x=given: inside(x).block_until_ready(),
+            "callback alone": lambda x=given: alone(x).block_until_ready(),
+        }
+        found[name] = time_calls(calls, task["rounds"])
+    if hvd.rank() == 0:
+        answer(path, found)
+
+
+# --- what came out ---------------------------------------------------------------------------
+
+
+def report(options, before, found):
+    text = [f"# keras_dist.jax, allreduce, {options.ranks} ranks", surroundings(before)]
+    for label, of in (("median", statistics.median), ("least", min)):
+        rows = [[name, *(f"{of(found[name][way]):.3f}" for way in WAYS)] for name in SIZES]
+        text += [table([f"ms, {label}", *WAYS], rows), ""]
+    print("\n".join(text))
+    write(options.output, slug("jax_calls"), "\n".join(text))
+
+
+if __name__ == "__main__":
+    main()

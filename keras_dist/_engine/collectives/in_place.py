@@ -1,0 +1,78 @@
+"""Buffers that MPI itself reads and writes, where they lie: on a GPU too, if it is CUDA-aware."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from keras_dist._engine import timeline
+from keras_dist._engine.agreement import Call, Entry
+from keras_dist._engine.collectives.matching import by_name
+from keras_dist._engine.collectives.meet import meet, telling
+from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.reduce import ReduceOp
+from keras_dist._engine.wait import blocked
+
+__all__ = ["allreduce_in_place", "broadcast_in_place"]
+
+OPS = {ReduceOp.SUM: "SUM", ReduceOp.MIN: "MIN", ReduceOp.MAX: "MAX", ReduceOp.PRODUCT: "PROD"}
+
+
+@by_name
+def allreduce_in_place(
+    comm: Communicator,
+    buffers: Sequence[Any],
+    entries: Sequence[Entry],
+    op: ReduceOp,
+    key: str | None = None,
+) -> None:
+    """Reduces buffers, each by one call of MPI, which adds them up in an order of its own.
+
+    Collective: every rank of `comm`; blocks. Ranks that have joined cannot take part, and none can
+    be lost meanwhile.
+
+    Args:
+        comm: the ranks.
+        buffers: what mpi4py takes, contiguous; written.
+        entries: names, shapes and dtypes, on which the ranks must agree.
+        op: `SUM`, `MIN`, `MAX` or `PRODUCT`.
+        key: a name under which the ranks must meet; `None` for none.
+
+    Raises:
+        MismatchError: the ranks differ.
+    """
+    with comm.lock:
+        meet(comm, Call("allreduce by MPI", tuple(entries), op.value, key=key))
+        with blocked, timeline.phase("reduce through MPI"):
+            for buffer in buffers:
+                comm.world.Allreduce(comm.mpi.IN_PLACE, buffer, getattr(comm.mpi, OPS[op]))
+
+
+@by_name
+def broadcast_in_place(
+    comm: Communicator,
+    buffers: Sequence[Any],
+    entries: Sequence[Entry],
+    root: int,
+    key: str | None = None,
+) -> None:
+    """Writes the root's buffers into those of every rank, each by one call of MPI.
+
+    Collective: as `allreduce_in_place`.
+
+    Args:
+        comm: the ranks.
+        buffers: as for `allreduce_in_place`.
+        entries: as for `allreduce_in_place`.
+        root: the rank of the job whose values all receive.
+        key: as for `allreduce_in_place`.
+
+    Raises:
+        ArgumentError: `root` is not one of the ranks.
+        MismatchError: the ranks differ.
+    """
+    with telling(comm, "broadcast by MPI"):
+        place = comm.place_of_root(root)
+    with comm.lock:
+        meet(comm, Call("broadcast by MPI", tuple(entries), root=int(root), key=key))
+        with blocked, timeline.phase("transfer"):
+            for buffer in buffers:
+                comm.world.Bcast(buffer, root=place)
