@@ -1,8 +1,12 @@
 """Arrays shared out: over any number of ranks, as Keras asks for them."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from keras_dist import errors
 from keras_dist.data import epochs
@@ -78,6 +82,26 @@ def test_two_iterations_at_once_do_not_disturb_each_other():
     for epoch in batches:
         assert sorted(np.concatenate(epoch)) == list(range(20))
     assert once != [batch.tolist() for batch in batches[0]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_data_lives_as_long_as_somebody_reads_it_and_no_longer(form):
+    batches = ArraySource(np.arange(20), Terms(batch_size=3)).batches
+    data = weakref.ref(batches)
+    part = form(batches)
+    if form is pipeline_of:
+        pairs = tf.data.Dataset.zip((part, part.take(3).prefetch(1)))
+        summed = tf.function(lambda part: part.reduce(0, lambda one, _: one + 1))
+        assert int(summed(pairs)) == 3
+        part = iter(pairs)
+        del pairs, summed
+        assert next(part)[0].shape == (3,)
+    del batches
+    gc.collect()
+    assert data() is not None
+    del part
+    gc.collect()
+    assert data() is None
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -189,16 +189,24 @@ def test_fewer_files_than_ranks_are_shared_out_row_by_row(kind, write):
     assert epochs == [[[0, 4]], [[1, 5]], [[2, 6]], [[3]]]
 
 
-def test_pad_and_drop_and_steps(write):
-    paths = write("npz")
-    for remainder, expected in (("pad", {4, 1}), ("drop", {4})):
-        parts = parts_of("npz", paths, 3, remainder=remainder)
-        epochs = [epoch_of(part) for part in parts]
-        sizes = [[len(batch) for batch in epoch] for epoch in epochs]
-        assert sizes[0] == sizes[1] == sizes[2] and set(sizes[0]) <= expected
-    assert set(flat(epochs)) < set(range(41)) and len(flat(epochs)) == len(set(flat(epochs)))
-    epochs = [epoch_of(part) for part in parts_of("npz", paths, 2, steps=2)]
-    assert [len(epoch) for epoch in epochs] == [2, 2]
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shuffle", [True, "global"])
+def test_pad_and_drop_and_steps(kind, shuffle, write):
+    paths = write(kind)
+    for size in range(1, 5):
+        for remainder in ("pad", "drop"):
+            parts = parts_of(kind, paths, size, remainder=remainder, shuffle=shuffle)
+            epochs = [epoch_of(part) for part in parts]
+            sizes = [[len(batch) for batch in epoch] for epoch in epochs]
+            assert all(each == sizes[0] for each in sizes) and set(sizes[0][:-1]) <= {4}
+            seen = flat(epochs)
+            if remainder == "pad":
+                assert set(seen) == set(range(41))
+                assert shuffle is True or len(seen) == -(-41 // size) * size
+            else:
+                assert sizes[0][-1] == 4 and len(seen) == len(set(seen))
+        epochs = [epoch_of(part) for part in parts_of(kind, paths, size, steps=2, shuffle=shuffle)]
+        assert [len(epoch) for epoch in epochs] == [2] * size
 
 
 @pytest.mark.parametrize("kind", KINDS)

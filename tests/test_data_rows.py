@@ -111,6 +111,14 @@ def test_a_later_run_goes_on_in_the_midst_of_an_epoch(folder, shuffle):
     assert from_batch(2, later) == rest
 
 
+def test_the_next_block_is_read_while_one_is_handed_out_and_no_other(folder):
+    data = hdf5(folder / "all.h5", "x", "y", 16, block=40, shuffle=False)
+    for step in (0, 1, 5):
+        data.batch(0, step)
+        blocks = {window.result()[0][1].tolist()[0] // 40 for window in data._windows.values()}
+        assert blocks == {step * 16 // 40, step * 16 // 40 + 1}
+
+
 def test_structures(folder):
     data = hdf5(folder / "all.h5", {"a": "x", "b": ["y", "big/y"]}, batch_size=ROWS, shuffle=False)
     [batch] = epoch(data)

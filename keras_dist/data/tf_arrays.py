@@ -1,6 +1,7 @@
 """This rank's batches as a tf.data pipeline."""
 
-from typing import Any
+import weakref
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -27,8 +28,11 @@ def pipeline_of(batches: Batched, ahead: bool = True) -> tf.data.Dataset:
     arrays = tf.nest.flatten(batches.example)
     dtypes = [tf.as_dtype(array.dtype) for array in arrays]
 
+    # TensorFlow keeps such functions as long as the process lives; iterators keep the pipeline.
+    held = weakref.ref(batches)
+
     def gather(epoch: np.int64, step: np.int64) -> Any:
-        return tf.nest.flatten(batches.batch(int(epoch), int(step)))
+        return tf.nest.flatten(cast(Batched, held()).batch(int(epoch), int(step)))
 
     def load(epoch: tf.Tensor, step: tf.Tensor) -> Any:
         tensors = tf.numpy_function(gather, [epoch, step], dtypes)
@@ -44,7 +48,9 @@ def pipeline_of(batches: Batched, ahead: bool = True) -> tf.data.Dataset:
         return tf.data.Dataset.range(steps).map(lambda step: (epoch, step))
 
     numbered = tf.data.Dataset.range(1).map(begin).flat_map(steps_of)
-    known = numbered.map(load).apply(tf.data.experimental.assert_cardinality(steps))
+    loaded = numbered.map(load)
+    loaded.batches = batches
+    known = loaded.apply(tf.data.experimental.assert_cardinality(steps))
     if ahead:
         return known.prefetch(tf.data.AUTOTUNE)
     options = tf.data.Options()
