@@ -7,8 +7,10 @@ every rank is the order of the calls, blocking or not, and that order must be th
 ranks. A difference is an error on every rank.
 
 Operations with a `name` need no order: where ranks differ, one whose name all of them hold comes
-first. A rank may hold many by queueing them, or by threads that block. A name that not all ranks
-will ever call is an error on every rank, once all of them wait.
+first. A rank may hold many by queueing them, or by threads that block. Where they hold no common
+name, it is an error on every rank once all Python threads of all ranks, daemon threads too, wait
+for operations. As long as one does not, it might call what is missing: the ranks wait, and the
+stall watch says so and ends the job after `KERAS_DIST_STALL_ABORT_SECONDS`.
 
 A value is read when the operation runs, not when it is queued, and it is not copied: it must
 not be changed until the handle is done. Results are new arrays. In which order a rank asks for

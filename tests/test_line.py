@@ -7,8 +7,10 @@ import weakref
 
 import pytest
 
+from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.line import Line
 from keras_dist._engine.place import OtherFirst
+from keras_dist._engine.recovery import Recovery
 
 
 @pytest.fixture
@@ -62,6 +64,51 @@ def test_what_the_ranks_agree_on_goes_to_the_front(line):
         handle.wait()
     assert done == ["b", "a", "c", "d"]
     assert line.standing() == ((), False)
+
+
+def test_no_more_will_come_once_every_thread_of_the_script_waits(line):
+    gate = threading.Event()
+    threads = [threading.Thread(target=gate.wait, name="keras_dist", daemon=True)]
+    threads[0].start()
+    with line:
+        handle = line.queue(lambda: None, "nothing", "a")
+        assert line.standing() == (("a",), True)
+        threads.append(threading.Thread(target=gate.wait, daemon=True))
+        threads[-1].start()
+        assert line.standing() == (("a",), False)
+        gate.set()
+        for thread in threads:
+            thread.join()
+        threads.append(threading.Thread(target=handle.wait))
+        threads[-1].start()
+        while not handle.waiters:
+            time.sleep(0.001)
+        assert line.standing() == (("a",), True)
+    threads[-1].join()
+
+
+def test_a_place_that_has_left_is_not_waited_for(line):
+    told = [OtherFirst("gone"), OtherFirst("gone")]
+
+    def work():
+        if len(told) > before:
+            raise told.pop()
+        return "ran"
+
+    before = 1
+    handle = line.queue(work, "nothing", "a")
+    assert handle._ended.wait(10)
+    assert handle.wait() == "ran"
+    before = 0
+    assert line.run(work, "b") == "ran"
+
+
+def test_that_another_comes_first_is_no_sign_of_a_loss():
+    def work():
+        raise OtherFirst("b")
+
+    with pytest.raises(OtherFirst):
+        Recovery(Communicator()).run(work)  # without MPI nobody can be asked who has died
 
 
 def test_who_is_interrupted_holds_up_nobody(line, monkeypatch):

@@ -22,6 +22,8 @@ from keras_dist._engine.place import Handle, OtherFirst, Place
 
 __all__ = ["Line"]
 
+OWN = "keras_dist"  # so the names of threads begin that are none of the script's
+
 R = TypeVar("R")
 
 
@@ -47,7 +49,7 @@ class Line:
         if self._lock._is_owned():  # as `threading.Condition` asks: a part of a collective
             self._lock.acquire()
             return
-        place = Place()
+        place = Place(waiters=[threading.get_ident()])
         try:
             self._stand(place)
             self._come(place)
@@ -70,7 +72,7 @@ class Line:
         """
         if self._lock._is_owned():
             return work()
-        place = Place(name)
+        place = Place(name, [threading.get_ident()])
         try:
             self._stand(place)
             while True:
@@ -86,10 +88,16 @@ class Line:
                 self._leave(place)
 
     def standing(self) -> tuple[tuple[str, ...], bool]:
-        """Returns the names in the line, from its front, and whether any place is waited for."""
+        """Returns the names in the line, from its front, and whether no more will come by itself.
+
+        None will when every Python thread of the script waits for something in the line.
+        """
         with self._moved:
             names = tuple(place.name for place in self._line if place.name is not None)
-            return names, any(place.wanted for place in self._line)
+            # In this order: who waits starts no thread, and who comes now has to wait for the lock.
+            waiters = set[int]().union(*(place.waiters for place in self._line))
+            threads = [one for one in threading.enumerate() if not one.name.startswith(OWN)]
+            return names, all(one.ident in waiters for one in threads)
 
     def queue(self, work: Callable[[], Any], what: str, name: str | None = None) -> Handle:
         """Puts an operation at the end of the line. Does not block.
@@ -109,7 +117,7 @@ class Line:
                 raise RuntimeError(f"{what} was queued for ranks that have been left")
             self._line.append(handle)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="keras_dist", daemon=True)
+                self._thread = threading.Thread(target=self._serve, name=OWN, daemon=True)
                 self._thread.start()
             self._moved.notify_all()
         return handle
@@ -163,7 +171,9 @@ class Line:
 
     def _take_to_the_front(self, name: str) -> None:
         with self._moved:
-            chosen = next(place for place in self._line if place.name == name)
+            chosen = next((place for place in self._line if place.name == name), None)
+            if chosen is None:
+                return  # its caller was interrupted; the others will hear so at the next meeting
             self._line.remove(chosen)
             self._line.appendleft(chosen)
             self._moved.notify_all()

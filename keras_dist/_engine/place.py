@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from keras_dist._engine import timeline
@@ -29,11 +29,11 @@ class Place:
 
     Args:
         name: what the user calls the operation that stands there, if anything.
-        wanted: whether somebody waits for it.
+        waiters: the threads that wait for it, by `threading.get_ident`.
     """
 
-    def __init__(self, name: str | None = None, wanted: bool = True):
-        self.name, self.wanted = name, wanted
+    def __init__(self, name: str | None = None, waiters: Iterable[int] = ()):
+        self.name, self.waiters = name, set(waiters)
 
 
 class Handle(Place):
@@ -44,7 +44,7 @@ class Handle(Place):
     """
 
     def __init__(self, work: Callable[[], Any], what: str, name: str | None = None):
-        super().__init__(name, wanted=False)
+        super().__init__(name)
         self._work: Callable[[], Any] = work
         self._what = what
         self._ended = threading.Event()
@@ -64,10 +64,13 @@ class Handle(Place):
         Raises:
             KerasDistError: what the blocking operation raises.
         """
-        self.wanted = True
         if not self._ended.is_set():
-            with timeline.span("wait for what is queued"):
-                self._ended.wait()
+            try:
+                self.waiters.add(threading.get_ident())
+                with timeline.span("wait for what is queued"):
+                    self._ended.wait()
+            finally:
+                self.waiters.discard(threading.get_ident())
         if self._error is not None:
             self._told = True
             try:

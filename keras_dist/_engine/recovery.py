@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from keras_dist import errors
+from keras_dist._engine.place import OtherFirst
 from keras_dist._engine.survivors import agree, is_loss, leave, rebuild
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ class Recovery:
         """Returns how an operation has ended; `None` where a rank has died."""
         try:
             return _Outcome(work())
+        except OtherFirst:
+            raise  # all ranks live: they have agreed on it
         except Exception as error:
             if is_loss(self._comm, error):
                 leave(self._comm)

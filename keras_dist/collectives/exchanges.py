@@ -43,7 +43,7 @@ def allgather(
         ArgumentTypeError: it holds Python objects.
     """
     comm = runtime.communicator(process_set)
-    with _engine.telling(comm, "allgather"):
+    with _engine.telling(comm, "allgather", name):
         array = as_array(value)
     return _engine.allgather(comm, array, name or "value", name)
 
@@ -71,7 +71,7 @@ def grouped_allgather(
         ArgumentTypeError: one holds Python objects.
     """
     comm = runtime.communicator(process_set)
-    with _engine.telling(comm, "allgather"):
+    with _engine.telling(comm, "allgather", name):
         arrays = [as_array(value) for value in values]
     return _engine.grouped_allgather(comm, arrays, names_of(name, len(arrays)), name)
 
@@ -112,7 +112,7 @@ def alltoall(
     ```
     """
     comm = runtime.communicator(process_set)
-    with _engine.telling(comm, "alltoall"):
+    with _engine.telling(comm, "alltoall", name):
         array = as_array(value)
     rows, received = _engine.alltoall(comm, array, splits, name or "value", name)
     return rows if splits is None else (rows, received)
@@ -144,7 +144,7 @@ def broadcast(
         ArgumentError: `root_rank` is not one of the ranks.
     """
     comm = runtime.communicator(process_set)
-    with _engine.telling(comm, "broadcast"):
+    with _engine.telling(comm, "broadcast", name):
         array = as_array(value)
     return _engine.broadcast(comm, [array], [name or "value"], root_rank, key=name)[0]
 
@@ -173,7 +173,7 @@ def broadcast_(
         ArgumentTypeError: one is not a numpy array of numbers.
     """
     comm, names = runtime.communicator(process_set), names_of(name, len(variables))
-    with _engine.telling(comm, "broadcast_"):
+    with _engine.telling(comm, "broadcast_", name):
         for variable, label in zip(variables, names, strict=True):
             check_writeable(variable, label)
     _engine.broadcast_into(comm, variables, names, root_rank, name)

@@ -69,7 +69,7 @@ def allreduce(
     loss = keras_dist.allreduce(loss)
     ```
     """
-    with _engine.telling(runtime.communicator(process_set), "allreduce"):
+    with _engine.telling(runtime.communicator(process_set), "allreduce", name):
         chosen = chosen_op(op, average)
     factors = prescale_factor, postscale_factor
     return grouped_allreduce([value], chosen, name, *factors, process_set, compression)[0]
@@ -107,7 +107,7 @@ def grouped_allreduce(
         ArgumentTypeError: `op` or a factor is not defined for a dtype.
     """
     comm = runtime.communicator(process_set)
-    with _engine.telling(comm, "allreduce"):
+    with _engine.telling(comm, "allreduce", name):
         arrays = [as_array(value) for value in values]
         parsed = _engine.parse_op(op, comm.where())
         factors = parse_factors(prescale_factor, postscale_factor)
@@ -183,7 +183,7 @@ def grouped_reducescatter(
         ArgumentTypeError: `op` is not defined for a dtype.
     """
     comm = runtime.communicator(process_set)
-    with _engine.telling(comm, "reducescatter"):
+    with _engine.telling(comm, "reducescatter", name):
         arrays = [as_array(value) for value in values]
         parsed = _engine.parse_op(op, comm.where())
         factors = parse_factors(prescale_factor, postscale_factor)
@@ -234,7 +234,7 @@ def sparse_allreduce(
     ```
     """
     comm = runtime.communicator(process_set)
-    with _engine.telling(comm, "sparse_allreduce"):
+    with _engine.telling(comm, "sparse_allreduce", name):
         parsed = _engine.parse_op(op, comm.where())
         rows, places = as_array(values), as_array(indices)
     return _engine.reduce_slices(comm, rows, places, parsed, name or "values", name)

@@ -36,7 +36,12 @@ def main(folder: str) -> None:
             os.environ.update(environment)
             linecache.cache.update(cells)
             sys.path += [entry for entry in path if entry not in sys.path]
-            threading.Thread(target=_go_on_reporting, args=(exchange, rank), daemon=True).start()
+            threading.Thread(
+                target=_go_on_reporting,
+                args=(exchange, rank),
+                name="keras_dist report",
+                daemon=True,
+            ).start()
             function, args, kwargs = cloudpickle.loads(work)
             value = function(*args, **kwargs)
             _report(exchange, rank)

@@ -60,6 +60,21 @@ def test_two_of_four_die(go_on, way):
     assert "keras_dist: rank 1 has died. 2 of 3 ranks go on" in ended.stdout
 
 
+def test_a_wrong_argument_is_one_operation_on_all_ranks(go_on):
+    text = """
+from keras_dist import errors
+for name in (None, "loss"):
+    try:
+        collectives.allreduce(1.0, "median" if me == 0 else "sum", name)
+        raise SystemExit("no error")
+    except errors.ArgumentError:
+        pass
+    assert collectives.allreduce(1.0, "sum") == 2
+"""
+    ended = go_on(2, text)
+    assert ended.returncode == 0, ended.stdout
+
+
 @pytest.mark.fault(
     "the root is killed while others wait for its broadcast, with `on_failure=continue`",
     "the next rank is the root, and its value is sent",

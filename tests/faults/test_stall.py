@@ -159,6 +159,19 @@ time.sleep(1.3 * rank)  # at the end of its script a rank waits as long as it ta
     assert seconds > 6 * 0.5 + 2.6
 
 
+def test_names_that_never_meet_end_at_the_limit_where_a_thread_might_still_call(run_watched):
+    text = """
+import threading
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+collectives.allreduce(1.0, name=f"loss of {rank}")
+"""
+    job, _ = run_watched(2, text, limit=2)
+    assert job.returncode != 0
+    for rank in range(2):
+        assert f"waiting in allreduce('loss of {rank}') of ranks 0, 1:" in job.stdout
+    assert "The job ends now: the limit is 2 s" in job.stdout
+
+
 def test_what_is_queued_is_watched_and_the_watch_ends_with_shutdown(run_watched):
     text = """
 import threading

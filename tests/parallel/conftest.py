@@ -100,6 +100,7 @@ def merge(verdicts):
 def limit(what, seconds):
     """Ends the job when the block takes longer than `seconds`."""
     timer = threading.Timer(seconds, give_up, (what, seconds))
+    timer.name = "keras_dist tests"  # no thread of a script: it will call no operation
     timer.daemon = True
     # For a rank that never lets go of the interpreter, whose timer thread therefore cannot run.
     faulthandler.dump_traceback_later(seconds + 5 * GRACE_SECONDS, exit=True, file=uncaptured)

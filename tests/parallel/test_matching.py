@@ -83,6 +83,44 @@ def test_names_that_never_meet_are_an_error_on_every_rank(queued):
     assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
 
 
+def test_a_daemon_thread_may_call_what_others_wait_for():
+    results = {}
+
+    def reduce(name, after=0.0):
+        time.sleep(after)
+        results[name] = keras_dist.allreduce(value_of(name), "sum", name)
+
+    first, second = NAMES[:2]
+    if keras_dist.rank() == 0:
+        thread = threading.Thread(target=reduce, args=(second, 0.3), daemon=True)
+        thread.start()
+        reduce(first)
+        thread.join()
+    else:
+        reduce(second)
+        reduce(first)
+    for name, result in results.items():
+        assert (result == keras_dist.size() * value_of(name)).all()
+
+
+def test_a_wrong_argument_is_an_error_of_its_own_operation():
+    several()
+    is_first = keras_dist.rank() == 0
+    handles = {}
+    for name in "ab" if is_first else "ba":
+        op = "median" if is_first and name == "a" else "sum"
+        handles[name] = keras_dist.allreduce_async(1.0, op, name)
+    assert handles["b"].wait() == keras_dist.size()
+    assert "median" in raised(errors.ArgumentError, handles["a"].wait)[-1]
+    if is_first:
+        handles["c"] = keras_dist.allreduce_async(1.0, "sum", "c")
+    with pytest.raises(errors.ArgumentError, match="median"):
+        keras_dist.allreduce(1.0, "median" if is_first else "sum", "d")
+    if not is_first:
+        handles["c"] = keras_dist.allreduce_async(1.0, "sum", "c")
+    assert handles["c"].wait() == keras_dist.size()
+
+
 def test_what_has_one_name_must_be_one_operation():
     several()
     handles = {

@@ -57,7 +57,7 @@ def grouped_allgather(
         ArgumentTypeError: one holds Python objects.
         MismatchError: the other dimensions or the dtypes differ.
     """
-    with telling(comm, "allgather"):
+    with telling(comm, "allgather", key):
         for name, array in zip(names, arrays, strict=True):
             check_rows(comm, array, name, "to gather along")
     entries = tuple(

@@ -72,7 +72,7 @@ def allreduce(
     with comm.lock:
         fused = comm.plans.get(kind)
         if fused is None:
-            with telling(comm, "allreduce"):
+            with telling(comm, "allreduce", key):
                 fused = FusedAllreduce(
                     comm,
                     names,

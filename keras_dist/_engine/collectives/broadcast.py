@@ -43,7 +43,7 @@ def broadcast(
         ArgumentError: `root` is not one of the ranks.
         MismatchError: the ranks differ.
     """
-    with telling(comm, operation):
+    with telling(comm, operation, key):
         source = comm.place_of_root(root)
     entries = _entries(names, arrays)
     with comm.lock:
@@ -88,7 +88,7 @@ def _broadcast_into(
     root: int,
     key: str | None,
 ) -> list[np.ndarray]:
-    with telling(comm, "broadcast_"):
+    with telling(comm, "broadcast_", key):
         source = comm.place_of_root(root)
     entries = _entries(names, arrays)
     with comm.lock:

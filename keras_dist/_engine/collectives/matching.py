@@ -2,12 +2,11 @@
 
 Nothing is negotiated as long as the orders agree. Where a meeting finds different names, the ranks
 tell each other which ones they hold, and take first the one that all hold and the first of them
-holds longest. Where there is none yet, they wait for as long as one of them may still call more.
+holds longest. Where there is none yet, they wait until there is one, or no rank can call more.
 """
 
 import functools
 import inspect
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -21,7 +20,6 @@ from keras_dist._engine.wait import waiting
 __all__ = ["by_name", "find_by_name"]
 
 LONGEST_NAP_SECONDS = 10e-3
-PATIENCE_SECONDS = 5.0  # so long other threads have to call what others wait for
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 Standing = tuple[tuple[str, ...], bool]
@@ -50,7 +48,7 @@ def find_by_name(comm: Communicator, calls: Sequence[Call], standing: Sequence[S
     Args:
         comm: the ranks.
         calls: what each rank has come for.
-        standing: which names each rank holds, and whether its script waits.
+        standing: which names each rank holds, and whether it can call no more; see `Line.standing`.
 
     Raises:
         OtherFirst: on every rank, with the name.
@@ -63,29 +61,18 @@ def find_by_name(comm: Communicator, calls: Sequence[Call], standing: Sequence[S
 
 
 def _wait_for_a_name(comm: Communicator, standing: Sequence[Standing]) -> None:
-    mine, since, nap = standing[comm.rank], time.perf_counter(), 0.0
-    ends = False
-    while (name := _first_of_all([names for names, _ in standing])) is None and not ends:
+    nap = 0.0
+    while (name := _first_of_all([names for names, _ in standing])) is None:
+        if all(stuck for _, stuck in standing):
+            return
         time.sleep(nap)
         nap = min(LONGEST_NAP_SECONDS, 2 * nap + 1e-4)
-        before, mine = mine, comm.standing()
-        if mine != before:
-            since = time.perf_counter()
-        told = comm.world.allgather((mine, mine[1] and _is_out_of(time.perf_counter() - since)))
+        standing = comm.world.allgather(comm.standing())
         assure(comm)
-        standing = [one for one, _ in told]
-        ends = all(stuck for _, stuck in told)
-    if name is not None:
-        raise OtherFirst(name)
+    raise OtherFirst(name)
 
 
 def _first_of_all(held: Sequence[Sequence[str]]) -> str | None:
     """Returns the first of the first rank's names that all ranks hold."""
     everywhere = set.intersection(*map(set, held))
     return next((name for name in held[0] if name in everywhere), None)
-
-
-def _is_out_of(seconds: float) -> bool:
-    """Tells whether no other thread of the script will call anything, after so long without."""
-    threads = sum(not thread.daemon for thread in threading.enumerate())
-    return threads == 1 or seconds > PATIENCE_SECONDS

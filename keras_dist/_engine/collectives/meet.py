@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from keras_dist import errors
 from keras_dist._engine import timeline
 from keras_dist._engine.agreement import JOINED, Absence, Call, difference
-from keras_dist._engine.collectives.matching import find_by_name
+from keras_dist._engine.collectives.matching import by_name, find_by_name
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.notice import hear, notice
 from keras_dist._engine.progress import say_progress
+from keras_dist._engine.recovery import survives
 from keras_dist._engine.survivors import assure
 from keras_dist._engine.wait import note
 
@@ -58,7 +59,7 @@ def meet(comm: Communicator, call: Call, tells: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def telling(comm: Communicator, operation: str) -> Iterator[None]:
+def telling(comm: Communicator, operation: str, key: str | None = None) -> Iterator[None]:
     """Raises on every rank what is wrong with the arguments of this one.
 
     It goes around the checks before a meeting. A rank that finds something wrong comes to the
@@ -67,6 +68,7 @@ def telling(comm: Communicator, operation: str) -> Iterator[None]:
     Args:
         comm: the ranks.
         operation: what the call is called in messages.
+        key: the name under which the ranks would meet; `None` for none.
     """
     try:
         yield
@@ -74,9 +76,15 @@ def telling(comm: Communicator, operation: str) -> Iterator[None]:
         told = (
             error if isinstance(error, errors.KerasDistError) else _foreign(comm, operation, error)
         )
-        with comm.lock:
-            meet(comm, Call(operation, error=told))
+        _tell(comm, Call(operation, key=key, error=told), key)
         raise
+
+
+@by_name
+@survives
+def _tell(comm: Communicator, call: Call, key: str | None) -> None:
+    with comm.lock:
+        meet(comm, call)
 
 
 def _foreign(comm: Communicator, operation: str, error: Exception) -> errors.ArgumentError:
@@ -104,6 +112,7 @@ def tell_difference(comm: Communicator, call: Call) -> None:
     notices = [call.notice for call, _, _ in told]
     calls = [dataclasses.replace(call, notice=None) for call, _, _ in told]
     absence, comm.absence = comm.absence, None  # an error ends it on all ranks alike
+    find_by_name(comm, calls, [standing for _, _, standing in told])
     wrong = [other.error for other in (call, *calls) if other.error is not None]
     if wrong:
         raise wrong[0]
@@ -112,7 +121,6 @@ def tell_difference(comm: Communicator, call: Call) -> None:
     first = calls[here[0]]
     found = difference([calls[place] for place in here], [comm.ranks[place] for place in here])
     if found is not None:
-        find_by_name(comm, calls, [standing for _, _, standing in told])
         rank, expected, received = found
         other, place, _ = told[comm.ranks.index(rank)]
         remedy = first.remedy if other.operation == first.operation else SAME_STEPS

@@ -29,7 +29,7 @@ def broadcast_object(comm: Communicator, value: Any, root: int, key: str | None 
             every rank.
         MismatchError: the ranks differ in operation, root or key.
     """
-    with telling(comm, "broadcast_object"):
+    with telling(comm, "broadcast_object", key):
         source = comm.place_of_root(root)
         payload = pickle.dumps(value) if comm.rank == source else b""
     with comm.lock:
@@ -55,7 +55,7 @@ def allgather_object(
         ArgumentError: an object cannot be pickled; raised on every rank.
         MismatchError: the ranks differ in operation or key.
     """
-    with telling(comm, operation):
+    with telling(comm, operation, key):
         payload = pickle.dumps(value)
     with comm.lock:
         meet(comm, Call(operation, key=key))
