@@ -96,8 +96,7 @@ class Line:
             names = tuple(place.name for place in self._line if place.name is not None)
             # In this order: who waits starts no thread, and who comes now has to wait for the lock.
             waiters = set[int]().union(*(place.waiters for place in self._line))
-            threads = [one for one in threading.enumerate() if not one.name.startswith(OWN)]
-            return names, all(one.ident in waiters for one in threads)
+            return names, all(one.ident in waiters for one in _threads_of_script())
 
     def queue(self, work: Callable[[], Any], what: str, name: str | None = None) -> Handle:
         """Puts an operation at the end of the line. Does not block.
@@ -182,3 +181,12 @@ class Line:
         with self._moved:
             self._line.remove(place)
             self._moved.notify_all()
+
+
+def _threads_of_script() -> list[threading.Thread]:
+    # A framework's own threads, which Python has met and knows no more of, work for one of these.
+    return [
+        one
+        for one in threading.enumerate()
+        if not (one.name.startswith(OWN) or isinstance(one, threading._DummyThread))
+    ]
