@@ -177,6 +177,12 @@ class _Distributed:
         check_not_reduced(grads)  # before some passes are gathered, where nobody can tell
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
+    def _backend_reset_gradient_accumulators(self) -> None:
+        # On torch Keras multiplies them by 0, which makes NaN of what has overflowed.
+        for gathered in self._accumulated_gradients:  # type: ignore[attr-defined]
+            if gathered is not None:
+                gathered.assign(keras.ops.zeros(gathered.shape, gathered.dtype))
+
     def _clip_gradients(self, grads: Any) -> Any:
         when = None
         if self.gradient_accumulation_steps and keras.backend.backend() == "jax":  # type: ignore[attr-defined]
