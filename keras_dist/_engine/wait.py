@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "AT_THE_END",
     "PATIENCE_SECONDS",
     "Counter",
     "also_blocked",
@@ -28,6 +29,7 @@ __all__ = [
     "waits",
 ]
 
+AT_THE_END = "the end of the script"  # what ranks wait in that have nothing more to do
 SPIN_SECONDS = 30e-6
 PATIENCE_SECONDS = 0.5  # a sleeper looks now and then whether the others are alive
 

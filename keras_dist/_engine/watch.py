@@ -25,7 +25,7 @@ from typing import Any
 from keras_dist._engine.mailbox import Mailbox
 from keras_dist._engine.mpi_library import failed_process
 from keras_dist._engine.progress import say_progress
-from keras_dist._engine.wait import waits
+from keras_dist._engine.wait import AT_THE_END, waits
 
 __all__ = ["Watch"]
 
@@ -219,6 +219,8 @@ class Watch:
                 self._tell_alone(what, waited, ends)
 
     def _tell_alone(self, what: Any, waited: float, ends: bool) -> None:
+        if str(what) == AT_THE_END:
+            return  # the others may be at work
         state = _state()
         text = (
             f"[rank {self._rank} of {self._size}] has waited {waited:.0f} s for others in "
@@ -261,11 +263,13 @@ class Watch:
         }
         if not found:
             return  # they have gone on meanwhile
-        self._told[case.ranks] = case.asked_at
         first = min(found)
         what, _ = found[first]
         waited = max(seconds for _, seconds in found.values())
         missing = [rank for rank in case.ranks if rank not in found]
+        if what == AT_THE_END and all(rank in case.states for rank in missing):
+            return  # those are at work still, as they may be
+        self._told[case.ranks] = case.asked_at
         text = (
             f"keras_dist: {_say(found)} of {self._size} {'has' if len(found) == 1 else 'have'} "
             f"waited {waited:.0f} s for {_say(missing) if missing else 'data of each other'} in "

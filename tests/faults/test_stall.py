@@ -147,6 +147,21 @@ if rank == 3:
     assert "in stay_away" in job.stdout
 
 
+@pytest.mark.fault(
+    "a rank is stopped (SIGSTOP) when others are at the end of the script",
+    ENDS.format("without a stack"),
+    within=15,
+)
+def test_a_rank_is_stopped_when_others_are_at_the_end(run_watched):
+    text = "collectives.barrier()\nif rank == 0:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    job, seconds = run_watched(3, text)
+    assert job.returncode != 0
+    assert seconds < 20
+    assert "ranks 1, 2 of 3 have waited" in job.stdout
+    assert "for rank 0 in the end of the script" in job.stdout
+    assert "The job ends now: the limit is 3 s" in job.stdout
+
+
 def test_a_job_that_is_slow_but_fine_says_nothing(run_watched):
     text = f"""
 for turn in range(6):

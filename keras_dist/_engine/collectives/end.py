@@ -9,7 +9,7 @@ from keras_dist._engine.agreement import Call
 from keras_dist._engine.collectives.meet import tell_difference
 from keras_dist._engine.communicator import NAP_SECONDS, Communicator
 from keras_dist._engine.recovery import again
-from keras_dist._engine.wait import note
+from keras_dist._engine.wait import AT_THE_END, blocked, note
 
 __all__ = ["at_the_end"]
 
@@ -18,8 +18,9 @@ def at_the_end(comms: Sequence[Communicator]) -> None:
     """Waits until every rank has come to the end of its script. Collective; blocks.
 
     A rank that is still at work waits in one of its communicators, nobody knows which; so
-    this one comes to all of them at once. What is queued runs first. The watch does not count
-    this wait, for the others may have much to do; when all have come it ends, and all that attends.
+    this one comes to all of them at once. What is queued runs first. To the watch this wait is
+    no stall while the others answer, for they may have much to do; when all have come it ends, and
+    all that attends.
 
     Args:
         comms: all communicators that this rank is in, first that of all ranks.
@@ -35,12 +36,13 @@ def at_the_end(comms: Sequence[Communicator]) -> None:
 
 
 def _come_to_the_end(comms: Sequence[Communicator]) -> None:
-    call = Call("the end of the script")
+    call = Call(AT_THE_END)
     note(comms[0].ranks, call)
     with contextlib.ExitStack() as locks:
         for comm in comms:
             locks.enter_context(comm.lock)
         locks.enter_context(timeline.meeting(call))
+        locks.enter_context(blocked)
         answers = {comm: comm.come(call.digest) for comm in comms if comm.size > 1}
         while answers:
             for comm, answer in list(answers.items()):
