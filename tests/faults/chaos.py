@@ -132,7 +132,7 @@ def run(plan, folder, known):
     end = folder / "end.json"
     if must_end:
         struck_at = float(struck.read_text())
-        # A fault some milliseconds late may come when training is over, and nothing but the end is left.
+        # A fault some milliseconds late may come when only the end of the script is left.
         if code == 0 or (end.exists() and end.stat().st_mtime > struck_at + 1):
             return f"it went on, exit code {code}\n{printed}"
         late = gone_at - struck_at
