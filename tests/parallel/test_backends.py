@@ -84,6 +84,16 @@ def test_fit_reduces_between_two_programs_and_by_no_callback(monkeypatch):
 
 
 @on_jax
+def test_a_step_that_is_not_compiled_gives_the_same_weights():
+    expected, x, y = expected_and_rows(keras.optimizers.SGD(0.1))
+    model = make_model(
+        keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=False
+    )
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    assert_close(weights_of(model), expected)
+
+
+@on_jax
 def test_steps_that_only_accumulate_do_not_communicate(monkeypatch):
     from keras_dist import _engine
 

@@ -1,0 +1,35 @@
+"""keras.distribution and keras_dist: gradients that JAX averages already are not averaged twice."""
+
+import os
+
+import pytest
+
+pytest.importorskip("jax")
+
+TRAINING = """
+import socket
+import keras
+import numpy as np
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = world.bcast(probe.getsockname()[1])
+keras.utils.set_random_seed(0)
+keras.distribution.initialize(f"127.0.0.1:{port}", world.size, world.rank)
+import keras_dist
+with keras.distribution.DataParallel(auto_shard_dataset=False).scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)], name="twice")
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    try:
+        model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
+    except keras_dist.errors.ArgumentError as error:
+        print(error)
+"""
+
+
+def test_a_model_that_keras_distribution_distributes_is_refused(run_ranks):
+    job = run_ranks(2, "-c", TRAINING, env={**os.environ, "KERAS_BACKEND": "jax"})
+    assert job.returncode == 0, job.stdout
+    assert job.stdout.count("a model whose gradients keras_dist alone averages, 'twice'") == 2
+    assert "Leave out either keras.distribution or keras_dist.DistributedOptimizer." in job.stdout
