@@ -84,14 +84,20 @@ def make_segment(
     return (None, troubles[0]) if troubles else (segment, None)
 
 
-def clean_up() -> None:
-    """Removes what a job left that was killed while it made a segment."""
+def clean_up(ended: Callable[[int], bool] | None = None) -> None:
+    """Removes what a job left that was killed while it made a segment.
+
+    Args:
+        ended: tells of a process that lives whether it is about to end. Defaults to none.
+    """
     with contextlib.suppress(OSError):
         for name in os.listdir(DIRECTORY):
             match = re.fullmatch(rf"{PREFIX}-(\d+)-(\d+)-[0-9a-f]+", name)
-            if match and int(match[1]) == os.getuid() and not _alive(int(match[2])):
-                with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(DIRECTORY, name))
+            if match and int(match[1]) == os.getuid():
+                pid = int(match[2])
+                if not _alive(pid) or (ended is not None and ended(pid)):
+                    with contextlib.suppress(OSError):
+                        os.unlink(os.path.join(DIRECTORY, name))
 
 
 def _create(nbytes: int) -> tuple[str, int, str | None]:

@@ -25,6 +25,7 @@ from typing import Any
 from keras_dist._engine.mailbox import Mailbox
 from keras_dist._engine.mpi_library import failed_process
 from keras_dist._engine.progress import say_progress
+from keras_dist._engine.shared import clean_up
 from keras_dist._engine.wait import AT_THE_END, waits
 
 __all__ = ["Watch"]
@@ -313,6 +314,9 @@ class Watch:
     def _end(self, text: str, end: Callable[[int], Any]) -> None:
         _log.error(text)
         sys.stderr.flush()
+        # A rank that was stopped while they made a segment has left it with its name.
+        here = {pid for node, pid in self._places if node == os.uname().nodename}
+        clean_up(here.__contains__)
         time.sleep(FLUSH_SECONDS)
         end(1)
 

@@ -148,6 +148,24 @@ if rank == 3:
 
 
 @pytest.mark.fault(
+    "a rank is stopped (SIGSTOP) while shared memory is made",
+    ENDS.format("without a stack") + "; nothing stays in `/dev/shm`",
+    within=15,
+)
+def test_a_rank_is_stopped_while_memory_is_made(run_watched):
+    text = """
+import numpy as np
+from keras_dist._engine import shared
+if rank == 1:
+    shared.Segment.__init__ = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
+collectives.allreduce(np.ones(100_000))
+"""
+    job, _ = run_watched(2, text)
+    assert job.returncode != 0
+    assert "The job ends now: the limit is 3 s" in job.stdout
+
+
+@pytest.mark.fault(
     "a rank is stopped (SIGSTOP) when others are at the end of the script",
     ENDS.format("without a stack"),
     within=15,
