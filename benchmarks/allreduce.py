@@ -17,6 +17,7 @@ from common import (
     last_line,
     load,
     machine,
+    options_of,
     parser,
     plotter,
     ratio,
@@ -41,10 +42,7 @@ def main():
     made = parser(__doc__, quick="fewer rounds, nothing over 100 MiB")
     made.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
     made.add_argument("--sizes", type=int, nargs="+", help="sizes in bytes")
-    options = made.parse_args()
-    if options.worker:
-        work(options.worker)
-        return
+    options = options_of(made, work)
     rounds = (3, 5) if options.quick else (7, 31)
     before = load()
     runs = {}

@@ -116,6 +116,20 @@ def parser(doc, quick="fewer rounds and steps"):
     return made
 
 
+def options_of(made, work):
+    """Returns the options; a rank that `start` has started does its work instead and ends.
+
+    Args:
+        made: a `parser`, with the options of a benchmark's own.
+        work: what a rank does, of the path of its task.
+    """
+    options = made.parse_args()
+    if options.worker:
+        work(options.worker)
+        sys.exit()
+    return options
+
+
 def surroundings(before):
     """Returns the line that says where it was measured; `before` is what `load` returned."""
     return f"\n{mpi()}; {machine()}; {before}.\n"

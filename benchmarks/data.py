@@ -16,7 +16,19 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import MIB, answer, conclude, load, parser, ratio, slug, start, surroundings, table
+from common import (
+    MIB,
+    answer,
+    conclude,
+    load,
+    options_of,
+    parser,
+    ratio,
+    slug,
+    start,
+    surroundings,
+    table,
+)
 
 from keras_dist.measuring import in_turn
 
@@ -43,10 +55,7 @@ def main():
     made = parser(__doc__, quick="a smaller file, fewer rounds")
     made.add_argument("--ranks", type=int, default=2)
     made.add_argument("--folder", type=Path, help="where the file is made")
-    options = made.parse_args()
-    if options.worker:
-        work(options.worker)
-        return
+    options = options_of(made, work)
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     before, rounds = load(), 3 if options.quick else 5
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

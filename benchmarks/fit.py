@@ -18,6 +18,7 @@ from common import (
     answer,
     conclude,
     load,
+    options_of,
     parser,
     plotter,
     ratio,
@@ -67,10 +68,7 @@ def main():
     made = parser(__doc__)
     made.add_argument("--backend", choices=list(BOUNDS), default="tensorflow")
     made.add_argument("--ranks", type=int, default=2)
-    options = made.parse_args()
-    if options.worker:
-        work(options.worker)
-        return
+    options = options_of(made, work)
     os.environ["KERAS_BACKEND"] = options.backend
     rounds, steps = (3, 8) if options.quick else (5, 12)
 

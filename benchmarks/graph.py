@@ -28,7 +28,7 @@ def time_graph(rounds):
     """Returns milliseconds of reducing through a TensorFlow graph, and of one numpy copy."""
     import tensorflow as tf
 
-    from keras_dist import _engine, reduction, runtime, terms
+    from keras_dist import _engine, bucket_size, reduction, runtime, terms
 
     random = np.random.default_rng(runtime.rank())
     arrays = [random.random(shape, np.float32) for shape in resnet_shapes()]
@@ -51,7 +51,7 @@ def time_graph(rounds):
         [str(number) for number in range(len(arrays))],
         [(array.shape, array.dtype) for array in arrays],
         _engine.ReduceOp.AVERAGE,
-        runtime.bucket_nbytes(runtime.communicator()),
+        bucket_size.bucket_nbytes(runtime.communicator()),
     )
     fused = _engine.FusedAllreduce(*plan, lend=True)
     fused(arrays)

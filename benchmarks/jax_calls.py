@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 
 import numpy as np
-from common import MIB, answer, load, parser, slug, start, surroundings, table, write
+from common import MIB, answer, load, options_of, parser, slug, start, surroundings, table, write
 from ranks import time_calls
 
 SIZES = {"4 KiB": 4096, "64 KiB": 65_536, "4 MiB": 4 * MIB}
@@ -23,10 +23,7 @@ WAYS = ["numpy", "out of jit", "in jit", "callback alone"]
 def main():
     made = parser(__doc__)
     made.add_argument("--ranks", type=int, default=2)
-    options = made.parse_args()
-    if options.worker:
-        work(options.worker)
-        return
+    options = options_of(made, work)
     os.environ["KERAS_BACKEND"] = "jax"
     before = load()
     rounds = 5 if options.quick else 25

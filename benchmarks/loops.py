@@ -13,7 +13,18 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import answer, conclude, load, parser, ratio, slug, start, surroundings, table
+from common import (
+    answer,
+    conclude,
+    load,
+    options_of,
+    parser,
+    ratio,
+    slug,
+    start,
+    surroundings,
+    table,
+)
 from contenders import BATCH, WARM_STEPS, check_equal, compiled, synthetic
 from ranks import barrier, time_calls, total
 
@@ -38,10 +49,7 @@ CALLS = {
 def main():
     made = parser(__doc__)
     made.add_argument("--ranks", type=int, default=2)
-    options = made.parse_args()
-    if options.worker:
-        work(options.worker)
-        return
+    options = options_of(made, work)
     os.environ["KERAS_BACKEND"] = "tensorflow"
     before = load()
     size = {"rounds": 3, "steps": 8} if options.quick else {"rounds": 9, "steps": 12}

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import answer, conclude, load, parser, slug, start, surroundings, table
+from common import answer, conclude, load, options_of, parser, slug, start, surroundings, table
 from ranks import barrier, everyones
 
 from keras_dist.measuring import in_turn
@@ -32,10 +32,7 @@ def main():
     made = parser(__doc__, quick="fewer rounds")
     made.add_argument("--backend", choices=["tensorflow", "jax", "torch"], default="tensorflow")
     made.add_argument("--ranks", type=int, default=2)
-    options = made.parse_args()
-    if options.worker:
-        work(options.worker)
-        return
+    options = options_of(made, work)
     os.environ["KERAS_BACKEND"] = options.backend
     before = load()
     size = {"rounds": 3, "steps": 100} if options.quick else {"rounds": 16, "steps": 200}

@@ -12,7 +12,18 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import answer, conclude, load, parser, ratio, slug, start, surroundings, table
+from common import (
+    answer,
+    conclude,
+    load,
+    options_of,
+    parser,
+    ratio,
+    slug,
+    start,
+    surroundings,
+    table,
+)
 from ranks import barrier, time_calls, total
 
 from keras_dist.measuring import in_turn
@@ -30,10 +41,7 @@ CALLS = {
 def main():
     made = parser(__doc__)
     made.add_argument("--ranks", type=int, default=2)
-    options = made.parse_args()
-    if options.worker:
-        work(options.worker)
-        return
+    options = options_of(made, work)
     before = load()
     size = {"rounds": 3, "steps": 6} if options.quick else {"rounds": 9, "steps": 12}
     report(options, before, start(__file__, options.ranks, size))

@@ -18,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-from common import answer, conclude, load, parser, ratio, start, surroundings, table
+from common import answer, conclude, load, options_of, parser, ratio, start, surroundings, table
 
 from keras_dist.measuring import in_turn
 
@@ -31,10 +31,7 @@ SETTLE_SECONDS = 2.0  # for keras-dist top to start
 def main():
     made = parser(__doc__)
     made.add_argument("--ranks", type=int, default=2)
-    options = made.parse_args()
-    if options.worker:
-        work(options.worker)
-        return
+    options = options_of(made, work)
     os.environ |= {"KERAS_DIST_TOP": "0", "KERAS_BACKEND": "tensorflow"}
     before = load()
     rounds, steps = (3, 10) if options.quick else (15, 20)

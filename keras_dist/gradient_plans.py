@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist import _engine, runtime
+from keras_dist import _engine, config
+from keras_dist.bucket_size import bucket_nbytes
 from keras_dist.terms import Terms
 
-__all__ = ["SAME_MODEL", "GradientPlans"]
+__all__ = ["SAME_MODEL", "GradientPlans", "overlaps"]
 
 # The last gradients of a model are ready first: reducing begins before the rest has come.
 FIRST_NBYTES = 2**20
@@ -42,7 +43,7 @@ class GradientPlans:
     ) -> _engine.FusedAllreduce:
         """Returns the plan of some gradients.
 
-        Collective at the first call for them, as `runtime.bucket_nbytes` is.
+        Collective at the first call for them, as `bucket_nbytes` is.
 
         Args:
             comm: the ranks.
@@ -65,7 +66,7 @@ class GradientPlans:
                 names,
                 specs,
                 op,
-                runtime.bucket_nbytes(comm, gradients, nbytes),
+                bucket_nbytes(comm, gradients, nbytes),
                 first_nbytes=FIRST_NBYTES,
                 operation=what,
                 remedy=SAME_MODEL,
@@ -74,8 +75,23 @@ class GradientPlans:
                 postscale=postscale,
                 compression=self._terms.compression,
                 groups=groups,
-                overlaps=runtime.overlaps(comm),
+                overlaps=overlaps(comm),
                 updates=True,
                 divides=op is not self._terms.op,
             )
         return self._plans[key]
+
+
+def overlaps(comm: _engine.Communicator) -> bool:
+    """Tells whether gradients should be reduced while others are computed.
+
+    Where it is left open: when a rank waits for a network meanwhile, or has a core to spare. On
+    one core the two only take turns, and it costs a few hundredths of the speed.
+
+    Args:
+        comm: the ranks; the answer is equal on all.
+    """
+    chosen = config.settings().overlap
+    if chosen == "auto":
+        return not comm.is_one_node or comm.job.fewest_cores > 1
+    return chosen == "on"

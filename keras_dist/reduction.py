@@ -12,6 +12,7 @@ import numpy as np
 from keras import ops
 
 from keras_dist import _backends, _engine, errors, runtime
+from keras_dist.bucket_size import bucket_nbytes
 from keras_dist.gradient_plans import GradientPlans
 from keras_dist.model_state import variable_name
 from keras_dist.terms import Terms
@@ -170,7 +171,7 @@ def sum_over_ranks(comm: _engine.Communicator, tensor: Any, name: str) -> Any:
     """
 
     def reduce(array: np.ndarray) -> np.ndarray:
-        nbytes = runtime.bucket_nbytes(comm)
+        nbytes = bucket_nbytes(comm)
         return _engine.allreduce(comm, [array], [name], _engine.ReduceOp.SUM, nbytes)[0]
 
     return _backends.active().through_host(tensor, reduce, reduce)

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
+from keras_dist.bucket_size import bucket_nbytes
 from keras_dist.gradient_plans import SAME_MODEL
 from keras_dist.model_state import (
     bytes_of,
@@ -137,7 +138,7 @@ def average_statistics(model: keras.Model) -> None:
         [to_numpy(weight) for weight in floats],
         [variable_name(weight) for weight in floats],
         _engine.ReduceOp.AVERAGE,
-        runtime.bucket_nbytes(comm),
+        bucket_nbytes(comm),
     )
     copied = _engine.broadcast(
         comm,

@@ -26,7 +26,6 @@ from keras_dist.watching.attend import Watching
 
 __all__ = [
     "add_process_set",
-    "bucket_nbytes",
     "communicator",
     "communicators",
     "cross_rank",
@@ -42,7 +41,6 @@ __all__ = [
     "may_outlive_ranks",
     "notify",
     "outlive_ranks",
-    "overlaps",
     "rank",
     "ranks_by_id",
     "ranks_of",
@@ -55,8 +53,6 @@ __all__ = [
 _log = logging.getLogger("keras_dist")
 _sets: SetTable | None = None  # with the communicator of all ranks
 _left: str | None = None  # how this process has ceased to be a rank, if it has
-
-USUAL_BUCKET_NBYTES = 25 * 2**20
 
 
 def init(
@@ -264,50 +260,6 @@ def ranks_by_id(process_set_id: int) -> Ranks:
 def find_process_set(wanted: Sequence[Ranks]) -> ProcessSet | None:
     """Returns the set that this rank knows by what `ranks_of` has returned, if there is one."""
     return _process_sets().find(wanted)
-
-
-def bucket_nbytes(
-    comm: _engine.Communicator, gradients: _engine.Call | None = None, nbytes: int = 0
-) -> int:
-    """Returns the size in bytes at which a bucket is closed.
-
-    Collective when there are more gradients than one usual bucket holds: then the ranks
-    measure, once, unless `KERAS_DIST_BUCKET_NBYTES` is set.
-
-    Args:
-        comm: the ranks.
-        gradients: what is to be cut into buckets, again and again. Defaults to what is reduced
-            now and then.
-        nbytes: how many bytes they are.
-
-    Raises:
-        MismatchError: the ranks differ in their gradients.
-    """
-    chosen = config.settings().bucket_nbytes
-    if chosen or gradients is None or comm.size == 1 or nbytes <= USUAL_BUCKET_NBYTES:
-        return chosen or USUAL_BUCKET_NBYTES
-    if comm.bucket_nbytes is None:
-        comm.bucket_nbytes, how = _engine.best_bucket_nbytes(comm, gradients, nbytes)
-        if comm.rank == 0:
-            _log.info(
-                "keras_dist sends gradients in buckets of %d MiB, %s", comm.bucket_nbytes >> 20, how
-            )
-    return comm.bucket_nbytes
-
-
-def overlaps(comm: _engine.Communicator) -> bool:
-    """Tells whether gradients should be reduced while others are computed.
-
-    Where it is left open: when a rank waits for a network meanwhile, or has a core to spare. On
-    one core the two only take turns, and it costs a few hundredths of the speed.
-
-    Args:
-        comm: the ranks; the answer is equal on all.
-    """
-    chosen = config.settings().overlap
-    if chosen == "auto":
-        return not comm.is_one_node or comm.job.fewest_cores > 1
-    return chosen == "on"
 
 
 def may_outlive_ranks() -> bool:

@@ -170,7 +170,7 @@ class SetTable:
         if process_set is global_process_set:
             return "ranks", self._ranks[GLOBAL]
         if process_set.mpi_comm is not None:
-            return "a communicator", self.job.places(process_set.mpi_comm)
+            return "a communicator", _engine.places_of(self.job, process_set.mpi_comm)
         return "ranks", process_set._ranks or ()
 
     def _check_new(self, wanted: Sequence[Ranks]) -> None:
@@ -201,7 +201,7 @@ class SetTable:
         mine = next((i for i, ranks in enumerate(entry) if self.job.rank in ranks), None)
         # Only members take part in making a communicator; sets are made in the same order on
         # all ranks, so none waits for one that waits for it.
-        communicator = None if mine is None else self.job.subset(entry[mine])
+        communicator = None if mine is None else _engine.subset(self.job, entry[mine])
         number, ranks = numbers[mine or 0], entry[mine or 0]
         process_set._bind(number, ranks, self.job, communicator, tuple(numbers))
         self._known.append(process_set)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 # it costs nothing until it is used. The first row that fits counts.
 ENGINE = "numpy .config .errors ._engine.*"
 ON_KERAS = (
-    "keras numpy .runtime ._backends ._engine .config .errors .launcher "
+    "keras numpy .runtime .bucket_size ._backends ._engine .config .errors .launcher "
     ".callbacks .collectives .distributed .layers .model_state .optimizer .process_sets .reduce_op "
     ".reduction .replicas "
     ".fit_plan .gradient_plans .saved_terms .terms "
@@ -125,7 +125,8 @@ TABLE = [
     (".callbacks.preemption",  f"{ON_KERAS} .callbacks.* .ending",            ""),
     (".callbacks.scalars",  f"{ON_KERAS} .watching.attend .watching.job",   "tensorflow"),
     (".callbacks.*",           f"{ON_KERAS} .callbacks.*",                    ""),
-    (".collectives.*",  f"{FACE} .arguments .config .process_sets .reduce_op .collectives.*", ""),
+    (".collectives.*",
+     f"{FACE} .arguments .bucket_size .config .process_sets .reduce_op .collectives.*", ""),
     (".asynchronous",          ".runtime ._engine .collectives .errors",      ""),
     (".elastic",               ".elastic.*",                            ".torch"),
     (".elastic.running",       ".runtime .errors",                            ""),
@@ -148,7 +149,8 @@ TABLE = [
     (".replicas",              ON_KERAS,                                      ""),
     (".saved_terms",           ON_KERAS,                                      ""),
     (".saving",                f"{ON_KERAS} h5py",                            ""),
-    (".gradient_plans",        "numpy .runtime ._engine .terms",              ""),
+    (".gradient_plans",        "numpy .bucket_size ._engine .config .terms",  ""),
+    (".bucket_size",           "._engine .config",                            ""),
     (".terms",                 f"{FACE} .process_sets",                       "keras"),
     (".trainer",               f"{ON_KERAS} .data.epochs",                    ""),
 ]  # fmt: skip

@@ -58,6 +58,7 @@ from keras_dist._engine.progress import (
 from keras_dist._engine.recovery import Recovery
 from keras_dist._engine.reduce import ReduceOp, parse_factor, parse_op
 from keras_dist._engine.service import Service
+from keras_dist._engine.subsets import places_of, subset
 from keras_dist._engine.timeline import step
 from keras_dist._engine.tuning import best_bucket_nbytes
 from keras_dist._engine.wait import waited_seconds, waits
@@ -113,6 +114,7 @@ __all__ = [
     "parse_compression",
     "parse_factor",
     "parse_op",
+    "places_of",
     "progress",
     "recv",
     "reduce_slices",
@@ -125,6 +127,7 @@ __all__ = [
     "step",
     "stop_mpi",
     "stop_part",
+    "subset",
     "take_names_away",
     "tell",
     "telling",

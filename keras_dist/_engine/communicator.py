@@ -3,7 +3,7 @@
 A `Communicator` is a private duplicate of the world or of the user's communicator, so that
 no message of ours can meet one of the user's. It also holds the node communicator (ranks
 that share memory) and, from it, the place of this rank among the nodes. A communicator of
-some of the ranks is made by `subset`; it is like the others, but knows the job it is part of.
+some of the ranks is made by `subsets`; it is like the others, but knows the job it is part of.
 """
 
 import functools
@@ -260,47 +260,6 @@ class Communicator:
         line = self._one_at_a_time._line
         if line is not None:
             line.drain()
-
-    def subset(self, ranks: Sequence[int]) -> "Communicator":
-        """Makes a communicator of some of these ranks. Collective: those ranks alone; blocks.
-
-        Args:
-            ranks: numbers of ranks here, ascending, this one among them.
-        """
-        if self.mpi is None:
-            return Communicator(job=self, ranks=ranks)
-        everyone = self.world.Get_group()
-        group = everyone.Incl(ranks)
-        comm = self.world.Create_group(group)
-        made = Communicator(self.mpi, comm, self.reduce, self, ranks)
-        comm.Free()
-        group.Free()
-        everyone.Free()
-        return made
-
-    def places(self, comm: Any) -> tuple[int, ...]:
-        """Returns which of these ranks a user's communicator holds, ascending.
-
-        Raises:
-            ArgumentError: it holds others as well.
-        """
-        if self.mpi is None or comm == self.mpi.COMM_NULL:
-            return ()
-        theirs, ours = comm.Get_group(), self.world.Get_group()
-        places = theirs.Translate_ranks(None, ours)
-        theirs.Free()
-        ours.Free()
-        if self.mpi.UNDEFINED not in places:
-            return tuple(sorted(places))
-        raise errors.ArgumentError(
-            errors.explain(
-                "[keras_dist.ProcessSet]",
-                "an MPI communicator of ranks of this job",
-                f"one of {len(places)} ranks, not all of which are",
-                "Make it from the communicator that was passed to keras_dist.init, or from "
-                "COMM_WORLD.",
-            )
-        )
 
     def _join_node(self, read: bool) -> None:
         share = functools.partial(_share, self._local)

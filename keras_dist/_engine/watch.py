@@ -10,7 +10,6 @@ once, each rank says what it knows itself.
 Knows MPI's communicators by what they can do, and no framework.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -18,15 +17,22 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from keras_dist._engine.mailbox import Mailbox
 from keras_dist._engine.mpi_library import failed_process
-from keras_dist._engine.progress import say_progress
 from keras_dist._engine.shared import clean_up
 from keras_dist._engine.wait import AT_THE_END, waits
+from keras_dist._engine.whereabouts import (
+    MAX_NAMED,
+    Ranks,
+    State,
+    is_stopped,
+    say_ranks,
+    say_what,
+    state_here,
+)
 
 __all__ = ["Watch"]
 
@@ -34,28 +40,11 @@ MAX_IDLE_SECONDS = 5.0  # between two looks, where nothing is wrong
 BUSY_SECONDS = 0.05  # where something is
 PATIENCE_SECONDS = 2.0  # beyond two looks: how long an answer may take
 FLUSH_SECONDS = 0.5  # for a launcher to pass on what was printed, before it ends all
-MAX_STACKS = 16_000  # characters from one rank
-MAX_NAMED = 16  # ranks
 
 _log = logging.getLogger("keras_dist")
 
 NO_THREADS = "this MPI does not allow calls from several threads at once (MPI_THREAD_MULTIPLE)"
 A_RANK_HAS_DIED = "a rank has died and the others have not come together yet"
-
-Ranks = tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """Where a rank is: what its threads wait for, its place in training, its stacks."""
-
-    waits: tuple[tuple[Ranks, str, float], ...]
-    progress: str
-    stacks: str
-
-    def waiting_with(self, ranks: Ranks) -> tuple[str, float] | None:
-        """Returns what it waits for among these ranks and for how many seconds, if it does."""
-        return next((wait[1:] for wait in self.waits if wait[0] == ranks), None)
 
 
 @dataclasses.dataclass
@@ -68,7 +57,7 @@ class _Case:
     asked: Ranks = ()
     asked_at: float = 0.0
     number: int = 0
-    states: dict[int, _State] = dataclasses.field(default_factory=dict)
+    states: dict[int, State] = dataclasses.field(default_factory=dict)
 
 
 class Watch:
@@ -186,7 +175,7 @@ class Watch:
         elif kind == "heard":
             self._alarmed_at = 0.0
         elif kind == "ask":
-            self._post(sender, "answer", self._rank, ranks, *more, _state())
+            self._post(sender, "answer", self._rank, ranks, *more, state_here())
         else:
             number, state = more
             case = self._cases.get(ranks)
@@ -222,10 +211,10 @@ class Watch:
     def _tell_alone(self, what: Any, waited: float, ends: bool) -> None:
         if str(what) == AT_THE_END:
             return  # the others may be at work
-        state = _state()
+        state = state_here()
         text = (
             f"[rank {self._rank} of {self._size}] has waited {waited:.0f} s for others in "
-            f"{_say_what(what, state.progress)}. Which of them is missing is not known, as "
+            f"{say_what(what, state.progress)}. Which of them is missing is not known, as "
             f"{self._why_alone}."
         )
         if ends:
@@ -272,9 +261,10 @@ class Watch:
             return  # those are at work still, as they may be
         self._told[case.ranks] = case.asked_at
         text = (
-            f"keras_dist: {_say(found)} of {self._size} {'has' if len(found) == 1 else 'have'} "
-            f"waited {waited:.0f} s for {_say(missing) if missing else 'data of each other'} in "
-            f"{_say_what(what, case.states[first].progress)}."
+            f"keras_dist: {say_ranks(found)} of {self._size} "
+            f"{'has' if len(found) == 1 else 'have'} waited {waited:.0f} s for "
+            f"{say_ranks(missing) if missing else 'data of each other'} in "
+            f"{say_what(what, case.states[first].progress)}."
         )
         if case.ends and waited >= self._limit:
             report = self._say_where(range(self._size), case)
@@ -292,20 +282,20 @@ class Watch:
         lines = []
         for text, members in groups.items():
             some = "; ".join("pid {1} on {0}".format(*self._places[r]) for r in members[:MAX_NAMED])
-            lines.append(f"{_say(members).capitalize()} ({some}){text}")
+            lines.append(f"{say_ranks(members).capitalize()} ({some}){text}")
         return "\n".join(lines)
 
     def _describe(self, rank: int, case: _Case) -> str:
         state = case.states.get(rank)
         if state is None:
-            if _is_stopped(*self._places[rank]):
+            if is_stopped(*self._places[rank]):
                 return ": no answer, the process is stopped (SIGSTOP, or a debugger)"
             return (
                 ": no answer, the process is stopped, or in a call that holds Python's "
                 "interpreter lock"
             )
         place = [state.progress] if state.progress else []
-        place += [f"waiting in {what} of {_say(ranks)}" for ranks, what, _ in state.waits]
+        place += [f"waiting in {what} of {say_ranks(ranks)}" for ranks, what, _ in state.waits]
         return "".join(f", {part}" for part in place) + f":\n{state.stacks}"
 
     def _say_end(self) -> str:
@@ -319,47 +309,3 @@ class Watch:
         clean_up(here.__contains__)
         time.sleep(FLUSH_SECONDS)
         end(1)
-
-
-def _state() -> _State:
-    now = time.perf_counter()
-    found = tuple((tuple(ranks), _say_call(what), now - began) for ranks, what, began in waits())
-    return _State(found, say_progress(), _stacks())
-
-
-def _stacks() -> str:
-    """Returns the Python stacks of this process' threads, the main thread's first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    mine = threading.get_ident()
-    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != mine}
-    parts = []
-    for ident in sorted(frames, key=lambda ident: (ident != main, names.get(ident, ""))):
-        stack = "".join(traceback.format_stack(frames[ident]))
-        parts.append(f"  Thread {names.get(ident, ident)}:\n{stack}")
-    return "".join(parts)[:MAX_STACKS].rstrip()
-
-
-def _say_call(call: Any) -> str:
-    several = len(getattr(call, "buckets", ())) > 1 and call.bucket is not None
-    return f"{call}, bucket {call.bucket}" if several else str(call)
-
-
-def _say_what(what: Any, progress: str) -> str:
-    return f"{_say_call(what)} ({progress})" if progress else _say_call(what)
-
-
-def _say(ranks: Iterable[int]) -> str:
-    """Names ranks in words, such as `ranks 0, 2`; at most the first of many."""
-    every = list(ranks)
-    more = f" and {len(every) - MAX_NAMED} more" if len(every) > MAX_NAMED else ""
-    named = ", ".join(map(str, every[:MAX_NAMED]))
-    return f"rank{'s' if len(every) > 1 else ''} {named}{more}"
-
-
-def _is_stopped(node: str, pid: int) -> bool:
-    """Whether a process is known to be stopped; only of processes of this node."""
-    if node == os.uname().nodename:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "tT"
-    return False

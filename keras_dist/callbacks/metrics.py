@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
+from keras_dist.bucket_size import bucket_nbytes
 from keras_dist.model_state import RESULT
 
 __all__ = ["MetricAverageCallback"]
@@ -150,4 +151,4 @@ def _averaged(logs: dict[str, Any]) -> dict[str, Any]:
 
 def _reduce(values: list[np.ndarray], names: list[str], op: _engine.ReduceOp) -> list[np.ndarray]:
     comm = runtime.communicator()
-    return _engine.allreduce(comm, values, names, op, runtime.bucket_nbytes(comm))
+    return _engine.allreduce(comm, values, names, op, bucket_nbytes(comm))

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
+from keras_dist.bucket_size import bucket_nbytes
 from keras_dist.callbacks.root import RootOnly, overrides
 
 __all__ = ["STOPS_EPOCH", "AgreeOnStoppingCallback", "may_stop_at_a_batch"]
@@ -79,7 +80,7 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
             [mine],
             ["the decision to stop"],
             _engine.ReduceOp.MAX,
-            runtime.bucket_nbytes(comm),
+            bucket_nbytes(comm),
         )
         if any_rank[0]:
             model.stop_training = True

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
+from keras_dist.bucket_size import bucket_nbytes
 from keras_dist.data import epochs
 
 __all__ = ["GoOnWithoutLostRanks"]
@@ -101,7 +102,7 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
         comm = runtime.communicator()
         mine = [np.array([comm.size != self._count], np.uint8)]
         name = "whether ranks have died"
-        nbytes = runtime.bucket_nbytes(comm)
+        nbytes = bucket_nbytes(comm)
         (died,) = _engine.allreduce(comm, mine, [name], _engine.ReduceOp.MAX, nbytes)
         # A rank that is out of data could not come to what follows.
         if not died[0] or comm.absence is not None:

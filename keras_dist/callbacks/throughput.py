@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, runtime
+from keras_dist.bucket_size import bucket_nbytes
 
 __all__ = ["Throughput", "count_samples"]
 
@@ -122,6 +123,6 @@ def _sums(values: list[float]) -> list[float]:
         [np.array(values, np.float64)],
         ["the throughput of an epoch"],
         _engine.ReduceOp.SUM,
-        runtime.bucket_nbytes(comm),
+        bucket_nbytes(comm),
     )
     return sums.tolist()

@@ -7,6 +7,7 @@ import numpy as np
 
 from keras_dist import _engine, runtime
 from keras_dist.arguments import chosen_op
+from keras_dist.bucket_size import bucket_nbytes
 from keras_dist.collectives.values import as_array, names_of, parse_factors
 from keras_dist.process_sets import ProcessSet
 from keras_dist.reduce_op import ReduceOp
@@ -115,7 +116,7 @@ def grouped_allreduce(
     names = names_of(name, len(arrays))
     if parsed is ReduceOp.ADASUM:
         return _engine.adasum(comm, arrays, names, name, *factors)
-    nbytes = runtime.bucket_nbytes(comm)
+    nbytes = bucket_nbytes(comm)
     return _engine.allreduce(comm, arrays, names, parsed, nbytes, name, *factors, compressor)
 
 

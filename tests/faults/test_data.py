@@ -30,6 +30,35 @@ print(f"rows {len(rows)} {len(set(rows))}", flush=True)
 """
 
 
+STUCK = """
+import time
+import keras_dist
+from keras_dist.data import npy, readers, row_source
+row_source.for_keras = lambda batches, ahead: batches
+runtime.init()
+data = npy(os.environ["ROWS"], None, 16, block=40, readers=1)
+if runtime.rank() == 0:
+    readers.FileReader.read = lambda *_: time.sleep(1000)
+fault()
+data.batch(0, 0)
+"""
+
+
+@pytest.mark.fault(
+    "a rank that reads for others is stuck in its file system",
+    "after `KERAS_DIST_STALL_SECONDS` (here 1) it is named; at the limit (here 3) the job ends",
+    within=15,
+)
+def test_a_rank_that_reads_for_others_is_stuck(job, tmp_path):
+    np.save(tmp_path / "rows.npy", np.arange(1003))
+    limits = {"KERAS_DIST_STALL_SECONDS": "1", "KERAS_DIST_STALL_ABORT_SECONDS": "3"}
+    ended = job(2, STUCK, bare=True, ROWS=str(tmp_path / "rows.npy"), **limits)
+    assert ended.returncode != 0
+    assert "keras_dist: rank 1 of 2 has waited" in ended.stdout
+    assert "for rank 0 in what rank 0 hands out" in ended.stdout
+    assert "The job ends now: the limit is 3 s" in ended.stdout
+
+
 @pytest.mark.parametrize("dies", [0, 2])
 def test_the_others_read_on_and_share_out_the_rest(job, open_mpi, tmp_path, dies):
     np.save(tmp_path / "rows.npy", np.arange(1003))

@@ -179,7 +179,7 @@ def test_a_model_that_torch_distributes_is_refused(shared_tmp_path):
 @pytest.fixture
 def queued(monkeypatch):
     """Counts the buckets that are queued; each gradient has one of its own."""
-    from keras_dist import runtime
+    from keras_dist import gradient_plans
     from keras_dist._engine import FusedAllreduce
 
     counted = []
@@ -190,8 +190,8 @@ def queued(monkeypatch):
         return queue(self, number, arrays)
 
     monkeypatch.setattr(FusedAllreduce, "queue_bucket", counting)
-    monkeypatch.setattr(runtime, "bucket_nbytes", lambda *_: 1)
-    monkeypatch.setattr(runtime, "overlaps", lambda _: True)
+    monkeypatch.setattr(gradient_plans, "bucket_nbytes", lambda *_: 1)
+    monkeypatch.setattr(gradient_plans, "overlaps", lambda _: True)
     return counted
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import keras_dist.torch as hvd
-from keras_dist import errors, runtime
+from keras_dist import errors, gradient_plans
 
 BATCH, STEPS = 4, 5
 
@@ -21,7 +21,7 @@ def started():
 @pytest.fixture(params=[True, False], ids=["overlapping", "at the end"])
 def overlap(request, monkeypatch):
     """Whether gradients are reduced while others are computed, whatever the cores."""
-    monkeypatch.setattr(runtime, "overlaps", lambda comm: request.param)
+    monkeypatch.setattr(gradient_plans, "overlaps", lambda comm: request.param)
 
 
 def network(seed=0, width=8):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_dist
-from keras_dist import _engine, errors, runtime
+from keras_dist import _engine, bucket_size, errors, runtime
 from keras_dist._engine import tuning
 
 CALL = _engine.Call("the reduction of gradients")
@@ -49,13 +49,14 @@ def test_a_file_that_cannot_be_read_is_measured_over(cache, text):
 def test_few_gradients_are_not_worth_measuring(monkeypatch):
     monkeypatch.setattr(_engine, "best_bucket_nbytes", None)  # a call would fail
     comm = runtime.communicator()
-    assert runtime.bucket_nbytes(comm) == runtime.bucket_nbytes(comm, CALL, 2**20) == 25 * 2**20
+    assert bucket_size.bucket_nbytes(comm) == 25 * 2**20
+    assert bucket_size.bucket_nbytes(comm, CALL, 2**20) == 25 * 2**20
 
 
 def test_other_gradients_on_one_rank_are_named_before_anything_is_measured(cache, monkeypatch):
     if keras_dist.size() == 1:
         pytest.skip("one rank differs from none")
-    monkeypatch.setattr(runtime, "USUAL_BUCKET_NBYTES", 4000)
+    monkeypatch.setattr(bucket_size, "USUAL_BUCKET_NBYTES", 4000)
     rows = 1000 if keras_dist.rank() == 0 else 10  # above and below it
     kernel = keras.Variable(np.zeros((rows, 2), np.float32), name="kernel")
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())

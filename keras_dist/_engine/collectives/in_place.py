@@ -69,7 +69,7 @@ def broadcast_in_place(
         ArgumentError: `root` is not one of the ranks.
         MismatchError: the ranks differ.
     """
-    with telling(comm, "broadcast by MPI"):
+    with telling(comm, "broadcast by MPI", key):
         place = comm.place_of_root(root)
     with comm.lock:
         meet(comm, Call("broadcast by MPI", tuple(entries), root=int(root), key=key))
