@@ -72,6 +72,24 @@ def test_keras_own_writer_writes_once(shared_tmp_path):
     assert [row["epoch"] for row in csv.DictReader(path.open())] == ["0", "1", "2"]
 
 
+def test_tensorboard_is_written_once(shared_tmp_path):
+    board = keras.callbacks.TensorBoard(str(shared_tmp_path))
+    fit(RootOnly(board), epochs=3, validation_data=make_data(4))
+    keras_dist.barrier()
+    files = {path.parent.name: path for path in shared_tmp_path.rglob("events.out.tfevents.*")}
+    assert sorted(files) == ["train", "validation"]
+    assert steps_of("epoch_loss", files["train"]) == [0, 1, 2]
+    assert steps_of("evaluation_loss_vs_iterations", files["validation"]) != []
+
+
+def steps_of(tag, path):
+    """Returns the steps for which a file of TensorBoard's holds a value."""
+    import tensorflow as tf
+
+    events = tf.compat.v1.train.summary_iterator(str(path))
+    return [event.step for event in events for value in event.summary.value if value.tag == tag]
+
+
 @pytest.mark.parametrize("hook", ["on_train_begin", "on_epoch_begin", "on_epoch_end"])
 def test_a_failure_is_raised_on_every_rank(hook):
     class Failing(keras.callbacks.Callback):
