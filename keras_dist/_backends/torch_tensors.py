@@ -13,7 +13,7 @@ def dtype_of(tensor: torch.Tensor) -> np.dtype:
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Returns a tensor as an array: a view of one on the CPU, a copy of one elsewhere."""
-    host = tensor.detach()
+    host = tensor.detach() if tensor.requires_grad else tensor
     if not host.is_cpu:
         host = _to_host(host)
     if not host.is_contiguous():

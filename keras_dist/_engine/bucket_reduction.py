@@ -131,6 +131,11 @@ class _Sliced:
             segment.array(offset + turn * self._stride, self._bucket.count, self._bucket.dtype)
             for turn in range(RESULTS)
         ]
+        # By turn: where each chunk of the result is.
+        self._places = [
+            [(result[chunk.low : chunk.high], chunk) for chunk in self._chunks]
+            for result in self._results
+        ]
         self._way.settle(segment, offset + RESULTS * self._stride, self._results)
 
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
@@ -144,10 +149,10 @@ class _Sliced:
         try:
             with timeline.phase("reduce"):
                 pieces = (
-                    (result[chunk.low : chunk.high], self._way.parts(chunk, self._turn))
-                    for chunk in self._chunks
+                    (place, self._way.parts(chunk, self._turn))
+                    for place, chunk in self._places[self._turn]
                 )
-                reduce_each(pieces, self._op)
+                reduce_each(pieces, self._bucket.dtype, self._op)
         except OSError as error:
             trouble = error
         # A rank that has no slice comes all the same: others wait for it, on all nodes.

@@ -5,6 +5,7 @@ same arrays makes the same plan without talking to the others.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -59,15 +60,17 @@ class Bucket:
 
     def pack_into(self, buffer: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
         """Copies arrays, one for each slot and in their order, into a fused buffer."""
-        for slot, array in zip(self.slots, arrays, strict=True):
-            buffer[slot.offset : slot.offset + slot.count] = array.reshape(-1)
+        for place, array in zip(self._places, arrays, strict=True):
+            buffer[place] = array.reshape(-1)
 
     def unpack(self, buffer: np.ndarray) -> list[np.ndarray]:
         """Returns the arrays of a fused buffer as views, in the order of the slots."""
-        return [
-            buffer[slot.offset : slot.offset + slot.count].reshape(slot.shape)
-            for slot in self.slots
-        ]
+        places = zip(self.slots, self._places, strict=True)
+        return [buffer[place].reshape(slot.shape) for slot, place in places]
+
+    @functools.cached_property
+    def _places(self) -> list[slice]:
+        return [slice(slot.offset, slot.offset + slot.count) for slot in self.slots]
 
 
 class Piece:
@@ -88,15 +91,20 @@ class Piece:
             begin, end = max(slot.offset, low), min(slot.offset + slot.count, high)
             if begin < end:
                 self.parts.append((number, begin - slot.offset, begin - low, end - begin))
+        #: where it lies in one array alone: that, and which part of it
+        self.place: tuple[int, slice] | None = None
+        if len(self.parts) == 1 and self.parts[0][3] == len(self):
+            slot_number, begin, _, count = self.parts[0]
+            self.place = slot_number, slice(begin, begin + count)
 
     def __len__(self) -> int:
         return self.high - self.low
 
     def of(self, arrays: Sequence[np.ndarray], scratch: np.ndarray) -> np.ndarray:
         """Returns the piece of flat arrays: a view when it lies in one, else in `scratch`."""
-        if len(self.parts) == 1 and self.parts[0][3] == len(self):
-            slot, begin, _, count = self.parts[0]
-            return arrays[slot][begin : begin + count]
+        if self.place is not None:
+            number, part = self.place
+            return arrays[number][part]
         for slot, begin, at, count in self.parts:
             scratch[at : at + count] = arrays[slot][begin : begin + count]
         return scratch[: len(self)]

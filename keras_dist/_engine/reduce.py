@@ -224,22 +224,24 @@ def reduce_into(result: np.ndarray, parts: Iterable[np.ndarray], op: ReduceOp) -
             so an iterator may reuse their memory in turn.
         op: the reduction.
     """
-    reduce_each([(result, parts)], op)
+    reduce_each([(result, parts)], result.dtype, op)
 
 
-def reduce_each(pieces: Iterable[tuple[np.ndarray, Iterable[np.ndarray]]], op: ReduceOp) -> None:
-    """Does `reduce_into` for results of one dtype, one after the other.
+def reduce_each(
+    pieces: Iterable[tuple[np.ndarray, Iterable[np.ndarray]]], dtype: np.dtype, op: ReduceOp
+) -> None:
+    """Does `reduce_into` for one result after the other.
 
     Args:
         pieces: the results, each with its parts.
+        dtype: of all of them.
         op: the reduction.
     """
-    ufunc = _UFUNCS[op]
+    ufunc, wide = _UFUNCS[op], accumulator(dtype, op)
+    narrow, averages = wide != dtype, op is ReduceOp.AVERAGE
     # Infinities and overflow are the caller's to judge: they travel to every rank alike.
     with np.errstate(all="ignore"):
         for result, parts in pieces:
-            wide = accumulator(result.dtype, op)
-            narrow = wide != result.dtype
             total = np.empty(result.shape, wide) if narrow else result
             each = (part.astype(wide) for part in parts) if narrow else iter(parts)
             left, count = next(each), 1
@@ -248,10 +250,10 @@ def reduce_each(pieces: Iterable[tuple[np.ndarray, Iterable[np.ndarray]]], op: R
                 left, count = total, count + 1
             if left is not total:
                 total[...] = left
-            if op is ReduceOp.AVERAGE and count > 1:
+            if averages and count > 1:
                 divide(total, count)
             if narrow:
-                result[...] = total.astype(result.dtype)
+                result[...] = total.astype(dtype)
 
 
 def divide(total: np.ndarray, count: int) -> None:

@@ -50,6 +50,7 @@ class Copying:
         ]
         # By turn: where to, which array and which part of it.
         self._copies = [list(self._plan_copies(turn)) for turn in range(len(results))]
+        self._found: dict[tuple[int, int], list[np.ndarray | None]] = {}
 
     def publish(self, arrays: Sequence[np.ndarray], turn: int) -> None:
         """Makes this rank's arrays visible to the others, before the ranks meet."""
@@ -57,17 +58,22 @@ class Copying:
         for target, slot, part in self._copies[turn]:
             target[...] = self._arrays[slot][part]
 
-    def parts(self, chunk: Piece, turn: int) -> Iterator[np.ndarray]:
-        """Yields a chunk of all contributions, in rank order.
+    def parts(self, chunk: Piece, turn: int) -> list[np.ndarray]:
+        """Returns a chunk of all contributions, in rank order.
 
         The first or second is the memory of the result, which is written only after both
         have been looked at.
         """
-        for rank in range(self._size):
-            if rank == self._rank:
-                yield chunk.of(self._arrays, self._scratch[0])
-            else:
-                yield self._place(self._rank, rank, turn)[chunk.low : chunk.high]
+        places = self._found.get((turn, chunk.low))
+        if places is None:
+            places = self._found[turn, chunk.low] = [
+                None
+                if rank == self._rank
+                else self._place(self._rank, rank, turn)[chunk.low : chunk.high]
+                for rank in range(self._size)
+            ]
+        mine = chunk.of(self._arrays, self._scratch[0])
+        return [mine if place is None else place for place in places]
 
     def forget(self) -> None:
         """Lets go of this rank's arrays, when it has reduced."""

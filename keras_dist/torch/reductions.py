@@ -85,7 +85,8 @@ def grouped_allreduce(
     small, contexts = compressed(compression, tensors)
     factors = prescale_factor, postscale_factor
     how = name, chosen_op(op, average), *factors, process_set, wire_of(compression)
-    return decompressed(compression, _Allreduce.apply(how, *small), contexts)
+    reduced = _Allreduce.apply(how, *small) if _wants_gradients(small) else _allreduce(how, small)
+    return decompressed(compression, reduced, contexts)
 
 
 def reducescatter(
@@ -151,11 +152,20 @@ def grouped_reducescatter(
     return decompressed(compression, _Reducescatter.apply(how, *small), contexts)
 
 
+def _wants_gradients(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether autograd is to know of a call; for many small tensors that takes long."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _allreduce(how: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return plain.grouped_allreduce(tensors, None, *how)
+
+
 class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.how = how
-        return tuple(plain.grouped_allreduce(tensors, None, *how))
+        return tuple(_allreduce(how, tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:

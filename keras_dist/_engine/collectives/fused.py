@@ -149,7 +149,8 @@ class FusedAllreduce:
             call = self.call
             factors = (call.prescale, call.postscale)
             return adasum(self.comm, arrays, names, call.key, *factors, tells=self._updates)
-        arrays = [scaled(array, self.call.prescale) for array in arrays]
+        if self.call.prescale != 1:
+            arrays = [scaled(array, self.call.prescale) for array in arrays]
         with self.comm.lock:
             if self._losses != self.comm.losses:
                 self._losses, self._shared, self._wires = self.comm.losses, None, {}
@@ -183,8 +184,7 @@ class FusedAllreduce:
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Reduces the whole list. Collective: every rank; blocks."""
         reduced: dict[int, np.ndarray] = {}
-        for number, bucket in enumerate(self.buckets):
-            indices = [slot.index for slot in bucket.slots]
+        for number, indices in enumerate(self.call.buckets):
             results = self.reduce_bucket(number, [arrays[index] for index in indices])
             reduced.update(zip(indices, results, strict=True))
         return [reduced[index] for index in range(len(arrays))]
