@@ -4,7 +4,8 @@
 
 It starts its own ranks. All contenders of a table live in one job and train in turn, a short
 fit each, so that what else the machine does falls on all of them alike; the first steps of every
-fit do not count. A ratio is the median of the ratios round by round.
+fit do not count. A ratio is the median of the ratios round by round. Ranks that but wait for each
+other after every step show what the slower one of a step costs, however fast gradients travel.
 """
 
 import json
@@ -33,6 +34,7 @@ from keras_dist.measuring import in_turn
 
 CONTENDERS = {
     "none": "no communication",
+    "together": "nothing but a barrier a step",
     "ours": "keras_dist",
     "reading": "keras_dist, reading",
     "naive": "naive MPI.Allreduce",
@@ -41,7 +43,7 @@ CONTENDERS = {
     "parallel": "keras.distribution.DataParallel",
 }
 # Who trains with which backend.
-USUAL = ["none", "ours", "reading"]
+USUAL = ["none", "together", "ours", "reading"]
 WITH = {
     "tensorflow": [*USUAL, "naive"],
     "jax": [*USUAL, "parallel"],

@@ -1,11 +1,11 @@
-"""Measures what recording a timeline costs: a fit of a small network, with and without it.
+"""Measures what recording a timeline costs in a fit of a small network.
 
     python benchmarks/timeline.py [--backend tensorflow|jax|torch] [--ranks 2] [--quick]
 
-It starts its own ranks. Both train in turn in one job, so that what else the machine does falls on
-both alike. A small network is the worst case: what is recorded is of the same size in every step.
-On a busy machine the difference of two fits is noise; so what a step records is also repeated by
-itself, written included, and its time of the processor compared with that of a step.
+It starts its own ranks. Within one fit recording is switched on and off every few steps, so that
+what else the machine does falls on both alike; what was recorded is written before the time is
+taken. A small network is the worst case: what is recorded is of the same size in every step. What a
+step records is also repeated by itself, and its time of the processor compared with that of a step.
 """
 
 import json
@@ -18,14 +18,15 @@ from pathlib import Path
 
 import numpy as np
 from common import answer, conclude, load, options_of, parser, slug, start, surroundings, table
-from ranks import barrier, everyones
+from ranks import everyones
 
-from keras_dist.measuring import in_turn
-
-BATCH, WARM_STEPS = 32, 20
+BATCH = 32
+STEPS = 20  # between two switches
+WARM_BLOCKS = 6
 FEATURES, WIDTH, CLASSES = 64, 256, 10
 BOUND = 0.01
 CONTENDERS = ["without", "with"]
+ORDER = [0, 1, 1, 0]  # so that a machine that becomes slower falls on both alike
 
 
 def main():
@@ -35,8 +36,8 @@ def main():
     options = options_of(made, work)
     os.environ["KERAS_BACKEND"] = options.backend
     before = load()
-    size = {"rounds": 3, "steps": 100} if options.quick else {"rounds": 16, "steps": 200}
-    report(options, before, start(__file__, options.ranks, size))
+    task = {"blocks": 80 if options.quick else 600}
+    report(options, before, start(__file__, options.ranks, task))
 
 
 # --- on every rank ---------------------------------------------------------------------------
@@ -47,34 +48,64 @@ def work(path):
 
     task = json.loads(Path(path).read_text())
     keras_dist.init()
-    model, steps = small_network(), WARM_STEPS + task["steps"]
+    model, steps = small_network(), (WARM_BLOCKS + task["blocks"]) * STEPS
     random = np.random.default_rng(keras_dist.rank())
     x = random.random((steps * BATCH, FEATURES), np.float32)
     y = random.integers(0, CLASSES, steps * BATCH)
-    cpu = {name: [] for name in CONTENDERS}
-
-    def milliseconds(name):
-        """Returns the time of a step, the mean of the ranks."""
-        with tempfile.TemporaryDirectory() as directory:
-            if name == "with":
-                keras_dist.start_timeline(Path(directory, "t.json"))
-            barrier()
-            clock = make_clock(steps)
-            model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[clock])
-            keras_dist.stop_timeline()
-            barrier()
-        (wall, spent), *others = everyones([*clock.seconds.tolist()])
-        every = np.array([(wall, spent), *others]).mean(axis=0) / task["steps"] * 1e3
-        cpu[name].append(every[1])
-        return every[0]
-
-    for name in CONTENDERS:
-        milliseconds(name)
-        cpu[name].clear()
-    wall = in_turn(CONTENDERS, task["rounds"], milliseconds)
+    with tempfile.TemporaryDirectory() as directory:
+        keras_dist.start_timeline(Path(directory, "t.json"), mbytes=1000)
+        switch = make_switch()
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[switch])
+        keras_dist.stop_timeline()
+    ranks = np.array(everyones(np.diff(switch.times, axis=0).tolist()))
+    blocks = ranks.mean(axis=0)[WARM_BLOCKS:] / STEPS * 1e3
     if keras_dist.rank() == 0:
         alone = min(recording_alone() for _ in range(5))
-        answer(path, {"wall": wall, "cpu": cpu, "alone": alone})
+        answer(path, {**in_pairs(blocks), "alone": alone})
+
+
+def in_pairs(blocks):
+    """Returns the milliseconds of steps, without and with, in the order of the pairs.
+
+    Args:
+        blocks: array of shape (blocks, 2): time that passed and that of the processor.
+    """
+    pairs = blocks.reshape(-1, 2, 2)
+    pairs[1::2] = pairs[1::2, ::-1]
+    return {
+        kind: dict(zip(CONTENDERS, pairs[:, :, place].T.tolist(), strict=True))
+        for place, kind in enumerate(["wall", "cpu"])
+    }
+
+
+def make_switch():
+    """Returns a callback that switches recording, and takes the times when it does."""
+    import keras
+
+    from keras_dist._engine import part, timeline
+
+    recorder = timeline.recorder
+
+    class Switch(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.times = []
+            self.take()
+
+        def on_train_batch_end(self, batch, logs=None):
+            if (batch + 1) % STEPS == 0:
+                float(logs["loss"])  # JAX is ahead of its results
+                self.take()
+
+        def on_train_end(self, logs=None):
+            timeline.recorder = recorder
+
+        def take(self):
+            part.flush_part()
+            block = len(self.times)
+            self.times.append([time.perf_counter(), time.process_time()])
+            timeline.recorder = recorder if ORDER[(block - WARM_BLOCKS) % len(ORDER)] else None
+
+    return Switch()
 
 
 def recording_alone(count=5000):
@@ -121,23 +152,6 @@ def small_network():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss)
     return model
-
-
-def make_clock(steps):
-    """Returns a callback that takes the seconds of the steps that count, and the processor's."""
-    import keras
-
-    class Clock(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch in (WARM_STEPS - 1, steps - 1):
-                float(logs["loss"])  # JAX is ahead of its results
-                now = np.array([time.perf_counter(), time.process_time()])
-                if batch == WARM_STEPS - 1:
-                    self.begin = now
-                else:
-                    self.seconds = now - self.begin
-
-    return Clock()
 
 
 # --- what came out ---------------------------------------------------------------------------
