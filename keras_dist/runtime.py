@@ -270,12 +270,17 @@ def may_outlive_ranks() -> bool:
 def outlive_ranks() -> None:
     """Makes this rank go on when others die, where MPI allows it; else the root says so.
 
-    Every rank of the job must call it, at the same place.
+    Collective: every rank of the job; blocks where MPI allows it.
+
+    Raises:
+        MismatchError: another rank does something else; raised on every rank.
     """
     comm = communicator()
     if comm.size == 1 or comm.recovery is not None:
         return
     if _engine.outlives_processes():
+        # A rank that alone were ready for deaths would wait for the others behind each operation.
+        _engine.barrier(comm, operation="on_failure=continue")
         comm.recovery = _engine.Recovery(comm)
         return
     notify(

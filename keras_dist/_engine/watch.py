@@ -87,6 +87,7 @@ class Watch:
         self._speaker, self._alarmed_at = 0, 0.0
         self._cases: dict[Ranks, _Case] = {}
         self._told: dict[Ranks, float] = {}
+        self._silent: dict[int, float] = {}  # ranks that have not answered: since when
         self._numbers = itertools.count()
         self._mailbox = Mailbox(world) if self._talks else None
         self._closing = threading.Event()
@@ -178,6 +179,7 @@ class Watch:
             self._post(sender, "answer", self._rank, ranks, *more, state_here())
         else:
             number, state = more
+            self._silent.pop(sender, None)
             case = self._cases.get(ranks)
             if case is not None and case.number == number:
                 case.states[sender] = state
@@ -209,8 +211,7 @@ class Watch:
                 self._tell_alone(what, waited, ends)
 
     def _tell_alone(self, what: Any, waited: float, ends: bool) -> None:
-        if str(what) == AT_THE_END:
-            return  # the others may be at work
+        ends = ends and str(what) != AT_THE_END  # the others may be at work
         state = state_here()
         text = (
             f"[rank {self._rank} of {self._size}] has waited {waited:.0f} s for others in "
@@ -253,12 +254,22 @@ class Watch:
         }
         if not found:
             return  # they have gone on meanwhile
-        first = min(found)
+        missing = [rank for rank in case.ranks if rank not in found]
+        for rank in case.asked:
+            if rank not in case.states:
+                self._silent.setdefault(rank, case.asked_at)
+        # Who has come to the end waits for those as well who wait in something else.
+        stuck = {rank: wait for rank, wait in found.items() if wait[0] != AT_THE_END}
+        if not (stuck or missing):
+            return  # they have all come
+        first = min(stuck or found)
         what, _ = found[first]
         waited = max(seconds for _, seconds in found.values())
-        missing = [rank for rank in case.ranks if rank not in found]
-        if what == AT_THE_END and all(rank in case.states for rank in missing):
-            return  # those are at work still, as they may be
+        goes_on = not stuck and all(self._may_be_at_work(rank, case) for rank in missing)
+        ends = case.ends and waited >= self._limit and not goes_on
+        is_due = case.asked_at >= self._told.get(case.ranks, -1e9) + self._period
+        if not ends and not (self._period and is_due):
+            return
         self._told[case.ranks] = case.asked_at
         text = (
             f"keras_dist: {say_ranks(found)} of {self._size} "
@@ -266,13 +277,23 @@ class Watch:
             f"{say_ranks(missing) if missing else 'data of each other'} in "
             f"{say_what(what, case.states[first].progress)}."
         )
-        if case.ends and waited >= self._limit:
+        if ends:
             report = self._say_where(range(self._size), case)
             self._end(f"{text} {self._say_end()}\n{report}", self._mpi.COMM_WORLD.Abort)
-        elif self._period:
-            if self._limit:
-                text += f" The job ends after {self._limit} s (KERAS_DIST_STALL_ABORT_SECONDS)."
-            _log.warning("%s\n%s", text, self._say_where(missing or found, case))
+        if self._limit and not goes_on:
+            text += f" The job ends after {self._limit} s (KERAS_DIST_STALL_ABORT_SECONDS)."
+        _log.warning("%s\n%s", text, self._say_where(missing or found, case))
+
+    def _may_be_at_work(self, rank: int, case: _Case) -> bool:
+        """Whether a rank for which others wait at the end may still have something to do.
+
+        A call that holds the interpreter lock lets it not answer. On another node that cannot be
+        told from a process that was stopped, until it has lasted as long as the limit.
+        """
+        node, pid = self._places[rank]
+        if rank in case.states or node == os.uname().nodename:
+            return not is_stopped(node, pid)
+        return time.perf_counter() - self._silent[rank] < self._limit
 
     def _say_where(self, ranks: Iterable[int], case: _Case) -> str:
         """Says where ranks are; those that are at the same place are named together."""

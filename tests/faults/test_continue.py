@@ -212,6 +212,26 @@ collectives.barrier()
 
 
 @pytest.mark.fault(
+    "one rank alone asks for `on_failure=continue`",
+    "an error on all, which names both calls",
+    within=10,
+)
+@pytest.mark.parametrize("ready", [0, 1])
+def test_one_rank_alone_is_ready_for_deaths(go_on, ready):
+    text = f"""
+fault()
+if me == {ready}:
+    runtime.outlive_ranks()
+collectives.allgather_object(me)
+"""
+    ended = go_on(2, text, KERAS_DIST_ON_FAILURE="stop", KERAS_DIST_STALL_ABORT_SECONDS="8")
+    assert ended.returncode != 0
+    assert "on_failure=continue" in ended.stdout
+    assert "Received: " in ended.stdout
+    assert "The job ends now" not in ended.stdout
+
+
+@pytest.mark.fault(
     "a rank is killed and another does not come to go on, with `on_failure=continue`",
     "at the limit (here 4) the job ends",
     within=15,

@@ -185,11 +185,54 @@ def test_a_job_that_is_slow_but_fine_says_nothing(run_watched):
 for turn in range(6):
     time.sleep(0.5 * (turn % runtime.size() == rank))
     {LOSS}
-time.sleep(1.3 * rank)  # at the end of its script a rank waits as long as it takes
 """
     job, seconds = run_watched(3, text, period=2, limit=2)
     assert (job.returncode, job.stdout) == (0, "")
-    assert seconds > 6 * 0.5 + 2.6
+    assert seconds > 6 * 0.5
+
+
+@pytest.mark.fault(
+    "a rank has much to do when others are at the end of the script, also in a call that holds "
+    "Python's interpreter lock",
+    GOES_ON.format("with its stack where it can answer") + ", beyond the limit too",
+    within=20,
+)
+def test_a_rank_at_work_is_waited_for_at_the_end(run_watched):
+    text = """
+import ctypes
+def write_results():
+    time.sleep(3)
+collectives.barrier()
+if rank == 0:
+    write_results()
+    ctypes.PyDLL(None).usleep(7_000_000)
+    print("written")
+"""
+    job, _ = run_watched(3, text, limit=2)
+    assert job.returncode == 0, job.stdout
+    assert "written" in job.stdout
+    said = r"ranks 1, 2 of 3 have waited \d+ s for rank 0 in the end of the script"
+    assert re.search(said, job.stdout)
+    assert "in write_results" in job.stdout
+    assert "or in a call that holds Python's interpreter lock" in job.stdout
+    assert "The job ends" not in job.stdout
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_a_rank_that_is_stuck_is_told_of_while_others_are_at_the_end(run_watched, stuck):
+    text = f"""
+from keras_dist._engine import wait
+collectives.barrier()
+if rank == {stuck}:
+    wait.note(runtime.communicator().ranks, "a transfer")
+    with wait.blocked:
+        time.sleep(30)
+"""
+    job, _ = run_watched(2, text, limit=2)
+    assert job.returncode != 0
+    assert "ranks 0, 1 of 2 have waited" in job.stdout
+    assert "data of each other in a transfer" in job.stdout
+    assert "The job ends now: the limit is 2 s" in job.stdout
 
 
 def test_names_that_never_meet_end_at_the_limit_where_a_thread_might_still_call(run_watched):

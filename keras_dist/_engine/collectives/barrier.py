@@ -11,7 +11,7 @@ __all__ = ["barrier"]
 
 @by_name
 @survives
-def barrier(comm: Communicator, key: str | None = None) -> None:
-    """Waits for all ranks. Collective: every rank; blocks."""
+def barrier(comm: Communicator, key: str | None = None, operation: str = "barrier") -> None:
+    """Waits for all ranks. Collective: every rank, for the same `operation`; blocks."""
     with comm.lock:
-        meet(comm, Call("barrier", key=key))
+        meet(comm, Call(operation, key=key))

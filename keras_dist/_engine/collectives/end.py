@@ -18,9 +18,9 @@ def at_the_end(comms: Sequence[Communicator]) -> None:
     """Waits until every rank has come to the end of its script. Collective; blocks.
 
     A rank that is still at work waits in one of its communicators, nobody knows which; so
-    this one comes to all of them at once. What is queued runs first. To the watch this wait is
-    no stall while the others answer, for they may have much to do; when all have come it ends, and
-    all that attends.
+    this one comes to all of them at once. What is queued runs first. The watch tells of this wait,
+    but ends no job where the others may have much to do; when all have come it ends, and all that
+    attends.
 
     Args:
         comms: all communicators that this rank is in, first that of all ranks.
