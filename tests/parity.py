@@ -64,7 +64,8 @@ def ran(records):
         *first, last = map(str, ranks or ["no"])
         listed = f"{', '.join(first)} and {last}" if first else last
         parts.append(f"{name} on {listed} {'rank' if ranks == [1] else 'ranks'}")
-    return f"These tests ran with {parts[0]}, {parts[1]}, {parts[2]}."
+    told = f"These tests ran with {parts[0]}, {parts[1]}, {parts[2]}"
+    return f"{told}; most rows on 2, some on each number."
 
 
 def outcomes(records, backend, title):

@@ -40,7 +40,7 @@ def test_cells(table):
     )
     assert row("first", text) == ["yes", "in part: slow", "-"]
     assert row("second", text) == ["yes", "fails", "no: not there"]
-    assert "TensorFlow on 1, 2 and 3 ranks, JAX on 2 ranks, torch on 1 and 2 ranks." in text
+    assert "TensorFlow on 1, 2 and 3 ranks, JAX on 2 ranks, torch on 1 and 2 ranks;" in text
     assert text.index("| second |") < text.index("| first |")  # as it was, then what is new
     assert text.startswith("Before.\n")
     assert text.endswith("After.\n")

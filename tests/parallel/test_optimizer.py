@@ -47,6 +47,12 @@ OPTIMIZERS = {
     ),
     "lars": lambda: keras_dist.optimizers.LARS(2.0, weight_decay=0.01, trust_coefficient=0.02),
     "adam": lambda: keras.optimizers.Adam(0.01),
+    "AdamW with decay, averaged weights and a cosine schedule": lambda: keras.optimizers.AdamW(
+        keras.optimizers.schedules.CosineDecay(0.02, 6),
+        weight_decay=0.1,
+        use_ema=True,
+        ema_momentum=0.9,
+    ),
     "accumulation": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05, gradient_accumulation_steps=3),
     "schedule, accumulation that does not come out even, averaged weights": lambda: (
         keras.optimizers.SGD(

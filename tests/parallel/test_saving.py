@@ -81,6 +81,7 @@ def fit(model, epochs=1):
 # --- What it was saved with
 
 
+@pytest.mark.parity("`load_model`: an optimizer is distributed as it was")
 @pytest.mark.parametrize(
     "options",
     [
@@ -186,6 +187,7 @@ def test_a_compression_of_ones_own_has_to_be_given(shared_tmp_path):
 # --- State
 
 
+@pytest.mark.parity("`load_model`: state and iteration stay")
 @pytest.mark.parametrize("way", ["plain", "by Keras", "by keras_dist"])
 def test_state_and_iteration_stay(way, shared_tmp_path):
     model = make(sgd() if way == "plain" else None)

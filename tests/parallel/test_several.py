@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 from training import (
     BATCH,
     FEATURES,
@@ -138,6 +139,7 @@ class Gan(keras.Model):
         return [*self.judging.variables, *super().non_trainable_variables]
 
 
+@pytest.mark.parity("two optimizers in one `train_step`, as of a GAN")
 def test_two_optimizers_in_one_train_step():
     n = keras_dist.size()
     real, _ = global_data()
