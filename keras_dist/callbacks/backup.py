@@ -33,8 +33,6 @@ __all__ = ["BackupAndRestore"]
 # Names in the file, beside the numbers of the variables.
 ABOUT, SEED = "about", "seed"
 
-ANEW = "Remove it to begin anew."
-
 _log = logging.getLogger("keras_dist")
 
 
@@ -97,7 +95,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Gives all ranks what the root finds in the directory, if anything."""
         if runtime.rank() == self.root_rank:
             _warn_of_forgetful_data()
-        epoch, step, data = self._on_root(self._restore, "to restore the backup in", ANEW)
+        epoch, step, data = self._on_root(
+            self._restore, "to restore the backup in", generations.ANEW
+        )
         # Of an earlier fit of this model it would count again.
         self.model._initial_epoch = epoch
         self._written = None if epoch is None else (epoch, step)
@@ -189,22 +189,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _restore(self) -> tuple[int | None, int, dict[str, int]]:
         """Loads the newest whole backup; returns epoch and batch to go on with, the data's."""
-        found = generations.newest_first(self._directory)
-        self._whole = next((path for path in found if generations.is_whole(path)), None)
-        damaged = found if self._whole is None else found[: found.index(self._whole)]
-        names = ", ".join(str(path) for path in damaged)
-        if damaged and self._whole is None:
-            expected = f"a whole backup in {self.backup_dir}"
-            received = f"{names}: the bytes are not those that were written"
-            text = errors.explain(runtime.where(), expected, received, ANEW)
-            raise errors.CheckpointError(text)
-        if damaged:
-            _log.warning(
-                "%s is damaged: the bytes are not those that were written. Training goes on from "
-                "the backup before it, %s.",
-                names,
-                self._whole,
-            )
+        self._whole = generations.newest_whole(self._directory)
         return (None, 0, {}) if self._whole is None else self._load(self._whole)
 
     def _load(self, path: pathlib.Path) -> tuple[int, int, dict[str, int]]:
@@ -242,7 +227,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 f"with {expected!r} of shape {kind[0]} and dtype {kind[1]}",
                 f"{len(written)} variables, with {received!r} of shape {other[0]} and dtype "
                 f"{other[1]} in that place",
-                ANEW,
+                generations.ANEW,
             )
         )
 

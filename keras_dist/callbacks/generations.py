@@ -2,21 +2,28 @@
 
 The name of each carries its number and a digest of its bytes. So there is no list of them that
 could be of another moment than they are: a file is there under its name, whole, or it is not.
-Knows no model and no ranks.
+Knows no model and moves nothing between ranks; whoever reads and writes is the root.
 """
 
 import hashlib
+import logging
 import pathlib
 import re
 from collections.abc import Callable
 from typing import BinaryIO
 
+from keras_dist import errors, runtime
 from keras_dist.whole_files import beside, move
 
-__all__ = ["add", "is_whole", "newest_first"]
+__all__ = ["ANEW", "add", "is_whole", "newest_first", "newest_whole"]
+
+#: the remedy where a backup cannot be read
+ANEW = "Remove it to begin anew."
 
 SUFFIX = ".npz"
 NAME = re.compile(rf"(\d{{8,}})-([0-9a-f]{{32}}){re.escape(SUFFIX)}")
+
+_log = logging.getLogger("keras_dist")
 
 
 def add(
@@ -56,6 +63,30 @@ def newest_first(directory: pathlib.Path) -> list[pathlib.Path]:
     """Returns the paths of all generations in a directory, whole or not."""
     found = [path for path in directory.glob(f"*{SUFFIX}") if NAME.fullmatch(path.name)]
     return sorted(found, key=_number, reverse=True)
+
+
+def newest_whole(directory: pathlib.Path) -> pathlib.Path | None:
+    """Returns the newest generation that is whole; those after it are named in a warning.
+
+    Raises:
+        CheckpointError: there are some, and none is whole.
+    """
+    found = newest_first(directory)
+    whole = next((path for path in found if is_whole(path)), None)
+    damaged = found if whole is None else found[: found.index(whole)]
+    names = ", ".join(str(path) for path in damaged)
+    if damaged and whole is None:
+        expected = f"a whole backup in {directory}"
+        received = f"{names}: the bytes are not those that were written"
+        raise errors.CheckpointError(errors.explain(runtime.where(), expected, received, ANEW))
+    if damaged:
+        _log.warning(
+            "%s is damaged: the bytes are not those that were written. Training goes on from "
+            "the backup before it, %s.",
+            names,
+            whole,
+        )
+    return whole
 
 
 def is_whole(path: pathlib.Path) -> bool:

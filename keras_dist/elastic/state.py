@@ -122,14 +122,8 @@ class ObjectState(State):
         if self._directory is not None:
             with _engine.telling(runtime.communicator(), "a commit"):
                 text = self._as_json()
-            from keras_dist.callbacks import generations
-
-            self._on_root(
-                functools.partial(
-                    generations.add, self._directory, functools.partial(self._write, text), None
-                ),
-                "to write a state into",
-            )
+            write = functools.partial(self._add, self._directory, text)
+            self._on_root(write, "to write a state into", ROOM)
 
     def restore(self) -> None:
         """Goes back to the last commit."""
@@ -138,13 +132,19 @@ class ObjectState(State):
     def sync(self) -> None:
         """Gives all ranks the state of the root: at first what it finds in the directory.
 
+        A newest file that is damaged is noticed and the one before is used, which the root says.
+
         Collective: every rank; blocks.
 
         Raises:
-            CheckpointError: what is there cannot be read; raised on every rank.
+            CheckpointError: what is there cannot be read, or none of it is whole; raised on every
+                rank.
         """
         if self._directory is not None:
-            self._on_root(self._read, "to read the newest state in")
+            from keras_dist.callbacks.generations import ANEW
+
+            read = functools.partial(self._read, self._directory)
+            self._on_root(read, "to read the newest state in", ANEW)
             self._directory_is_read = True
         self._gather()
         comm = runtime.communicator()
@@ -174,34 +174,40 @@ class ObjectState(State):
             setattr(self, name, value)
         self._put_arrays(kept[1])
 
-    def _on_root(self, work: Callable[[], Any], what: str) -> None:
+    def _on_root(self, work: Callable[[], Any], what: str, remedy: str) -> None:
         from keras_dist.callbacks.root import on_root
 
         def quietly() -> None:
             work()
 
         expected = f"{what} {self._directory}"
-        on_root(0, what, quietly, errors.CheckpointError, expected, ROOM)
+        on_root(0, what, quietly, errors.CheckpointError, expected, remedy)
 
     def _as_json(self) -> str:
         pairs = [f'"{name}": {_json_of(name, value)}' for name, value in self._kept[0].items()]
         return f"{{{', '.join(pairs)}}}"
+
+    def _add(self, directory: pathlib.Path, text: str) -> None:
+        from keras_dist.callbacks import generations
+
+        write = functools.partial(self._write, text)
+        self._whole = generations.add(directory, write, self._whole)
 
     def _write(self, text: str, file: BinaryIO) -> None:
         everything: dict[str, Any] = {ABOUT: np.array(text), **self._kept[1]}
         np.savez(file, **everything)
 
     _directory_is_read = False
+    _whole: pathlib.Path | None = None  # on the root: the last file that is known to be
 
-    def _read(self) -> None:
+    def _read(self, directory: pathlib.Path) -> None:
         from keras_dist.callbacks import generations
 
-        if self._directory is None or self._directory_is_read:
+        if self._directory_is_read:
             return
-        found = generations.newest_first(self._directory)
-        path = next((path for path in found if generations.is_whole(path)), None)
-        if path is not None:
-            with np.load(path, allow_pickle=False) as file:
+        self._whole = generations.newest_whole(directory)
+        if self._whole is not None:
+            with np.load(self._whole, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files if name != ABOUT}
                 self._put((json.loads(str(file[ABOUT])), arrays))
 

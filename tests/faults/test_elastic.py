@@ -50,6 +50,59 @@ def test_an_elastic_training_goes_on(job, open_mpi):
     assert ended.returncode == 0, ended.stdout
 
 
+KEPT = """
+import os, resource
+import keras_dist
+from keras_dist import elastic, errors
+from keras_dist.callbacks import generations
+keras_dist.init()
+root = keras_dist.rank() == 0
+folder = pathlib.Path(os.environ["FOLDER"])
+def started_anew():
+    state = elastic.ObjectState(folder, epoch=0)
+    state.sync()
+    return state
+def damage(paths):
+    if root:
+        for path in paths:
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 4
+            path.write_bytes(content)
+    keras_dist.barrier()
+state = started_anew()
+for state.epoch in (1, 2):
+    state.commit()
+fault()
+"""
+
+
+@pytest.mark.fault(
+    "the newest file of an elastic state is damaged; then all are",
+    "training goes on from the one before, which is said; then an error on every rank",
+    within=30,
+)
+def test_a_damaged_state_is_noticed(job, tmp_path):
+    text = f"""{KEPT}
+whole = generations.newest_first(folder)[1]
+keras_dist.barrier()
+damage(generations.newest_first(folder)[:1])
+state = started_anew()
+assert state.epoch == 1
+state.commit()
+assert whole in generations.newest_first(folder)
+keras_dist.barrier()
+damage(generations.newest_first(folder))
+try:
+    started_anew()
+    raise SystemExit("not found")
+except errors.CheckpointError as error:
+    assert "a whole backup in" in str(error) and "Remove it to begin anew." in str(error), error
+"""
+    ended = job(2, text, FOLDER=str(tmp_path / "state"), KERAS_BACKEND="jax")
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("is damaged: the bytes are not those that were written.") == 1
+
+
 RESTARTED = """
 import os
 import keras_dist
