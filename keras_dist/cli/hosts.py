@@ -70,12 +70,12 @@ def check_names(hosts: Iterable[str]) -> None:
     for name in hosts:
         try:
             socket.getaddrinfo(name, None)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # an empty label, or one of 64 letters
             raise errors.LaunchError(
                 errors.explain(
                     "[keras-dist]",
                     "hosts that are known here",
-                    f"{name!r}: {error.strerror}",
+                    f"{name!r}: {getattr(error, 'strerror', error)}",
                     "Correct --hosts or the hostfile; `getent hosts NAME` asks the same.",
                 )
             ) from None
