@@ -210,3 +210,6 @@ def test_the_report_as_text_page_and_figure(tmp_path, capsys, monkeypatch):
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert main(["timeline", str(path), "--html", str(tmp_path / "no" / "t.html")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
+    two_ranks(path, name="loss[/train]")
+    assert main(["timeline", str(path)]) == 0
+    assert "loss[/train]" in capsys.readouterr().out

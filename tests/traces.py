@@ -75,7 +75,7 @@ STEP, EPOCH, WAIT, COPY, HANDLE = range(5)
 GRADIENTS = 5
 
 
-def write_part(path, rank, records, offset=0, end=True, clock=(0, 3000)):
+def write_part(path, rank, records, offset=0, end=True, clock=(0, 3000), name="gradients"):
     """Writes what a rank might have recorded.
 
     Args:
@@ -85,13 +85,14 @@ def write_part(path, rank, records, offset=0, end=True, clock=(0, 3000)):
         offset: how far its clock is ahead, in ns.
         end: whether the rank has come to the end.
         clock: when it was looked at, at the begin and at the end, by that of the root.
+        name: what the operations are called.
     """
     head = {"job": "j", "rank": rank, "host": f"node{rank}", "pid": 7, "started": 0.0}
     head["clock"] = [clock[0] + offset, offset, 100]
     lanes = ["training", "communication", "communication, behind the script"]
     lines = [head]
     lines += [{"number": number, "name": name} for number, name in enumerate(NAMES)]
-    lines += [{"number": GRADIENTS, "name": "gradients", "bytes": 1000, "arrays": "kernel"}]
+    lines += [{"number": GRADIENTS, "name": name, "bytes": 1000, "arrays": "kernel"}]
     lines += [{"lane": number, "name": name} for number, name in enumerate(lanes)]
     lines += records
     if end:

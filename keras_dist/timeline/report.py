@@ -85,7 +85,7 @@ def _shares(title: str, rows: Iterable[tuple[str, Shares]]) -> Table:
     table.add_column("", no_wrap=True, min_width=BAR)
     for name, shares in rows:
         cells = [f"{shares.part(kind):.1%}" for kind in KINDS]
-        table.add_row(name, f"{shares.total:.2f}", *cells, _bar(shares))
+        table.add_row(Text(name), f"{shares.total:.2f}", *cells, _bar(shares))
     return table
 
 
@@ -107,7 +107,7 @@ def _operations(operations: list[Operation], ranks: int) -> Table:
         table.add_column(head, justify="right", no_wrap=True)
     for one in operations[:MOST_OPERATIONS]:
         table.add_row(
-            one.name,
+            Text(one.name),  # it may have brackets, which are markup
             str(round(one.calls / ranks)),
             _short(one.nbytes / one.calls / 1e6),
             *(_ms(seconds, one.calls) for seconds in (one.seconds, one.queued)),
