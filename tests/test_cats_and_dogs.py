@@ -63,7 +63,7 @@ def test_paths_that_lead_out_are_refused(tmp_path, name):
     [
         ([("cat.0.jpg", bytes(10 << 20))], "that is no photograph"),
         ([("cat.1.jpg", b"x"), ("b/Cat.01.JPG", b"y")], "two files are to become cat.1.jpg"),
-        ([("1.jpg", b"x")], "no files called cat.N.jpg"),
+        ([("./", b""), ("1.jpg", b"x")], "no files called cat.N.jpg"),
     ],
     ids=["bomb", "the same name", "no pictures"],
 )

@@ -58,7 +58,8 @@ def _pictures(entries):
     found = {}
     for entry in entries:
         path = PurePosixPath(entry.filename.replace("\\", "/"))
-        if path.is_absolute() or ".." in path.parts or ":" in path.parts[0]:
+        first = path.parts[0] if path.parts else ""  # "./" has none
+        if path.is_absolute() or ".." in path.parts or ":" in first:
             raise ValueError(f"{entry.filename!r} leads out of the archive")
         match = NAME.search(str(path))
         if match is None or entry.is_dir():
