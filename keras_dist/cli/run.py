@@ -144,10 +144,10 @@ def _try_again_and_again(
 
 def _exit_code(ended: Ended) -> int:
     """Returns the launcher's exit code: that of the job, unless it was told to end."""
-    if ended.code in (0, ending.PREEMPTED_EXIT_CODE):
-        return ended.code
     if ended.timed_out:
         return TIMED_OUT
+    if ended.code in (0, ending.PREEMPTED_EXIT_CODE):
+        return ended.code
     return ended.code if ended.signal is None else 128 + ended.signal
 
 

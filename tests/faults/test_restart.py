@@ -113,7 +113,8 @@ def test_a_job_that_always_fails_is_given_up(start):
 
 def test_a_job_that_takes_too_long_is_ended(start, tmp_path):
     began = time.monotonic()
-    job = start("-np", "2", "--timeout", "3", "--max-restarts", "2", text=WAITING)
+    keeps = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(75))\n"
+    job = start("-np", "2", "--timeout", "3", "--max-restarts", "2", text=keeps + WAITING)
     printed, _ = job.communicate(timeout=60)
     assert job.returncode == 124, printed
     assert 3 <= time.monotonic() - began < 30
