@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from keras_dist import launcher
 
@@ -20,6 +21,7 @@ __all__ = ["main"]
 CHUNK_NBYTES = 65536
 PATIENCE_SECONDS = 10.0  # with a line that does not end: a progress bar, or a program at work
 NOT_FOUND = 127  # as shells end
+WRONG_USAGE = 2  # as most programs end; such a job is not started anew
 CLEAR_LINE = b"\r\x1b[K"
 
 
@@ -35,19 +37,23 @@ def main() -> None:
     _share_cores(options.bind)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # or prints would come at the end
     if rank is not None:
-        log = None if options.log_dir is None else _open_log(options.log_dir, rank)
+        try:
+            log = None if options.log_dir is None else _open_log(options.log_dir, rank)
+        except OSError as error:
+            _give_up(f"--log-dir {options.log_dir}, for rank {rank}", error, WRONG_USAGE)
         if rank > 0 or not options.live or log is not None:
             _have_output_read(rank, options.live, log)
     launcher.forget_threads()
     try:
         os.execvp(options.program[0], options.program)
     except OSError as error:
-        print(
-            f"keras-dist: {options.program[0]} on {os.uname().nodename}: {error.strerror}",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(NOT_FOUND)
+        _give_up(options.program[0], error, NOT_FOUND)
+
+
+def _give_up(what: str, error: OSError, code: int) -> NoReturn:
+    text = f"keras-dist: {what} on {os.uname().nodename}: {error.strerror}"
+    print(text, file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 def _share_cores(bind: bool) -> None:

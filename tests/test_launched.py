@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -63,6 +64,17 @@ collectives.barrier()
     job = start("run", "-np", "2", "fails.py", cwd=tmp_path)
     assert job.returncode == 1
     assert b"\n[1] ValueError: too much\n" in job.stdout
+
+
+def test_a_log_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    options = ["-np", "2", "--max-restarts", "1", "--log-dir", "file"]
+    job = start("run", *options, "true", cwd=tmp_path)
+    assert job.returncode == 2
+    printed = job.stdout.decode()
+    place = f"keras-dist: --log-dir {tmp_path / 'file'}, for rank"
+    assert re.search(rf"{re.escape(place)} [01] on {os.uname().nodename}: File exists\n", printed)
+    assert "Traceback" not in printed
 
 
 BARS = """
