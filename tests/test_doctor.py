@@ -48,6 +48,11 @@ def test_doctor_says_what_is_missing(capsys, monkeypatch, tmp_path):
     assert told["Batch system"][0] == "PBS, 2 ranks on n1:2"
     assert "Expected the mpiexec of" in told["Trouble"][0]
     assert "Two ranks" not in told
+    nodes.unlink()
+    told = found(capsys, code=1)
+    assert f"Received: {nodes}: [Errno 2] No such file" in told["Trouble"][0]
+    assert told["Trouble"][1] == "No job can run until this is mended."
+    assert "GPUs" in told
 
 
 @pytest.mark.parametrize(

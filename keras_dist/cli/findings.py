@@ -61,7 +61,11 @@ def of_the_packages() -> Iterator[Finding]:
 
 
 def of_the_machine() -> Iterator[Finding]:
-    """Yields cores, memory, GPUs and batch system of this host."""
+    """Yields cores, memory, GPUs and batch system of this host.
+
+    Raises:
+        ArgumentError: the batch system names hosts in a way that cannot be read.
+    """
     yield Finding("Host", f"{os.uname().nodename}, {platform.system()} {platform.release()}")
     yield _cores()
     if SHARED_MEMORY.is_dir():
