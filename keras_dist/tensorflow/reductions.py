@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist import collectives, errors, runtime
+from keras_dist import _engine, collectives, errors, runtime
 from keras_dist.arguments import chosen_op
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average, ReduceOp, Sum
@@ -208,7 +208,7 @@ def grouped_reducescatter(
         return collective(reduce, given, [(None, *one.shape[1:]) for one in given])
 
     def backward(_: Any, upstream: list[Any]) -> list[Any]:
-        sums = op in (Sum, Sum.value)
+        sums = _engine.parse_op(op, runtime.where()) is Sum
         factor = prescale_factor * postscale_factor
         factor *= runtime.communicator(process_set).size if sums else 1
         scaled = [tf.math.scalar_mul(factor, gradient) for gradient in upstream]
@@ -257,7 +257,7 @@ def _of_gradient(name: str | None) -> str | None:
 
 
 def _check_rows(op: Any, factors: tuple[float, float]) -> None:
-    if op in (Average, Sum, Average.value, Sum.value) and factors == (1.0, 1.0):
+    if _engine.parse_op(op, runtime.where()) in (Average, Sum) and factors == (1.0, 1.0):
         return
     raise NotImplementedError(
         errors.explain(
@@ -270,7 +270,7 @@ def _check_rows(op: Any, factors: tuple[float, float]) -> None:
 
 
 def _check_has_gradient(op: Any) -> None:
-    if op in (Average, Sum, Average.value, Sum.value):
+    if _engine.parse_op(op, runtime.where()) in (Average, Sum):
         return
     raise errors.ArgumentError(
         errors.explain(

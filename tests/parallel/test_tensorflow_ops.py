@@ -130,11 +130,11 @@ def test_indexed_slices_equal_the_dense_reduction_also_among_dense_ones():
         dense = hvd.allreduce(tf.convert_to_tensor(rows()), op=op)
         return tf.convert_to_tensor(sparse), alone, dense, plain
 
-    for op in (hvd.Sum, hvd.Average):
+    for op, times in ((hvd.Sum, SIZE), (hvd.Average, 1), ("Average", 1)):
         sparse, alone, dense, plain = in_both(both, op)
         np.testing.assert_allclose(sparse, dense, rtol=1e-6)
         np.testing.assert_allclose(alone, dense, rtol=1e-6)
-        np.testing.assert_allclose(plain, (MEAN + 1) * (SIZE if op is hvd.Sum else 1))
+        np.testing.assert_allclose(plain, (MEAN + 1) * times)
     for wrong in ({"op": hvd.Max}, {"op": hvd.Adasum}, {"prescale_factor": 2.0}):
         with pytest.raises(NotImplementedError, match="sparse_as_dense"):
             hvd.allreduce(rows(), **wrong)
@@ -248,7 +248,7 @@ def test_a_process_set_is_its_own_world():
 
 def test_gradients_of_allreduce():
     weights = mine()  # each rank weighs its result by its number plus one
-    for op, expected in ((hvd.Sum, SIZE * (MEAN + 1)), (hvd.Average, MEAN + 1)):
+    for op, expected in (("Sum", SIZE * (MEAN + 1)), (hvd.Average, MEAN + 1), ("AVERAGE", MEAN + 1)):
         found = gradient_of(lambda x, op=op: hvd.allreduce(x, op=op), mine(), weights)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
     found = gradient_of(lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)[1], mine())
@@ -311,7 +311,7 @@ def test_gradients_of_the_exchanges_are_those_of_horovod():
     )
     np.testing.assert_allclose(found[:-1, 0], np.repeat(lengths, RANK + 1))
     assert not np.any(found[-1])
-    for op, expected in ((hvd.Sum, SIZE), (hvd.Average, 1)):
+    for op, expected in ((hvd.Sum, SIZE), ("Sum", SIZE), ("SUM", SIZE), ("Average", 1)):
         found = gradient_of(lambda x, op=op: hvd.reducescatter(x, op=op), mine(2 * SIZE + 1))
         np.testing.assert_allclose(found, expected)
 
