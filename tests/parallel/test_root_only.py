@@ -66,18 +66,21 @@ def test_every_hook_is_called_on_the_root_and_on_no_other_rank():
 
 
 def test_keras_own_writer_writes_once(shared_tmp_path):
-    path = shared_tmp_path / "log.csv"
+    path = shared_tmp_path / f"{keras_dist.rank()}.csv"
     fit(RootOnly(keras.callbacks.CSVLogger(str(path))), epochs=3)
     keras_dist.barrier()
-    assert [row["epoch"] for row in csv.DictReader(path.open())] == ["0", "1", "2"]
+    [only] = shared_tmp_path.iterdir()
+    assert only.name == "0.csv"
+    assert [row["epoch"] for row in csv.DictReader(only.open())] == ["0", "1", "2"]
 
 
 def test_tensorboard_is_written_once(shared_tmp_path):
     board = keras.callbacks.TensorBoard(str(shared_tmp_path))
     fit(RootOnly(board), epochs=3, validation_data=make_data(4))
     keras_dist.barrier()
-    files = {path.parent.name: path for path in shared_tmp_path.rglob("events.out.tfevents.*")}
-    assert sorted(files) == ["train", "validation"]
+    paths = sorted(shared_tmp_path.rglob("events.out.tfevents.*"))
+    assert [path.parent.name for path in paths] == ["train", "validation"]
+    files = {path.parent.name: path for path in paths}
     assert steps_of("epoch_loss", files["train"]) == [0, 1, 2]
     assert steps_of("evaluation_loss_vs_iterations", files["validation"]) != []
 
