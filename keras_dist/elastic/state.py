@@ -18,6 +18,7 @@ from keras_dist.elastic.running import HostsUpdatedInterrupt
 __all__ = ["ObjectState", "State"]
 
 ABOUT = "about"
+WRITE = "to write a state into"
 ROOM = "Make room on its disk, or name another directory."
 
 
@@ -43,12 +44,15 @@ class State:
     def commit(self) -> None:
         """Keeps the state as it is, and looks whether the ranks are those from before.
 
+        A disk that is full does not end the training, nor does any failure to write after a first
+        commit that was written: the root says so, and the files that are there stay.
+
         Collective: every rank, at the same place; blocks where ranks may die, or there is a
         directory.
 
         Raises:
             HostsUpdatedInterrupt: ranks have died since the last commit; raised on every rank.
-            CheckpointError: the directory cannot be written to; raised on every rank.
+            CheckpointError: the directory could not be written to at all; raised on every rank.
         """
         self.save()
         self.check_host_updates()
@@ -112,10 +116,11 @@ class ObjectState(State):
         self._keep()
 
     def save(self) -> None:
-        """Keeps the state in memory, and in the directory if there is one.
+        """Keeps the state in memory, and in the directory if there is one and it has room.
 
         Raises:
             ArgumentTypeError: a value is none that JSON has, and there is a directory.
+            CheckpointError: as of `commit`.
         """
         self._gather()
         self._keep()
@@ -123,7 +128,7 @@ class ObjectState(State):
             with _engine.telling(runtime.communicator(), "a commit"):
                 text = self._as_json()
             write = functools.partial(self._add, self._directory, text)
-            self._on_root(write, "to write a state into", ROOM)
+            self._on_root(write, WRITE, ROOM)
 
     def restore(self) -> None:
         """Goes back to the last commit."""
@@ -190,8 +195,18 @@ class ObjectState(State):
     def _add(self, directory: pathlib.Path, text: str) -> None:
         from keras_dist.callbacks import generations
 
-        write = functools.partial(self._write, text)
-        self._whole = generations.add(directory, write, self._whole)
+        def write() -> bool:
+            save = functools.partial(self._write, text)
+            self._whole = generations.add(directory, save, self._whole)
+            return True
+
+        self._attempts.make(write, f"{WRITE} {directory}")
+
+    @functools.cached_property
+    def _attempts(self) -> Any:
+        from keras_dist.callbacks.attempts import Attempts
+
+        return Attempts()
 
     def _write(self, text: str, file: BinaryIO) -> None:
         everything: dict[str, Any] = {ABOUT: np.array(text), **self._kept[1]}

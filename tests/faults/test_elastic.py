@@ -103,6 +103,49 @@ except errors.CheckpointError as error:
     assert ended.stdout.count("is damaged: the bytes are not those that were written.") == 1
 
 
+@pytest.mark.fault(
+    "no room while an elastic state is committed, then its directory is lost",
+    "training goes on, the root says so each time, what was there stays, nothing half is left",
+    within=30,
+)
+def test_a_commit_without_room(job, tmp_path):
+    # A limit on the size of files: what a full disk looks like to those who write, for any user.
+    text = f"""{KEPT}
+def limit(nbytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+def names():
+    return {{path.name for path in folder.iterdir()}}
+before = names()
+keras_dist.barrier()
+limit(100)
+for state.epoch in (3, 4):
+    state.commit()
+limit(resource.RLIM_INFINITY)
+state.epoch = 9
+state.restore()  # memory has room
+assert state.epoch == 4
+assert names() == before and len(before) == 2, (before, names())
+assert started_anew().epoch == 2
+state.epoch = 5
+state.commit()
+assert started_anew().epoch == 5 and len(names()) == 2
+keras_dist.barrier()
+if root:
+    folder.rename(folder.with_name("lost"))
+    folder.write_text("")
+state.commit()
+try:
+    elastic.ObjectState(folder / "no", epoch=0).commit()
+    raise SystemExit("not found")
+except errors.CheckpointError as error:
+    assert "Make room on its disk, or name another directory." in str(error), error
+"""
+    ended = job(2, text, FOLDER=str(tmp_path / "state"), KERAS_BACKEND="jax")
+    assert ended.returncode == 0, ended.stdout
+    lines = [line for line in ended.stdout.splitlines() if "Training goes on" in line]
+    assert ["File too large" in line for line in lines] == [True, True, False], ended.stdout
+
+
 RESTARTED = """
 import os
 import keras_dist
