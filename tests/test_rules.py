@@ -109,6 +109,7 @@ TABLE = [
     (".cli.run_notebook",      ".errors",                            "yaml .notebook"),
     (".timeline.control",      ".runtime .errors .timeline.recording",        ""),
     (".timeline.recording", "._engine .config .errors .timeline.parts .timeline.trace", ""),
+    (".timeline.trace",        ".errors .whole_files .timeline.*",            ""),
     (".timeline.report",       "rich .timeline.summary",                      ""),
     (".timeline.figure",       ".timeline.*",                                 "matplotlib"),
     (".timeline.*",            ".errors .timeline.*",                         ""),

@@ -1,6 +1,7 @@
 """The timeline without a job: traces made of parts, what they tell, and files that are damaged."""
 
 import json
+import os
 
 import pytest
 import traces
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traces import EPOCH, HANDLE, STEP, bars, operation, write_part
 
+from keras_dist import _engine
 from keras_dist.cli import main
 from keras_dist.timeline.rank_events import BEHIND
 from keras_dist.timeline.summary import summarise
@@ -56,6 +58,19 @@ def test_parts_become_a_trace_with_one_clock(tmp_path):
     assert operation_of_root["args"] == {"bytes": 1000, "arrays": "kernel", "GB/s": 0.000333}
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert names == ["rank 0 on node0", "rank 1 on node1"]
+
+
+def test_a_link_where_files_are_made_is_not_followed(tmp_path):
+    other, path = tmp_path / "other", tmp_path / "t.json"
+    other.write_text("mine")
+    part = tmp_path / "t.json.rank0.part"
+    for link in (part, tmp_path / f"t.json.{os.getpid()}.tmp"):  # names that can be guessed
+        link.symlink_to(other)
+    begin_trace(str(path), "j")
+    os.close(_engine.open_part(str(part)))
+    assert other.read_text() == "mine"
+    assert not path.is_symlink()
+    assert not part.is_symlink()
 
 
 def test_a_clock_that_drifts_is_interpolated(tmp_path):

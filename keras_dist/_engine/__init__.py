@@ -42,6 +42,7 @@ from keras_dist._engine.part import (
     flush_part,
     forget_part,
     is_recording,
+    open_part,
     start_part,
     stop_part,
 )
@@ -110,6 +111,7 @@ __all__ = [
     "mpi_failure",
     "note_step",
     "notice",
+    "open_part",
     "outlives_processes",
     "parse_compression",
     "parse_factor",

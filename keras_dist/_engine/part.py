@@ -5,6 +5,7 @@ are only appended, several times a second, by a thread; so a process that is kil
 all lines but the last whole. `keras_dist.timeline` makes a trace of the parts of all ranks.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -18,7 +19,15 @@ import numpy as np
 from keras_dist._engine import timeline
 from keras_dist._engine.agreement import Call, Entry
 
-__all__ = ["Part", "flush_part", "forget_part", "is_recording", "start_part", "stop_part"]
+__all__ = [
+    "Part",
+    "flush_part",
+    "forget_part",
+    "is_recording",
+    "open_part",
+    "start_part",
+    "stop_part",
+]
 
 FLUSH_SECONDS = 0.5
 EVENT_NBYTES = 120  # of the trace that is made of it, on the average
@@ -32,7 +41,7 @@ class Part:
     """A rank's file and the thread that writes it.
 
     Args:
-        path: where; what is there is overwritten.
+        path: where; what is there is removed.
         head: what the first line says.
         steps: the first step that is recorded and the one before which recording ends.
         limit: how many bytes of the trace this rank may take.
@@ -49,8 +58,7 @@ class Part:
         self._calls: dict[int, tuple[Call, int]] = {}  # by id; held, or the id might be another's
         self._flushing = threading.Lock()
         self._over = threading.Event()
-        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-        self._file = os.open(path, flags, 0o666)
+        self._file = open_part(path)
         self._write([json.dumps(head)])
         self._thread = threading.Thread(target=self._serve, name="keras_dist timeline", daemon=True)
         self._thread.start()
@@ -161,6 +169,19 @@ class _Numbers(dict[str, int]):
         self[key] = number = len(self)
         self.new.append({"number": number, **said})
         return number
+
+
+def open_part(path: str) -> int:
+    """Makes the file of a part, in place of what is there; returns its descriptor.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    # O_EXCL: a link that somebody lays there meanwhile is not followed.
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+    return os.open(path, flags, 0o666)
 
 
 def start_part(path: str, head: Mapping[str, Any], steps: tuple[int, int], limit: int) -> None:

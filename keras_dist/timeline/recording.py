@@ -171,7 +171,9 @@ def _read(path: str, number: int) -> bytes:
 
 def _append(path: str, data: bytes, anew: bool) -> OSError | None:
     try:
-        with open(path, "wb" if anew else "ab") as file:
+        if anew:
+            os.close(_engine.open_part(path))
+        with open(path, "ab") as file:
             file.write(data)
     except OSError as failure:
         return failure

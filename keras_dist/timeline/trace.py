@@ -9,9 +9,11 @@ Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsK
 import itertools
 import json
 import os
+import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from keras_dist import whole_files
 from keras_dist.timeline.parts import parts_of
 from keras_dist.timeline.rank_events import Meetings, RankEvents
 
@@ -73,16 +75,13 @@ def _write(
     events: Iterable[str],
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
-    whole = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(whole, "w") as file:
+    with whole_files.beside(pathlib.Path(path)) as whole:
+        with whole.open("x") as file:
             other = json.dumps({KEY: said})
             file.write(f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n')
             for number, event in enumerate(events):
                 file.write(f",\n{event}" if number else event)
             file.write("\n]}\n")
         if is_wanted():
+            # Not `whole_files.move`: while it waits for the disk the root may write its own.
             os.replace(whole, path)
-    finally:
-        if os.path.exists(whole):
-            os.unlink(whole)

@@ -43,9 +43,17 @@ APART = """
 import numpy as np
 from keras_dist import collectives
 directory = pathlib.Path(WHERE, os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
-directory.mkdir()
+pathlib.Path(directory, "deep").mkdir(parents=True)
 os.chdir(directory)
+# Links that somebody has laid where a rank records, and where the root is to put what it gets.
+other = pathlib.Path("other")
+other.write_text("mine")
+link = pathlib.Path("deep/t.restart2.json.rank1.part")
+if directory.name == "1":
+    link.symlink_to(other.absolute())
 runtime.init()
+if directory.name == "0":
+    link.symlink_to(other.absolute())
 collectives.allreduce(np.ones(1_000_000), name="by hand")
 fault()
 """
@@ -56,6 +64,7 @@ def test_parts_on_other_nodes_are_sent_to_the_root(job, tmp_path):
     names = {"HOROVOD_TIMELINE": "deep/t.json", "KERAS_DIST_RESTART": "2"}
     ended = job(4, text, bare=True, MPIR_CVAR_NUM_CLIQUES="2", **names)
     assert ended.returncode == 0, ended.stdout
+    assert [(tmp_path / rank / "other").read_text() for rank in "01"] == ["mine"] * 2
     left = [path.relative_to(tmp_path) for path in tmp_path.glob("[0-3]/deep/*")]
     assert [str(path) for path in left] == ["0/deep/t.restart2.json"]
     trace = traces.load(tmp_path / left[0])
