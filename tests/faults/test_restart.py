@@ -1,5 +1,6 @@
 """`keras-dist run`: a failed job is started anew, one that is told to end leaves nothing."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import all_gone
+from conftest import PREAMBLE, all_gone, left_in_shared_memory
 from jobs import BARE
 
 RUN = [sys.executable, "-c", "import sys; from keras_dist.cli import main; sys.exit(main())", "run"]
@@ -20,12 +21,10 @@ def start(tmp_path):
 
     def run(*options, text):
         script = tmp_path / "train.py"
-        pids = (
-            f"import os, pathlib\npathlib.Path({str(tmp_path)!r}, f'pid-{{os.getpid()}}').touch()\n"
-        )
-        script.write_text(pids + text)
+        script.write_text(PREAMBLE + text)
         launcher = subprocess.Popen(
             [*RUN, *options, str(script)],
+            env={**os.environ, "FAULT_FOLDER": str(tmp_path)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -37,6 +36,14 @@ def start(tmp_path):
     yield run
     for launcher in started:
         launcher.kill()
+
+
+def end_of(job, folder, timeout=60):
+    """Waits for a job, checks that nothing of it is left, and returns what it printed."""
+    printed, _ = job.communicate(timeout=timeout)
+    all_gone(folder, printed)
+    assert not left_in_shared_memory(folder)
+    return printed
 
 
 TRAINING = """
@@ -58,6 +65,7 @@ class Die(keras.callbacks.Callback):
         marker = folder / "died"
         if self.epoch == 2 and batch == 3 and keras_dist.rank() == 1 and not marker.exists():
             marker.touch()
+            fault()
             os.kill(os.getpid(), signal.SIGKILL)
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
@@ -85,7 +93,7 @@ def test_a_restarted_training_ends_with_the_weights_of_one_that_was_not_interrup
         folder.mkdir()
         options = ["-np", "2", "--max-restarts", "2"]
         job = start(*options, text=TRAINING.format(folder=str(folder), dies=dies))
-        printed, _ = job.communicate(timeout=120)
+        printed = end_of(job, tmp_path, timeout=120)
         assert job.returncode == 0, printed
         assert printed.count(f"restarts {int(dies)}") == 2, printed
         assert ("Restart 1 of 2 in 1 s." in printed) == dies
@@ -101,10 +109,10 @@ def test_a_restarted_training_ends_with_the_weights_of_one_that_was_not_interrup
     "it ends after so many restarts, with the exit code of the last",
     within=20,
 )
-def test_a_job_that_always_fails_is_given_up(start):
-    text = f"{BARE}runtime.init()\nraise SystemExit(7)"
+def test_a_job_that_always_fails_is_given_up(start, tmp_path):
+    text = f"{BARE}runtime.init()\nfault()\nraise SystemExit(7)"
     job = start("-np", "2", "--max-restarts", "2", text=text)
-    printed, _ = job.communicate(timeout=20)
+    printed = end_of(job, tmp_path, timeout=20)
     assert job.returncode == 7, printed
     assert "failed with exit code 7. Restart 1 of 2 in 1 s." in printed
     assert "failed with exit code 7. Restart 2 of 2 in 2 s." in printed
@@ -115,18 +123,17 @@ def test_a_job_that_takes_too_long_is_ended(start, tmp_path):
     began = time.monotonic()
     keeps = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(75))\n"
     job = start("-np", "2", "--timeout", "3", "--max-restarts", "2", text=keeps + WAITING)
-    printed, _ = job.communicate(timeout=60)
+    printed = end_of(job, tmp_path)
     assert job.returncode == 124, printed
     assert 3 <= time.monotonic() - began < 30
     assert "the job has been ended, as its time is over (--timeout)." in printed
     assert "Restart" not in printed
-    all_gone(tmp_path, printed)
 
 
 @pytest.mark.parametrize("code", [2, 75])
-def test_some_ends_are_passed_on_at_once(start, code):
+def test_some_ends_are_passed_on_at_once(start, tmp_path, code):
     job = start("-np", "2", "--max-restarts", "2", text=f"raise SystemExit({code})")
-    printed, _ = job.communicate(timeout=60)
+    printed = end_of(job, tmp_path)
     assert job.returncode == code
     assert "Restart" not in printed
 
@@ -136,6 +143,7 @@ import time
 from keras_dist import collectives
 runtime.init()
 collectives.barrier()
+fault()
 print("ready", flush=True)
 if runtime.rank() == 0:
     time.sleep(100)
@@ -154,9 +162,8 @@ def test_a_launcher_that_is_told_to_end_leaves_nothing(start, tmp_path, name):
     wait_until_ready(job)
     told = time.monotonic()
     job.send_signal(number := getattr(signal, name))
-    printed, _ = job.communicate(timeout=30)
+    printed = end_of(job, tmp_path, timeout=30)
     assert job.returncode == (128 + number if name != "SIGKILL" else -number), printed
-    all_gone(tmp_path, printed)
     assert time.monotonic() - told < 5
     assert "Restart" not in printed
 
@@ -174,9 +181,8 @@ def test_a_second_interrupt_kills(start, tmp_path):
     job.send_signal(signal.SIGINT)
     time.sleep(0.3)
     job.send_signal(signal.SIGINT)
-    printed, _ = job.communicate(timeout=30)
+    end_of(job, tmp_path, timeout=30)
     assert job.returncode == 128 + signal.SIGINT
-    all_gone(tmp_path, printed)
     assert time.monotonic() - told < 5
 
 
