@@ -91,12 +91,15 @@ class _Job:
             for number in self._signals:  # that came in between
                 self._process.send_signal(number)
             code = self._process.wait()
+            # What comes from now on is the caller's, when nothing is left of the job.
+            signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+            if code != 0:
+                _kill(lambda: _children() - others)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        if code != 0:
-            _kill(lambda: _children() - others)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         first = next((number for number in self._signals if number in ENDING), None)
         return Ended(code if code >= 0 else 128 - code, first, self._timed_out)
 

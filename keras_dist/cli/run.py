@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_dist import config, ending, errors
+from keras_dist.cli.between import ToldToEnd, told_between_tries
 from keras_dist.cli.command import job_command, settings_of
 from keras_dist.cli.config_file import words_of_file
 from keras_dist.cli.discovery import with_hosts
@@ -91,7 +92,12 @@ def _run(options: argparse.Namespace, end: float) -> int:
         _say(_cannot_go_on(library, options.max_restarts))
     if "--allow-run-as-root" in command:
         _say("running as root, so mpiexec is told --allow-run-as-root.")
-    return _try_again_and_again(command, command_of, environment, options.max_restarts, end)
+    try:
+        with told_between_tries():
+            return _try_again_and_again(command, command_of, environment, options.max_restarts, end)
+    except ToldToEnd as told:
+        _say(f"told to end ({told.name}) while no try of the job was running.")
+        return told.code
 
 
 def _launched(options: argparse.Namespace) -> list[str]:

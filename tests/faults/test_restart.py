@@ -138,6 +138,22 @@ def test_some_ends_are_passed_on_at_once(start, tmp_path, code):
     assert "Restart" not in printed
 
 
+@pytest.mark.parametrize(("name", "code"), [("SIGUSR1", 75), ("SIGTERM", 75), ("SIGHUP", 129)])
+def test_a_launcher_that_is_told_to_end_before_a_restart_says_that_another_may_go_on(
+    start, name, code
+):
+    job = start("-np", "1", "--max-restarts", "2", text="raise SystemExit(7)")
+    while "Restart 1 of 2 in 1 s." not in (line := job.stdout.readline()):
+        assert line, "the job ended"
+    job.send_signal(signal.SIGUSR2)  # means something to ranks alone
+    time.sleep(0.1)
+    job.send_signal(getattr(signal, name))
+    printed, _ = job.communicate(timeout=20)
+    assert job.returncode == code, printed
+    assert f"told to end ({name}) while no try of the job was running." in printed
+    assert "Restart 2" not in printed
+
+
 WAITING = f"""{BARE}
 import time
 from keras_dist import collectives
