@@ -38,21 +38,26 @@ def distributed_optimizers(model: Any) -> list["_Distributed"]:
     return [one for one in optimizers_of(model) if is_distributed(one)]
 
 
-def move_outwards(optimizer: Any) -> None:
+def move_outwards(optimizer: Any) -> bool:
     """Moves the reduction from the optimizer inside a `LossScaleOptimizer` to the outside.
 
     `compile` puts such a wrapper around the user's optimizer under `mixed_float16`. It looks
     at the gradients and, when one overflows, skips the step; left inside, the reduction
     would then be missing on that rank alone. Does nothing for other optimizers.
+
+    Returns:
+        Whether there was one to move.
     """
     inner = getattr(optimizer, "inner_optimizer", None)
-    if is_distributed(inner) and not is_distributed(optimizer):
-        reduction = inner._keras_dist
-        if reduction.local_variables():
-            check_local(optimizer)
-        inner.__class__ = type(inner).__bases__[1]
-        object.__delattr__(inner, "_keras_dist")
-        attach(optimizer, reduction)
+    if not is_distributed(inner) or is_distributed(optimizer):
+        return False
+    reduction = inner._keras_dist
+    if reduction.local_variables():
+        check_local(optimizer)
+    inner.__class__ = type(inner).__bases__[1]
+    object.__delattr__(inner, "_keras_dist")
+    attach(optimizer, reduction)
+    return True
 
 
 def attach(optimizer: Any, reduction: GradientReduction) -> None:

@@ -8,6 +8,7 @@ import keras
 from keras_dist import _engine, errors, runtime
 from keras_dist.arguments import chosen_groups
 from keras_dist.distributed import attach, check_local, is_distributed
+from keras_dist.loss_scales import watch_loss_scales
 from keras_dist.model_state import MULTI_OPTIMIZER, optimizers_inside
 from keras_dist.process_sets import ProcessSet
 from keras_dist.reduction import GradientReduction
@@ -120,6 +121,7 @@ def DistributedOptimizer(
     )
     attach(optimizer, GradientReduction(terms, own))
     watch_models()
+    watch_loss_scales()
     return optimizer
 
 

@@ -18,7 +18,7 @@ from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.data import epochs
 from keras_dist.distributed import distributed_optimizers, move_outwards
 from keras_dist.fit_plan import agree_on_fit
-from keras_dist.model_state import RESULT
+from keras_dist.model_state import RESULT, optimizers_of
 
 __all__ = ["watch_models"]
 
@@ -34,7 +34,8 @@ def watch_models() -> None:
 
     @functools.wraps(original)
     def make_train_function(self: keras.Model, force: bool = False) -> Any:
-        move_outwards(self.optimizer)
+        for optimizer in optimizers_of(self):
+            move_outwards(optimizer)
         optimizers = distributed_optimizers(self)
         if not optimizers:
             return original(self, force)

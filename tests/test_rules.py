@@ -20,7 +20,7 @@ ENGINE = "numpy .config .errors ._engine.*"
 ON_KERAS = (
     "keras numpy .runtime .bucket_size ._backends ._engine .config .errors .launcher "
     ".callbacks .collectives .distributed .layers .model_state .optimizer .process_sets .reduce_op "
-    ".reduction .replicas "
+    ".loss_scales .reduction .replicas "
     ".fit_plan .gradient_plans .saved_terms .terms "
     ".trainer .whole_files"
 )
@@ -141,6 +141,7 @@ TABLE = [
     (".distributed",           ON_KERAS,                                      ""),
     (".fit_plan",              f"{ON_KERAS} .data.epochs",                    ""),
     (".layers",                ON_KERAS,                                      ""),
+    (".loss_scales",           "keras .distributed",                          ""),
     (".optimizers",            "keras .errors",                               ""),
     (".builds",                ".runtime ._engine .errors",                   ""),
     (".arguments",             ".runtime .errors .reduce_op",                 ""),

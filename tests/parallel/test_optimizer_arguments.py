@@ -118,6 +118,18 @@ def test_passes_are_averaged_or_added_up(monkeypatch, scale, average):
     assert int(inner.iterations) == 2
 
 
+def test_a_loss_scale_around_a_distributed_optimizer_skips_on_all_ranks():
+    n, rank = keras_dist.size(), keras_dist.rank()
+    inner = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, 1.0)
+    mine = np.full(2, rank + 1, "float32")
+    overflown = mine * (np.inf if rank == n - 1 else 1)
+    (value,) = apply(optimizer, [mine], [overflown], [10 * mine])
+    assert float(optimizer.dynamic_scale) == 0.5
+    assert int(inner.iterations) == 2
+    np.testing.assert_allclose(value, np.full(2, -(1 + 10 / 0.5) * (n + 1) / 2))
+
+
 def test_an_overflow_in_one_step_does_not_reach_the_next():
     wrapped = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
     variable = keras.Variable(np.zeros(2, "float32"))

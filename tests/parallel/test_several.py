@@ -151,3 +151,21 @@ def test_two_optimizers_in_one_train_step():
     assert agreed([np.array(v).tobytes() for v in model.judging.variables])
     assert int(model.judging.iterations) == int(model.optimizer.iterations) == STEPS
     assert_close(weights_of(model), weights_of(plain))
+
+
+def test_each_of_two_optimizers_under_a_loss_scale_skips_its_own_steps():
+    n = keras_dist.size()
+    real, _ = global_data()
+    real[BATCH * n - 1] = np.inf  # in the first step, on the last rank
+    noise = np.random.default_rng(2).standard_normal((len(real), 2)).astype("float32")
+
+    def scaled(optimizer):
+        return keras.optimizers.LossScaleOptimizer(optimizer, 1.0)
+
+    plain, model = Gan(scaled), Gan(lambda one: scaled(keras_dist.DistributedOptimizer(one)))
+    plain.fit(real, noise, batch_size=BATCH * n, shuffle=False, verbose=0)
+    fit_rows(model, rows_of_rank(real, BATCH), rows_of_rank(noise, BATCH))
+    keras_dist.verify_replicas(model)
+    for one in (plain, model):  # the maker has not seen what overflows
+        assert (int(one.judging.iterations), int(one.optimizer.iterations)) == (STEPS - 1, STEPS)
+    assert_close(weights_of(model), weights_of(plain))
