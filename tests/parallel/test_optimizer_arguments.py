@@ -289,11 +289,12 @@ def test_adasum_of_an_embedding():
 @pytest.mark.parity("local variables keep their own gradients")
 @pytest.mark.parametrize("scale", [True, False])
 @pytest.mark.parametrize("way", ["variables", "layers"])
-def test_local_variables_stay_local(way, scale):
+@pytest.mark.parametrize("passes", [1, 2])
+def test_local_variables_stay_local(passes, way, scale):
     n, rank = keras_dist.size(), keras_dist.rank()
     model = make_model()
     layer = model.layers[0]
-    options = {"scale_local_gradients": scale}
+    options = {"scale_local_gradients": scale, "backward_passes_per_step": passes}
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     if way == "layers":
         keras_dist.PartialDistributedOptimizer(optimizer, local_layers=layer, **options)
@@ -303,10 +304,14 @@ def test_local_variables_stay_local(way, scale):
             optimizer.register_local_var(variable)
     optimizer.build(model.trainable_variables)
     before = weights_of(model)
-    gradients = [keras.ops.ones(v.shape) * float(rank + 1) for v in model.trainable_variables]
-    optimizer.apply(gradients, model.trainable_variables)
-    local = 0.1 * (rank + 1) / (n if scale else 1)
-    shared = 0.1 * (n + 1) / 2
+    for factor in range(1, passes + 1):
+        mine = float(factor * (rank + 1))
+        gradients = [keras.ops.ones(v.shape) * mine for v in model.trainable_variables]
+        optimizer.apply(gradients, model.trainable_variables)
+    assert int(optimizer.iterations) == 1
+    total = 0.1 * sum(range(1, passes + 1))
+    local = total * (rank + 1) / (n if scale else 1)
+    shared = total * (n + 1) / 2
     expected = [local, local, shared, shared]
     for weight, old, step in zip(weights_of(model), before, expected, strict=True):
         np.testing.assert_allclose(weight, old - np.float32(step), rtol=1e-5, atol=1e-6)
