@@ -145,7 +145,7 @@ def broadcast(
             return [collectives.allreduce(arrays[0], name=name, process_set=process_set)]
 
         averaged = on_host(average, [gradient], [gradient.shape])[0]
-        return (averaged * (runtime.rank() == root_rank),)
+        return (averaged if runtime.rank() == root_rank else jax.numpy.zeros_like(averaged),)
 
     return differentiable(run, lambda given: (run(given), None), back, jax.numpy.asarray(array))
 

@@ -165,4 +165,4 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         root_rank, name, process_set = ctx.how
         averaged = plain.allreduce(gradient, None, name, Average, process_set=process_set)
-        return None, averaged * (runtime.rank() == root_rank)
+        return None, averaged if runtime.rank() == root_rank else torch.zeros_like(averaged)

@@ -102,6 +102,8 @@ def test_gradients(compiled):
     np.testing.assert_allclose(
         gradient(hvd.broadcast), 2 * x * weights.mean() * (rank == 0), rtol=1e-6
     )
+    infinite = gradient(lambda x: hvd.broadcast(x) * jnp.inf)
+    equal(infinite, np.full(x.shape, 0 if rank else np.inf))
     np.testing.assert_allclose(
         gradient(hvd.alltoall), 2 * x * np.repeat(weights, 2)[:, None], rtol=1e-6
     )

@@ -246,6 +246,8 @@ def test_gradients_as_horovod_registers_them():
     assert torch.equal(gradient(hvd.allreduce), ones)
     assert torch.equal(gradient(hvd.allgather), ones)
     assert torch.equal(gradient(lambda x: hvd.broadcast(x, 0)), ones * (rank == 0))
+    infinite = gradient(lambda x: hvd.broadcast(x, 0) * torch.inf)
+    assert torch.equal(infinite, torch.where(torch.tensor(rank == 0), torch.inf, 0 * ones))
     assert torch.equal(gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum)), ones * size)
     assert torch.equal(gradient(hvd.alltoall), ones)
     with pytest.raises(errors.ArgumentError, match="Average or Sum where gradients"):
