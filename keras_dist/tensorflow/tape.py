@@ -161,7 +161,7 @@ def PartialDistributedGradientTape(
     # What has been recorded is shared; which of the two records from now on is the user's choice.
     made.__dict__.update(gradtape.__dict__)
     made._keras_dist_terms = terms
-    made._keras_dist_local = [v for layer in layers for v in layer.trainable_variables]
+    made._keras_dist_registered, made._keras_dist_layers = [], layers
     return made
 
 
@@ -169,7 +169,8 @@ class _DistributedTape:
     """What makes a tape distributed. Comes before the tape's own class."""
 
     _keras_dist_terms: Terms
-    _keras_dist_local: list[Any]
+    _keras_dist_registered: list[Any]
+    _keras_dist_layers: Sequence[keras.Layer]
 
     def register_local_source(self, source: Any) -> None:
         """Leaves a source out of the reduction: each rank keeps its own gradient.
@@ -177,7 +178,7 @@ class _DistributedTape:
         Args:
             source: a variable, or a tensor that is watched.
         """
-        self._keras_dist_local.append(source)
+        self._keras_dist_registered.append(source)
 
     @operation
     def gradient(
@@ -225,7 +226,7 @@ class _DistributedTape:
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         flat = tf.nest.flatten(sources)
         pairs = list(zip(flat, tf.nest.flatten(gradients), strict=True))
-        local = {id(source) for source in self._keras_dist_local}
+        local = {id(source) for source in self._reduction().local_variables()}
         return (
             [pair for pair in pairs if id(pair[0]) in local],
             [pair for pair in pairs if id(pair[0]) not in local],
@@ -251,5 +252,6 @@ class _DistributedTape:
             # Not lent: nobody knows how long a script keeps the gradients of a tape.
             _reductions[terms.key] = GradientReduction(terms, lend=False)
         reduction = _reductions[terms.key]
-        reduction.registered = list(self._keras_dist_local)
+        reduction.registered = list(self._keras_dist_registered)
+        reduction.local_layers = self._keras_dist_layers
         return reduction

@@ -111,6 +111,13 @@ def test_local_sources_keep_the_gradients_of_their_rank(scales):
         np.testing.assert_allclose(both[1], shared[0][1])
     everything = hvd.PartialDistributedGradientTape(tape, local_layers=layers, **options)
     assert not everything.get_local_and_global_gradients(target, variables)[1]
+    late = keras.layers.Dense(1, use_bias=False)  # it has variables once it is called
+    partial = hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=late, **options)
+    with partial:
+        target = tf.reduce_sum(late(tf.ones([1, 3]))) * (RANK + 1.0)
+    ((source, gradient),), shared = partial.get_local_and_global_gradients(target, late.weights)
+    assert source is late.kernel and not shared
+    np.testing.assert_allclose(gradient, (RANK + 1) / (SIZE if scales else 1))
 
 
 def test_a_table_that_is_cut_over_the_ranks_trains_by_alltoall():
