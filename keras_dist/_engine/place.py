@@ -79,6 +79,8 @@ class Handle(Place):
                 del self  # as in `_run`
         return self._result
 
+    __call__ = wait  # of a sparse reduction Horovod's scripts ask the result so
+
     def _run(self) -> bool:
         """Runs the operation in the calling thread; returns whether it went well."""
         try:

@@ -166,7 +166,9 @@ def test_grouped_forms_of_mixed_dtypes():
 def test_sparse_allreduce():
     place = torch.tensor([[hvd.rank(), 5]])
     x = torch.sparse_coo_tensor(place, torch.ones(2, 3) * (hvd.rank() + 1), (8, 3))
-    total = hvd.synchronize(hvd.sparse_allreduce_async(x, name="table", op=hvd.Sum))
+    handle = hvd.sparse_allreduce_async(x, name="table", op=hvd.Sum)
+    total = handle()  # as scripts for Horovod ask
+    assert hvd.synchronize(handle) is total
     expected = torch.zeros(8, 3)
     for rank in range(hvd.size()):
         expected[rank] += rank + 1
