@@ -137,6 +137,8 @@ hooks = [hvd.BroadcastGlobalVariablesHook(0)]
 hvd.broadcast_global_variables(0)
 allreduce(x, average=True)
 horovod = other.allreduce(x, average=True)
+if hvd.rank() == 0:
+    callbacks = [hvd.callbacks.BestModelCheckpoint()]
 """
 
 
@@ -144,7 +146,7 @@ def test_what_is_left_to_the_user_is_named_by_line(migrate):
     code, _, notes, text = migrate(OLD, "--write")
     assert code == 0
     lines = [int(line.partition(":")[0]) for line in notes.splitlines()]
-    assert lines == [2, 3, 4, 5, 7, 8, 9]
+    assert lines == [2, 3, 4, 5, 7, 8, 9, 11]
     assert "7: hvd.BroadcastGlobalVariablesHook: TensorFlow 1 alone" in notes
     assert "import horovod.mxnet as mx\nfrom horovod import spark\n" in text
     assert "from horovod.runner.common import util\n" in text

@@ -37,7 +37,7 @@ from keras_dist import config, errors, runtime
 from keras_dist.callbacks.backup import BackupAndRestore
 from keras_dist.callbacks.batches import VerifyBatches
 from keras_dist.callbacks.broadcast import BroadcastGlobalVariablesCallback
-from keras_dist.callbacks.checkpoint import ModelCheckpoint
+from keras_dist.callbacks.checkpoint import BestModelCheckpoint, ModelCheckpoint
 from keras_dist.callbacks.console import RootConsoleCallback
 from keras_dist.callbacks.learning_rate import (
     LearningRateScheduleCallback,
@@ -59,6 +59,7 @@ __all__ = [
     "AgreeOnStoppingCallback",
     "AverageStatisticsCallback",
     "BackupAndRestore",
+    "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
     "GoOnWithoutLostRanks",
     "LearningRateScheduleCallback",

@@ -14,7 +14,7 @@ from keras_dist.callbacks.root import on_root
 from keras_dist.callbacks.verification import verify_before_writing
 from keras_dist.model_state import state
 
-__all__ = ["ModelCheckpoint"]
+__all__ = ["BestModelCheckpoint", "ModelCheckpoint"]
 
 # What HDF5 takes for a variable besides its values, and for itself: an upper bound.
 HDF5_NBYTES = 8192
@@ -112,6 +112,34 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         finally:
             self.set_model(model)
         return saver.has_saved and self._behind is None
+
+
+class BestModelCheckpoint(ModelCheckpoint):
+    """The `ModelCheckpoint` that keeps the best model alone, with Horovod's arguments.
+
+    Args:
+        monitor: as in Keras, like those that follow. Defaults to `"val_loss"`.
+        verbose: as in Keras. Defaults to 0.
+        save_weights_only: as in Keras. Defaults to `False`.
+        mode: as in Keras. Defaults to `"auto"`.
+        save_freq: as in Keras. Defaults to `"epoch"`.
+        filepath: where to write; the attribute may be set later, too. Defaults to `None`:
+            `best.keras`, or `best.weights.h5` for weights alone.
+        **kwargs: as for `ModelCheckpoint`.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        filepath: Any = None,
+        **kwargs: Any,
+    ):
+        path = filepath or ("best.weights.h5" if save_weights_only else "best.keras")
+        super().__init__(path, monitor, verbose, True, save_weights_only, mode, save_freq, **kwargs)
 
 
 class _Saver:

@@ -23,6 +23,7 @@ from keras_dist.migration.names import (
 __all__ = ["Note", "rewrite"]
 
 PINNED = "# keras_dist: init has taken the GPU of this rank already; this may go."
+CHECKPOINTS = m.Name("ModelCheckpoint") | m.Name("BestModelCheckpoint")
 CHECKPOINT = (
     "a checkpoint on rank 0 alone: callbacks.ModelCheckpoint of keras_dist is passed on every "
     "rank, writes on the root, and all ranks hear when that fails"
@@ -183,7 +184,7 @@ class _Rewriter(m.MatcherDecoratableTransformer):
     def visit_If(self, node: cst.If) -> None:
         asked = {get_full_name_for_node(one) for one in _attributes(node.test)}
         of_rank = any(f"{alias}.rank" in asked for alias in self._aliases)
-        if of_rank and m.findall(node.body, m.Name("ModelCheckpoint")):
+        if of_rank and m.findall(node.body, CHECKPOINTS):
             self._note(node, CHECKPOINT)
 
     def _note(self, node: cst.CSTNode, text: str) -> None:

@@ -13,10 +13,7 @@ from training import agreed, distributed, make_data, weights_of
 
 import keras_dist
 from keras_dist import errors
-from keras_dist.callbacks import (
-    ModelCheckpoint,
-    files,
-)
+from keras_dist.callbacks import BestModelCheckpoint, ModelCheckpoint, files
 
 
 @pytest.mark.parity("`ModelCheckpoint`: the root writes, the others wait")
@@ -35,10 +32,21 @@ def test_only_the_root_writes_and_all_leave_together(shared_tmp_path):
             np.testing.assert_array_equal(weight, expected)
 
 
-def test_the_best_is_kept_and_weights_alone_can_be_written(shared_tmp_path):
+def keeping_the_best(path):
+    return ModelCheckpoint(path, "loss", save_best_only=True, save_weights_only=True)
+
+
+def keeping_the_best_as_in_horovod(path):
+    checkpoint = BestModelCheckpoint("loss", 0, True)
+    checkpoint.filepath = str(path)
+    return checkpoint
+
+
+@pytest.mark.parametrize("make", [keeping_the_best, keeping_the_best_as_in_horovod])
+def test_the_best_is_kept_and_weights_alone_can_be_written(shared_tmp_path, make):
     model = distributed(keras.optimizers.SGD(0.0))
     path = shared_tmp_path / "best.weights.h5"
-    checkpoint = ModelCheckpoint(path, "loss", save_best_only=True, save_weights_only=True)
+    checkpoint = make(path)
     x, y = make_data(8)
     # In the same order, as another one may round to a loss that is better in the last bit.
     model.fit(x, y, shuffle=False, verbose=0, callbacks=keras_dist.callbacks(checkpoint))
