@@ -11,7 +11,26 @@ from keras_dist.elastic.state import ObjectState
 __all__ = ["KerasState", "TensorFlowKerasState", "TensorFlowState", "TorchState"]
 
 
-class KerasState(ObjectState):
+class _VariablesState(ObjectState):
+    """A state of variables, whatever their dtypes, and of named values."""
+
+    def _variables(self) -> list[Any]:
+        raise NotImplementedError
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        from keras_dist.model_state import bytes_of
+
+        return {str(place): bytes_of(one) for place, one in enumerate(self._variables())}
+
+    def _put_arrays(self, arrays: dict[str, np.ndarray]) -> None:
+        from keras_dist.model_state import to_numpy
+
+        for place, one in enumerate(self._variables()):
+            raw = np.ascontiguousarray(arrays[str(place)])
+            one.assign(raw.view(to_numpy(one).dtype).reshape(one.shape))
+
+
+class KerasState(_VariablesState):
     """The weights of a model, the state of its optimizer, and named values.
 
     Args:
@@ -40,21 +59,47 @@ class KerasState(ObjectState):
         own = [] if self.optimizer is None else self.optimizer.variables
         return list({id(one): one for one in [*state(self.model), *own]}.values())
 
-    def _arrays(self) -> dict[str, np.ndarray]:
-        from keras_dist.model_state import bytes_of
 
-        return {str(place): bytes_of(one) for place, one in enumerate(self._variables())}
+class TensorFlowKerasState(KerasState):
+    """A `KerasState` with Horovod's arguments.
 
-    def _put_arrays(self, arrays: dict[str, np.ndarray]) -> None:
-        from keras_dist.model_state import to_numpy
+    Args:
+        model: as for `KerasState`, like those that are not named here.
+        optimizer: as for `KerasState`.
+        backend: ignored, as Keras 3 has one for all models.
+        directory: as for `ObjectState`.
+        **attributes: as for `ObjectState`.
+    """
 
-        for place, one in enumerate(self._variables()):
-            raw = np.ascontiguousarray(arrays[str(place)])
-            one.assign(raw.view(to_numpy(one).dtype).reshape(one.shape))
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        backend: Any = None,
+        directory: Any = None,
+        **attributes: Any,
+    ):
+        super().__init__(model, optimizer, directory, **attributes)
 
 
-# Keras 3 has one kind of model and of variables.
-TensorFlowKerasState = TensorFlowState = KerasState
+class TensorFlowState(_VariablesState):
+    """The values of variables of TensorFlow, and named values.
+
+    Args:
+        variables: in the same order on every rank. Defaults to `None`: none.
+        session: ignored, as there is none since TensorFlow 2.
+        directory: as for `ObjectState`.
+        **attributes: as for `ObjectState`.
+    """
+
+    def __init__(
+        self, variables: Any = None, session: Any = None, directory: Any = None, **attributes: Any
+    ):
+        self.variables = list(variables or ())
+        super().__init__(directory, **attributes)
+
+    def _variables(self) -> list[Any]:
+        return self.variables
 
 
 class TorchState(ObjectState):

@@ -12,7 +12,20 @@ HorovodInternalError = errors.RankLostError
 
 
 class HostsUpdatedInterrupt(errors.KerasDistError, RuntimeError):
-    """The ranks are others than before: raised on every rank by `State.check_host_updates`."""
+    """The ranks are others than before: raised on every rank by `State.check_host_updates`.
+
+    Args:
+        skip_sync: whether `run` calls the function again with the state of each rank as it is.
+            Defaults to `False`: with that of the root.
+        text: what it says. Defaults to nothing.
+    """
+
+    def __init__(self, skip_sync: bool = False, text: str = ""):
+        super().__init__(skip_sync, text)
+        self.skip_sync = skip_sync
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,8 +55,9 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
         while True:
             try:
                 return function(state, *args, **kwargs)
-            except HostsUpdatedInterrupt:
+            except HostsUpdatedInterrupt as interrupt:
                 state.on_reset()
-                state.sync()
+                if not interrupt.skip_sync:
+                    state.sync()
 
     return elastic

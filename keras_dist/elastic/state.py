@@ -26,9 +26,13 @@ class State:
     """The state of a training; `ObjectState`, `KerasState` and `TorchState` say of what.
 
     A class of the user's own has `save`, `restore` and `sync`.
+
+    Args:
+        bcast_object: of Horovod's scripts; ignored.
+        get_rank: of Horovod's scripts; ignored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bcast_object: Any = None, get_rank: Any = None) -> None:
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._losses = runtime.communicator().losses
 
@@ -75,7 +79,7 @@ class State:
         self._losses = comm.losses
         if any(told):
             text = f"{runtime.where()} Ranks have died; {comm.size} go on."
-            raise HostsUpdatedInterrupt(text)
+            raise HostsUpdatedInterrupt(text=text)
 
     def save(self) -> None:
         """Keeps the state as it is."""

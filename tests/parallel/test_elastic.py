@@ -63,6 +63,55 @@ def test_a_keras_state_is_found_in_its_directory(shared_tmp_path):
     assert all((a == b).all() for a, b in zip(values_of(other), values_of(model), strict=True))
 
 
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="variables of TensorFlow")
+def test_a_state_of_tensorflows_variables(shared_tmp_path):
+    import tensorflow as tf
+
+    variables = [tf.Variable([RANK, 1.0], dtype=dtype) for dtype in ("float32", "bfloat16")]
+    state = elastic.TensorFlowState(variables=variables, session=None, epoch=RANK)
+    state.sync()
+    assert state.epoch == 0
+    assert [one.numpy().tolist() for one in variables] == [[0, 1], [0, 1]]
+    variables[0].assign([2.0, 3.0])
+    state.commit()
+    variables[0].assign([4.0, 5.0])
+    state.restore()
+    assert variables[0].numpy().tolist() == [2, 3]
+    elastic.TensorFlowState(variables, directory=shared_tmp_path, epoch=4).commit()
+    others = [tf.Variable(tf.zeros_like(one)) for one in variables]
+    found = elastic.TensorFlowState(others, directory=shared_tmp_path, epoch=0)
+    found.sync()
+    assert found.epoch == 4
+    assert [one.numpy().tolist() for one in others] == [[2, 3], [0, 1]]
+
+
+def test_what_horovods_states_take():
+    state = elastic.TensorFlowKerasState(model_of(seed=0), None, keras.backend, epoch=RANK)
+    state.commit()
+    state.sync()
+    assert state.epoch == 0
+
+    class Counting(elastic.State):
+        """Knows how often it was synchronised."""
+
+        def __init__(self):
+            super().__init__(bcast_object=keras_dist.broadcast_object, get_rank=keras_dist.rank)
+            self.synced = 0
+
+        def sync(self):
+            self.synced += 1
+
+    interrupts = [elastic.HostsUpdatedInterrupt(True), elastic.HostsUpdatedInterrupt(False)]
+
+    @elastic.run
+    def train(state):
+        if interrupts:
+            raise interrupts.pop()
+        return state.synced
+
+    assert train(Counting()) == 2
+
+
 def test_a_model_that_is_not_built_has_no_state():
     with pytest.raises(errors.ArgumentError, match="a model that is built"):
         elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
