@@ -77,7 +77,8 @@ class Gradients:
                     runtime.where(),
                     "zero_grad before backward, or after step or synchronize",
                     "it between them, while gradients are being reduced",
-                    "Call optimizer.step() or optimizer.synchronize() first.",
+                    "Call optimizer.step() or optimizer.synchronize() first; with a GradScaler "
+                    "synchronize() before its unscale_ and step, or it skips a step on one rank.",
                 )
             )
 

@@ -219,10 +219,30 @@ def test_zero_grad_between_backward_and_step_is_an_error(overlap):
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
     train(model, optimizer, part)
     loss_of(model, part(data()[0][0]), part(data()[1][0])).backward()
-    with pytest.raises(errors.UsageError, match="zero_grad"):
+    with pytest.raises(errors.UsageError, match=r"zero_grad.*with a GradScaler synchronize\(\)"):
         optimizer.zero_grad()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def test_an_overflow_on_one_rank_is_skipped_on_all(overlap):
+    model = network()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer.zero_grad()
+        overflows = step == 1 and hvd.rank() == hvd.size() - 1
+        scaler.scale(model(torch.ones(2, 3)).sum() * (torch.inf if overflows else 1)).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (4.0 if step == 0 else 2.0)
+        kept = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        assert all(kept) == any(kept) == (step == 1)
+    assert same_on_all(model.parameters())
 
 
 def test_a_parameter_that_one_rank_does_not_use(overlap):
