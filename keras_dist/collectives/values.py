@@ -14,6 +14,8 @@ def as_array(value: Any) -> np.ndarray:
 
     Raises:
         ArgumentError: its rows have different lengths.
+        ArgumentTypeError: it has no values yet, as within `tf.function` and `jax.jit`, or they are
+            not in the memory of the host.
     """
     try:
         return np.asarray(value)
@@ -24,6 +26,16 @@ def as_array(value: Any) -> np.ndarray:
                 "a number or an array of one shape",
                 f"{type(value).__name__} ({error})",
                 "Pass rows of equal length.",
+            )
+        ) from error
+    except (NotImplementedError, TypeError) as error:
+        raise errors.ArgumentTypeError(
+            errors.explain(
+                runtime.where(),
+                "a value that numpy can read",
+                f"{type(value).__name__} ({str(error).partition(chr(10))[0]})",
+                "Within tf.function or jax.jit, and for tensors of a GPU, use the functions of "
+                "keras_dist.tensorflow, keras_dist.jax or keras_dist.torch.",
             )
         ) from error
 

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import keras_dist
 import keras_dist.jax as hvd
 
 
@@ -203,6 +204,8 @@ def test_differences_are_errors_on_every_rank_and_the_job_goes_on():
         hvd.allreduce(jnp.ones(3 + odd))
     with pytest.raises(Exception, match=r"rank \d of"):
         jax.block_until_ready(jax.jit(hvd.allreduce)(jnp.ones(3 + odd)))
+    with pytest.raises(TypeError, match=r"use the functions of .* keras_dist\.jax"):
+        jax.jit(keras_dist.allreduce)(jnp.ones(3))
     equal(hvd.allreduce(jnp.ones(2), "sum"), np.full(2, hvd.size()))
 
 

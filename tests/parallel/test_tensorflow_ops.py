@@ -373,6 +373,14 @@ def test_a_wrong_argument_is_an_invalid_argument(call):
     assert float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum)) == SIZE
 
 
+def test_collectives_of_arrays_within_a_graph_say_what_to_use_there():
+    for call in (keras_dist.allreduce, keras_dist.allgather, lambda x: keras_dist.broadcast(x, 0)):
+        for kind, converts in ((TypeError, False), (Exception, True)):  # AutoGraph makes its own
+            with pytest.raises(kind, match=r"use the functions of keras_dist\.tensorflow"):
+                tf.function(call, autograph=converts)(mine())
+    assert float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum)) == SIZE
+
+
 def test_named_operations_of_several_threads_meet_in_any_order():
     results = {}
 
