@@ -35,7 +35,7 @@ def equal(found, expected):
 
 
 def test_allreduce_of_every_op_and_dtype(compiled):
-    for dtype in ("int32", "float16", ml_dtypes.bfloat16, "float32"):
+    for dtype in ("uint8", "int8", "int16", "int32", "float16", ml_dtypes.bfloat16, "float32"):
         for shape in [(), (5, 3)]:
             x, stack = jnp.asarray(mine(shape, dtype)), everyones(shape, dtype)
 

@@ -10,8 +10,8 @@ import keras_dist.torch as hvd
 from keras_dist import errors
 from keras_dist.torch import direct
 
-DTYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32]
-DTYPES += [torch.float64]
+DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -181,6 +181,10 @@ def test_allgather_of_different_lengths():
         x = (torch.ones(hvd.rank() + 1, 2) * (hvd.rank() + 1)).to(dtype)
         rows = [torch.ones(r + 1, 2) * (r + 1) for r in range(hvd.size())]
         assert torch.equal(hvd.allgather(x), torch.cat(rows).to(dtype))
+    bools = [torch.arange(2 * hvd.size()) % 3 == rank % 3 for rank in range(hvd.size())]
+    assert torch.equal(hvd.broadcast(bools[hvd.rank()], hvd.size() - 1), bools[-1])
+    sent = torch.cat([each[2 * hvd.rank() :][:2] for each in bools])
+    assert torch.equal(hvd.alltoall(bools[hvd.rank()]), sent)
 
 
 def test_alltoall_of_unequal_and_no_rows():
