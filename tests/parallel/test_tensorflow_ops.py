@@ -248,7 +248,11 @@ def test_a_process_set_is_its_own_world():
 
 def test_gradients_of_allreduce():
     weights = mine()  # each rank weighs its result by its number plus one
-    for op, expected in (("Sum", SIZE * (MEAN + 1)), (hvd.Average, MEAN + 1), ("AVERAGE", MEAN + 1)):
+    for op, expected in (
+        ("Sum", SIZE * (MEAN + 1)),
+        (hvd.Average, MEAN + 1),
+        ("AVERAGE", MEAN + 1),
+    ):
         found = gradient_of(lambda x, op=op: hvd.allreduce(x, op=op), mine(), weights)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
     found = gradient_of(lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)[1], mine())
