@@ -107,12 +107,12 @@ def test_a_restarted_training_ends_with_the_weights_of_one_that_was_not_interrup
 @pytest.mark.fault(
     "every try of a job fails, under `keras-dist run --max-restarts`",
     "it ends after so many restarts, with the exit code of the last",
-    within=20,
+    within=30,
 )
 def test_a_job_that_always_fails_is_given_up(start, tmp_path):
     text = f"{BARE}runtime.init()\nfault()\nraise SystemExit(7)"
     job = start("-np", "2", "--max-restarts", "2", text=text)
-    printed = end_of(job, tmp_path, timeout=20)
+    printed = end_of(job, tmp_path, timeout=30)
     assert job.returncode == 7, printed
     assert "failed with exit code 7. Restart 1 of 2 in 1 s." in printed
     assert "failed with exit code 7. Restart 2 of 2 in 2 s." in printed
