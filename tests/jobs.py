@@ -1,5 +1,6 @@
 """How tests start jobs of their own: the launcher, and scripts that need no framework."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,17 @@ def launcher():
         # It would refuse to run as root and to start more ranks than there are cores.
         return [mpiexec, "--allow-run-as-root", "--oversubscribe"]
     return [mpiexec]
+
+
+def told(job, pattern):
+    """Returns the match of the one line that a job, which has ended well, printed so.
+
+    It need not be the last: warnings of the ranks come by another way.
+    """
+    assert job.returncode == 0, job.stdout
+    found = [*filter(None, (re.fullmatch(pattern, line) for line in job.stdout.splitlines()))]
+    assert len(found) == 1, job.stdout
+    return found[0]
 
 
 def pids(folder):
