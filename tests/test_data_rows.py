@@ -341,6 +341,28 @@ def test_no_rank_waits_for_one_that_has_gone(run_ranks, folder, rank, how):
     assert how == "dies" or "[1] RuntimeError: no more" in job.stdout, job.stdout
 
 
+ASKS = """
+from keras_dist import _engine
+from keras_dist._engine import service
+def twice(number): return [2.0 * number]
+def end(): print("served", flush=True)
+served = _engine.Service(runtime.communicator(), [0] * size, twice, end)
+if rank:
+    answer, said = np.empty(1), service.note
+    def note(*words):
+        said(*words)
+        served.leave()  # as the garbage collector may at any moment
+    service.note = note
+    served.ask(np.array([rank]), [answer])
+    assert answer[0] == 2 * rank, answer
+"""
+
+
+def test_a_question_is_answered_though_its_rank_leaves_meanwhile(run_ranks, tmp_path):
+    job = run_ranks(2, *script(RANKS + ASKS)[1:], str(tmp_path), timeout=30)
+    assert job.returncode == 0 and job.stdout.count("served") == 2, job.stdout
+
+
 MEMORY = """
 import resource
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

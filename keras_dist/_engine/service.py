@@ -54,8 +54,9 @@ class Service:
         comm.services_made += 1
         self._server = servers[comm.rank]
         self._pair = sorted((comm.ranks[self._server], comm.ranks[comm.rank]))
-        self._asks = threading.Lock()
-        self._left = self._server == comm.rank  # who serves has nobody to leave
+        self._asks = threading.Lock()  # held while a question is on its way
+        # Whether this rank asks no more, and has said so; who serves has nobody to leave.
+        self._left = self._has_said_so = self._server == comm.rank
         self._farewell: Any | None = None  # on its way
         mine = [rank for rank, server in enumerate(servers) if server == comm.rank != rank]
         # It alone holds what answers and what that has in memory.
@@ -76,37 +77,50 @@ class Service:
             RankLostError: who is asked has died.
             DataError: the answer is an error, which is told; or the job has ended.
         """
-        with self._asks:
-            if self._left:
-                raise errors.DataError("The ranks have left each other; nobody answers any more.")
-            try:
+        try:
+            with self._asks:
+                if self._left:
+                    text = "The ranks have left each other; nobody answers any more."
+                    raise errors.DataError(text)
                 note(self._pair, f"what rank {self._server} hands out")
                 with also_blocked():
                     self._ask(question, targets)
-            except self._mpi.Exception as failure:
-                if failed_process(self._mpi, failure):
-                    raise errors.RankLostError(f"Rank {self._server} has died.") from failure
-                raise
+        except self._mpi.Exception as failure:
+            if failed_process(self._mpi, failure):
+                raise errors.RankLostError(f"Rank {self._server} has died.") from failure
+            raise
+        finally:
+            if self._left:
+                self.leave()
 
     def leave(self) -> None:
         """Says that this rank asks no more. Does not block; a question on its way is answered.
 
-        Takes no lock: the garbage collector may call it, in whatever this thread is about.
+        Waits for no lock: the garbage collector may call it, in whatever this thread is about.
+        Where a question is on its way, who asks says it afterwards: behind it nothing is answered.
         """
-        if self._left:
-            return
         self._left = True
-        with self._the_dead_left_alone():
-            self._farewell = self._world.Isend(np.empty(0, np.int64), self._server, self._tag)
+        if self._asks.acquire(blocking=False):
+            try:
+                self._say_so()
+            finally:
+                self._asks.release()
 
     def close(self) -> None:
         """Takes leave, and serves until all others have done so. Collective; blocks."""
+        self._left = True
         with self._asks:  # the thread of a question is not to speak to MPI when it ends
-            self.leave()
+            self._say_so()
         if self._farewell is not None:
             with self._the_dead_left_alone():
                 _finish(self._farewell)
         self._thread.join()
+
+    def _say_so(self) -> None:
+        if not self._has_said_so:
+            self._has_said_so = True
+            with self._the_dead_left_alone():
+                self._farewell = self._world.Isend(np.empty(0, np.int64), self._server, self._tag)
 
     @contextlib.contextmanager
     def _the_dead_left_alone(self) -> Iterator[None]:
