@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from keras_dist._engine import timeline
-from keras_dist._engine.buckets import Bucket, Piece, aligned, slice_bounds
+from keras_dist._engine.buckets import Bucket, Piece, aligned, aligned_array, slice_bounds
 from keras_dist._engine.node import Node
 from keras_dist._engine.reduce import ReduceOp, reduce_each, reduce_into
 from keras_dist._engine.shared import Segment
@@ -103,7 +103,7 @@ class _Whole:
         # Only now, when all have come for the same call: the turns of the ranks stay equal.
         self._turn ^= 1
         with timeline.phase("reduce"):
-            result = np.empty(self._bucket.count, self._bucket.dtype)
+            result = aligned_array(self._bucket.count, self._bucket.dtype)
             reduce_into(result, iter(self._rows[self._turn]), self._op)
         return result
 

@@ -7,13 +7,23 @@ same arrays makes the same plan without talking to the others.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-__all__ = ["ALIGNMENT", "Bucket", "Piece", "Slot", "aligned", "plan_buckets", "slice_bounds"]
+__all__ = [
+    "ALIGNMENT",
+    "Bucket",
+    "Piece",
+    "Slot",
+    "aligned",
+    "aligned_array",
+    "plan_buckets",
+    "slice_bounds",
+]
 
-ALIGNMENT = 64  # bytes: a cache line, and what TensorFlow asks of a buffer it takes as it is
+# Bytes: a cache line, and what TensorFlow and JAX ask of memory that they take as it is.
+ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +64,7 @@ class Bucket:
 
     def pack(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Copies arrays, one for each slot and in their order, into a new fused buffer."""
-        buffer = np.zeros(self.count, self.dtype)
+        buffer = aligned_array(self.count, self.dtype, np.zeros)
         self.pack_into(buffer, arrays)
         return buffer
 
@@ -108,6 +118,24 @@ class Piece:
         for slot, begin, at, count in self.parts:
             scratch[at : at + count] = arrays[slot][begin : begin + count]
         return scratch[: len(self)]
+
+
+def aligned_array(
+    count: int, dtype: np.dtype, make: Callable[..., np.ndarray] = np.empty
+) -> np.ndarray:
+    """Returns a new flat array that begins on a cache line.
+
+    Others begin where numpy likes, and TensorFlow makes a copy of those.
+
+    Args:
+        count: how many elements it has.
+        dtype: their dtype.
+        make: numpy's function that makes it. Defaults to `np.empty`.
+    """
+    nbytes = count * dtype.itemsize
+    memory = make(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % ALIGNMENT
+    return memory[start : start + nbytes].view(dtype)
 
 
 def aligned(nbytes: int) -> int:

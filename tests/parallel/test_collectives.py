@@ -157,6 +157,12 @@ def test_objects():
     ]
 
 
+@pytest.mark.parametrize("count", [3, 50_000, 2_000_000])
+def test_results_lie_where_frameworks_take_them_without_a_copy(count):
+    for result in keras_dist.grouped_allreduce([np.ones(count, "float32"), np.ones(5)]):
+        assert result.ctypes.data % 64 == 0
+
+
 def test_barrier_waits_for_the_last():
     if keras_dist.rank() == keras_dist.size() - 1:
         time.sleep(0.3)

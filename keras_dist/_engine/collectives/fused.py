@@ -9,7 +9,7 @@ import numpy as np
 from keras_dist._engine import timeline
 from keras_dist._engine.agreement import Call, entries_of
 from keras_dist._engine.bucket_reduction import BucketReduction, Finish, bucket_reduction
-from keras_dist._engine.buckets import plan_buckets
+from keras_dist._engine.buckets import aligned_array, plan_buckets
 from keras_dist._engine.collectives.adasum import adasum
 from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.meet import meet
@@ -175,7 +175,8 @@ class FusedAllreduce:
                 flat = reduction.reduce(self._across(number, reduction.reads))
                 if not self.lend and reduction.is_shared:
                     with timeline.phase("copy out"):
-                        flat = flat.copy()
+                        shared, flat = flat, aligned_array(flat.size, flat.dtype)
+                        np.copyto(flat, shared)
                 self._is_lent = self.lend and reduction.is_shared
         factor = self._postscale(self.comm.size)
         self._is_lent &= factor == 1
