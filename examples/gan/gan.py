@@ -1,7 +1,7 @@
 """A generative adversarial network: two networks against each other, each with its optimizer.
 
-Its train step is its own, for TensorFlow and torch. It knows nothing of ranks: that the
-optimizers are distributed is all it takes.
+Its train step is its own, for each backend. It knows nothing of ranks: that the optimizers are
+distributed is all it takes.
 """
 
 import keras
@@ -40,7 +40,7 @@ class Gan(keras.Model):
 
     def compile(self, for_maker, for_judge):
         """Takes an optimizer for each of the networks."""
-        super().compile(for_maker, jit_compile=False)
+        super().compile(for_maker)
         self.for_judge = for_judge
         for_maker.build(self.maker.trainable_variables)
         for_judge.build(self.judge.trainable_variables)
@@ -49,8 +49,13 @@ class Gan(keras.Model):
     def metrics(self):
         return [self.judge_loss, self.maker_loss]
 
-    def train_step(self, data):
-        images, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    @property
+    def non_trainable_variables(self):
+        # A train step of JAX is given the variables of the compiled optimizer, and these.
+        return [*self.for_judge.variables, *super().non_trainable_variables]
+
+    def turns(self, images):
+        """What is done in a step: metric, optimizer, network, and its loss."""
 
         def made():
             noise = keras.random.normal((ops.shape(images)[0], NOISE), seed=self.seeds)
@@ -63,8 +68,17 @@ class Gan(keras.Model):
         def loss_of_maker():
             return ops.mean(ops.softplus(-made()))
 
-        self.judge_loss.update_state(descend(self.for_judge, self.judge, loss_of_judge))
-        self.maker_loss.update_state(descend(self.optimizer, self.maker, loss_of_maker))
+        yield self.judge_loss, self.for_judge, self.judge, loss_of_judge
+        yield self.maker_loss, self.optimizer, self.maker, loss_of_maker
+
+    def train_step(self, *state_and_data):
+        images, _, _ = keras.utils.unpack_x_y_sample_weight(state_and_data[-1])
+        if BACKEND == "jax":
+            import jax_step
+
+            return jax_step.train_step(self, state_and_data[0], images)
+        for metric, optimizer, network, loss_of in self.turns(images):
+            metric.update_state(descend(optimizer, network, loss_of))
         return {metric.name: metric.result() for metric in self.metrics}
 
 
