@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import traces
-from jobs import told
+from jobs import lean, told
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MNIST = EXAMPLES / "mnist"
@@ -46,6 +46,15 @@ def test_mnist(tmp_path, ranks):
     report = keras_dist("timeline", timeline)
     assert report.returncode == 0, report.stdout
     assert len(re.findall(r"^ *\d on ", report.stdout, re.MULTILINE)) == ranks, report.stdout
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_mnist_on_other_backends(run_ranks, backend):
+    environment = {**os.environ, "KERAS_BACKEND": backend}
+    job = run_ranks(2, str(MNIST / "train.py"), "--epochs", "2", timeout=600, env=environment)
+    said = told(job, r"Trained on .+ test accuracy (\d+\.\d)%, all replicas are equal\.")
+    assert float(said[1]) > 25
+    assert job.stdout.count("Epoch 2/2") == 1
 
 
 def test_mnist_with_a_loop_by_hand(run_ranks):
@@ -121,7 +130,9 @@ def test_synthetic_benchmark_of_torch(run_ranks):
     assert re.search(rf"^Img/sec per rank: {number}$", job.stdout, re.MULTILINE), job.stdout
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["jax", *(pytest.param(b, marks=pytest.mark.slow) for b in ("tensorflow", "torch"))]
+)
 def test_gan(run_ranks, backend):
     job = run_ranks(
         2,
@@ -162,7 +173,7 @@ def test_hdf5():
 
 
 def test_a_model_on_several_ranks(run_ranks):
-    torch = {**os.environ, "KERAS_BACKEND": "torch"}
+    torch = lean(KERAS_BACKEND="torch")
     products = run_ranks(3, str(EXAMPLES / "model_parallel" / "products.py"), env=torch)
     told(products, r"Weights found by 3 ranks: 1\.000 2\.000 3\.000")
     mlp = run_ranks(

@@ -1,8 +1,7 @@
 """keras.distribution and keras_dist: gradients that JAX averages already are not averaged twice."""
 
-import os
-
 import pytest
+from jobs import lean
 
 pytest.importorskip("jax")
 
@@ -29,7 +28,7 @@ with keras.distribution.DataParallel(auto_shard_dataset=False).scope():
 
 
 def test_a_model_that_keras_distribution_distributes_is_refused(run_ranks):
-    job = run_ranks(2, "-c", TRAINING, env={**os.environ, "KERAS_BACKEND": "jax"})
+    job = run_ranks(2, "-c", TRAINING, env=lean(KERAS_BACKEND="jax"))
     assert job.returncode == 0, job.stdout
     assert job.stdout.count("a model whose gradients keras_dist alone averages, 'twice'") == 2
     assert "Leave out either keras.distribution or keras_dist.DistributedOptimizer." in job.stdout

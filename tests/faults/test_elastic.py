@@ -1,11 +1,10 @@
 """`keras_dist.elastic`: a state that outlives ranks, in place and by a new start of the job."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from jobs import lean
 
 IN_PLACE = """
 import signal
@@ -180,10 +179,9 @@ def test_a_restart_takes_the_hosts_that_there_are_then(tmp_path):
     train.write_text(RESTARTED.format(directory=str(tmp_path / "state")))
     command = [sys.executable, "-m", "keras_dist.cli", "run", "--max-restarts", "1"]
     command += [*asks, "--min-np", "1", "--max-np", "4", str(train)]
-    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
     ended = subprocess.run(
         command,
-        env={**os.environ, **path, "KERAS_BACKEND": "jax"},
+        env=lean(KERAS_BACKEND="jax"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,6 +1,5 @@
 """`keras-dist run`: a failed job is started anew, one that is told to end leaves nothing."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from conftest import PREAMBLE, all_gone, left_in_shared_memory
-from jobs import BARE
+from jobs import BARE, lean
 
 RUN = [sys.executable, "-c", "import sys; from keras_dist.cli import main; sys.exit(main())", "run"]
 
@@ -24,7 +23,7 @@ def start(tmp_path):
         script.write_text(PREAMBLE + text)
         launcher = subprocess.Popen(
             [*RUN, *options, str(script)],
-            env={**os.environ, "FAULT_FOLDER": str(tmp_path)},
+            env=lean(FAULT_FOLDER=str(tmp_path)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

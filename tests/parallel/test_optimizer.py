@@ -8,6 +8,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+from jobs import lean
 from training import (
     BATCH,
     FEATURES,
@@ -404,7 +405,7 @@ def test_a_saved_model_loads_where_keras_dist_cannot_be_imported(shared_tmp_path
     np.savez(path.with_suffix(".npz"), **values)
     if keras_dist.rank() == 0:
         arguments = [str(path), str(STEPS), str(path.with_suffix(".npz"))]
-        subprocess.run([sys.executable, "-c", LOAD_PLAIN, *arguments], check=True)
+        subprocess.run([sys.executable, "-c", LOAD_PLAIN, *arguments], check=True, env=lean())
 
 
 # --- Bad input
