@@ -36,8 +36,12 @@ class Signals:
         self._tell = tell
         self._ours: list[signal.Signals] = []
         is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or not _engine.is_during("fit"):
+        self._depth = _engine.progress().tasks.count("fit")
+        if not is_main or not self._depth:
             return
+        for earlier in _installed[::-1]:
+            if earlier._depth >= self._depth:
+                earlier.close()  # its fit has failed
         self._ours = [one for one in HEARD if signal.getsignal(one) is signal.SIG_DFL]
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
