@@ -155,6 +155,7 @@ def test_a_pipeline_knows_what_comes():
     data = {"x": np.zeros((9, 2), "float16"), "name": np.array(list("abcdefghi"))}
     [part] = parts_of(data, 1, pipeline_of, batch_size=4, remainder="drop", shuffle=False)
     assert int(part.cardinality()) == 2
+    assert part.options().autotune.enabled is False
     assert part.element_spec["x"].shape == (4, 2)
     assert part.element_spec["x"].dtype == "float16"
     assert [list(batch["name"]) for batch in part.as_numpy_iterator()][1] == [

@@ -51,9 +51,12 @@ def pipeline_of(batches: Batched, ahead: bool = True) -> tf.data.Dataset:
     loaded = numbered.map(load)
     loaded.batches = batches
     known = loaded.apply(tf.data.experimental.assert_cardinality(steps))
-    if ahead:
-        return known.prefetch(tf.data.AUTOTUNE)
     options = tf.data.Options()
-    options.autotune.enabled = False  # it would prefetch by itself
-    options.experimental_optimization.inject_prefetch = False
+    # There is nothing to tune, and TensorFlow's tuner does not always hear that its iterator goes,
+    # as at the end of an epoch: then all wait for its next turn, which may be in a minute.
+    options.autotune.enabled = False
+    if ahead:
+        known = known.prefetch(tf.data.AUTOTUNE)
+    else:
+        options.experimental_optimization.inject_prefetch = False
     return known.with_options(options)
