@@ -6,9 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-# What Keras imports where it is installed, which takes half of the time in which a job starts.
-UNUSED = ("IPython", "matplotlib", "pandas", "sklearn")
-
 # Without a framework: the engine is enough to tell how a job starts, stands still and ends.
 BARE = """
 from keras_dist import _backends, runtime
@@ -19,13 +16,14 @@ _backends.active = lambda: Nothing
 """
 
 
-def lean(**variables):
-    """Returns the environment of a job with some variables, and without what Keras needs not."""
-    backend = variables.get("KERAS_BACKEND", os.environ.get("KERAS_BACKEND"))
-    left_out = UNUSED if backend == "jax" else (*UNUSED, "jax")  # TensorFlow imports that, too
+def lean(*needed, **variables):
+    """Returns the environment of a job that imports less, of `jax` and `sklearn` what is needed."""
+    environment = {**os.environ, **variables}
+    # TensorFlow imports JAX where it is.
+    used = {*needed, environment.get("KERAS_BACKEND")}
     folders = [str(Path(__file__).with_name("lean")), os.environ.get("PYTHONPATH", "")]
-    path = os.pathsep.join(filter(None, folders))
-    return {**os.environ, "PYTHONPATH": path, "LEFT_OUT": " ".join(left_out), **variables}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    return {**environment, "LEFT_OUT": " ".join({"jax", "sklearn"} - used)}
 
 
 def script(text):

@@ -50,7 +50,7 @@ def test_mnist(tmp_path, ranks):
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_mnist_on_other_backends(run_ranks, backend):
-    environment = {**os.environ, "KERAS_BACKEND": backend}
+    environment = lean("sklearn", KERAS_BACKEND=backend)
     job = run_ranks(2, str(MNIST / "train.py"), "--epochs", "2", timeout=600, env=environment)
     said = told(job, r"Trained on .+ test accuracy (\d+\.\d)%, all replicas are equal\.")
     assert float(said[1]) > 25
@@ -58,7 +58,10 @@ def test_mnist_on_other_backends(run_ranks, backend):
 
 
 def test_mnist_with_a_loop_by_hand(run_ranks):
-    job = run_ranks(2, str(MNIST / "train_custom_loop.py"), "--epochs", "2", timeout=600)
+    options = ["--epochs", "2"]
+    job = run_ranks(
+        2, str(MNIST / "train_custom_loop.py"), *options, timeout=600, env=lean("sklearn")
+    )
     said = told(
         job,
         r"Trained on .+ with 2 ranks: test accuracy (\d+\.\d)%, all replicas are equal\.",
@@ -139,7 +142,7 @@ def test_gan(run_ranks, backend):
         str(EXAMPLES / "gan" / "train.py"),
         *("--epochs", "2"),
         timeout=600,
-        env={**os.environ, "KERAS_BACKEND": backend},
+        env=lean("sklearn", KERAS_BACKEND=backend),
     )
     told(
         job,

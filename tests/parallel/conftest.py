@@ -7,6 +7,7 @@ its time limit, after every rank has shown where it stands.
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import random
@@ -22,10 +23,7 @@ from pathlib import Path
 import hypothesis
 import numpy as np
 import pytest
-from jobs import UNUSED
 from mpi4py import MPI
-
-sys.modules.update(dict.fromkeys(UNUSED))
 
 LIMIT_SECONDS = 120.0
 # How long a rank waits for the last words of the others before it ends the job.
@@ -244,6 +242,28 @@ def same_seed():
     np.random.seed(0)
     if "keras" in sys.modules:
         sys.modules["keras"].utils.set_random_seed(0)
+    if "tensorflow" in sys.modules:
+        leave_pipelines_untuned()
+
+
+@functools.cache
+def leave_pipelines_untuned():
+    """Makes pipelines of TensorFlow do without its tuner.
+
+    That does not always hear that an iterator goes: who lets go of it waits for the tuner's next
+    turn, as long as the pipeline has lived and up to a minute.
+    """
+    from tensorflow.data import Options
+    from tensorflow.python.data.ops.dataset_ops import DatasetV2
+
+    prepared = DatasetV2._apply_debug_options
+
+    def untuned(dataset):
+        options = Options()
+        options.autotune.enabled = False
+        return prepared(dataset.with_options(options))
+
+    DatasetV2._apply_debug_options = untuned
 
 
 @pytest.fixture
