@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+# What Open MPI's mpiexec says where it fails before any rank, as it does now and then.
+NOT_STARTED = "PMIx server's listener thread failed"
+
 # Without a framework: the engine is enough to tell how a job starts, stands still and ends.
 BARE = """
 from keras_dist import _backends, runtime
@@ -21,7 +24,7 @@ def lean(*needed, **variables):
     environment = {**os.environ, **variables}
     # TensorFlow imports JAX where it is.
     used = {*needed, environment.get("KERAS_BACKEND")}
-    folders = [str(Path(__file__).with_name("lean")), os.environ.get("PYTHONPATH", "")]
+    folders = [str(Path(__file__).with_name("lean")), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     return {**environment, "LEFT_OUT": " ".join({"jax", "sklearn"} - used)}
 

@@ -355,6 +355,7 @@ if rank:
     service.note = note
     served.ask(np.array([rank]), [answer])
     assert answer[0] == 2 * rank, answer
+    assert served._has_said_so
 """
 
 

@@ -33,6 +33,7 @@ class Gan(keras.Model):
                 layers.Dense(1),
             ]
         )
+        self.for_judge = None
         self.seeds = keras.random.SeedGenerator()
         self.judge_loss = keras.metrics.Mean("judge_loss")
         self.maker_loss = keras.metrics.Mean("maker_loss")
@@ -40,7 +41,7 @@ class Gan(keras.Model):
 
     def compile(self, for_maker, for_judge):
         """Takes an optimizer for each of the networks."""
-        super().compile(for_maker)
+        super().compile(for_maker, jit_compile=BACKEND == "jax")
         self.for_judge = for_judge
         for_maker.build(self.maker.trainable_variables)
         for_judge.build(self.judge.trainable_variables)
@@ -52,7 +53,8 @@ class Gan(keras.Model):
     @property
     def non_trainable_variables(self):
         # A train step of JAX is given the variables of the compiled optimizer, and these.
-        return [*self.for_judge.variables, *super().non_trainable_variables]
+        judging = [] if self.for_judge is None else self.for_judge.variables
+        return [*judging, *super().non_trainable_variables]
 
     def turns(self, images):
         """What is done in a step: metric, optimizer, network, and its loss."""

@@ -58,8 +58,7 @@ def _descend(held, others, optimizer, network, loss_of):
         with held.scope(weights, values) as scope:
             loss = loss_of()
         # Seeds of noise and dropout go on.
-        changed = zip(others, held.of(others), strict=True)
-        return loss, [_or(scope.get_current_value(one), before) for one, before in changed]
+        return loss, [scope.get_current_value(one) for one in others]
 
     (loss, after), gradients = jax.value_and_grad(run, has_aux=True)(held.of(weights))
     held.put(others, after)
@@ -67,7 +66,3 @@ def _descend(held, others, optimizer, network, loss_of):
     held.put(weights, applied[0])
     held.put(optimizer.variables, applied[1])
     return loss
-
-
-def _or(value, before):
-    return before if value is None else value

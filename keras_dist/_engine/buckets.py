@@ -125,7 +125,7 @@ def aligned_array(
 ) -> np.ndarray:
     """Returns a new flat array that begins on a cache line.
 
-    Others begin where numpy likes, and TensorFlow makes a copy of those.
+    Others begin where numpy likes, and TensorFlow and JAX make copies of those.
 
     Args:
         count: how many elements it has.

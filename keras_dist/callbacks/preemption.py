@@ -58,8 +58,6 @@ class PreemptionCallback(keras.callbacks.Callback):
         """Begins to listen."""
         self._told = []
         _engine.listen(self._hear)
-        if self._signals is not None:
-            self._signals.close()
         self._signals = Signals(self._tell)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -66,8 +66,11 @@ class Signals:
         """Lets signals do what they did before, and leaves the thread alone."""
         _installed.remove(self)
         for one in self._ours:
-            signal.signal(one, signal.SIG_DFL)
-        signal.set_wakeup_fd(self._before)
+            if signal.getsignal(one) == self._in_main_thread:  # or it is the script's since
+                signal.signal(one, signal.SIG_DFL)
+        now = signal.set_wakeup_fd(self._before)
+        if now != self._write:
+            signal.set_wakeup_fd(now)
 
     def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
         if not _engine.is_during("fit"):
@@ -101,7 +104,7 @@ def _go_on() -> None:
 
 
 def _forget() -> None:
-    for one in list(_installed):
+    for one in _installed[::-1]:
         one.give_back()
         _go_on()
 

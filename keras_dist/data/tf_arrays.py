@@ -58,5 +58,6 @@ def pipeline_of(batches: Batched, ahead: bool = True) -> tf.data.Dataset:
     if ahead:
         known = known.prefetch(tf.data.AUTOTUNE)
     else:
+        # It would prefetch by itself.
         options.experimental_optimization.inject_prefetch = False
     return known.with_options(options)

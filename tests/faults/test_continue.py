@@ -423,7 +423,7 @@ from keras_dist.watching import sockets
 def watch():
     found = []
     for path in sockets.find_sockets():
-        with contextlib.suppress(FileNotFoundError):  # that of the dead, just tidied away
+        with contextlib.suppress(OSError, StopIteration):  # of the dead, or of another job's end
             found.append(next(sockets.jobs_of(path)))
     return [job for job in found if job.pid == int(pids[0])]
 pids = collectives.allgather_object(os.getpid())

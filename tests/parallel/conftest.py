@@ -242,17 +242,20 @@ def same_seed():
     np.random.seed(0)
     if "keras" in sys.modules:
         sys.modules["keras"].utils.set_random_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def untuned_pipelines():
+    """Makes pipelines of TensorFlow do without its tuner, for which who lets go of them may wait.
+
+    Users have it; `keras_dist.data.tf_arrays` says more.
+    """
     if "tensorflow" in sys.modules:
-        leave_pipelines_untuned()
+        leave_untuned()
 
 
 @functools.cache
-def leave_pipelines_untuned():
-    """Makes pipelines of TensorFlow do without its tuner.
-
-    That does not always hear that an iterator goes: who lets go of it waits for the tuner's next
-    turn, as long as the pipeline has lived and up to a minute.
-    """
+def leave_untuned():
     from tensorflow.data import Options
     from tensorflow.python.data.ops.dataset_ops import DatasetV2
 
