@@ -57,7 +57,8 @@ def allreduce(
         average: deprecated: `True` is `op=Average`, `False` is `op=Sum`.
 
     Returns:
-        New array of the shape and dtype of `value`.
+        New array of the shape and dtype of `value`. A variable of JAX that is assigned it may take
+        it without a copy: do not write to it then.
 
     Raises:
         MismatchError: the ranks differ; raised on every rank.
