@@ -61,7 +61,17 @@ def job(request, tmp_path):
     mark = request.node.get_closest_marker("fault")
     within = mark.kwargs["within"] if mark else 60
 
-    def run(ranks, text, bare=False, python=None, options=(), timeout=90, leaves=None, **variables):
+    def run(
+        ranks,
+        text,
+        bare=False,
+        python=None,
+        options=(),
+        timeout=90,
+        leaves=None,
+        tries=3,
+        **variables,
+    ):
         folder = tmp_path / f"job-{len(list(tmp_path.glob('job-*')))}"
         folder.mkdir()
         command = [*launcher(), *options, "-n", str(ranks), sys.executable]
@@ -88,8 +98,9 @@ def job(request, tmp_path):
                 for pid in pids(folder):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-        if NOT_STARTED in printed:
-            return run(ranks, text, bare, python, options, timeout, leaves, **variables)
+        if NOT_STARTED in printed and tries > 1:
+            how = (bare, python, options, timeout, leaves, tries - 1)
+            return run(ranks, text, *how, **variables)
         moment = folder / "fault"
         seconds = gone_at - float(moment.read_text()) if moment.exists() else None
         assert mark is None or moment.exists(), printed
