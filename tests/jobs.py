@@ -20,13 +20,13 @@ _backends.active = lambda: Nothing
 
 
 def lean(*needed, **variables):
-    """Returns the environment of a job that imports less, of `jax` and `sklearn` what is needed."""
+    """Returns the environment of a job that imports no more of others than what is `needed`."""
     environment = {**os.environ, **variables}
-    # TensorFlow imports JAX where it is.
-    used = {*needed, environment.get("KERAS_BACKEND")}
+    # TensorFlow imports JAX where it is, and Keras TensorFlow on all backends.
+    used = {*needed, environment.get("KERAS_BACKEND", "tensorflow")}
     folders = [str(Path(__file__).with_name("lean")), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    return {**environment, "LEFT_OUT": " ".join({"jax", "sklearn"} - used)}
+    return {**environment, "LEFT_OUT": " ".join({"jax", "sklearn", "tensorflow"} - used)}
 
 
 def script(text):

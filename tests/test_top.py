@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from jobs import BARE, launcher, script
+from jobs import BARE, launcher, lean, script
 
 from keras_dist.watching.job import Job
 
@@ -84,7 +84,7 @@ def begin(runtime_directory, tmp_path):
                     stdin=subprocess.DEVNULL,
                     stdout=printed,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **variables},
+                    env=lean(**variables),
                 )
             jobs.callback(job.wait)
             jobs.callback(job.kill)
@@ -167,10 +167,14 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
     single, other = begin("single", script(LOOP), **ports)  # its ports are taken
     (alone,) = pids(other, 1)
 
-    # Both jobs, with who waits for whom.
-    jobs = seen()
+    # Both jobs, with who waits for whom. A rank that started first waited for the other before.
+    def slow():
+        found = seen()
+        return found[root].slowest == 1 and found
+
+    jobs = wait_until(slow, folder)
     assert [row.report.pid for row in jobs[root].rows] == [root, second]
-    assert jobs[root].slowest == 1 and jobs[alone].slowest is None
+    assert jobs[alone].slowest is None
     first, last = (row.report.waiting for row in jobs[root].rows)
     assert first > last
     assert all(row.report.memory_nbytes > 2**20 and row.age < 5 for row in jobs[root].rows)
@@ -206,9 +210,12 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
 
     # A rank that does not answer is shown with what it said last.
     os.kill(second, signal.SIGSTOP)
-    time.sleep(1)
-    ages = [row.age for row in seen()[root].rows]
-    assert ages[0] < 1 < ages[1]
+
+    def silent():
+        ages = [row.age for row in seen()[root].rows]
+        return ages[0] < 1 < ages[1]
+
+    wait_until(silent, folder)
     os.kill(second, signal.SIGCONT)
 
     # A root that is killed leaves nothing that is in the way.
