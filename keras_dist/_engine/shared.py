@@ -1,7 +1,7 @@
 """Memory that all ranks of a node see, and how they meet in it. Linux; knows no MPI.
 
-A segment is a file in `/dev/shm` that has a name only while the ranks open it. Its pages are
-reserved when it is made, so a full `/dev/shm` is an error at that moment and not a crash
+A segment is a file in `/dev/shm` that has no name, or one only while the ranks open it. Its pages
+are reserved when it is made, so a full `/dev/shm` is an error at that moment and not a crash
 later; whatever end the job comes to, the kernel frees it with the last process.
 """
 
@@ -30,16 +30,13 @@ class Segment:
     """Shared memory of one node, mapped and touched.
 
     Args:
-        handle: file descriptor of the file behind it; closed here.
+        handle: file descriptor of the file behind it; needed no longer.
         nbytes: its size.
     """
 
     def __init__(self, handle: int, nbytes: int):
         populate = getattr(mmap, "MAP_POPULATE", 0)
-        try:
-            mapping = mmap.mmap(handle, nbytes, mmap.MAP_SHARED | populate)
-        finally:
-            os.close(handle)
+        mapping = mmap.mmap(handle, nbytes, mmap.MAP_SHARED | populate)
         self.memory = np.frombuffer(mapping, np.uint8)
 
     def array(self, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
@@ -52,6 +49,10 @@ def make_segment(
 ) -> tuple[Segment | None, str | None]:
     """Makes a segment for all ranks of a node.
 
+    The file behind it has no name: the ranks open it where /proc shows what the maker has open, so
+    nothing stays, whoever is killed meanwhile. Where one of them does not see it there, as from
+    another container, it has a name while they open it.
+
     Collective: every rank of the node.
 
     Args:
@@ -62,26 +63,59 @@ def make_segment(
     Returns:
         The segment and `None`; or `None` and the reason, on every rank alike.
     """
-    made, handle, trouble = _create(nbytes) if rank == 0 else ("", -1, None)
+    segment, troubles = _share_segment(_create_nameless, nbytes, rank, share)
+    if any(isinstance(trouble, _Unseen) for trouble in troubles):
+        segment, troubles = _share_segment(_create_named, nbytes, rank, share)
+    return (None, str(troubles[0])) if troubles else (segment, None)
+
+
+class _Unseen(str):
+    """Says that a rank does not see the file that another one has made."""
+
+
+_Made = tuple[str, int, str | None]
+
+
+def _share_segment(
+    create: Callable[[int], _Made], nbytes: int, rank: int, share: Callable[[Any], list[Any]]
+) -> tuple[Segment | None, list[str]]:
+    """Makes a segment; returns it and what is in the way of ranks, on every rank alike."""
+    path, handle, trouble = create(nbytes) if rank == 0 else ("", -1, None)
     segment = None
     try:
-        path, trouble = share((made, trouble))[0]
+        identity = _identity(os.fstat(handle)) if handle >= 0 else None
+        path, identity, trouble = share((path, identity, trouble))[0]
+        if trouble is None and rank > 0:
+            handle, trouble = _open(path, identity)
         if trouble is None:
             try:
-                if rank > 0:
-                    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                taken, handle = handle, -1
-                segment = Segment(taken, nbytes)
+                segment = Segment(handle, nbytes)
             except OSError as error:
-                trouble = f"{path} cannot be opened and mapped: {error.strerror}"
+                trouble = f"{path} cannot be mapped: {error.strerror}"
         troubles = [text for text in share(trouble) if text is not None]
     finally:  # also where a rank has died meanwhile
         if handle >= 0:
             os.close(handle)
-        if made:
+        if rank == 0 and path.startswith(DIRECTORY):
             with contextlib.suppress(OSError):
-                os.unlink(made)
-    return (None, troubles[0]) if troubles else (segment, None)
+                os.unlink(path)
+    return (None if troubles else segment), troubles
+
+
+def _open(path: str, identity: Any) -> tuple[int, str | None]:
+    """Opens a file that another rank has made; returns its descriptor and what is in the way."""
+    try:
+        # Under another container's /proc it may be a file of somebody else's.
+        if _identity(os.stat(path)) == identity:
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC), None
+        return -1, _Unseen(f"{path} is another file for this rank")
+    except OSError as error:
+        return -1, _Unseen(f"{path} cannot be opened: {error.strerror}")
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    """Returns what no other file of the machine has."""
+    return found.st_dev, found.st_ino
 
 
 def clean_up(ended: Callable[[int], bool] | None = None) -> None:
@@ -100,29 +134,44 @@ def clean_up(ended: Callable[[int], bool] | None = None) -> None:
                         os.unlink(os.path.join(DIRECTORY, name))
 
 
-def _create(nbytes: int) -> tuple[str, int, str | None]:
+def _create_nameless(nbytes: int) -> _Made:
+    """Makes the file; returns where others see it, its descriptor, and what is in the way."""
+    try:
+        handle = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except (AttributeError, OSError):  # another system, or what lies there knows no such files
+        return "", -1, _Unseen(f"no file without a name can be made in {DIRECTORY}")
+    if trouble := _reserve(handle, nbytes):
+        os.close(handle)
+        return "", -1, trouble
+    return f"/proc/{os.getpid()}/fd/{handle}", handle, None
+
+
+def _create_named(nbytes: int) -> _Made:
+    """As `_create_nameless`."""
     path = os.path.join(DIRECTORY, f"{PREFIX}-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}")
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         return "", -1, f"no file can be made in {DIRECTORY}: {error.strerror}"
-    try:
-        # Takes the pages now: a page that is missing later would be a bus error.
-        os.posix_fallocate(handle, 0, nbytes)
-    except OSError as error:
+    if trouble := _reserve(handle, nbytes):
         os.unlink(path)
         os.close(handle)
+        return "", -1, trouble
+    return path, handle, None
+
+
+def _reserve(handle: int, nbytes: int) -> str | None:
+    """Takes the pages of a file now: one that is missing later would be a bus error."""
+    try:
+        os.posix_fallocate(handle, 0, nbytes)
+    except OSError as error:
         room = os.statvfs(DIRECTORY)
         free = room.f_bavail * room.f_frsize
         return (
-            "",
-            -1,
-            (
-                f"{DIRECTORY} has {free / 2**20:.0f} MiB of room, {nbytes / 2**20:.0f} MiB are "
-                f"needed ({error.strerror})"
-            ),
+            f"{DIRECTORY} has {free / 2**20:.0f} MiB of room, {nbytes / 2**20:.0f} MiB are "
+            f"needed ({error.strerror})"
         )
-    return path, handle, None
+    return None
 
 
 def _alive(pid: int) -> bool:

@@ -147,7 +147,7 @@ def test_memory_that_one_rank_cannot_map_is_left_alone_by_all(monkeypatch, caplo
         result = fused([mine])[0]
     assert (result == sum(range(keras_dist.size()))).all()
     if keras_dist.rank() == 0:
-        assert "cannot be opened and mapped: Cannot allocate memory" in caplog.text
+        assert "cannot be mapped: Cannot allocate memory" in caplog.text
     keras_dist.barrier()
     comm.free()
 
@@ -221,6 +221,58 @@ def test_no_name_is_left_while_the_job_runs(comms):
     keras_dist.barrier()
     own = [name for name in entries() if f"-{os.getpid()}-" in name]
     assert own == []
+
+
+def seen_while_mapping(monkeypatch):
+    """Returns a list to which is added which of our files have a name when memory is mapped."""
+    seen = []
+    map_it = shared.Segment.__init__
+
+    def look(segment, *arguments):
+        seen.extend(name for name in entries() if f"-{os.getuid()}-" in name)
+        map_it(segment, *arguments)
+
+    monkeypatch.setattr(shared.Segment, "__init__", look)
+    return seen
+
+
+def test_memory_is_made_without_a_name(monkeypatch):
+    several()
+    seen = seen_while_mapping(monkeypatch)
+    comm = _engine.Communicator(MPI)
+    assert comm.node is not None
+    assert seen == []
+    comm.free()
+
+
+def no_such_files(monkeypatch):
+    monkeypatch.delattr(os, "O_TMPFILE")
+
+
+def hidden_processes(monkeypatch):
+    """Lets each rank find another file under /proc, or none, as in a container of its own."""
+    nameless = shared._create_nameless
+
+    def create(nbytes):
+        path, handle, trouble = nameless(nbytes)
+        return path.replace(str(os.getpid()), "self"), handle, trouble
+
+    monkeypatch.setattr(shared, "_create_nameless", create)
+
+
+@pytest.mark.parametrize("hinder", [no_such_files, hidden_processes])
+def test_memory_that_cannot_be_found_without_a_name_gets_one(monkeypatch, hinder):
+    several()
+    hinder(monkeypatch)
+    seen = seen_while_mapping(monkeypatch)
+    comm = _engine.Communicator(MPI)
+    assert comm.node is not None
+    assert len(set(seen)) == 1
+    keras_dist.barrier()
+    assert seen[0] not in entries()
+    mine = np.full(200_000, keras_dist.rank(), np.float32)
+    assert (reduced(comm, [mine], ReduceOp.SUM)([mine])[0] == sum(range(keras_dist.size()))).all()
+    comm.free()
 
 
 def test_what_a_dead_job_left_is_removed():
