@@ -50,11 +50,11 @@ class Copying:
         ]
         # By turn: where to, which array and which part of it.
         self._copies = [list(self._plan_copies(turn)) for turn in range(len(results))]
-        self._found: dict[tuple[int, int], list[np.ndarray | None]] = {}
+        self._found: dict[tuple[int, int], list[np.ndarray]] = {}
 
     def publish(self, arrays: Sequence[np.ndarray], turn: int) -> None:
         """Makes this rank's arrays visible to the others, before the ranks meet."""
-        self._arrays = [array.reshape(-1) for array in arrays]
+        self._arrays = [array if array.ndim == 1 else array.reshape(-1) for array in arrays]
         for target, slot, part in self._copies[turn]:
             target[...] = self._arrays[slot][part]
 
@@ -64,16 +64,15 @@ class Copying:
         The first or second is the memory of the result, which is written only after both
         have been looked at.
         """
-        places = self._found.get((turn, chunk.low))
-        if places is None:
-            places = self._found[turn, chunk.low] = [
-                None
-                if rank == self._rank
-                else self._place(self._rank, rank, turn)[chunk.low : chunk.high]
+        others = self._found.get((turn, chunk.low))
+        if others is None:
+            others = self._found[turn, chunk.low] = [
+                self._place(self._rank, rank, turn)[chunk.low : chunk.high]
                 for rank in range(self._size)
+                if rank != self._rank
             ]
         mine = chunk.of(self._arrays, self._scratch[0])
-        return [mine if place is None else place for place in places]
+        return [*others[: self._rank], mine, *others[self._rank :]]
 
     def forget(self) -> None:
         """Lets go of this rank's arrays, when it has reduced."""

@@ -1,5 +1,6 @@
 """What users pass to collectives: values, names, factors; checked and made into arrays."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -40,11 +41,12 @@ def as_array(value: Any) -> np.ndarray:
         ) from error
 
 
-def names_of(name: str | None, count: int) -> list[str]:
+@functools.lru_cache
+def names_of(name: str | None, count: int) -> tuple[str, ...]:
     """Returns what the values of a list are called in messages."""
     if count == 1:
-        return [name or "value"]
-    return [f"{name or 'values'}[{index}]" for index in range(count)]
+        return (name or "value",)
+    return tuple(f"{name or 'values'}[{index}]" for index in range(count))
 
 
 def parse_factors(prescale: float, postscale: float) -> tuple[float, float]:
