@@ -35,6 +35,7 @@ DATA = (
 DOCUMENTS = "IPython nbformat traitlets"
 BESIDE = ".timeline.recording .watching.attend"
 SETS = "numpy ._engine .errors .process_sets"
+TF = "tensorflow numpy .errors ._backends.tensorflow_host ._backends.tensorflow_step"
 TORCH = "torch numpy ._backends.torch_tensors"
 FACE = "numpy .runtime ._backends ._engine .errors"
 LOOPS = f"{ON_KERAS} .gradient_plans .arguments .builds .compression .optimizer .timeline.control"
@@ -66,7 +67,8 @@ TABLE = [
     ("._engine.compression",   ENGINE,                                        "ml_dtypes"),
     ("._engine.*",             ENGINE,                                        ""),
     ("._backends",             "numpy .errors",                               "keras ._backends.*"),
-    ("._backends.tensorflow",  "tensorflow numpy .errors ._backends.tensorflow_step", ""),
+    ("._backends.tensorflow",  TF,                                           ""),
+    ("._backends.tensorflow_host", "tensorflow numpy",                   "keras"),
     ("._backends.tensorflow_step", "tensorflow",                         "keras"),
     ("._backends.jax",         "jax numpy .errors ._backends.jax_split",      "keras"),
     ("._backends.jax_split",   "jax",                                         ""),

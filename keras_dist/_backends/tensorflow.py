@@ -1,4 +1,4 @@
-"""TensorFlow: host functions inside the graph, by `tf.numpy_function`.
+"""TensorFlow: host functions inside the graph (`tensorflow_host`).
 
 Inputs of a host function are views of TensorFlow's own memory and cost nothing. The
 functions are stateful operations, so a graph runs them in the order of its program, the
@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import errors
+from keras_dist._backends.tensorflow_host import on_host
 from keras_dist._backends.tensorflow_step import train_step_for_host
 
 OnHost = Callable[[np.ndarray], np.ndarray]
@@ -36,9 +37,6 @@ __all__ = [
     "through_host",
     "train_step_for_host",
 ]
-
-# XLA shows it where it meets what it cannot compile.
-NODE = "keras_dist_calls_the_host.leave_out_jit_compile"
 
 
 def pin_device(local_rank: int, local_size: int) -> str | None:
@@ -99,7 +97,9 @@ def reduce_gradients(
         for number, bucket in enumerate(fused.buckets):
             members = [dense[slot.index] for slot in bucket.slots]
             inputs = [gradients[i] for i in members]
-            outputs = on_host(fused.bound_to(number), inputs, [shapes[i] for i in members])
+            wanted = [shapes[i] for i in members]
+            buffers = [] if fused.lend else [range(len(members))]
+            outputs = on_host(fused.bound_to(number), inputs, wanted, buffers=buffers)
             reduced.update(zip(members, outputs, strict=True))
     for i in backwards:
         if i not in reduced:
@@ -145,32 +145,6 @@ def pull_back(
         return dense[: len(weights)], dense[-1].numpy() if through else None
 
     return result.numpy(), back
-
-
-def on_host(
-    function: Callable[..., Any],
-    tensors: Sequence[Any],
-    shapes: Sequence[Any],
-    dtypes: Sequence[Any] | None = None,
-) -> list[Any]:
-    """Runs a function of numpy arrays on tensors: now, or where the graph runs.
-
-    Args:
-        function: takes an array for each tensor, gives one for each of `shapes`: a list, or a
-            single one as it is.
-        tensors: what it is given.
-        shapes: of the results; `None` where a dimension is known only then.
-        dtypes: of the results. Defaults to those of `tensors`.
-    """
-    dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else list(dtypes)
-    outputs = tf.numpy_function(function, tensors, dtypes, name=NODE)
-    if not dtypes:
-        return []
-    # An eager call gives a single output bare.
-    listed = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
-    for output, shape in zip(listed, shapes, strict=True):
-        output.set_shape(shape)
-    return listed
 
 
 def add_up_rows(gradients: Sequence[Any]) -> list[Any]:

@@ -5,6 +5,7 @@ This is its face; other rooms import nothing from the modules behind it.
 
 from keras_dist._engine.agreement import Absence, Call, entries_of
 from keras_dist._engine.attendants import Attendant
+from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.clocks import clock_offset
 from keras_dist._engine.collectives.adasum import adasum, check_power_of_two
 from keras_dist._engine.collectives.allgather import allgather, grouped_allgather
@@ -117,6 +118,7 @@ __all__ = [
     "parse_factor",
     "parse_op",
     "places_of",
+    "plan_buckets",
     "progress",
     "recv",
     "reduce_slices",

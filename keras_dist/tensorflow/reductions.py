@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_dist import _engine, collectives, errors, runtime
 from keras_dist.arguments import chosen_op
+from keras_dist.bucket_size import bucket_nbytes
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average, ReduceOp, Sum
 from keras_dist.tensorflow.exchanges import grouped_allgather
@@ -113,7 +115,7 @@ def grouped_allreduce(
     """
     chosen = chosen_op(op, average)
     factors = (prescale_factor, postscale_factor)
-    rows = [i for i, one in enumerate(tensors) if isinstance(one, tf.IndexedSlices)]
+    rows = [i for i, one in enumerate(tensors) if _is_rows(one)]
     dense = [i for i in range(len(tensors)) if i not in rows]
     result: dict[int, Any] = {}
     if dense or not rows:
@@ -230,7 +232,8 @@ def _reduced(
         return collectives.grouped_allreduce(arrays, *how)
 
     def forward(*given: Any) -> list[Any]:
-        return collective(reduce, given, [one.shape for one in given])
+        buffers = () if tf.executing_eagerly() else _buffers(given, process_set)
+        return collective(reduce, given, [one.shape for one in given], buffers=buffers)
 
     def backward(_: Any, upstream: list[Any]) -> list[Any]:
         _check_has_gradient(op)
@@ -238,6 +241,20 @@ def _reduced(
         return _reduced(upstream, op, _of_gradient(name), *how)
 
     return differentiable(forward, backward, tensors)
+
+
+def _is_rows(one: Any) -> bool:
+    # TensorFlow tells sooner that a tensor is one than that it is nothing else.
+    return not isinstance(one, tf.Tensor) and isinstance(one, tf.IndexedSlices)
+
+
+def _buffers(tensors: Sequence[Any], process_set: ProcessSet) -> list[list[int]]:
+    """Returns which results of a reduction lie in one buffer: their places, in their order."""
+    if not all(one.shape.is_fully_defined() for one in tensors):
+        return []
+    specs = [(tuple(one.shape), np.dtype(one.dtype.as_numpy_dtype)) for one in tensors]
+    buckets = _engine.plan_buckets(specs, bucket_nbytes(runtime.communicator(process_set)))
+    return [[slot.index for slot in bucket.slots] for bucket in buckets]
 
 
 def _reduced_rows(

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import keras_dist
 import keras_dist.tensorflow as hvd
+from keras_dist._backends import tensorflow_host
 
 RANKS = range(hvd.size())
 SIZE, RANK = hvd.size(), hvd.rank()
@@ -104,6 +105,80 @@ def test_prescale_and_postscale_factors():
     before, after = in_both(scaled)
     assert np.all(before.numpy() == sum(int(1.7 * (rank + 1)) for rank in RANKS))
     assert np.all(after.numpy() == SIZE * (MEAN + 1) / 2)
+
+
+FLOATS = [((32,), "float32"), ((3, 16), "float32")]
+LAYOUTS = {
+    "whole cache lines": FLOATS * 2,
+    "some that are not": [*FLOATS, ((3,), "float32"), *FLOATS, ((), "int64"), ((8,), "int64")],
+    "empty ones between": [*FLOATS, ((0, 4), "float32"), *FLOATS],
+    "dtypes in turn": [((64,), dtype) for dtype in (*DTYPES, "float8_e5m2")] * 2,
+    "more than a bucket": [((2**21,), "float32")] * 5,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_tensors_of_a_group_find_their_own_results(layout, factor, monkeypatch):
+    copied = []
+    join = tensorflow_host._joined
+
+    def joined(arrays):
+        result = join(arrays)
+        copied.append(result is not arrays[0] and not np.shares_memory(result, arrays[-1]))
+        return result
+
+    monkeypatch.setattr(tensorflow_host, "_joined", joined)
+
+    def numbers(number, shape, dtype):  # small enough for every dtype
+        counted = (np.arange(np.prod(shape, dtype=int)).reshape(shape) + number) % 2
+        return tf.cast(counted, "float32" if dtype == "float8_e5m2" else dtype)
+
+    specs = [spec for spec in LAYOUTS[layout] if factor == 1 or spec[1] != "float8_e5m2"]
+    given = [numbers(number, *spec) for number, spec in enumerate(specs)]
+
+    def sums(*tensors):
+        own = [tensor * tf.cast(RANK + 1, tensor.dtype) for tensor in tensors]
+        own = [tf.cast(tensor, dtype) for tensor, (_, dtype) in zip(own, specs, strict=True)]
+        return hvd.grouped_allreduce(own, op=hvd.Sum, postscale_factor=factor)
+
+    for _ in range(2):
+        for result, tensor, (_, dtype) in zip(in_both(sums, *given), given, specs, strict=True):
+            whole = tensor * tf.cast(factor * sum(rank + 1 for rank in RANKS), tensor.dtype)
+            assert result.dtype == dtype
+            np.testing.assert_array_equal(tf.cast(result, tensor.dtype), whole)
+    assert copied and not any(copied)
+
+
+@pytest.mark.skipif(SIZE & (SIZE - 1), reason="Adasum wants a power of two")
+def test_adasum_of_a_group_whose_results_are_made_one_by_one():
+    given = [tf.range(16.0 * number) + RANK for number in (1, 2)]
+    results = in_both(lambda *tensors: hvd.grouped_allreduce(tensors, op=hvd.Adasum), *given)
+    for result, tensor in zip(results, given, strict=True):
+        np.testing.assert_array_equal(result, hvd.allreduce(tensor, op=hvd.Adasum))
+
+
+def test_a_result_in_a_graph_may_be_written_to_without_harm_to_others():
+    size = 40_000
+
+    @tf.function
+    def reuse():
+        own = [tf.fill([size], float(number + RANK)) for number in range(4)]
+        first = hvd.grouped_allreduce(own, op=hvd.Sum)
+        doubled = [2.0 * one for one in first[1:3]]  # TensorFlow may do so in place
+        second = hvd.grouped_allreduce(doubled, op=hvd.Sum)
+        return [first[0] + 1.0, first[3] + 1.0, *second]
+
+    total = sum(RANKS)
+    wanted = [
+        total + 1,
+        3 * SIZE + total + 1,
+        2 * SIZE * (SIZE + total),
+        2 * SIZE * (2 * SIZE + total),
+    ]
+    for _ in range(3):
+        for result, value in zip(reuse(), wanted, strict=True):
+            np.testing.assert_array_equal(result, np.full(size, value, np.float32))
 
 
 def test_average_is_deprecated_and_excludes_op():
