@@ -28,9 +28,9 @@ class GradientReduction:
 
     Args:
         terms: how they are reduced.
-        lend: whether gradients may lie in memory that all ranks share, for an optimizer
-            that reads them and does not keep them. TensorFlow's `assign` takes the memory
-            of what it is given, so an optimizer that stores a gradient would store that.
+        lend: whether gradients may lie in memory that all ranks share, for those who do not
+            write to them. TensorFlow's `assign` takes the memory of what it is given, so an
+            optimizer that stores a gradient may write to that; not in a graph.
         local_layers: layers whose variables each rank keeps for itself.
     """
 

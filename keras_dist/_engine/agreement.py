@@ -71,6 +71,8 @@ class Call:
         bucket: which of them this is about.
         error: what is wrong with this rank's arguments: it comes to tell the others.
         first: whether it is the first of its kind, before which memory is made for it.
+        holds: whether somebody on this rank still holds a result that is about to be written to;
+            it is no difference.
         notice: what this rank tells the others on this occasion; it is no difference.
         spares: whether it has a meaning without the ranks that have joined; it is not compared.
         remedy: what to do when the ranks differ; shown, not compared.
@@ -88,6 +90,7 @@ class Call:
     bucket: int | None = None
     error: Exception | None = None
     first: bool = False
+    holds: bool = False
     notice: str | None = None
     spares: bool = False
     remedy: str = "Call the same operations in the same order on every rank."
@@ -99,7 +102,7 @@ class Call:
         factors = (self.prescale, self.postscale)
         how = (self.op, self.root, self.key, factors, self.compression)
         cut = (self.buckets, self.bucket, self.first)
-        meaning = (self.operation, how, cut, arrays, str(self.error), self.notice)
+        meaning = (self.operation, how, cut, arrays, str(self.error), self.holds, self.notice)
         return hashlib.blake2b(repr(meaning).encode(), digest_size=16).digest()
 
     def __str__(self) -> str:

@@ -8,7 +8,9 @@ Why the result can be read in place. There are three results, used in turn. A ra
 the result of call t again only in call t + 3, which it enters only after all ranks have met in
 call t + 2, and a rank comes to that meeting only after the code behind its call t and its
 call t + 1 has run. So the result of call t stays as it is until this rank itself calls for
-the second time from there; the same holds for calls on other buckets in between.
+the second time from there; the same holds for calls on other buckets in between. A rank that
+comes to call t + 2 while somebody still holds the result of call t says so at that meeting, see
+`lending`; then all ranks leave this memory as it is.
 """
 
 import itertools
@@ -19,6 +21,7 @@ import numpy as np
 
 from keras_dist._engine import timeline
 from keras_dist._engine.buckets import Bucket, Piece, aligned, aligned_array, slice_bounds
+from keras_dist._engine.lending import Lending
 from keras_dist._engine.node import Node
 from keras_dist._engine.reduce import ReduceOp, reduce_each, reduce_into
 from keras_dist._engine.shared import Segment
@@ -55,6 +58,13 @@ class BucketReduction(Protocol):
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
         """Makes this rank's arrays visible to the others, before the ranks meet."""
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a result is held that ranks may write to once they have met."""
+
+    def lend(self) -> np.ndarray:
+        """Returns the fused result of the last call, to be read in place."""
+
     def reduce(self, finish: Finish | None = None) -> np.ndarray:
         """Reduces, after the ranks have met. Collective: every rank of the node.
 
@@ -62,7 +72,7 @@ class BucketReduction(Protocol):
             finish: what is left to do over the nodes. Defaults to nothing.
 
         Returns:
-            The fused result; when `is_shared`, it holds until the second call from here.
+            The fused result; when `is_shared`, it is to be copied or lent.
 
         Raises:
             OSError: a rank's memory could not be read; raised on every rank of all nodes.
@@ -80,6 +90,7 @@ class _Whole:
     """Every rank reduces everything; two sets of rows, used in turn, as one meeting is saved."""
 
     is_shared = False
+    is_held = False
     reads = False
 
     def __init__(self, node: Node, bucket: Bucket, op: ReduceOp):
@@ -95,6 +106,9 @@ class _Whole:
             for row in range(2 * size)
         ]
         self._rows = (rows[:size], rows[size:])
+
+    def lend(self) -> np.ndarray:
+        raise NotImplementedError("its results are the callers' own")
 
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
         self._bucket.pack_into(self._rows[self._turn ^ 1][self._node.rank], arrays)
@@ -131,6 +145,7 @@ class _Sliced:
             segment.array(offset + turn * self._stride, self._bucket.count, self._bucket.dtype)
             for turn in range(RESULTS)
         ]
+        self._lending = Lending(self._results)
         # By turn: where each chunk of the result is.
         self._places = [
             [(result[chunk.low : chunk.high], chunk) for chunk in self._chunks]
@@ -140,6 +155,13 @@ class _Sliced:
 
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
         self._way.publish(arrays, self._next_turn())
+
+    @property
+    def is_held(self) -> bool:
+        return self._lending.is_held((self._next_turn() + 1) % RESULTS)
+
+    def lend(self) -> np.ndarray:
+        return self._lending.lend(self._turn)
 
     def reduce(self, finish: Finish | None = None) -> np.ndarray:
         # Only now, when all have come for the same call: the turns of the ranks stay equal.

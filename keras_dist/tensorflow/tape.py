@@ -249,8 +249,7 @@ class _DistributedTape:
         """Returns what reduces on the terms of this tape, and has made plans for its sources."""
         terms = self._keras_dist_terms
         if terms.key not in _reductions:
-            # Not lent: nobody knows how long a script keeps the gradients of a tape.
-            _reductions[terms.key] = GradientReduction(terms, lend=False)
+            _reductions[terms.key] = GradientReduction(terms, lend=True)
         reduction = _reductions[terms.key]
         reduction.registered = list(self._keras_dist_registered)
         reduction.local_layers = self._keras_dist_layers

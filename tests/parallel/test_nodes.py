@@ -79,7 +79,16 @@ def test_a_bucket_is_reduced_on_the_nodes_first(way):
     fused = _engine.FusedAllreduce(comm, ["a", "b", "c"], specs, ReduceOp.AVERAGE, 2**20, lend=True)
     for _ in range(3):
         results = fused(arrays)
-    assert fused.nbytes > 2 * 4 * LARGE
+    assert fused.lend and fused.nbytes > 2 * 4 * LARGE
+    if comm.rank == comm.size - 1:  # it keeps what others, of its node too, would write to
+        kept = results, [result.copy() for result in results]
+    for _ in range(4):
+        results = fused(arrays)
+        fused([array + 1 for array in arrays])
+    assert not fused.lend
+    if comm.rank == comm.size - 1:
+        for result, before in zip(*kept, strict=True):
+            np.testing.assert_array_equal(result, before)
     for result, count in zip(results, (LARGE, 100_000, 5), strict=True):
         rows = [contribution(r, count, np.float32) for r in range(comm.size)]
         np.testing.assert_allclose(result, np.mean(rows, axis=0, dtype=np.float64), atol=1e-4)

@@ -108,20 +108,73 @@ def test_lists_of_any_shapes_give_the_same_bits(comms, shapes, bucket_nbytes, li
 
 
 @pytest.mark.parametrize("way", ["copy", "read"])
-def test_what_is_lent_holds_until_the_second_call_from_there(comms, way):
+def test_what_is_lent_lies_where_it_was_reduced_and_its_place_is_used_again(comms, way):
     several()
     mine = np.full(limits.READ_NBYTES // 4, keras_dist.rank(), np.float32)
     fused = reduced(comms[way], [mine], ReduceOp.SUM, lend=True)
     total = keras_dist.size() * (keras_dist.size() - 1) / 2
-    first = fused([mine])[0]
-    second = fused([mine + 1])[0]
-    assert (first == total).all()
-    assert (second == total + keras_dist.size()).all()
-    fused([mine])
-    fourth = fused([mine])[0]
-    assert fourth.ctypes.data == first.ctypes.data
-    assert first.ctypes.data % 64 == 0
+    last, places = None, []
+    for number in range(7):
+        result = fused([mine + number])[0]
+        if last is not None:  # it holds until the second call from its own
+            assert (last == total + (number - 1) * keras_dist.size()).all()
+        assert (result == total + number * keras_dist.size()).all()
+        places.append(result.ctypes.data)
+        last = result
+    assert len(set(places)) == 3 and places[3:] == places[:-3]
+    assert all(place % 64 == 0 for place in places)
     keras_dist.barrier()
+
+
+@pytest.mark.parametrize("keeper", [0, -1, None])
+@pytest.mark.parametrize("way", ["copy", "read"])
+def test_what_is_lent_and_kept_stays_as_it_is(comms, way, keeper):
+    several()
+    size = keras_dist.size()
+    # Two buckets and a small one; it is a part of one result that is kept, on one rank or on all.
+    arrays = [np.full(count, keras_dist.rank(), np.float32) for count in (2**20, 2**18, 2**20, 3)]
+    fused = reduced(comms[way], arrays, ReduceOp.SUM, 5 * 2**20, lend=True)
+    assert len(fused.buckets) == 2
+    keeps = keeper is None or keras_dist.rank() == keeper % size
+    total, kept = size * (size - 1) / 2, []
+    for number in range(9):
+        results = fused([array + number for array in arrays])
+        for result in results:
+            assert (result == total + number * size).all()
+        if keeps and number in (2, 6):
+            kept.append((number, results[1][5:]))
+        if number == 3:
+            assert fused.lend
+            lent = results[0].ctypes.data
+        if number == 4:  # all ranks have heard of it
+            assert not fused.lend
+        del results, result
+    for number, part in kept:
+        assert (part == total + number * size).all()
+    # What has been copied since is the callers' own, and was never at the old place.
+    own = fused(arrays)[0]
+    assert own.ctypes.data != lent or not keeps
+    own += 1
+    assert (fused(arrays)[0] == total).all()
+    keras_dist.barrier()
+
+
+def test_memory_of_what_was_lent_is_given_back_with_it(comms):
+    several()
+    mine = np.zeros(2**20, np.float32)
+    fused = reduced(comms["copy"], [mine], ReduceOp.SUM, lend=True)
+
+    def mappings():
+        keras_dist.barrier()
+        gc.collect()
+        with open("/proc/self/maps") as lines:
+            return sum("/dev/shm" in line for line in lines)
+
+    before = mappings()
+    kept = [fused([mine])[0] for _ in range(4)]
+    both = mappings()
+    del kept
+    assert both == before + 2 and mappings() == before + 1
 
 
 @pytest.mark.parametrize("way", ["copy", "read"])

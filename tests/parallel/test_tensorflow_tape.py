@@ -237,6 +237,47 @@ def test_a_loop_equals_that_of_one_process_over_all_rows(eagerly):
         assert not np.any(hvd.allreduce(weight, op=hvd.Max) - hvd.allreduce(weight, op=hvd.Min))
 
 
+@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("how", ["returned", "assigned in the step", "assigned behind it", "read"])
+def test_gradients_may_be_kept_and_written_over(eagerly, how):
+    """What a step gets may lie where all ranks see it, but what a script makes of it does not."""
+    count, rounds = 100_000, 6  # reduced in slices
+    source = tf.Variable(tf.zeros([count]))
+    holders = [tf.Variable(tf.zeros([count])) for _ in range(rounds)]
+
+    def step(x, holder):
+        with tf.GradientTape() as tape:
+            target = tf.reduce_sum(source * x)
+        [gradient] = hvd.DistributedGradientTape(tape).gradient(target, [source])
+        if how == "assigned in the step":
+            holder.assign(gradient)
+        return gradient
+
+    steps = [step if eagerly else tf.function(step)] * rounds
+    if how == "assigned in the step":  # a graph for each variable
+        steps = [step if eagerly else tf.function(step) for _ in range(rounds)]
+    kept = []
+    for number, (run, holder) in enumerate(zip(steps, holders, strict=True)):
+        gradient = run(tf.fill([count], float(number + RANK)), holder)
+        if how == "assigned behind it":
+            holder.assign(gradient)
+        if how == "returned":
+            kept.append(gradient)
+        elif how == "read":
+            kept.append(np.asarray(gradient))
+        else:
+            del gradient
+            hvd.barrier()
+            if RANK == 0:  # in place, where TensorFlow may
+                holder.assign_add(tf.ones([count]))
+                holder.assign_add(tf.ones([count]))
+            hvd.barrier()
+            kept.append(holder)
+    change = 0 if how in ("returned", "read") or RANK > 0 else 2
+    for number, gradient in enumerate(kept):
+        np.testing.assert_array_equal(gradient, np.full(count, number + MEAN + change, np.float32))
+
+
 @pytest.mark.parametrize("options", [{}, {"backward_passes_per_step": 2}], ids=str)
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_tape_and_optimizer_both_are_refused(options, eagerly):

@@ -9,7 +9,8 @@ import pytest
 from training import agreed, assert_close
 
 import keras_dist
-from keras_dist import errors, model_state
+from keras_dist import _engine, errors, model_state, runtime
+from keras_dist.reduce_op import ReduceOp
 
 BATCH, RATE, MOMENTUM = 4, 0.1, 0.5
 backend = keras.backend.backend()
@@ -86,6 +87,27 @@ def test_reductions_are_among_the_ranks_that_have_not_joined(case, count):
         total = keras_dist.allreduce(value_of(keras_dist.rank(), 0, "float32", count), "sum")
         wanted = sum(value_of(rank, 0, "float32", count) for rank in range(keras_dist.size()))
         np.testing.assert_array_equal(total, wanted)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_kept_while_others_have_joined_stays_as_it_is(case):
+    count, kept = 50_000, []  # reduced in slices
+    counts, specs = counts_of(case), [((count,), np.dtype("float32"))]
+    plan = _engine.FusedAllreduce(
+        runtime.communicator(), ["a"], specs, ReduceOp.SUM, 2**22, lend=True
+    )
+
+    def step(number, here):
+        [result] = plan([value_of(keras_dist.rank(), number, "float32", count)])
+        kept.append((result, sum(value_of(rank, number, "float32", count) for rank in here)))
+
+    everyone = range(keras_dist.size())
+    for _ in range(2):
+        on_ranks_with_steps(counts, step)
+        for number in range(4):
+            step(number, everyone)
+    for result, wanted in kept:
+        np.testing.assert_array_equal(result, wanted)
 
 
 def test_factors_lists_and_rows_while_others_have_joined():

@@ -46,9 +46,9 @@ class FusedAllreduce:
         operation: what the call is called in messages.
         key: a name under which the ranks must meet; `None` for none.
         remedy: what a user should do when the ranks differ.
-        lend: whether results may lie in memory that all ranks share: they must then be
-            neither written to nor kept, see `keras_dist._engine.bucket_reduction`. Otherwise
-            they are copied out of it.
+        lend: whether results may lie in memory that all ranks share: they must then not be
+            written to. Where somebody keeps one, all are copied from then on, as they are
+            otherwise.
         prescale: factor for the contributions.
         postscale: factor for the results.
         first_nbytes: the size at which the first bucket is closed, where it is less.
@@ -120,7 +120,9 @@ class FusedAllreduce:
         # in what is lent.
         self._needs_no_mpi = self._is_lent = False
 
-    def reduce_bucket(self, number: int, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def reduce_bucket(
+        self, number: int, arrays: Sequence[np.ndarray], lend: bool = True
+    ) -> list[np.ndarray]:
         """Reduces the arrays of one bucket.
 
         Collective: every rank, bucket after bucket in the order of `buckets`; blocks.
@@ -128,13 +130,14 @@ class FusedAllreduce:
         Args:
             number: which of `buckets`.
             arrays: this rank's arrays, in the order of the bucket's slots.
+            lend: whether results may be lent where the plan lends. Ranks may differ in it.
 
         Returns:
             The reduced arrays, in the same order: views of one buffer.
         """
         if self._updates and number == 0:
             count_update()
-        work = functools.partial(self._reduce_bucket, number, arrays)
+        work = functools.partial(self._reduce_bucket, number, arrays, lend)
         return again(
             self.comm,
             work,
@@ -142,7 +145,9 @@ class FusedAllreduce:
             lasts=lambda: self._is_lent,
         )
 
-    def _reduce_bucket(self, number: int, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _reduce_bucket(
+        self, number: int, arrays: Sequence[np.ndarray], lend: bool
+    ) -> list[np.ndarray]:
         bucket = self.buckets[number]
         if self.op is ReduceOp.ADASUM:
             names = [self.call.entries[slot.index].name for slot in bucket.slots]
@@ -158,13 +163,19 @@ class FusedAllreduce:
             if self._shared is None:
                 self._shared = self._share_memory()
             reduction = (self._shared or {}).get(number)
+            call = self._calls[number]
             if reduction is not None:
                 with timeline.phase("copy in"):
                     reduction.publish(arrays)
-            meet(self.comm, self._calls[number], tells=self._updates)
+                if reduction.is_held:
+                    call = dataclasses.replace(call, holds=True)
+            is_held = meet(self.comm, call, tells=self._updates)
             self._is_lent = False
             if self.comm.absence is not None:
                 return bucket.unpack(self._reduce_among(bucket.pack(arrays)))
+            if is_held:
+                # What has been lent, this result too, stays as it is: nobody writes there again.
+                self.lend, self._shared = False, None
             if reduction is None:
                 with timeline.phase("copy in"):
                     flat = bucket.pack(arrays)
@@ -173,11 +184,13 @@ class FusedAllreduce:
                         self._reduce_flat(number, flat)
             else:
                 flat = reduction.reduce(self._across(number, reduction.reads))
-                if not self.lend and reduction.is_shared:
+                self._is_lent = lend and self.lend and reduction.is_shared
+                if self._is_lent:
+                    flat = reduction.lend()
+                elif reduction.is_shared:
                     with timeline.phase("copy out"):
                         shared, flat = flat, aligned_array(flat.size, flat.dtype)
                         np.copyto(flat, shared)
-                self._is_lent = self.lend and reduction.is_shared
         factor = self._postscale(self.comm.size)
         self._is_lent &= factor == 1
         return bucket.unpack(scaled(flat, factor))
@@ -190,9 +203,9 @@ class FusedAllreduce:
             reduced.update(zip(indices, results, strict=True))
         return [reduced[index] for index in range(len(arrays))]
 
-    def bound_to(self, number: int) -> Callable[..., list[np.ndarray]]:
+    def bound_to(self, number: int, lend: bool = True) -> Callable[..., list[np.ndarray]]:
         """Returns `reduce_bucket` for one bucket, taking the arrays as its arguments."""
-        return lambda *arrays: self.reduce_bucket(number, arrays)
+        return lambda *arrays: self.reduce_bucket(number, arrays, lend)
 
     def queue_bucket(self, number: int, arrays: Sequence[np.ndarray]) -> Handle:
         """Queues `reduce_bucket`. Collective, as the operation itself; does not block.

@@ -31,7 +31,7 @@ UNDEFINED = (
 ELSEWHERE = "not in fit, evaluate or predict"
 
 
-def meet(comm: Communicator, call: Call, tells: bool = False) -> None:
+def meet(comm: Communicator, call: Call, tells: bool = False) -> bool:
     """Waits for all ranks and checks that they are about to do the same.
 
     Collective: every rank of `comm`; blocks until all have come. Where some have joined, and
@@ -43,19 +43,21 @@ def meet(comm: Communicator, call: Call, tells: bool = False) -> None:
         tells: whether ranks of the job tell each other their notices here: in updates alone, to
             which all of them come at the same place of their scripts.
 
+    Returns:
+        Whether a rank `holds` a result; the same on all.
+
     Raises:
         MismatchError: the calls differ; raised on every rank with the same text, and the
             ranks can go on with other operations.
     """
     if comm.size == 1:
-        return
+        return False
     note(comm.ranks, call)
     if tells and notice() is not None and comm.job is comm:
         call = dataclasses.replace(call, notice=notice())
     with timeline.meeting(call, comm.meetings + 1):
         same = comm.agree(call.digest)
-    if not same:
-        tell_difference(comm, call)
+    return call.holds if same else tell_difference(comm, call)
 
 
 @contextlib.contextmanager
@@ -94,12 +96,15 @@ def _foreign(comm: Communicator, operation: str, error: Exception) -> errors.Arg
     return errors.ArgumentError(errors.explain(comm.where(), expected, received, remedy))
 
 
-def tell_difference(comm: Communicator, call: Call) -> None:
+def tell_difference(comm: Communicator, call: Call) -> bool:
     """Finds out in what the calls of the ranks differ; notes it where some have but joined.
 
     Where they have but something to tell each other, that is handed on.
 
     Collective: every rank of `comm`, when the digests of their calls were not equal.
+
+    Returns:
+        Whether a rank `holds` a result.
 
     Raises:
         OtherFirst: they differ in their names, and all hold one of them.
@@ -110,7 +115,8 @@ def tell_difference(comm: Communicator, call: Call) -> None:
     told = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
     assure(comm)
     notices = [call.notice for call, _, _ in told]
-    calls = [dataclasses.replace(call, notice=None) for call, _, _ in told]
+    holds = any(call.holds for call, _, _ in told)
+    calls = [dataclasses.replace(call, holds=False, notice=None) for call, _, _ in told]
     absence, comm.absence = comm.absence, None  # an error ends it on all ranks alike
     find_by_name(comm, calls, [standing for _, _, standing in told])
     wrong = [other.error for other in (call, *calls) if other.error is not None]
@@ -131,7 +137,7 @@ def tell_difference(comm: Communicator, call: Call) -> None:
         raise _mismatch(comm, rank, expected, received, remedy)
     hear(notices)
     if not out:
-        return
+        return holds
     if not first.spares:
         ranks = ", ".join(str(comm.ranks[place]) for place in out)
         expected = f"reductions alone while ranks {ranks} are out of data and have joined"
@@ -139,6 +145,7 @@ def tell_difference(comm: Communicator, call: Call) -> None:
     comm.absence = Absence(absence.first_out if absence else tuple(out), tuple(here))
     if comm.when_missed is not None and call.operation != JOINED:
         comm.when_missed()
+    return holds
 
 
 def _mismatch(
