@@ -60,6 +60,51 @@ def test_two_of_four_die(go_on, way):
     assert "keras_dist: rank 1 has died. 2 of 3 ranks go on" in ended.stdout
 
 
+# One rank keeps a result of step 2, which lies where all see it, and says so at the first meeting
+# of step 4. Another dies when it should come to a meeting from step 3 on, or tell what it does.
+KEEPS = """
+from keras_dist import _engine
+comm = runtime.communicator()
+specs = [((50_000,), np.dtype("f4"))] * 2
+lent = _engine.FusedAllreduce(comm, ["a", "b"], specs, _engine.ReduceOp.SUM, 1, lend=True)
+met, told = _engine.Communicator.agree, _engine.Communicator.allgather_bytes
+meetings, kept = [], []
+def agree(self, digest):
+    if len(meetings) == moment:
+        die()
+    meetings.append(digest)
+    return met(self, digest)
+def tell(self, *args):
+    if meetings and moment is None:
+        die()
+    return told(self, *args)
+for step in range(9):
+    if me == 3 and step == 3:
+        _engine.Communicator.agree, _engine.Communicator.allgather_bytes = agree, tell
+    results = lent([np.full(50_000, step + 2.0**me, np.float32)] * 2)
+    for result in results:
+        assert (result == result[0]).all() and result[0] in (4 * step + 15, 3 * step + 7), step
+    if me == 1 and step in (2, 5):
+        kept.append((results[0], results[0].copy()))
+    del results, result
+for result, before in kept:
+    assert (result == before).all()
+assert comm.size == 3 and not lent.lend
+"""
+
+
+@pytest.mark.parametrize("moment", [2, 3, None])
+@pytest.mark.fault(
+    "a rank is killed while another keeps a result that all see, with `on_failure=continue`",
+    "the result stays as it is; the others go on",
+    within=20,
+)
+def test_a_rank_dies_while_another_keeps_what_it_was_lent(go_on, moment):
+    ended = go_on(4, f"moment = {moment}" + KEEPS)
+    assert ended.returncode == 0, ended.stdout
+    assert "keras_dist: rank 3 has died. 3 of 4 ranks go on" in ended.stdout
+
+
 def test_a_wrong_argument_is_one_operation_on_all_ranks(go_on):
     text = """
 from keras_dist import errors
