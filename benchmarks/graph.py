@@ -34,7 +34,7 @@ def time_graph(rounds):
     arrays = [random.random(shape, np.float32) for shape in resnet_shapes()]
     gradients = [tf.constant(array) for array in arrays]
     variables = [tf.Variable(tf.zeros(shape)) for shape in resnet_shapes()]
-    reduce = reduction.GradientReduction(terms.Terms(), lend=True)
+    reduce = reduction.GradientReduction(terms.Terms())
 
     @tf.function(autograph=False)
     def step(gradients):

@@ -130,7 +130,7 @@ class _Distributed:
         make, arguments = self.__reduce__()
         copied = make(*arguments)
         mine = self._keras_dist
-        attach(copied, GradientReduction(mine.terms, mine.lend, mine.local_layers))
+        attach(copied, GradientReduction(mine.terms, mine.local_layers))
         copied._keras_dist.registered.extend(mine.registered)
         return copied
 

@@ -25,13 +25,10 @@ class GradientPlans:
 
     Args:
         terms: how they are reduced.
-        lend: whether results may lie in memory that all ranks share, see
-            `keras_dist._engine.FusedAllreduce`.
     """
 
-    def __init__(self, terms: Terms, lend: bool):
+    def __init__(self, terms: Terms):
         self._terms = terms
-        self._lend = lend
         self._plans: dict[Any, _engine.FusedAllreduce] = {}
 
     def __call__(
@@ -70,7 +67,7 @@ class GradientPlans:
                 first_nbytes=FIRST_NBYTES,
                 operation=what,
                 remedy=SAME_MODEL,
-                lend=self._lend,
+                lend=True,
                 prescale=prescale,
                 postscale=postscale,
                 compression=self._terms.compression,

@@ -114,12 +114,7 @@ def DistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
     )
     _accumulate(optimizer, terms.passes, where)
-    # What Keras' own optimizers do with a gradient is known.
-    own = not isinstance(optimizer, MULTI_OPTIMIZER) and all(
-        type(one).__module__.startswith("keras.src.")
-        for one in [optimizer, *optimizers_inside(optimizer)]
-    )
-    attach(optimizer, GradientReduction(terms, own))
+    attach(optimizer, GradientReduction(terms))
     watch_models()
     watch_loss_scales()
     return optimizer

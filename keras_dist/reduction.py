@@ -28,19 +28,15 @@ class GradientReduction:
 
     Args:
         terms: how they are reduced.
-        lend: whether gradients may lie in memory that all ranks share, for those who do not
-            write to them. TensorFlow's `assign` takes the memory of what it is given, so an
-            optimizer that stores a gradient may write to that; not in a graph.
         local_layers: layers whose variables each rank keeps for itself.
     """
 
-    def __init__(self, terms: Terms, lend: bool, local_layers: Sequence[keras.Layer] = ()):
+    def __init__(self, terms: Terms, local_layers: Sequence[keras.Layer] = ()):
         self.terms = terms
-        self.lend = lend
         self.local_layers = local_layers
         self.registered: list[Any] = []
         self.variables: Sequence[Any] = ()
-        self._plans = GradientPlans(terms, lend)
+        self._plans = GradientPlans(terms)
 
     def communicator(self) -> _engine.Communicator | None:
         """Returns that of the ranks with whom this one reduces; `None` when there are none.

@@ -20,7 +20,7 @@ from keras_dist._backends.tensorflow_host import on_host
 from keras_dist._backends.tensorflow_step import train_step_for_host
 
 # Of a tensor, on average: below, it takes longer to make a tensor of what is lent than to copy it.
-LENT_NBYTES = 64 * 1024
+LENT_NBYTES = 128 * 1024
 
 OnHost = Callable[[np.ndarray], np.ndarray]
 
@@ -97,12 +97,11 @@ def reduce_gradients(
     if dense:
         specs = [(shapes[i], np.dtype(gradients[i].dtype.as_numpy_dtype)) for i in dense]
         fused = plan(dense, specs)
-        in_graph = not tf.executing_eagerly()
         for number, bucket in enumerate(fused.buckets):
             members = [dense[slot.index] for slot in bucket.slots]
             inputs = [gradients[i] for i in members]
             wanted = [shapes[i] for i in members]
-            lend = in_graph and fused.lend and bucket.nbytes >= LENT_NBYTES * len(members)
+            lend = fused.lend and bucket.nbytes >= LENT_NBYTES * len(members)
             buffers = [] if lend else [range(len(members))]
             outputs = on_host(fused.bound_to(number, lend), inputs, wanted, buffers=buffers)
             reduced.update(zip(members, outputs, strict=True))

@@ -10,7 +10,7 @@ call t + 2, and a rank comes to that meeting only after the code behind its call
 call t + 1 has run. So the result of call t stays as it is until this rank itself calls for
 the second time from there; the same holds for calls on other buckets in between. A rank that
 comes to call t + 2 while somebody still holds the result of call t says so at that meeting, see
-`lending`; then all ranks leave this memory as it is.
+`lending`; then all ranks leave this memory as it is. What is read in place begins on a page.
 """
 
 import itertools
@@ -26,6 +26,7 @@ from keras_dist._engine.node import Node
 from keras_dist._engine.reduce import ReduceOp, reduce_each, reduce_into
 from keras_dist._engine.shared import Segment
 from keras_dist._engine.ways import Copying, Reading
+from keras_dist._engine.windows import PAGE
 
 __all__ = ["BucketReduction", "Finish", "bucket_reduction"]
 
@@ -62,8 +63,8 @@ class BucketReduction(Protocol):
     def is_held(self) -> bool:
         """Whether a result is held that ranks may write to once they have met."""
 
-    def lend(self) -> np.ndarray:
-        """Returns the fused result of the last call, to be read in place."""
+    def lend(self) -> np.ndarray | None:
+        """Returns the fused result of the last call, to be read in place; `None`: copy it."""
 
     def reduce(self, finish: Finish | None = None) -> np.ndarray:
         """Reduces, after the ranks have met. Collective: every rank of the node.
@@ -97,7 +98,7 @@ class _Whole:
         self._node, self._bucket, self._op = node, bucket, op
         self._stride = aligned(bucket.nbytes)
         self._turn = 0
-        self.nbytes = 2 * node.size * self._stride
+        self.nbytes = aligned(2 * node.size * self._stride, PAGE)
 
     def settle(self, segment: Segment, offset: int) -> None:
         size, stride = self._node.size, self._stride
@@ -107,8 +108,8 @@ class _Whole:
         ]
         self._rows = (rows[:size], rows[size:])
 
-    def lend(self) -> np.ndarray:
-        raise NotImplementedError("its results are the callers' own")
+    def lend(self) -> np.ndarray | None:
+        return None
 
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
         self._bucket.pack_into(self._rows[self._turn ^ 1][self._node.rank], arrays)
@@ -132,20 +133,23 @@ class _Sliced:
         bounds = slice_bounds(bucket.count, node.size, bucket.dtype.itemsize)
         self._mine = slice(*bounds[node.rank : node.rank + 2])
         self._chunks = _chunks(bucket, self._mine)
-        self._stride = aligned(bucket.nbytes)
+        self._stride = aligned(bucket.nbytes, PAGE)
         self._turn = 0
         self.reads = node.may_read and bucket.nbytes >= READ_NBYTES
         scratch = node.scratch(3 * CHUNK_NBYTES).view(bucket.dtype)
         way = Reading if self.reads else Copying
         self._way = way(node, bucket, bounds, scratch.reshape(3, -1))
-        self.nbytes = RESULTS * self._stride + aligned(self._way.nbytes)
+        self.nbytes = RESULTS * self._stride + aligned(self._way.nbytes, PAGE)
 
     def settle(self, segment: Segment, offset: int) -> None:
         self._results = [
             segment.array(offset + turn * self._stride, self._bucket.count, self._bucket.dtype)
             for turn in range(RESULTS)
         ]
-        self._lending = Lending(self._results)
+        places = [offset + turn * self._stride for turn in range(RESULTS)]
+        windows = [segment.window(place, self._bucket.nbytes) for place in places]
+        here = [window for window in windows if window is not None]
+        self._lending = Lending(here, self._bucket.dtype) if here else None
         # By turn: where each chunk of the result is.
         self._places = [
             [(result[chunk.low : chunk.high], chunk) for chunk in self._chunks]
@@ -158,10 +162,11 @@ class _Sliced:
 
     @property
     def is_held(self) -> bool:
-        return self._lending.is_held((self._next_turn() + 1) % RESULTS)
+        lending = self._lending
+        return lending is not None and lending.is_held((self._next_turn() + 1) % RESULTS)
 
-    def lend(self) -> np.ndarray:
-        return self._lending.lend(self._turn)
+    def lend(self) -> np.ndarray | None:
+        return None if self._lending is None else self._lending.lend(self._turn)
 
     def reduce(self, finish: Finish | None = None) -> np.ndarray:
         # Only now, when all have come for the same call: the turns of the ranks stay equal.

@@ -145,9 +145,9 @@ def aligned_array(
     return memory[start : start + nbytes].view(dtype)
 
 
-def aligned(nbytes: int) -> int:
-    """Returns the next multiple of a cache line."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
+    """Returns the next multiple of a cache line, or of another number of bytes."""
+    return -(-nbytes // to) * to
 
 
 def slice_bounds(count: int, size: int, itemsize: int) -> list[int]:

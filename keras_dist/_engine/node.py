@@ -52,9 +52,9 @@ class Node:
             self._scratch = np.empty(nbytes, np.uint8)
         return self._scratch[:nbytes]
 
-    def segment(self, nbytes: int) -> tuple[Segment | None, str | None]:
+    def segment(self, nbytes: int, windows: bool = False) -> tuple[Segment | None, str | None]:
         """Makes a segment for all ranks of the node. Collective. See `make_segment`."""
-        return make_segment(nbytes, self.rank, self.share)
+        return make_segment(nbytes, self.rank, self.share, windows)
 
 
 def join_node(

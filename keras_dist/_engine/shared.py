@@ -17,6 +17,7 @@ import numpy as np
 
 from keras_dist import errors
 from keras_dist._engine.wait import Counter, waiting
+from keras_dist._engine.windows import Window, map_private
 
 __all__ = ["DIRECTORY", "MeetingPlace", "Segment", "clean_up", "make_segment"]
 
@@ -32,20 +33,26 @@ class Segment:
     Args:
         handle: file descriptor of the file behind it; needed no longer.
         nbytes: its size.
+        windows: whether there should be windows to it, where that is possible.
     """
 
-    def __init__(self, handle: int, nbytes: int):
+    def __init__(self, handle: int, nbytes: int, windows: bool = False):
         populate = getattr(mmap, "MAP_POPULATE", 0)
         mapping = mmap.mmap(handle, nbytes, mmap.MAP_SHARED | populate)
         self.memory = np.frombuffer(mapping, np.uint8)
+        self._private = map_private(handle, nbytes) if windows else None
 
     def array(self, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
         """Returns `count` elements that start `offset` bytes into the segment."""
         return self.memory[offset : offset + count * dtype.itemsize].view(dtype)
 
+    def window(self, offset: int, nbytes: int) -> Window | None:
+        """Returns a window to a part that begins on a page; `None` where there are none."""
+        return None if self._private is None else Window(self._private, offset, nbytes)
+
 
 def make_segment(
-    nbytes: int, rank: int, share: Callable[[Any], list[Any]]
+    nbytes: int, rank: int, share: Callable[[Any], list[Any]], windows: bool = False
 ) -> tuple[Segment | None, str | None]:
     """Makes a segment for all ranks of a node.
 
@@ -59,13 +66,14 @@ def make_segment(
         nbytes: its size, at least 1; the same on all ranks.
         rank: this rank on the node; 0 makes the file.
         share: gives every rank's object to all ranks of the node, in rank order.
+        windows: see `Segment`; ranks may differ in it.
 
     Returns:
         The segment and `None`; or `None` and the reason, on every rank alike.
     """
-    segment, troubles = _share_segment(_create_nameless, nbytes, rank, share)
+    segment, troubles = _share_segment(_create_nameless, nbytes, rank, share, windows)
     if any(isinstance(trouble, _Unseen) for trouble in troubles):
-        segment, troubles = _share_segment(_create_named, nbytes, rank, share)
+        segment, troubles = _share_segment(_create_named, nbytes, rank, share, windows)
     return (None, str(troubles[0])) if troubles else (segment, None)
 
 
@@ -77,7 +85,11 @@ _Made = tuple[str, int, str | None]
 
 
 def _share_segment(
-    create: Callable[[int], _Made], nbytes: int, rank: int, share: Callable[[Any], list[Any]]
+    create: Callable[[int], _Made],
+    nbytes: int,
+    rank: int,
+    share: Callable[[Any], list[Any]],
+    windows: bool,
 ) -> tuple[Segment | None, list[str]]:
     """Makes a segment; returns it and what is in the way of ranks, on every rank alike."""
     path, handle, trouble = create(nbytes) if rank == 0 else ("", -1, None)
@@ -89,7 +101,7 @@ def _share_segment(
             handle, trouble = _open(path, identity)
         if trouble is None:
             try:
-                segment = Segment(handle, nbytes)
+                segment = Segment(handle, nbytes, windows)
             except OSError as error:
                 trouble = f"{path} cannot be mapped: {error.strerror}"
         troubles = [text for text in share(trouble) if text is not None]

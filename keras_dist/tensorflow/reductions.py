@@ -250,7 +250,8 @@ def _is_rows(one: Any) -> bool:
 
 def _buffers(tensors: Sequence[Any], process_set: ProcessSet) -> list[list[int]]:
     """Returns which results of a reduction lie in one buffer: their places, in their order."""
-    if not all(one.shape.is_fully_defined() for one in tensors):
+    known = all(one.shape.is_fully_defined() for one in tensors)
+    if not known or not runtime.includes_me(process_set):  # a branch that others take
         return []
     specs = [(tuple(one.shape), np.dtype(one.dtype.as_numpy_dtype)) for one in tensors]
     buckets = _engine.plan_buckets(specs, bucket_nbytes(runtime.communicator(process_set)))

@@ -249,7 +249,7 @@ class _DistributedTape:
         """Returns what reduces on the terms of this tape, and has made plans for its sources."""
         terms = self._keras_dist_terms
         if terms.key not in _reductions:
-            _reductions[terms.key] = GradientReduction(terms, lend=True)
+            _reductions[terms.key] = GradientReduction(terms)
         reduction = _reductions[terms.key]
         reduction.registered = list(self._keras_dist_registered)
         reduction.local_layers = self._keras_dist_layers

@@ -40,7 +40,7 @@ class Gradients:
         self._terms = terms
         self._compression = compression
         self._names = names
-        self._plans = GradientPlans(terms, lend=True)
+        self._plans = GradientPlans(terms)
         self._watched: Any = WeakTensorKeyDictionary()  # the number of each
         self._counts: dict[int, int] = {}  # by number: gradients since the last step
         self._layout: _Layout | None = None  # of the last step

@@ -146,7 +146,7 @@ def test_sparse_gradients_travel_as_rows():
     rank, size = keras_dist.rank(), keras_dist.size()
     gradient = torch.sparse_coo_tensor([[rank, rank, 7]], [[1.0, 2], [3, 4], [6, 6]], (9, 2))
     table = keras.Variable(np.zeros((9, 2)), name="table")
-    reduce = reduction.GradientReduction(terms.Terms(), lend=True)
+    reduce = reduction.GradientReduction(terms.Terms())
     (result,) = reduce([gradient], [table])
     expected = np.zeros((9, 2))
     expected[:size] = [4 / size, 6 / size]

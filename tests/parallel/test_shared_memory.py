@@ -16,7 +16,7 @@ from mpi4py import MPI
 import keras_dist
 from keras_dist import _engine, errors
 from keras_dist._engine import bucket_reduction as limits
-from keras_dist._engine import shared
+from keras_dist._engine import shared, windows
 from keras_dist._engine.reduce import ReduceOp
 
 WAYS = ("copy", "read", "mpi")
@@ -157,6 +157,55 @@ def test_what_is_lent_and_kept_stays_as_it_is(comms, way, keeper):
     own += 1
     assert (fused(arrays)[0] == total).all()
     keras_dist.barrier()
+
+
+@pytest.mark.parametrize("way", ["copy", "read"])
+def test_what_a_rank_writes_to_what_it_was_lent_is_its_own(comms, way):
+    several()
+    size = keras_dist.size()
+    arrays = [np.full(count, keras_dist.rank(), np.float32) for count in (2**20, 2**18 + 1)]
+    fused = reduced(comms[way], arrays, ReduceOp.SUM, 2**23, lend=True)
+    total, places = size * (size - 1) / 2, []
+    for number in range(9):
+        results = fused([array + number for array in arrays])
+        places.append(results[0].ctypes.data)
+        keras_dist.barrier()
+        if number == 2 and keras_dist.rank() == 0:
+            results[1][-1] = -1
+        keras_dist.barrier()
+        for result in results:
+            expected = np.full(result.size, total + number * size, np.float32)
+            if number == 2 and keras_dist.rank() == 0 and result is results[1]:
+                expected[-1] = -1
+            np.testing.assert_array_equal(result, expected)
+        del results, result
+    # Who has written gets copies, from the next use of that memory on; the others go on.
+    lent = set(places[:3])
+    assert places[3:5] == places[:2]
+    copied = [place not in lent for place in places[5:]]
+    assert any(copied) if keras_dist.rank() == 0 else not any(copied)
+    assert copied[0] == (keras_dist.rank() == 0)
+
+
+def test_nothing_is_lent_where_it_cannot_be_seen_who_writes(monkeypatch):
+    several()
+    comm = _engine.Communicator(MPI, None)
+    mine = np.full(2**20, keras_dist.rank(), np.float32)
+    with monkeypatch.context() as patched:
+        if keras_dist.rank() == 0:
+            patched.setattr(windows, "_writes_are_seen", lambda: False)
+        fused = reduced(comm, [mine], ReduceOp.SUM, lend=True)
+        results = [fused([mine])[0] for _ in range(2)]
+    if keras_dist.rank() == 0:
+        results[0] += 1  # the caller's own
+        results[0] -= 1
+    assert fused.lend
+    for _ in range(4):
+        assert (fused([mine])[0] == sum(range(keras_dist.size()))).all()
+    for result in results:
+        assert (result == sum(range(keras_dist.size()))).all()
+    comm.world.Barrier()
+    comm.free()
 
 
 def test_memory_of_what_was_lent_is_given_back_with_it(comms):

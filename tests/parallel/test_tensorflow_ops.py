@@ -158,6 +158,23 @@ def test_adasum_of_a_group_whose_results_are_made_one_by_one():
         np.testing.assert_array_equal(result, hvd.allreduce(tensor, op=hvd.Adasum))
 
 
+@pytest.mark.skipif(SIZE == 1, reason="one rank is in every set")
+def test_a_branch_of_a_graph_may_be_for_the_ranks_of_a_set():
+    mine = hvd.ProcessSet([0])
+    hvd.add_process_set(mine)
+
+    @tf.function
+    def step(x, is_mine):
+        def reduced():
+            return hvd.grouped_allreduce([x, x], op=hvd.Sum, process_set=mine)
+
+        return tf.cond(is_mine, reduced, lambda: [x, x])
+
+    for result in step(tf.ones([16]), tf.constant(RANK == 0)):
+        np.testing.assert_array_equal(result, np.ones(16, np.float32))
+    hvd.remove_process_set(mine)
+
+
 def test_a_result_in_a_graph_may_be_written_to_without_harm_to_others():
     size = 40_000
 

@@ -238,17 +238,20 @@ def test_a_loop_equals_that_of_one_process_over_all_rows(eagerly):
 
 
 @pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("sliced", [False, True])
 @pytest.mark.parametrize("how", ["returned", "assigned in the step", "assigned behind it", "read"])
-def test_gradients_may_be_kept_and_written_over(eagerly, how):
+def test_gradients_may_be_kept_and_written_over(eagerly, how, sliced):
     """What a step gets may lie where all ranks see it, but what a script makes of it does not."""
     count, rounds = 100_000, 6  # reduced in slices
-    source = tf.Variable(tf.zeros([count]))
+    source = tf.Variable(tf.zeros([2 * count if sliced else count]))
     holders = [tf.Variable(tf.zeros([count])) for _ in range(rounds)]
 
     def step(x, holder):
         with tf.GradientTape() as tape:
             target = tf.reduce_sum(source * x)
         [gradient] = hvd.DistributedGradientTape(tape).gradient(target, [source])
+        if sliced:  # TensorFlow may write to it in place
+            gradient = gradient[:count]
         if how == "assigned in the step":
             holder.assign(gradient)
         return gradient
@@ -258,7 +261,7 @@ def test_gradients_may_be_kept_and_written_over(eagerly, how):
         steps = [step if eagerly else tf.function(step) for _ in range(rounds)]
     kept = []
     for number, (run, holder) in enumerate(zip(steps, holders, strict=True)):
-        gradient = run(tf.fill([count], float(number + RANK)), holder)
+        gradient = run(tf.fill(source.shape, float(number + RANK)), holder)
         if how == "assigned behind it":
             holder.assign(gradient)
         if how == "returned":
@@ -276,6 +279,47 @@ def test_gradients_may_be_kept_and_written_over(eagerly, how):
     change = 0 if how in ("returned", "read") or RANK > 0 else 2
     for number, gradient in enumerate(kept):
         np.testing.assert_array_equal(gradient, np.full(count, number + MEAN + change, np.float32))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank shares memory with nobody")
+def test_parts_of_gradients_change_in_place_and_ranks_stay_equal():
+    experts = tf.Variable(tf.ones([4, 128, 128]))
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            target = tf.reduce_sum(tf.sin(experts * x))
+        gradient = hvd.DistributedGradientTape(tape).gradient(target, experts)
+        parts = [tf.clip_by_norm(-0.1 * gradient[number], 1.0) for number in range(4)]
+        experts.assign_add(tf.stack(parts))
+
+    for number in range(12):
+        step(tf.fill([4, 128, 128], float(RANK + number)))
+    weights = hvd.allgather(experts[None])
+    np.testing.assert_array_equal(weights, np.repeat(weights[:1], SIZE, axis=0))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank shares memory with nobody")
+@pytest.mark.parametrize("count, is_lent", [(100_000, True), (20_000, False)])
+def test_large_gradients_are_read_where_they_were_reduced(count, is_lent):
+    sources = [tf.Variable(tf.zeros([count])) for _ in range(4)]
+    seen = []
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            target = tf.add_n([tf.reduce_sum(source * x) for source in sources])
+        gradients = hvd.DistributedGradientTape(tape).gradient(target, sources)
+        tf.numpy_function(lambda one: seen.append(one.ctypes.data), [gradients[0]], [])
+
+    for _ in range(9):
+        step(tf.ones([count]))
+    in_turn = seen[3:] == seen[:-3] and len(set(seen)) == 3
+    with open("/proc/self/maps") as lines:
+        mine = [line for line in lines if "/dev/shm" in line]
+    bounds = [[int(end, 16) for end in line.split()[0].split("-")] for line in mine]
+    shared = [any(low <= place < high for low, high in bounds) for place in seen]
+    assert (in_turn and all(shared)) if is_lent else not any(shared)
 
 
 @pytest.mark.parametrize("options", [{}, {"backward_passes_per_step": 2}], ids=str)

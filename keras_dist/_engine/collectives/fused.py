@@ -46,9 +46,9 @@ class FusedAllreduce:
         operation: what the call is called in messages.
         key: a name under which the ranks must meet; `None` for none.
         remedy: what a user should do when the ranks differ.
-        lend: whether results may lie in memory that all ranks share: they must then not be
-            written to. Where somebody keeps one, all are copied from then on, as they are
-            otherwise.
+        lend: whether results may lie in memory that all ranks share, see
+            `keras_dist._engine.lending`. Where somebody keeps one, or writes to it, they are copied
+            from then on, as they are otherwise.
         prescale: factor for the contributions.
         postscale: factor for the results.
         first_nbytes: the size at which the first bucket is closed, where it is less.
@@ -174,7 +174,7 @@ class FusedAllreduce:
             if self.comm.absence is not None:
                 return bucket.unpack(self._reduce_among(bucket.pack(arrays)))
             if is_held:
-                # What has been lent, this result too, stays as it is: nobody writes there again.
+                # What has been lent stays as it is: from now on nobody writes there.
                 self.lend, self._shared = False, None
             if reduction is None:
                 with timeline.phase("copy in"):
@@ -184,9 +184,10 @@ class FusedAllreduce:
                         self._reduce_flat(number, flat)
             else:
                 flat = reduction.reduce(self._across(number, reduction.reads))
-                self._is_lent = lend and self.lend and reduction.is_shared
-                if self._is_lent:
-                    flat = reduction.lend()
+                lent = reduction.lend() if lend and self.lend else None
+                self._is_lent = lent is not None
+                if lent is not None:
+                    flat = lent
                 elif reduction.is_shared:
                     with timeline.phase("copy out"):
                         shared, flat = flat, aligned_array(flat.size, flat.dtype)
@@ -237,7 +238,7 @@ class FusedAllreduce:
         every = [bucket_reduction(node, bucket, op) for bucket in self.buckets]
         reductions = {n: one for n, one in enumerate(every) if self._is_for_nodes(n, one)}
         total = sum(reduction.nbytes for reduction in reductions.values())
-        segment, trouble = node.segment(max(1, total))
+        segment, trouble = node.segment(max(1, total), windows=self.lend)
         trouble = self.comm.first_trouble(trouble)
         if trouble is not None or segment is None:
             self.comm.explain_no_shared_memory(trouble)
