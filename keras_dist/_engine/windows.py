@@ -14,8 +14,8 @@ import numpy as np
 __all__ = ["PAGE", "Window", "map_private"]
 
 PAGE = mmap.PAGESIZE
-# Of the last byte of a page's entry of 8 bytes: present, swapped out, of a file.
-KINDS, ABSENT, OF_FILE = 0xE0, 0x00, 0xA0
+# Bits of the last byte of a page's entry of 8 bytes: present or swapped out; of a file.
+THERE, OF_FILE = 0xC0, 0x20
 NO_RESERVE = 0x4000  # MAP_NORESERVE: few pages, if any, are written to
 
 
@@ -50,10 +50,11 @@ class Window:
         self._place = 8 * (address // PAGE)
 
     def is_written(self) -> bool:
-        """Tells whether this process has written there, ever."""
-        os.preadv(_pagemap(), [self._entries], self._place)
-        kinds = np.frombuffer(self._entries, np.uint8)[7::8] & KINDS
-        return bool(np.any((kinds != OF_FILE) & (kinds != ABSENT)))
+        """Tells whether pages there have become this process' own, as they do when it writes."""
+        if os.preadv(_pagemap(), [self._entries], self._place) < len(self._entries):
+            return True  # nothing is known
+        kinds = np.frombuffer(self._entries, np.uint8)[7::8]
+        return bool(np.any((kinds & THERE != 0) & (kinds & OF_FILE == 0)))
 
 
 def _map(handle: int, nbytes: int) -> mmap.mmap:
