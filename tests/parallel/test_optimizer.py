@@ -11,6 +11,7 @@ import pytest
 from jobs import lean
 from training import (
     BATCH,
+    CLASSES,
     FEATURES,
     STEPS,
     agreed,
@@ -146,6 +147,33 @@ def test_buckets_of_any_size_give_the_same_weights(monkeypatch, bucket_nbytes, o
     monkeypatch.setattr(config, "settings", lambda: settings)
     model, plain = train_both(OPTIMIZERS["sgd"], **options)
     assert_close(weights_of(model), weights_of(plain))
+
+
+class Keeping(keras.optimizers.Optimizer):
+    """Steps by this gradient and the last, which it keeps and writes to."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.kept = self.add_optimizer_variables(variables, "kept")
+
+    def update_step(self, gradient, variable, learning_rate):
+        kept = self.kept[self._get_variable_index(variable)]
+        self.assign_sub(variable, learning_rate * (gradient + kept.value))
+        self.assign(kept, gradient)
+        self.assign_add(kept, keras.ops.ones(kept.shape) * 1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}][: 1 + (BACKEND != "jax")], ids=str)
+def test_an_optimizer_may_keep_gradients_and_write_to_them(options):
+    def make(optimizer):  # a gradient of 256 KiB is reduced in slices
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(128, "tanh"), keras.layers.Dense(512, "tanh")]
+        last = keras.layers.Dense(CLASSES, "softmax")
+        model = keras.Sequential([keras.Input((FEATURES,)), *layers, last])
+        return compiled(model, optimizer, **options)
+
+    ours, plain = train_both(lambda: Keeping(0.01), make)
+    assert_close(weights_of(ours), weights_of(plain))
 
 
 def test_wrapping_after_a_step_was_traced_takes_effect():
