@@ -80,7 +80,7 @@ class Recovery:
         work: Callable[[], R],
         joins: bool = False,
         needs_no_mpi: Callable[[], bool] = lambda: False,
-        lasts: Callable[[], bool] = lambda: False,
+        lasting: Callable[[], Any] = lambda: None,
     ) -> R:
         """Runs an operation until it has ended among ranks that live.
 
@@ -91,8 +91,8 @@ class Recovery:
             joins: whether it takes part, with nothing, in the operations of others.
             needs_no_mpi: tells, once it has ended, whether its data went through shared memory
                 alone: then there is nothing to confirm.
-            lasts: tells, once it has ended, whether what it returns stays as it is until the
-                next has ended: then it need not be copied.
+            lasting: gives, once it has ended, what it returns in other memory, that stays as it is
+                until the next has ended; `None` where there is none: then it is copied.
 
         Returns:
             What the operation returns.
@@ -107,7 +107,8 @@ class Recovery:
             try:
                 outcome = self._run(work, joins, needs_no_mpi)
                 self._place = self._place.next(joins)
-                self._last = outcome if lasts() else copy.deepcopy(outcome)
+                value = lasting()
+                self._last = copy.deepcopy(outcome) if value is None else _Outcome(value)
             finally:
                 self._is_within = False
         return cast(R, outcome.unwrap())

@@ -105,6 +105,25 @@ def test_a_rank_dies_while_another_keeps_what_it_was_lent(go_on, moment):
     assert "keras_dist: rank 3 has died. 3 of 4 ranks go on" in ended.stdout
 
 
+def test_what_a_script_writes_is_not_what_others_catch_up_with(go_on):
+    text = """
+from keras_dist import _engine
+comm = runtime.communicator()
+specs = [((50_000,), np.dtype("f4"))]
+for factor in (1.0, 0.5):
+    lent = _engine.FusedAllreduce(
+        comm, ["a"], specs, _engine.ReduceOp.SUM, 1, lend=True, postscale=factor
+    )
+    for step in range(7):
+        [result] = lent([np.full(50_000, step, np.float32)])
+        result[:] = -1
+        [kept] = comm.recovery._last.unwrap()
+        assert (kept == 2 * step * factor).all()
+"""
+    ended = go_on(2, text)
+    assert ended.returncode == 0, ended.stdout
+
+
 def test_a_wrong_argument_is_one_operation_on_all_ranks(go_on):
     text = """
 from keras_dist import errors

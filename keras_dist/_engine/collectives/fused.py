@@ -116,9 +116,10 @@ class FusedAllreduce:
         self._shared: dict[int, BucketReduction] | None = None
         self._losses = comm.losses  # memory and wires are those of as many ranks
         self._size = comm.size
-        # Of the last bucket: whether it went through shared memory alone; whether its result lies
-        # in what is lent.
-        self._needs_no_mpi = self._is_lent = False
+        # Of the last bucket: whether it went through shared memory alone; its result as the ranks
+        # see it, where it was lent.
+        self._needs_no_mpi = False
+        self._everyones: np.ndarray | None = None
 
     def reduce_bucket(
         self, number: int, arrays: Sequence[np.ndarray], lend: bool = True
@@ -142,13 +143,13 @@ class FusedAllreduce:
             self.comm,
             work,
             needs_no_mpi=lambda: self._needs_no_mpi,
-            lasts=lambda: self._is_lent,
+            lasting=functools.partial(self._lasting, number),
         )
 
     def _reduce_bucket(
         self, number: int, arrays: Sequence[np.ndarray], lend: bool
     ) -> list[np.ndarray]:
-        bucket = self.buckets[number]
+        bucket, self._everyones = self.buckets[number], None
         if self.op is ReduceOp.ADASUM:
             names = [self.call.entries[slot.index].name for slot in bucket.slots]
             call = self.call
@@ -170,7 +171,6 @@ class FusedAllreduce:
                 if reduction.is_held:
                     call = dataclasses.replace(call, holds=True)
             is_held = meet(self.comm, call, tells=self._updates)
-            self._is_lent = False
             if self.comm.absence is not None:
                 return bucket.unpack(self._reduce_among(bucket.pack(arrays)))
             if is_held:
@@ -185,16 +185,21 @@ class FusedAllreduce:
             else:
                 flat = reduction.reduce(self._across(number, reduction.reads))
                 lent = reduction.lend() if lend and self.lend else None
-                self._is_lent = lent is not None
                 if lent is not None:
-                    flat = lent
+                    self._everyones, flat = flat, lent
                 elif reduction.is_shared:
                     with timeline.phase("copy out"):
                         shared, flat = flat, aligned_array(flat.size, flat.dtype)
                         np.copyto(flat, shared)
         factor = self._postscale(self.comm.size)
-        self._is_lent &= factor == 1
+        if factor != 1:
+            self._everyones = None
         return bucket.unpack(scaled(flat, factor))
+
+    def _lasting(self, number: int) -> list[np.ndarray] | None:
+        """Returns the last results of a bucket where no script writes, if they were lent."""
+        flat = self._everyones
+        return None if flat is None else self.buckets[number].unpack(flat)
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Reduces the whole list. Collective: every rank; blocks."""
