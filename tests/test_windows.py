@@ -1,5 +1,6 @@
 """Shared memory through a window: what a process writes there stays its own, and is seen."""
 
+import errno
 import mmap
 import os
 
@@ -8,6 +9,10 @@ import pytest
 
 from keras_dist._engine import windows
 from keras_dist._engine.windows import PAGE, Window, map_private
+
+pytestmark = pytest.mark.skipif(
+    not windows._writes_are_seen(), reason="the kernel does not show who has written to a page"
+)
 
 
 @pytest.fixture
@@ -46,6 +51,16 @@ def test_there_are_no_windows_where_writes_are_not_seen(handle, monkeypatch):
         assert map_private(handle, 4 * PAGE) is None
     windows._writes_are_seen.cache_clear()
     assert map_private(handle, 4 * PAGE) is not None
+
+
+def test_nothing_is_known_where_what_was_open_is_closed(handle, monkeypatch):
+    def closed(*_):
+        raise OSError(errno.EBADF, "closed")
+
+    window = Window(map_private(handle, PAGE), 0, PAGE)
+    assert not window.is_written()
+    monkeypatch.setattr(windows.os, "preadv", closed)
+    assert window.is_written()
 
 
 def test_there_are_no_windows_where_there_is_no_room(handle, monkeypatch):

@@ -61,7 +61,7 @@ class _Program:
         self._outputs = flat.jaxpr.outvars
         self._constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
         used_up = set(self._inputs[: len(jax.tree.leaves(arguments[0]))])
-        # The host may take back the memory of what it gave, so results are copies of it.
+        # The host gives memory that it wants back soon, so what leaves the step is a copy of it.
         given = {v for e in flat.jaxpr.eqns if e.primitive is marker for v in e.outvars}
         self._copied = [_is_variable(v) and v in given for v in self._outputs]
         self._stages = self._cut(flat.jaxpr, marker, used_up)

@@ -2,8 +2,8 @@
 
 To make a tensor of an array takes a graph several times as long as to cut a tensor in pieces. So
 results that lie one behind the other become one tensor, and that is cut, without a copy. TensorFlow
-may write to a piece of a tensor when nobody else reads it, and does not to a whole array: so it is
-done only where the memory of the results is the graph's alone.
+may write to a piece of a tensor when nobody else reads it, and does not to a whole array. It is for
+results whose memory is the graph's alone: whoever writes to what is lent is lent no more.
 """
 
 from collections.abc import Callable, Sequence

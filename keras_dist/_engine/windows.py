@@ -51,8 +51,12 @@ class Window:
 
     def is_written(self) -> bool:
         """Tells whether pages there have become this process' own, as they do when it writes."""
-        if os.preadv(_pagemap(), [self._entries], self._place) < len(self._entries):
-            return True  # nothing is known
+        try:
+            found = os.preadv(_pagemap(), [self._entries], self._place)
+        except OSError:  # somebody has closed what was open
+            found = 0
+        if found < len(self._entries):
+            return True  # for all that is known
         kinds = np.frombuffer(self._entries, np.uint8)[7::8]
         return bool(np.any((kinds & THERE != 0) & (kinds & OF_FILE == 0)))
 
@@ -69,16 +73,18 @@ def _pagemap() -> int:
 
 @functools.cache
 def _writes_are_seen() -> bool:
-    """Tells whether this kernel shows which pages have been written to: tries it."""
+    """Tells whether windows show what others write, and pages what was written: tries it."""
     try:
         handle = os.memfd_create("keras_dist", os.MFD_CLOEXEC)
         try:
             os.ftruncate(handle, PAGE)
             window = Window(_map(handle, PAGE), 0, PAGE)
+            before = window.memory[0], window.is_written()
+            os.pwrite(handle, b"\1", 0)
+            after = window.memory[0], window.is_written()
         finally:
             os.close(handle)
-        before = window.memory[0], window.is_written()
-        window.memory[0] = 1
-        return before == (0, False) and window.is_written()
+        window.memory[0] = 2
+        return (before, after) == ((0, False), (1, False)) and window.is_written()
     except (AttributeError, OSError):
         return False
