@@ -59,10 +59,10 @@ def counting(monkeypatch):
     calls = []
     original = _engine.FusedAllreduce.reduce_bucket
 
-    def counted(self, number, arrays):
+    def counted(self, number, *arguments):
         if self.call.operation == "the reduction of gradients":
             calls.append(number)
-        return original(self, number, arrays)
+        return original(self, number, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(_engine.FusedAllreduce, "reduce_bucket", counted)
