@@ -23,7 +23,7 @@ def parse_arguments():
     add("--batch-size", "--batch_size", type=int, default=64, help="images per rank and step")
     add("--test-batch-size", type=int, default=1000, help="images per rank when testing")
     add("--epochs", type=int, default=10)
-    add("--lr", type=float, default=0.01, help="learning rate for one rank")
+    add("--lr", type=float, help="learning rate for one rank: 0.01, or 0.2 for the few digits")
     add("--momentum", type=float, default=0.5)
     add("--warmup-epochs", "--warmup_epochs", type=int, default=3, help="the rate grows in these")
     add("--device", choices=["cpu", "gpu"], default="cpu")
@@ -153,6 +153,8 @@ def main():
     torch.manual_seed(args.seed)
     device = take_device(args)
     train_dataset, test_dataset, source = load_digits(args.data)
+    if args.lr is None:
+        args.lr = 0.01 if source == "MNIST" else 0.2
     train_loader = load_part(train_dataset, args.batch_size, shuffle=True)
     test_loader = load_part(test_dataset, args.test_batch_size, shuffle=False)
     model = Net(train_dataset[0][0].shape[-1]).to(device)
