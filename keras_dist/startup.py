@@ -97,6 +97,8 @@ def take_device(comm: _engine.Communicator) -> None:
             trouble = backend.pin_device(comm.local_rank, comm.local_size)
             if trouble is not None:
                 _log.warning("%s %s", comm.where(), trouble)
+    for backend in backends:
+        _engine.wait_first(backend.finish_calls)
     cores = _cores_of_ranks(comm)
     comm.fewest_cores = min(cores)
     if comm.size > 1 or settings.threads:

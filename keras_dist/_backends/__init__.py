@@ -39,6 +39,9 @@ class Backend(Protocol):
     def limit_threads(self, count: int, override: bool) -> None:
         """Sizes the compute pool, unless it is running or (without `override`) chosen."""
 
+    def finish_calls(self) -> None:
+        """Waits until programs that this thread has begun will call the host no more."""
+
     def reduce_gradients(
         self,
         gradients: Sequence[Any],
@@ -180,14 +183,15 @@ def active() -> Backend:
     return _load(name)
 
 
-def use(name: str) -> None:
-    """Takes note that scripts of this process use a framework by itself.
+def use(name: str) -> Backend:
+    """Takes note that scripts of this process use a framework by itself; returns its backend.
 
     Args:
         name: which of `SUPPORTED`.
     """
     if name not in _named:
         _named.append(name)
+    return _load(name)
 
 
 def in_use() -> list[Backend]:

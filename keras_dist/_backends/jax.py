@@ -28,6 +28,7 @@ __all__ = [
     "as_dense",
     "build_from",
     "check_model",
+    "finish_calls",
     "first_batch",
     "limit_threads",
     "multiply",
@@ -56,6 +57,13 @@ def limit_threads(count: int, override: bool) -> None:
     # XLA takes the size from this variable when the CPU client is made, and offers no other way.
     if override or "NPROC" not in os.environ:
         os.environ["NPROC"] = str(count)
+
+
+def finish_calls() -> None:
+    """Waits for programs with calls of the host. See `Backend.finish_calls`."""
+    # What went wrong in one of them is raised where its results are looked at.
+    with contextlib.suppress(Exception):
+        jax.effects_barrier()
 
 
 def reduce_gradients(

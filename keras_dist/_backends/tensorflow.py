@@ -29,6 +29,7 @@ __all__ = [
     "as_dense",
     "build_from",
     "check_model",
+    "finish_calls",
     "first_batch",
     "limit_threads",
     "multiply",
@@ -75,6 +76,10 @@ def limit_threads(count: int, override: bool) -> None:
         # Where TensorFlow is already running, its pool stays as it is.
         with contextlib.suppress(RuntimeError):
             threading.set_intra_op_parallelism_threads(count)
+
+
+def finish_calls() -> None:
+    """Does nothing: a program returns when it has called. See `Backend.finish_calls`."""
 
 
 def reduce_gradients(

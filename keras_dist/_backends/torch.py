@@ -23,6 +23,7 @@ __all__ = [
     "as_dense",
     "build_from",
     "check_model",
+    "finish_calls",
     "first_batch",
     "limit_threads",
     "multiply",
@@ -53,6 +54,10 @@ def limit_threads(count: int, override: bool) -> None:
 
 
 @torch.compiler.disable
+def finish_calls() -> None:
+    """Does nothing: a program returns when it has called. See `Backend.finish_calls`."""
+
+
 def reduce_gradients(
     gradients: Sequence[Any],
     names: Sequence[str],

@@ -23,6 +23,7 @@ from keras_dist._engine.collectives.reducescatter import reducescatter
 from keras_dist._engine.collectives.slices import reduce_slices
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, parse_compression
+from keras_dist._engine.earlier import wait_first
 from keras_dist._engine.files import File
 from keras_dist._engine.mailbox import Mailbox
 from keras_dist._engine.mpi_library import (
@@ -135,6 +136,7 @@ __all__ = [
     "take_names_away",
     "tell",
     "telling",
+    "wait_first",
     "waited_seconds",
     "waits",
 ]

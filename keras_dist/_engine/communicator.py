@@ -19,6 +19,7 @@ from keras_dist import errors
 from keras_dist._engine import timeline
 from keras_dist._engine.agreement import Absence
 from keras_dist._engine.attendants import Attendant, Attendants
+from keras_dist._engine.earlier import let_earlier_end
 from keras_dist._engine.line import Line
 from keras_dist._engine.node import Node, join_node
 from keras_dist._engine.place import Handle
@@ -152,6 +153,7 @@ class Communicator:
     @property
     def lock(self) -> Any:
         """What a collective holds while it runs."""
+        let_earlier_end()
         lock, recorder = self._one_at_a_time._lock, timeline.recorder
         return lock if recorder is None else timeline.held(lock, self._lane_of(recorder))
 
@@ -229,6 +231,7 @@ class Communicator:
         """
         if self._one_at_a_time is not self:
             return self._one_at_a_time.queue(work, what)
+        let_earlier_end()
         return self._make_line().queue(timeline.queued(work), what, name)
 
     def run_by_name(self, work: Callable[[], R], name: str) -> R:
@@ -242,6 +245,7 @@ class Communicator:
         """
         if self.size == 1 or self._one_at_a_time is not self:
             return work()
+        let_earlier_end()
         return self._make_line().run(work, name)
 
     def standing(self) -> tuple[tuple[str, ...], bool]:

@@ -14,10 +14,15 @@ def step(weights, batch):
 
 All functions work in and out of `jax.jit`. Outside arrays are read where they lie; inside each is a
 callback, for which JAX copies them, there and back. What counts on every rank is the order of the
-calls: it must be the same.
+calls: it must be the same. A call outside waits for programs that were begun before it.
+
+Arrays are taken as JAX takes them: without `jax_enable_x64` those of 64 bits become 32. A callback
+has no derivative forwards, no `vmap` and no place in `jax.checkpoint`, so neither has a collective:
+`jax.grad`, `jax.vjp`, `jax.lax.scan` and `jax.lax.cond` work, `jax.jvp`, `jax.jacrev` and
+`jax.hessian` do not.
 """
 
-from keras_dist import _backends
+from keras_dist import _backends, _engine
 from keras_dist.builds import (
     ccl_built,
     cuda_built,
@@ -120,4 +125,4 @@ __all__ = [
 ]
 
 # `init` pins its device and sizes its thread pool.
-_backends.use("jax")
+_engine.wait_first(_backends.use("jax").finish_calls)
