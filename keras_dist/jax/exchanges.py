@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_dist import collectives, runtime
+from keras_dist import collectives, errors, runtime
 from keras_dist.jax.host import differentiable, on_host
 from keras_dist.process_sets import ProcessSet, global_process_set
 
@@ -31,22 +31,7 @@ def allgather(
     Returns:
         New array whose length is the sum of the ranks' lengths.
     """
-    comm = runtime.communicator(process_set)
-
-    def run(given: Any) -> Any:
-        return grouped_allgather([given], name, process_set)[0]
-
-    def back(length: int, gradient: Any) -> tuple[Any]:
-        def mine(given: list[np.ndarray]) -> list[np.ndarray]:
-            averaged = collectives.allreduce(given[0], name=name, process_set=process_set)
-            lengths = collectives.allgather([length], name, process_set)
-            begin = int(lengths[: comm.rank].sum())
-            return [averaged[begin : begin + length]]
-
-        return (on_host(mine, [gradient], [(length, *gradient.shape[1:])])[0],)
-
-    given = jax.numpy.asarray(array)
-    return differentiable(run, lambda given: (run(given), given.shape[0]), back, given)
+    return grouped_allgather([array], name, process_set)[0]
 
 
 def grouped_allgather(
@@ -55,7 +40,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
     lengths: Sequence[int] | None = None,
 ) -> list[Any]:
-    """Does `allgather`, without gradients, for a list of arrays at once: they travel together.
+    """Does `allgather` for a list of arrays at once: they travel together.
 
     Collective: as `allgather`.
 
@@ -68,16 +53,31 @@ def grouped_allgather(
     Returns:
         List of new arrays.
     """
-    size = runtime.communicator(process_set).size
-    given = [jax.numpy.asarray(array) for array in arrays]
+    comm = runtime.communicator(process_set)
 
     def gather(given: list[Any]) -> list[Any]:
         return collectives.grouped_allgather(given, name, process_set)
 
-    equal = [size * one.shape[0] if one.ndim else 0 for one in given]
-    pairs = zip(given, equal if lengths is None else lengths, strict=True)
-    shapes = [(length, *one.shape[1:]) if one.ndim else () for one, length in pairs]
-    return on_host(gather, given, shapes)
+    def run(given: list[Any]) -> list[Any]:
+        equal = [comm.size * one.shape[0] if one.ndim else 0 for one in given]
+        pairs = zip(given, equal if lengths is None else lengths, strict=True)
+        shapes = [(length, *one.shape[1:]) if one.ndim else () for one, length in pairs]
+        return on_host(gather, given, shapes)
+
+    def back(mine: list[int], gradients: list[Any]) -> tuple[list[Any]]:
+        def rows(given: list[np.ndarray]) -> list[np.ndarray]:
+            averaged = collectives.grouped_allreduce(given, name=name, process_set=process_set)
+            before = collectives.allgather([mine], name, process_set)[: comm.rank].sum(0)
+            pairs = zip(averaged, before, mine, strict=True)
+            return [one[begin : begin + length] for one, begin, length in pairs]
+
+        shapes = zip(mine, gradients, strict=True)
+        return (on_host(rows, gradients, [(length, *one.shape[1:]) for length, one in shapes]),)
+
+    def forward(given: list[Any]) -> tuple[list[Any], list[int]]:
+        return run(given), [one.shape[0] for one in given]
+
+    return differentiable(run, forward, back, list(map(jax.numpy.asarray, arrays)))
 
 
 def alltoall(
@@ -100,8 +100,12 @@ def alltoall(
     Returns:
         New array. With `splits` a pair: that array, and how many rows came from each rank; this
         form has no gradient.
+
+    Raises:
+        ArgumentError: `splits` inside of `jax.jit`, or where a gradient is asked for.
     """
     if splits is not None:
+        _check_is_known(array)
         rows, received = collectives.alltoall(np.asarray(array), splits, name, process_set)
         return jax.numpy.asarray(rows), received
 
@@ -158,20 +162,47 @@ def broadcast_parameters(
     Collective: every rank; the trees must be alike; blocks. Not for `jax.jit`.
 
     Args:
-        tree: arrays and numbers in any containers; it stays as it is.
+        tree: arrays and numbers in any containers, keys of `jax.random` among them; it stays as it
+            is.
         root_rank: the rank whose values all receive. Defaults to 0.
         process_set: the ranks that take part. Defaults to all.
 
     Returns:
-        A tree of the same structure.
+        A tree of the same structure. Arrays of JAX, arrays of numpy and numbers stay what they are,
+        of their own dtypes.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    given = [jax.numpy.asarray(leaf) for leaf in leaves]
+    named, structure = jax.tree_util.tree_flatten_with_path(tree)
+    # What a structure prints differs from rank to rank where it holds functions.
+    name = " ".join(jax.tree_util.keystr(path) for path, _ in named)
+    leaves = [leaf for _, leaf in named]
+    copies = [np.array(jax.random.key_data(leaf) if _is_key(leaf) else leaf) for leaf in leaves]
+    if copies:
+        collectives.broadcast_(copies, root_rank, name, process_set)
+    return jax.tree.unflatten(structure, map(_like, leaves, copies))
 
-    def send(arrays: list[Any]) -> list[Any]:
-        copies = [np.array(array) for array in arrays]
-        collectives.broadcast_(copies, root_rank, str(structure), process_set)
-        return copies
 
-    sent = on_host(send, given, [array.shape for array in given]) if given else given
-    return jax.tree.unflatten(structure, sent)
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _like(leaf: Any, array: np.ndarray) -> Any:
+    """Returns an array as what a leaf is."""
+    if _is_key(leaf):
+        return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=jax.random.key_impl(leaf))
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(array, leaf.sharding if leaf.committed else None)
+    if isinstance(leaf, np.generic):
+        return array[()]
+    return type(leaf)(array.item()) if isinstance(leaf, int | float | complex) else array
+
+
+def _check_is_known(array: Any) -> None:
+    if isinstance(array, jax.core.Tracer):
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                "no splits in an alltoall of jax.jit or jax.grad, where lengths must be known",
+                f"splits for {array}",
+                "Leave splits out, or call it outside.",
+            )
+        )

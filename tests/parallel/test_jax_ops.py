@@ -82,6 +82,8 @@ def test_lengths_that_differ_outside_of_jit():
     assert len(rows) == sum(range(1, hvd.size() + 1))
     rows, received = hvd.alltoall(jnp.ones(hvd.size()), splits=[1] * hvd.size())
     assert rows.shape == (hvd.size(),) and received.tolist() == [1] * hvd.size()
+    with pytest.raises(keras_dist.errors.ArgumentError, match="no splits in an alltoall of"):
+        jax.jit(lambda x: hvd.alltoall(x, splits=[1] * hvd.size()))(jnp.ones(hvd.size()))
 
 
 def test_gradients(compiled):
@@ -100,6 +102,9 @@ def test_gradients(compiled):
     )
     np.testing.assert_allclose(gradient(hvd.allreduce), 2 * mean * weights.mean(), rtol=1e-6)
     np.testing.assert_allclose(gradient(hvd.allgather), 2 * x * weights.mean(), rtol=1e-6)
+    both = gradient(lambda x: jnp.concatenate(hvd.grouped_allgather([x, 3 * x[:1]])))
+    expected = 2 * x * weights.mean() * (1 + 9 * (np.arange(2 * size) == 0))[:, None]
+    np.testing.assert_allclose(both, expected, rtol=1e-6)
     np.testing.assert_allclose(
         gradient(hvd.broadcast), 2 * x * weights.mean() * (rank == 0), rtol=1e-6
     )
@@ -182,6 +187,65 @@ def test_steps_equal_those_of_one_process():
         equal(found, hvd.broadcast(found))
     assert hvd.average_gradients is hvd.pmean
     equal(hvd.psum({"a": jnp.ones(2)})["a"], np.full(2, hvd.size()))
+
+
+@jax.tree_util.register_pytree_node_class
+class Stateful:
+    """A node of a tree that prints another text on each rank."""
+
+    def __init__(self, weights, function):
+        self.weights, self.function = weights, function
+
+    def tree_flatten(self):
+        return (self.weights,), self.function
+
+    @classmethod
+    def tree_unflatten(cls, function, leaves):
+        return cls(*leaves, function)
+
+
+def test_leaves_stay_what_they_are():
+    rank = hvd.rank()
+    mine = {
+        "key": jax.random.key(rank),
+        "step": np.int64(2**40 + rank),
+        "rows": [np.full(2, rank, "float64"), None, ()],
+        "numbers": (3 + rank, 0.5 + rank, bool(rank)),
+        "state": Stateful(jnp.full(3, rank), lambda x: x),
+    }
+    found = hvd.broadcast_parameters(mine)
+    equal(jax.random.key_data(found["key"]), jax.random.key_data(jax.random.key(0)))
+    assert found["step"] == 2**40 and found["step"].dtype == np.int64
+    equal(found["rows"][0], np.zeros(2))
+    assert found["rows"][0].dtype == np.float64 and found["rows"][1:] == [None, ()]
+    assert found["numbers"] == (3, 0.5, False) and type(found["numbers"][2]) is bool
+    assert isinstance(found["state"].weights, jax.Array)
+    equal(found["state"].weights, np.zeros(3))
+
+
+def test_calls_wait_for_programs_begun_before_them():
+    @jax.jit
+    def slow(matrix):
+        return jax.lax.fori_loop(0, 30, lambda _, a: jnp.tanh(a @ a), matrix)
+
+    @jax.jit
+    def within(matrix):
+        return hvd.allreduce(matrix[0, 0] * 0 + 100, hvd.Sum)
+
+    ready, matrix = jnp.ones(()).block_until_ready(), jnp.eye(600)
+    within(slow(matrix)).block_until_ready()
+    behind = [
+        lambda: hvd.allreduce(ready, hvd.Sum),
+        lambda: hvd.allreduce(ready, hvd.Sum, name="with a name"),
+        lambda: keras_dist.allreduce_async(np.float32(1), hvd.Sum).wait(),
+        lambda: sum(hvd.allgather_object(1)),
+    ]
+    for call in behind:
+        batch = slow(matrix)
+        if hvd.rank() == 0:  # there it is not waited for
+            batch.block_until_ready()
+        first, second = within(batch), call()
+        assert (float(first), float(second)) == (100 * hvd.size(), hvd.size())
 
 
 def test_operations_keep_their_order_within_a_program():
