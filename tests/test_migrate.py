@@ -60,11 +60,12 @@ def migrate(tmp_path, capsys):
     """A function that returns exit code, output and errors for the text of a script."""
     script = tmp_path / "train.py"
 
-    def run(text, *options):
-        script.write_bytes(text.encode())
+    def run(text, *options, encoding="utf-8"):
+        script.write_bytes(text.encode(encoding))
         code = main(["migrate", *options, str(script)])
         said = capsys.readouterr()
-        return code, said.out, said.err.replace(f"{script}:", ""), script.read_bytes().decode()
+        text = script.read_bytes().decode(encoding)
+        return code, said.out, said.err.replace(f"{script}:", ""), text
 
     return run
 
@@ -179,6 +180,31 @@ def test_a_script_is_written_in_utf_8_whatever_the_locale(tmp_path):
     assert script.read_bytes() == "import keras_dist  # é\n".encode()
     assert script.stat().st_mode & 0o777 == 0o750
     assert list(tmp_path.iterdir()) == [script]
+
+
+@pytest.mark.parametrize(
+    ("first", "encoding"),
+    [("# -*- coding: latin-1 -*-\n", "latin-1"), ("\ufeff", "utf-8"), ("", "utf-8")],
+)
+def test_a_script_keeps_its_encoding(migrate, first, encoding):
+    text = f"{first}import horovod.keras  # é\r\n"
+    code, _, _, after = migrate(text, "--write", encoding=encoding)
+    assert (code, after) == (0, f"{first}import keras_dist  # é\r\n")
+
+
+def test_what_is_in_no_encoding_says_how_to_name_one(migrate):
+    for first in ("", "# coding: none\n", "# coding: rot13\n"):
+        code, _, said, _ = migrate(f"{first}x = 'é'\n", encoding="latin-1")
+        assert code == 2
+        assert said.endswith("# -*- coding: latin-1 -*-\n")
+
+
+def test_a_last_line_without_an_end_is_marked_as_diff_does(migrate):
+    end = "\\ No newline at end of file\n"
+    _, diff, _, _ = migrate("x = '\f'\nimport horovod.torch as hvd")
+    assert diff.endswith(
+        f" x = '\f'\n-import horovod.torch as hvd\n{end}+import keras_dist.torch as hvd\n{end}"
+    )
 
 
 @pytest.mark.parametrize("text", ["import os\n", ""])

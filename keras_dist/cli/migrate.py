@@ -3,9 +3,12 @@
 import argparse
 import difflib
 import importlib.util
+import io
 import pathlib
 import shutil
 import sys
+import tokenize
+from collections.abc import Iterator
 from typing import Any
 
 from keras_dist import errors, whole_files
@@ -36,33 +39,50 @@ def _migrate(options: argparse.Namespace) -> int:
     from keras_dist.migration import rewrite
 
     read = {path: _read(path) for path in options.scripts}
-    rewritten = {path: rewrite(source, str(path)) for path, source in read.items()}
+    rewritten = {path: rewrite(source, str(path)) for path, (source, _) in read.items()}
     proposed = False
     for path, (wanted, notes) in rewritten.items():
-        before, after = (text.splitlines(keepends=True) for text in (read[path], wanted))
-        sys.stdout.writelines(difflib.unified_diff(before, after, str(path), str(path)))
+        source, encoding = read[path]
+        sys.stdout.writelines(_diff(source, wanted, str(path)))
         for note in notes:
             print(f"{path}:{note.line}: {note.text}", file=sys.stderr)
-        if wanted != read[path]:
+        if wanted != source:
             proposed = True
             if options.write:
-                _write(path, wanted)
+                _write(path, wanted, encoding)
     return PROPOSED if proposed and not options.write else 0
 
 
-def _read(path: pathlib.Path) -> str:
+def _diff(before: str, after: str, name: str) -> Iterator[str]:
+    """Makes the lines of a unified diff, also of a file whose last line does not end."""
+    # Not by splitlines, for which a form feed ends a line too.
+    old, new = (io.StringIO(text).readlines() for text in (before, after))
+    for line in difflib.unified_diff(old, new, name, name):
+        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+
+
+def _read(path: pathlib.Path) -> tuple[str, str]:
+    """Returns a script, with its byte order mark if there is one, and the encoding it is in."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise errors.ArgumentError(
-            errors.explain("[keras-dist migrate]", "a script", f"{path}: {error}", "Name a file.")
-        ) from None
+        content = path.read_bytes()
+        encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0].removesuffix("-sig")
+        return content.decode(encoding), encoding
+    except OSError as error:
+        raise _error(f"{path}: {error}", "Name a file.") from None
+    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
+        remedy = "Save it as UTF-8, or say in its first line what it is: # -*- coding: latin-1 -*-"
+        raise _error(f"{path}: {error}", remedy) from None
 
 
-def _write(path: pathlib.Path, text: str) -> None:
+def _error(received: str, remedy: str) -> errors.ArgumentError:
+    return errors.ArgumentError(
+        errors.explain("[keras-dist migrate]", "a script", received, remedy)
+    )
+
+
+def _write(path: pathlib.Path, text: str, encoding: str) -> None:
     target = path.resolve()  # a link stays one
     with whole_files.beside(target) as new:
-        new.write_bytes(text.encode())
+        new.write_bytes(text.encode(encoding))
         shutil.copymode(target, new)
         whole_files.move(new, target)

@@ -22,6 +22,7 @@ from keras_dist.migration.names import (
 
 __all__ = ["Note", "rewrite"]
 
+MARK = "\ufeff"  # of byte order, with which some editors begin UTF-8; LibCST drops it
 PINNED = "# keras_dist: init has taken the GPU of this rank already; this may go."
 CHECKPOINTS = m.Name("ModelCheckpoint") | m.Name("BestModelCheckpoint")
 CHECKPOINT = (
@@ -54,8 +55,9 @@ def rewrite(source: str, name: str) -> tuple[str, Sequence[Note]]:
     Raises:
         ArgumentError: it is no Python.
     """
+    mark = MARK if source.startswith(MARK) else ""
     try:
-        wrapper = MetadataWrapper(cst.parse_module(source))
+        wrapper = MetadataWrapper(cst.parse_module(source.removeprefix(mark)))
     except cst.ParserSyntaxError as error:
         expected, received = "a script in Python 3", f"{error.message} in line {error.raw_line}"
         remedy = "Correct it first; 2to3 and pyupgrade help with Python 2."
@@ -64,7 +66,7 @@ def rewrite(source: str, name: str) -> tuple[str, Sequence[Note]]:
         ) from None
     rewriter = _Rewriter()
     changed = wrapper.visit(rewriter)
-    return changed.code, sorted(set(rewriter.notes))
+    return mark + changed.code, sorted(set(rewriter.notes))
 
 
 class _Rewriter(m.MatcherDecoratableTransformer):
