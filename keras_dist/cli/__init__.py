@@ -32,8 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: that of the job for `run`; 0 when all is well, 1 when something is missing
-        for `doctor` and no job is there for `top`; 2 when the command line, or a file that it
-        names, makes no sense.
+        for `doctor`, no job is there for `top` and changes are proposed by `migrate`; 2 when the
+        command line, or a file that it names, makes no sense; 3 when `migrate` leaves lines to the
+        user.
     """
     parser = argparse.ArgumentParser(prog="keras-dist", description="Keras training on many ranks.")
     parser.add_argument("--version", action="version", version=f"keras_dist {__version__}")

@@ -16,10 +16,12 @@ from keras_dist import errors, whole_files
 __all__ = ["add_to"]
 
 PROPOSED = 1
+BY_HAND = 3  # 2 is for what is no script
 
 DESCRIPTION = """Shows as a diff what a script for Horovod has to become to use keras_dist, and by
 line what has to be looked at by hand. Exit code 0: there is nothing to change, or it has been
-written; 1: changes are proposed."""
+written; 1: changes are proposed; 3: there are none, or they have been written, and lines are left
+to look at by hand; 2: a file is no script."""
 
 
 def add_to(commands: Any) -> None:
@@ -50,7 +52,11 @@ def _migrate(options: argparse.Namespace) -> int:
             proposed = True
             if options.write:
                 _write(path, wanted, encoding)
-    return PROPOSED if proposed and not options.write else 0
+    by_hand = sum(len({note.line for note in notes}) for _, notes in rewritten.values())
+    _say_how_many(by_hand)
+    if proposed and not options.write:
+        return PROPOSED
+    return BY_HAND if by_hand else 0
 
 
 def _diff(before: str, after: str, name: str) -> Iterator[str]:
@@ -59,6 +65,12 @@ def _diff(before: str, after: str, name: str) -> Iterator[str]:
     old, new = (io.StringIO(text).readlines() for text in (before, after))
     for line in difflib.unified_diff(old, new, name, name):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+
+
+def _say_how_many(by_hand: int) -> None:
+    if by_hand:
+        lines = "1 line is" if by_hand == 1 else f"{by_hand} lines are"
+        print(f"keras-dist migrate: {lines} left to look at by hand.", file=sys.stderr)
 
 
 def _read(path: pathlib.Path) -> tuple[str, str]:
