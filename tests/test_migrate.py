@@ -114,6 +114,24 @@ def test_a_script_for_keras(migrate):
             "from keras_dist.elastic import HorovodInternalError",
         ),
         ("from horovod.torch.mpi_ops import allreduce", "from keras_dist.torch import allreduce"),
+        ("from horovod.runner import run as start", "from keras_dist import run as start"),
+        ("from horovod import runner", "import keras_dist as runner"),
+        (
+            "from horovod.common.process_sets import ProcessSet",
+            "from keras_dist import ProcessSet",
+        ),
+        (
+            "from horovod.torch.optimizer import DistributedOptimizer",
+            "from keras_dist.torch import DistributedOptimizer",
+        ),
+        (
+            "from horovod.torch.sync_batch_norm import SyncBatchNorm",
+            "from keras_dist.torch import SyncBatchNorm",
+        ),
+        (
+            "from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization",
+            "from keras_dist.tensorflow import SyncBatchNormalization",
+        ),
         ("import torch\r\nimport horovod.keras\r\n", "import torch\r\nimport keras_dist\r\n"),
         (
             "import horovod.torch as hvd\ntorch.cuda.set_device(hvd.local_rank())",
@@ -161,7 +179,9 @@ def test_what_is_left_to_the_user_is_named_by_line(migrate):
     "line",
     [
         "from horovod import common",
-        "from horovod import torch, runner",
+        "from horovod import torch, common",
+        "from horovod.runner import launch",
+        "from horovod.torch.optimizer import _DistributedOptimizer",
         "from horovod.common import util",
         "from horovod.tensorflow import data",
         "import horovod.common as common",
@@ -172,6 +192,24 @@ def test_modules_that_there_are_not_are_left_and_named(migrate, line):
     assert (code, diff) == (3, "")
     assert notes.startswith("1: keras_dist has no ")
     assert notes.endswith("\nkeras-dist migrate: 1 line is left to look at by hand.\n")
+
+
+@pytest.mark.parametrize(
+    ("call", "note"),
+    [
+        ('importlib.import_module("horovod.torch")', "horovod.torch is called keras_dist.torch"),
+        ("import_module(('horovod.'\n'ray'))", None),  # nobody reads more than a word
+        ("pytest.importorskip('horovod.ray')", "keras_dist has nothing for Ray"),
+        ('getLogger("horovod.torch")', None),
+        ("find_spec()", None),
+        ("find_spec(name)", None),
+        ('import_module("os")', None),
+    ],
+)
+def test_modules_that_are_imported_by_a_text_are_named(migrate, call, note):
+    code, diff, notes, _ = migrate(f"{call}\n")
+    assert (code, diff) == (3 if note else 0, "")
+    assert notes.startswith("1: ") and note in notes if note else notes == ""
 
 
 def test_a_script_is_written_in_utf_8_whatever_the_locale(tmp_path):

@@ -1,6 +1,15 @@
 """What Horovod's modules and names have become. Tables alone."""
 
-__all__ = ["GONE", "GONE_MODULES", "GPU_PINNING", "MODULES", "REMOVED_ARGUMENTS", "TOP", "UNKNOWN"]
+__all__ = [
+    "GONE",
+    "GONE_MODULES",
+    "GPU_PINNING",
+    "HELD",
+    "IMPORTERS",
+    "MODULES",
+    "REMOVED_ARGUMENTS",
+    "UNKNOWN",
+]
 
 # All that there are; modules of Horovod that only hold names of another have become that one.
 MODULES = {
@@ -10,21 +19,26 @@ MODULES = {
     "horovod.tensorflow": "keras_dist.tensorflow",
     "horovod.torch": "keras_dist.torch",
     "horovod.common.exceptions": "keras_dist.elastic",
+    "horovod.common.process_sets": "keras_dist",
+    "horovod.runner": "keras_dist",
     "horovod.keras.callbacks": "keras_dist.callbacks",
     "horovod.tensorflow.keras.callbacks": "keras_dist.callbacks",
     "horovod.tensorflow.compression": "keras_dist.tensorflow",
     "horovod.tensorflow.functions": "keras_dist.tensorflow",
     "horovod.tensorflow.mpi_ops": "keras_dist.tensorflow",
+    "horovod.tensorflow.sync_batch_norm": "keras_dist.tensorflow",
     "horovod.torch.compression": "keras_dist.torch",
     "horovod.torch.functions": "keras_dist.torch",
     "horovod.torch.mpi_ops": "keras_dist.torch",
+    "horovod.torch.optimizer": "keras_dist.torch",
+    "horovod.torch.sync_batch_norm": "keras_dist.torch",
     "horovod.keras.elastic": "keras_dist.elastic",
     "horovod.tensorflow.keras.elastic": "keras_dist.elastic",
     "horovod.tensorflow.elastic": "keras_dist.elastic",
     "horovod.torch.elastic": "keras_dist.elastic",
 }
 
-UNKNOWN = "keras_dist has no such module: docs/migrate-from-horovod.md says what there is"
+UNKNOWN = "keras_dist has no such module or name: docs/migrate-from-horovod.md says what there is"
 
 GONE_MODULES = {
     "horovod.data": "keras_dist has no such loaders: share data out by keras_dist.data.shard",
@@ -35,8 +49,20 @@ GONE_MODULES = {
     "horovod.ray": "keras_dist has nothing for Ray: start the job by keras-dist run",
 }
 
-# What the package itself holds beside its modules.
-TOP = {"run", "__version__"}
+# Modules of Horovod of which keras_dist has these names alone, beside the modules in them.
+HELD = {
+    "horovod": {"run", "__version__"},
+    "horovod.common.process_sets": {
+        "ProcessSet",
+        "add_process_set",
+        "global_process_set",
+        "remove_process_set",
+    },
+    "horovod.runner": {"run"},
+    "horovod.tensorflow.sync_batch_norm": {"SyncBatchNormalization"},
+    "horovod.torch.optimizer": {"DistributedOptimizer"},
+    "horovod.torch.sync_batch_norm": {"SyncBatchNorm"},
+}
 
 # Of the module of Horovod; most were for graphs and sessions of TensorFlow 1.
 GONE = {
@@ -53,5 +79,8 @@ GONE = {
 
 # Calls, and targets of assignments, by which a script takes the GPU of its local rank.
 GPU_PINNING = ("set_visible_devices", "set_device", "visible_device_list")
+
+# Functions that are told a module's name as text.
+IMPORTERS = {"__import__", "find_spec", "import_module", "importorskip"}
 
 REMOVED_ARGUMENTS = {"compile": "experimental_run_tf_function"}

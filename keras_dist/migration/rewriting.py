@@ -14,9 +14,10 @@ from keras_dist.migration.names import (
     GONE,
     GONE_MODULES,
     GPU_PINNING,
+    HELD,
+    IMPORTERS,
     MODULES,
     REMOVED_ARGUMENTS,
-    TOP,
     UNKNOWN,
 )
 
@@ -151,6 +152,16 @@ class _Rewriter(m.MatcherDecoratableTransformer):
             return _dotted(MODULES[name])
         return updated
 
+    def visit_Call(self, node: cst.Call) -> None:
+        function = (get_full_name_for_node(node.func) or "").rpartition(".")[2]
+        text = node.args[0].value if node.args else None
+        if function not in IMPORTERS or not isinstance(text, cst.SimpleString):
+            return
+        name = str(text.evaluated_value)
+        if _is_horovods(name):
+            module, trouble = _new_module(name)
+            self._note(node, trouble or f"{function}: {name} is called {module} now")
+
     def leave_Call(self, node: cst.Call, updated: cst.Call) -> cst.Call:
         name = get_full_name_for_node(node.func) or ""
         holder, _, function = name.rpartition(".")
@@ -220,7 +231,7 @@ def _trouble_with(name: str) -> str | None:
     if name in GONE_MODULES:
         return GONE_MODULES[name]
     package, _, member = name.rpartition(".")
-    known = package != "horovod" or member in TOP or name in MODULES
+    known = member in HELD.get(package, {member}) or name in MODULES
     return None if known else UNKNOWN
 
 
