@@ -4,11 +4,12 @@ import argparse
 import re
 import shlex
 import sys
+import time
 
 import pytest
 
 from keras_dist import errors
-from keras_dist.cli import mpiexec
+from keras_dist.cli import discovery, mpiexec
 from keras_dist.cli.command import job_command
 from keras_dist.cli.hosts import parse_hosts, read_hostfile
 from keras_dist.cli.options import add_places
@@ -133,3 +134,39 @@ def test_a_host_that_nobody_knows_is_named_before_the_start(monkeypatch):
     for name in ("nowhere.invalid", "a..b", "x" * 64):
         with pytest.raises(errors.LaunchError, match=rf"'{re.escape(name)}': \w"):
             hosts.check_names(["localhost", name])
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """A function that returns the hosts of a script that has an answer for each time."""
+    monkeypatch.setattr(discovery, "PAUSE_SECONDS", 0.0)
+    script = tmp_path / "hosts.sh"
+    script.write_text('#!/bin/sh\ncd "${0%/*}" || exit 9\ncat next\nmv then next\ntrue\n')
+    script.chmod(0o755)
+
+    def ask(first, then="h1:2", again=False, seconds=60):
+        (tmp_path / "next").write_bytes(first)
+        (tmp_path / "then").write_text(then)
+        options = {"min_np": 1, "max_np": None, "np": None, "elastic_timeout": seconds}
+        options = argparse.Namespace(host_discovery_script=[str(script)], **options)
+        found = discovery.with_hosts(options, again, time.monotonic() + 60)
+        return found.hosts, found.np
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("said", "received"), [(b"h1:2\nh2:x # two\n", "'h2:x'"), (b"\xff:2", "'\ufffd:2'")]
+)
+def test_a_script_that_names_no_host_is_told_so_and_asked_again_at_a_restart(asked, said, received):
+    expected = f"hosts.sh to name 1 places for ranks or more. Received: {received}. It prints a "
+    with pytest.raises(errors.ArgumentError, match=re.escape(expected)):
+        asked(said)
+    assert asked(said, again=True) == ("h1:2", 2)
+    with pytest.raises(errors.ArgumentError, match=re.escape(expected)):
+        asked(said, then=said.decode(errors="replace"), again=True, seconds=0)
+
+
+def test_a_script_may_comment_on_its_hosts(asked):
+    assert asked(b"# two\nh1:1 # one\n\nh2 slots=3\n") == ("h1:1,h2:3", 4)
+    assert asked(b"# none\n") == ("h1:2", 2)

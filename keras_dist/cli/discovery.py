@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from keras_dist import errors
-from keras_dist.cli.hosts import parse_hosts
+from keras_dist.cli.hosts import parse_lines
 from keras_dist.cli.job import end_with_parent
 
 __all__ = ["with_hosts"]
@@ -26,7 +26,8 @@ def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse
 
     Args:
         options: the options.
-        again: whether the job has been started before; a script that fails then is asked again.
+        again: whether the job has been started before; a script that fails then, or says
+            something else, is asked again.
         end: when the time of the job is over, by `time.monotonic`.
 
     Raises:
@@ -68,8 +69,8 @@ def _ask(script: Sequence[str], seconds: float) -> tuple[dict[str, int], str | N
         return {}, f"{error.strerror}: it is no program that can be started"
     if code != 0:
         return {}, f"exit code {code}"
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return (parse_hosts(",".join(lines)) if lines else {}), None
+    hosts, wrong = parse_lines(said)
+    return hosts, None if wrong is None else repr(wrong)
 
 
 def _output(script: Sequence[str], seconds: float) -> tuple[str, int]:
@@ -79,6 +80,7 @@ def _output(script: Sequence[str], seconds: float) -> tuple[str, int]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
+        errors="replace",  # what is no text names no host
         start_new_session=True,
         preexec_fn=end_with_parent,
     ) as process:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from keras_dist import errors
 
-__all__ = ["Allocation", "allocation", "check_names", "parse_hosts", "read_hostfile"]
+__all__ = ["Allocation", "allocation", "check_names", "parse_hosts", "parse_lines", "read_hostfile"]
 
 NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 LINE = re.compile(
@@ -54,11 +54,16 @@ def read_hostfile(path: str) -> dict[str, int]:
         ArgumentError: it cannot be read, or has other lines.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise _error("a hostfile", f"{path}: {error}", "Name a file of text.") from None
-    wanted = [line for text in lines if (line := text.partition("#")[0].strip())]
-    return _collect(wanted, f"each line of {path} to be like 'h1 slots=2' or 'h1:2'")
+    expected = f"each line of {path} to be like 'h1 slots=2' or 'h1:2'"
+    return _collect(_lines(text), expected)
+
+
+def parse_lines(text: str) -> tuple[dict[str, int], str | None]:
+    """Returns ranks by host, of a text such as a hostfile's, and the first line that is wrong."""
+    return _count(_lines(text))
 
 
 def check_names(hosts: Iterable[str]) -> None:
@@ -130,22 +135,34 @@ def _from_lines(system: str, path: str) -> Allocation:
     return Allocation(system, hosts, None if names_only else sum(hosts.values()))
 
 
+def _lines(text: str) -> list[str]:
+    return [line for one in text.splitlines() if (line := one.partition("#")[0].strip())]
+
+
 def _collect(texts: Iterable[str], expected: str) -> dict[str, int]:
+    hosts, wrong = _count(texts)
+    if wrong is not None:
+        raise _error(
+            expected,
+            repr(wrong),
+            "A host's name has letters, digits, dots and dashes, and begins with none of the "
+            "last two; behind it stands how many ranks it may have, 1 or more.",
+        )
+    if not hosts:
+        raise _error(expected, "no host", "Name one, or leave it out.")
+    return hosts
+
+
+def _count(texts: Iterable[str]) -> tuple[dict[str, int], str | None]:
+    """Returns ranks by host, and the first text that names no host."""
     hosts: collections.Counter[str] = collections.Counter()
     for text in texts:
         found = LINE.fullmatch(text.strip())
         slots = int(found["short"] or found["long"] or 1) if found else 0
         if found is None or not NAME.fullmatch(found["name"]) or slots < 1:
-            raise _error(
-                expected,
-                repr(text.strip()),
-                "A host's name has letters, digits, dots and dashes, and begins with none of the "
-                "last two; behind it stands how many ranks it may have, 1 or more.",
-            )
+            return {}, text.strip()
         hosts[found["name"]] += slots
-    if not hosts:
-        raise _error(expected, "no host", "Name one, or leave it out.")
-    return dict(hosts)
+    return dict(hosts), None
 
 
 def _number(text: str | None) -> int | None:
