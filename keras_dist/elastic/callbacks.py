@@ -10,6 +10,9 @@ __all__ = ["CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateC
 class CommitStateCallback(keras.callbacks.Callback):
     """Commits a state every so many batches, and at the end of each epoch.
 
+    After a loss the weights are those of the last commit, and `fit(initial_epoch=state.epoch)` runs
+    the interrupted epoch again from its first batch: `UpdateBatchStateCallback` says how to skip.
+
     Collective: every rank must pass it to `fit`, behind the other two, so that it commits what
     they have noted.
 
@@ -46,6 +49,11 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
     """Notes in `state.batch` which batch was the last; 0 at the end of an epoch.
+
+    Nothing uses it by itself: after a loss `fit` runs the interrupted epoch again from its first
+    batch. To skip by hand, call `fit` for one epoch at a time, on data whose order follows from the
+    epoch, such as `keras_dist.data.shard((x, y), seed=state.epoch)`, without its first
+    `state.batch` batches (`skip` of `tf.data`). With other ranks these are other samples.
 
     Args:
         state: an `ObjectState` with `batch`.
