@@ -13,6 +13,7 @@ from keras import layers
 import keras_dist
 
 STAGES = 2
+POINTS = 1024
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=20)
@@ -20,11 +21,16 @@ parser.add_argument("--batch-size", type=int, default=64, help="of one pipeline"
 parser.add_argument("--micro-batches", type=int, default=8)
 parser.add_argument("--lr", type=float, default=0.01)
 options = parser.parse_args()
+if options.epochs < 1:
+    parser.error("--epochs has to be 1 or more")
 
 keras_dist.init()
 replicas = keras_dist.size() // STAGES
 if keras_dist.size() != STAGES * replicas or replicas < 1:
     parser.error(f"the number of ranks has to be a multiple of {STAGES}")
+mine = POINTS // replicas  # of each pipeline
+if not 1 <= options.micro_batches <= min(options.batch_size, mine):
+    parser.error(f"--micro-batches has to be 1 or more, and no more than --batch-size and {mine}")
 replica, stage = divmod(keras_dist.rank(), STAGES)
 
 # All ranks make all sets, in the same order: one for the replicas of each stage.
@@ -51,15 +57,16 @@ pipeline = keras_dist.Pipeline(
 
 # Two rings, one inside the other. Each pipeline learns from every `replicas`-th point of them.
 random = np.random.default_rng(0)
-y = random.integers(0, 2, (1024, 1)).astype("float32")
-angle, radius = random.uniform(0, 2 * np.pi, 1024), 0.5 + y[:, 0]
+y = random.integers(0, 2, (POINTS, 1)).astype("float32")
+angle, radius = random.uniform(0, 2 * np.pi, POINTS), 0.5 + y[:, 0]
 x = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1).astype("float32")
-x, y = x[replica::replicas], y[replica::replicas]
+x, y = x[replica::replicas][:mine], y[replica::replicas][:mine]
 
 for epoch in range(options.epochs):
     order = np.random.default_rng(epoch).permutation(len(x))
-    for part in np.split(order, range(options.batch_size, len(x), options.batch_size)):
-        loss = pipeline.train_on_batch(x[part], y[part])
+    for part in np.split(order, range(options.batch_size, mine, options.batch_size)):
+        if len(part) >= options.micro_batches:  # what is left at the end may be too little to cut
+            loss = pipeline.train_on_batch(x[part], y[part])
     if keras_dist.rank() == 0:
         print(f"Epoch {epoch + 1}/{options.epochs}: loss {loss:.3f}", flush=True)
 
