@@ -99,6 +99,19 @@ def test_synthetic_benchmark_of_tensorflow(run_ranks):
     assert re.search(rf"^Img/sec per rank: {number}$", job.stdout, re.MULTILINE), job.stdout
 
 
+@pytest.mark.parametrize("option", ["--num-iters", "--num-batches-per-iter", "--batch-size"])
+def test_counts_of_the_synthetic_benchmarks_are_1_or_more(monkeypatch, capsys, option):
+    monkeypatch.syspath_prepend(EXAMPLES / "synthetic")
+    import measured
+
+    parser = measured.parser("A benchmark.", "MLP", "one of a few", 8)
+    assert parser.parse_args([option, "1"]).model == "MLP"
+    for text, said in (("0", "0 is less than 1"), ("x", "invalid positive value: 'x'")):
+        with pytest.raises(SystemExit, match="2"):
+            parser.parse_args([option, text])
+        assert f"argument {option}: {said}" in capsys.readouterr().err
+
+
 # No backend of this name: whoever imports Keras fails.
 WITHOUT_KERAS = lean("sklearn", KERAS_BACKEND="none")
 
@@ -122,8 +135,10 @@ def test_mnist_in_torch(run_ranks, tmp_path):
 def test_synthetic_benchmark_of_torch(run_ranks):
     script = EXAMPLES / "synthetic" / "torch_benchmark.py"
     options = "--model CNN --batch-size 8 --image-size 8 --num-iters 2 --num-batches-per-iter 2"
-    options = [*options.split(), "--num-warmup-batches", "1"]
-    job = run_ranks(2, str(script), *options, timeout=600, env=WITHOUT_KERAS)
+    options = [*options.split(), "--num-warmup-batches", "0", "--device", "gpu"]
+    environment = {**WITHOUT_KERAS, "CUDA_VISIBLE_DEVICES": ""}
+    job = run_ranks(2, str(script), *options, timeout=600, env=environment)
+    assert job.stdout.count("no GPU that torch can use") == 1, job.stdout
     number = r"\d+\.\d \+-\d+\.\d"
     told(job, rf"Total img/sec on 2 ranks: {number}")
     assert re.search(rf"^Img/sec per rank: {number}$", job.stdout, re.MULTILINE), job.stdout

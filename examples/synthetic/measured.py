@@ -6,15 +6,24 @@ import time
 import numpy as np
 
 
+def positive(text):
+    """Returns a whole number of 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
 def parser(doc, model, models, image_size):
     """Returns a parser of the options that scripts for Horovod know."""
     made = argparse.ArgumentParser(description=doc.splitlines()[0])
     made.add_argument("--model", default=model, help=models)
-    made.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
-    made.add_argument("--image-size", type=int, default=image_size, help="their height and width")
+    made.add_argument("--batch-size", type=positive, default=32, help="images per rank and step")
+    made.add_argument(
+        "--image-size", type=positive, default=image_size, help="their height and width"
+    )
     made.add_argument("--num-warmup-batches", type=int, default=10)
-    made.add_argument("--num-batches-per-iter", type=int, default=10)
-    made.add_argument("--num-iters", type=int, default=10)
+    made.add_argument("--num-batches-per-iter", type=positive, default=10)
+    made.add_argument("--num-iters", type=positive, default=10)
     made.add_argument("--fp16-allreduce", action="store_true", help="float16 between nodes")
     return made
 

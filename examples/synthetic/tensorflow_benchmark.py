@@ -10,6 +10,14 @@ from measured import measure, parser
 import keras_dist.tensorflow as hvd
 
 
+def parse_arguments():
+    options = parser(__doc__, "ResNet50", "one of keras.applications, or MLP", 224)
+    args = options.parse_args()
+    if args.model != "MLP" and not callable(getattr(keras.applications, args.model, None)):
+        options.error(f"--model {args.model}: keras.applications has no such network")
+    return args
+
+
 def make_model(name, image_shape):
     if name != "MLP":
         make = getattr(keras.applications, name)
@@ -20,7 +28,7 @@ def make_model(name, image_shape):
 
 
 def main():
-    args = parser(__doc__, "ResNet50", "one of keras.applications, or MLP", 224).parse_args()
+    args = parse_arguments()
     hvd.init()
     shape = (args.image_size, args.image_size, 3)
     model = make_model(args.model, shape)

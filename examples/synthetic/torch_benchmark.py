@@ -3,10 +3,27 @@
 mpirun -np 2 python examples/synthetic/torch_benchmark.py --model CNN --batch-size 32
 """
 
+import importlib.util
+
 import torch
 from measured import measure, parser
 
 import keras_dist.torch as hvd
+
+
+def parse_arguments():
+    options = parser(__doc__, "CNN", "CNN, MLP, or one of torchvision.models", 32)
+    options.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="gpu: if any")
+    args = options.parse_args()
+    if args.model in ("CNN", "MLP"):
+        return args
+    if importlib.util.find_spec("torchvision") is None:
+        options.error(f"--model {args.model} needs torchvision, which is not installed")
+    import torchvision
+
+    if args.model not in torchvision.models.list_models(module=torchvision.models):
+        options.error(f"--model {args.model}: torchvision.models has no such network")
+    return args
 
 
 def make_model(name, side):
@@ -28,15 +45,19 @@ def make_model(name, side):
     return getattr(torchvision.models, name)()
 
 
-def main():
-    options = parser(__doc__, "CNN", "CNN, MLP, or one of torchvision.models", 32)
-    options.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
-    args = options.parse_args()
-    hvd.init()
-    device = torch.device("cpu")
-    if args.device == "gpu":
+def take_device(name):
+    if name == "gpu" and torch.cuda.is_available():
         torch.cuda.set_device(hvd.local_rank())
-        device = torch.device("cuda")
+        return torch.device("cuda")
+    if name == "gpu" and hvd.rank() == 0:
+        print("There is no GPU that torch can use: training on the CPU.")
+    return torch.device("cpu")
+
+
+def main():
+    args = parse_arguments()
+    hvd.init()
+    device = take_device(args.device)
     model = make_model(args.model, args.image_size).to(device)
     compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
     optimizer = hvd.DistributedOptimizer(
@@ -50,6 +71,7 @@ def main():
     labels = torch.randint(0, 999, (args.batch_size,), device=device)
 
     def train(batches):
+        loss = torch.zeros(())  # where there are none
         for _ in range(batches):
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(images), labels)
