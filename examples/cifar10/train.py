@@ -16,18 +16,25 @@ from pictures import load_pictures
 import keras_dist.tensorflow as hvd
 
 
-def parse_arguments():
+def positive(text):
+    """Returns a whole number of 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
+def make_parser():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--batch-size", "--batch_size", type=int, default=64, help="pictures per rank and step")
-    add("--epochs", type=int, default=20)
+    add("--batch-size", "--batch_size", type=positive, default=64, help="per rank and step")
+    add("--epochs", type=positive, default=20)
     add("--lr", type=float, default=0.05, help="learning rate for one rank")
     add("--warmup-epochs", "--warmup_epochs", type=float, default=2, help="the rate grows in these")
-    add("--width", type=int, default=16, help="channels of the first block")
+    add("--width", type=positive, default=16, help="channels of the first block")
     add("--fp16-allreduce", action="store_true", help="gradients as float16 between nodes")
     add("--cache", default="cifar10-cache", help="where the download is kept on each node")
-    add("--made", type=int, default=0, help="train on so many made pictures; no download")
-    return parser.parse_args()
+    add("--made", type=positive, default=0, help="train on so many made pictures; no download")
+    return parser
 
 
 def make_network(width):
@@ -55,11 +62,17 @@ def moved(picture, label):
 
 
 def main():
-    args = parse_arguments()
+    parser = make_parser()
+    args = parser.parse_args()
     hvd.init()
     (x_train, y_train), (x_test, y_test), source = load_pictures(args.cache, args.made)
     keras.utils.set_random_seed(7 + hvd.rank())  # other flips and crops on each rank
     steps = len(x_train) // hvd.size() // args.batch_size
+    if steps < 1 or len(x_test) < hvd.size():
+        parser.error(
+            f"{len(x_train)} pictures, and {len(x_test)} to test, are too few for {hvd.size()} "
+            f"ranks and --batch-size {args.batch_size}"
+        )
     dataset = tf.data.Dataset.from_tensor_slices((x_train, y_train))
     dataset = dataset.shard(hvd.size(), hvd.rank()).shuffle(10_000)
     dataset = dataset.map(moved, tf.data.AUTOTUNE).batch(args.batch_size).take(steps)

@@ -13,14 +13,15 @@ import keras
 import tensorflow as tf
 from digits import load_digits
 from network import make_network
+from options import positive
 
 import keras_dist
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--batch-size", type=int, default=64, help="images per rank and step")
+    parser.add_argument("--epochs", type=positive, default=8)
+    parser.add_argument("--batch-size", type=positive, default=64, help="images per rank and step")
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate for one rank")
     args = parser.parse_args()
 

@@ -10,14 +10,15 @@ import keras
 import tensorflow as tf
 from digits import load_digits
 from network import make_network
+from options import positive
 
 import keras_dist.tensorflow as hvd
 
 
-def parse_arguments():
+def make_parser():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch_size", type=int, default=64, help="images per rank and step")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch_size", type=positive, default=64, help="images per rank and step")
+    parser.add_argument("--epochs", type=positive, default=8)
     parser.add_argument("--lr", type=float, default=0.001, help="learning rate for one rank")
     parser.add_argument("--device", choices=["cpu", "gpu"], default="gpu", help="gpu: if any")
     parser.add_argument("--num_inter", type=int, default=0, help="threads between operations")
@@ -25,7 +26,7 @@ def parse_arguments():
     parser.add_argument("--warmup_epochs", type=float, default=1, help="epochs up to the full rate")
     parser.add_argument("--fp16-allreduce", action="store_true", help="float16 between nodes")
     parser.add_argument("--checkpoint_dir", help="where rank 0 writes after each epoch")
-    return parser.parse_args()
+    return parser
 
 
 def take_device(args):
@@ -45,11 +46,15 @@ def tensor_average(value, name):
 
 
 def main():
-    args = parse_arguments()
+    parser = make_parser()
+    args = parser.parse_args()
     take_device(args)
     keras.utils.set_random_seed(42 + hvd.rank())
     (x_train, y_train), (x_test, y_test), source = load_digits()
     steps = len(x_train) // hvd.size() // args.batch_size
+    if steps < 1:
+        share = len(x_train) // hvd.size()
+        parser.error(f"--batch_size {args.batch_size} is more than the {share} images of a rank")
     dataset = tf.data.Dataset.from_tensor_slices((x_train, y_train))
     dataset = dataset.shard(num_shards=hvd.size(), index=hvd.rank())
     dataset = dataset.shuffle(10_000).batch(args.batch_size).take(steps)

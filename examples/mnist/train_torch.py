@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from options import positive
 
 import keras_dist.torch as hvd
 
@@ -20,17 +21,17 @@ MNIST = Path.home() / ".keras" / "datasets" / "mnist.npz"
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--batch-size", "--batch_size", type=int, default=64, help="images per rank and step")
-    add("--test-batch-size", type=int, default=1000, help="images per rank when testing")
-    add("--epochs", type=int, default=10)
+    add("--batch-size", "--batch_size", type=positive, default=64, help="images per rank and step")
+    add("--test-batch-size", type=positive, default=1000, help="images per rank when testing")
+    add("--epochs", type=positive, default=10)
     add("--lr", type=float, help="learning rate for one rank: 0.01, or 0.2 for the few digits")
     add("--momentum", type=float, default=0.5)
     add("--warmup-epochs", "--warmup_epochs", type=int, default=3, help="the rate grows in these")
-    add("--device", choices=["cpu", "gpu"], default="cpu")
+    add("--device", choices=["cpu", "gpu"], default="cpu", help="gpu: if any")
     add("--num-threads", "--num_threads", "--num_intra", type=int, default=0, help="0: its share")
     add("--num-inter", "--num_inter", type=int, default=0, help="threads between operations")
     add("--seed", type=int, default=42)
-    add("--log-interval", type=int, default=10, help="steps from line to line")
+    add("--log-interval", type=positive, default=10, help="steps from line to line")
     add("--fp16-allreduce", action="store_true", help="gradients as float16 between nodes")
     add("--data", type=Path, default=MNIST, help="mnist.npz of Keras; else scikit-learn's digits")
     return parser.parse_args()
@@ -88,10 +89,12 @@ def take_device(args):
         torch.set_num_threads(args.num_threads)
     if args.num_inter:
         torch.set_num_interop_threads(args.num_inter)
-    if args.device == "cpu":
-        return torch.device("cpu")
-    torch.cuda.set_device(hvd.local_rank())
-    return torch.device("cuda")
+    if args.device == "gpu" and torch.cuda.is_available():
+        torch.cuda.set_device(hvd.local_rank())
+        return torch.device("cuda")
+    if args.device == "gpu" and hvd.rank() == 0:
+        print("There is no GPU that torch can use: training on the CPU.")
+    return torch.device("cpu")
 
 
 def load_part(dataset, batch_size, shuffle):
