@@ -242,7 +242,7 @@ def wait_for(condition):
 
 def test_hosts_are_those_that_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # which all nodes share: that is where ranks and caller meet
-    values = keras_dist.run(os.listdir, (".",), np=2, hosts="localhost:2", verbose=False)
+    values = keras_dist.run(os.listdir, (".",), num_proc=2, hosts="localhost:2", verbose=False)
     assert [name.startswith(".keras_dist-") for name in values[0]] == [True]
     assert values[0] == values[1]
     assert not list(tmp_path.iterdir())

@@ -39,6 +39,7 @@ def run(
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     verbose: bool = True,
+    num_proc: int | None = None,
 ) -> list[Any]:
     """Runs a function on new ranks and returns what it returns on each.
 
@@ -61,6 +62,7 @@ def run(
         env: variables for the ranks, besides those of this process. Defaults to none.
         timeout: seconds after which the ranks are ended. Defaults to `None`, never.
         verbose: whether output and table are shown. Defaults to `True`.
+        num_proc: Horovod's name for `np`. Defaults to `np`.
 
     Returns:
         List of values, one for each rank, in their order.
@@ -83,6 +85,7 @@ def run(
     histories = keras_dist.run(train, kwargs={"epochs": 3}, np=4)
     ```
     """
+    np = np if num_proc is None else num_proc
     _check(fn, np)
     # Nodes share the directories that people work in, seldom that of temporary files.
     place = None if hosts is None and not allocation(os.environ) else "."
