@@ -21,7 +21,7 @@ ON_KERAS = (
     "keras numpy .runtime .bucket_size ._backends ._engine .config .errors .launcher "
     ".callbacks .collectives .distributed .layers .model_state .optimizer .process_sets .reduce_op "
     ".loss_scales .reduction .replicas "
-    ".fit_plan .gradient_plans .saved_terms .terms "
+    ".fit_plan .gradient_plans .keeping.* .saved_terms .terms "
     ".trainer .whole_files"
 )
 DATA = (
@@ -134,8 +134,9 @@ TABLE = [
     (".elastic",               ".elastic.*",                            ".torch"),
     (".elastic.running",       ".runtime .errors",                            ""),
     (".elastic.callbacks",     "keras",                                       ""),
-    (".elastic.state",         f"{FACE} .elastic.running",          ".callbacks.*"),
+    (".elastic.state",         f"{FACE} .elastic.running .keeping.*",         ""),
     (".elastic.models",        f"{FACE} .elastic.state",            "torch .model_state"),
+    (".keeping.*",  ".runtime ._engine .errors .whole_files .keeping.*",      ""),
     (".point_to_point",        f"{FACE} .collectives.values",                 ""),
     (".pipeline",              f"{FACE} keras",                               ""),
     (".optimizer",             f"{ON_KERAS} .arguments",                      ""),

@@ -12,12 +12,12 @@ import keras
 import numpy as np
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist.callbacks import generations
-from keras_dist.callbacks.attempts import Attempts
 from keras_dist.callbacks.files import NEEDS_ROOM
-from keras_dist.callbacks.root import on_root
 from keras_dist.callbacks.verification import ENDING, verify_before_writing
 from keras_dist.data import epochs
+from keras_dist.keeping import generations
+from keras_dist.keeping.attempts import Attempts
+from keras_dist.keeping.root import on_root
 from keras_dist.model_state import (
     accumulators,
     bytes_of,

@@ -8,10 +8,10 @@ import keras
 import numpy as np
 
 from keras_dist import errors, runtime
-from keras_dist.callbacks.attempts import Attempts
 from keras_dist.callbacks.files import NEEDS_ROOM, BackgroundWriter, write_beside
-from keras_dist.callbacks.root import on_root
 from keras_dist.callbacks.verification import verify_before_writing
+from keras_dist.keeping.attempts import Attempts
+from keras_dist.keeping.root import on_root
 from keras_dist.model_state import state
 
 __all__ = ["BestModelCheckpoint", "ModelCheckpoint"]

@@ -3,7 +3,6 @@
 Knows no callbacks and moves nothing between ranks; whoever writes is the root.
 """
 
-import errno
 import functools
 import os
 import pathlib
@@ -19,7 +18,6 @@ from keras_dist.whole_files import beside, move
 __all__ = [
     "NEEDS_ROOM",
     "BackgroundWriter",
-    "is_out_of_room",
     "write_beside",
 ]
 
@@ -29,9 +27,6 @@ HDF5 = ".h5"
 #: the remedy where a file cannot be written
 NEEDS_ROOM = "Choose a place that the root can write to and that has room."
 COPY_NBYTES = 2**23
-# What a disk, a quota or a limit says that is full, and a device or a server that fails: nothing
-# is wrong with the path, and it may pass.
-OUT_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
 
 
 def write_beside(save: Save, filepath: str, nbytes: int = 0) -> None:
@@ -49,11 +44,6 @@ def write_beside(save: Save, filepath: str, nbytes: int = 0) -> None:
             _try_room(path, nbytes)
         save(str(path))
         move(path, target)
-
-
-def is_out_of_room(error: BaseException) -> bool:
-    """Tells whether the disk is full, or fails, rather than the path being wrong."""
-    return isinstance(error, OSError) and error.errno in OUT_OF_ROOM
 
 
 class BackgroundWriter:

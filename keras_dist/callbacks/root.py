@@ -1,16 +1,14 @@
-"""What the root does alone, and how the other ranks hear of its failure."""
+"""Callbacks that act on the root alone."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 
-from keras_dist import _engine, errors, runtime
+from keras_dist import errors, runtime
+from keras_dist.keeping.root import on_root
 
-__all__ = ["RootOnly", "on_root", "overrides"]
-
-Value = TypeVar("Value")
+__all__ = ["RootOnly", "overrides"]
 
 HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith("on_"))
 # Rare enough for a meeting, and every rank of a fit comes to them.
@@ -107,49 +105,6 @@ class RootOnly(keras.callbacks.Callback):
             self.callback.append = True  # what the root before has written stays
         if hook != "on_train_begin":
             self.callback.on_train_begin()
-
-
-def on_root(
-    root_rank: int,
-    key: str,
-    work: Callable[[], Value],
-    kind: type[errors.KerasDistError],
-    expected: str,
-    remedy: str,
-) -> Value:
-    """Does something on the root, and returns on every rank what came of it.
-
-    Collective: every rank; blocks until the root is done.
-
-    Args:
-        root_rank: the rank that works.
-        key: a name under which the ranks must meet.
-        work: what it does; what it returns travels as an object.
-        kind: the error to raise where it fails; one of that kind which the work raises is passed
-            on with its own words.
-        expected: what it is to do; the text of the root counts, here and below.
-        remedy: what the user should do when it fails.
-
-    Raises:
-        KerasDistError: the work failed; of that kind, raised on every rank.
-    """
-    cause: Exception | None = None
-    told: Any = None
-    while told is None:  # a root that dies tells nothing, and the next rank has its number
-        value = failure = None
-        if runtime.rank() == root_rank:
-            try:
-                value = work()
-            except Exception as error:  # whatever it is, the others are waiting to hear of it
-                received = f"{type(error).__name__}: {error}"
-                explained = errors.explain(runtime.where(), expected, received, remedy)
-                cause, failure = error, str(error) if isinstance(error, kind) else explained
-            told = failure, value
-        told = _engine.broadcast_object(runtime.communicator(), told, root_rank, key)
-    failure, value = told
-    if failure is not None:
-        raise kind(failure) from cause
-    return value
 
 
 def overrides(callback: keras.callbacks.Callback, hook: str) -> bool:

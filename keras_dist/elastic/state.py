@@ -14,6 +14,9 @@ import numpy as np
 
 from keras_dist import _engine, errors, runtime
 from keras_dist.elastic.running import HostsUpdatedInterrupt
+from keras_dist.keeping import generations
+from keras_dist.keeping.attempts import Attempts
+from keras_dist.keeping.root import on_root
 
 __all__ = ["ObjectState", "State"]
 
@@ -114,6 +117,7 @@ class ObjectState(State):
     def __init__(self, directory: Any = None, **attributes: Any):
         super().__init__()
         self._directory = None if directory is None else pathlib.Path(directory)
+        self._attempts = Attempts()
         self._names = list(attributes)
         for name, value in attributes.items():
             setattr(self, name, value)
@@ -150,10 +154,8 @@ class ObjectState(State):
                 rank.
         """
         if self._directory is not None:
-            from keras_dist.callbacks.generations import ANEW
-
             read = functools.partial(self._read, self._directory)
-            self._on_root(read, "to read the newest state in", ANEW)
+            self._on_root(read, "to read the newest state in", generations.ANEW)
             self._directory_is_read = True
         self._gather()
         comm = runtime.communicator()
@@ -184,8 +186,6 @@ class ObjectState(State):
         self._put_arrays(kept[1])
 
     def _on_root(self, work: Callable[[], Any], what: str, remedy: str) -> None:
-        from keras_dist.callbacks.root import on_root
-
         def quietly() -> None:
             work()
 
@@ -197,20 +197,12 @@ class ObjectState(State):
         return f"{{{', '.join(pairs)}}}"
 
     def _add(self, directory: pathlib.Path, text: str) -> None:
-        from keras_dist.callbacks import generations
-
         def write() -> bool:
             save = functools.partial(self._write, text)
             self._whole = generations.add(directory, save, self._whole)
             return True
 
         self._attempts.make(write, f"{WRITE} {directory}")
-
-    @functools.cached_property
-    def _attempts(self) -> Any:
-        from keras_dist.callbacks.attempts import Attempts
-
-        return Attempts()
 
     def _write(self, text: str, file: BinaryIO) -> None:
         everything: dict[str, Any] = {ABOUT: np.array(text), **self._kept[1]}
@@ -220,8 +212,6 @@ class ObjectState(State):
     _whole: pathlib.Path | None = None  # on the root: the last file that is known to be
 
     def _read(self, directory: pathlib.Path) -> None:
-        from keras_dist.callbacks import generations
-
         if self._directory_is_read:
             return
         self._whole = generations.newest_whole(directory)

@@ -7,7 +7,8 @@ import logging, pathlib, random, resource, shutil, signal
 import keras, numpy as np
 import keras_dist
 from keras_dist import errors
-from keras_dist.callbacks import BackupAndRestore, ModelCheckpoint, generations
+from keras_dist.callbacks import BackupAndRestore, ModelCheckpoint
+from keras_dist.keeping import generations
 
 folder = pathlib.Path(os.environ["FOLDER"])
 rank = keras_dist.rank()

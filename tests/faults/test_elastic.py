@@ -53,7 +53,7 @@ KEPT = """
 import os, resource
 import keras_dist
 from keras_dist import elastic, errors
-from keras_dist.callbacks import generations
+from keras_dist.keeping import generations
 keras_dist.init()
 root = keras_dist.rank() == 0
 folder = pathlib.Path(os.environ["FOLDER"])

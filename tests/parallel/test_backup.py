@@ -17,8 +17,8 @@ from training import (
 import keras_dist
 from keras_dist import errors, model_state
 from keras_dist.callbacks import BackupAndRestore
-from keras_dist.callbacks.generations import newest_first
 from keras_dist.data import epochs
+from keras_dist.keeping.generations import newest_first
 
 
 class Interrupted(Exception):

@@ -1,10 +1,10 @@
 """What becomes of a write that fails: an error where the path is wrong, else training goes on."""
 
+import errno
 import logging
 from collections.abc import Callable
 
 from keras_dist import errors, runtime
-from keras_dist.callbacks.files import is_out_of_room
 
 __all__ = ["Attempts"]
 
@@ -12,6 +12,9 @@ GOES_ON = (
     "Training goes on, and what was written before stays as it is. Make room, or mend the file "
     "system: the next write is tried as usual."
 )
+# What a disk, a quota or a limit says that is full, and a device or a server that fails: nothing
+# is wrong with the path, and it may pass.
+OUT_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
 
 _log = logging.getLogger("keras_dist")
 
@@ -44,9 +47,14 @@ class Attempts:
             self._has_succeeded = write() or self._has_succeeded
         except OSError as error:
             reason = error.__cause__ if isinstance(error, errors.CheckpointError) else error
-            if not self._has_succeeded and not is_out_of_room(reason or error):
+            if not self._has_succeeded and not _is_out_of_room(reason or error):
                 raise
             received = f"{type(reason).__name__}: {reason}"
             _log.warning(errors.explain(runtime.where(), expected, received, GOES_ON))
             return False
         return True
+
+
+def _is_out_of_room(error: BaseException) -> bool:
+    """Tells whether the disk is full, or fails, rather than the path being wrong."""
+    return isinstance(error, OSError) and error.errno in OUT_OF_ROOM

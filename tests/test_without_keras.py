@@ -1,0 +1,28 @@
+"""Rooms that scripts use which have no Keras."""
+
+import pytest
+from jobs import lean, told
+
+COMMITS = """
+import sys
+import keras_dist.{framework} as hvd
+from keras_dist import elastic
+hvd.init()
+for expected in (0, 3):  # the second time what the first has left in the directory
+    state = elastic.ObjectState(directory=sys.argv[1], epoch=0)
+    state.sync()
+    assert state.epoch == expected, state.epoch
+    state.epoch = 3
+    state.commit()
+if hvd.rank() == 0:
+    print("kept", *sorted({{"keras", "tensorflow"}} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_an_elastic_state_in_a_directory(run_ranks, tmp_path, framework):
+    # No backend of this name: whoever imports Keras fails.
+    env = lean(framework, KERAS_BACKEND="none")
+    text = COMMITS.format(framework=framework)
+    job = run_ranks(2, "-c", text, str(tmp_path / "state"), env=env)
+    told(job, "kept")
