@@ -28,7 +28,7 @@ ROOM = "Make room on its disk, or name another directory."
 class State:
     """The state of a training; `ObjectState`, `KerasState` and `TorchState` say of what.
 
-    A class of the user's own has `save`, `restore` and `sync`.
+    A class of the user's own has `save`, `restore` and `sync`, and `reset` if it needs it.
 
     Args:
         bcast_object: of Horovod's scripts; ignored.
@@ -44,7 +44,8 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Calls the reset callbacks, in their order."""
+        """Calls `reset`, then the reset callbacks, in their order."""
+        self.reset()
         for callback in self._reset_callbacks:
             callback()
 
@@ -83,6 +84,9 @@ class State:
         if any(told):
             text = f"{runtime.where()} Ranks have died; {comm.size} go on."
             raise HostsUpdatedInterrupt(text=text)
+
+    def reset(self) -> None:
+        """Does nothing: a class of the user's own prepares itself here for the ranks there are."""
 
     def save(self) -> None:
         """Keeps the state as it is."""

@@ -97,9 +97,14 @@ def test_what_horovods_states_take():
         def __init__(self):
             super().__init__(bcast_object=keras_dist.broadcast_object, get_rank=keras_dist.rank)
             self.synced = 0
+            self.begun_anew = []
+            self.register_reset_callbacks([lambda: self.begun_anew.append("callback")])
 
         def sync(self):
             self.synced += 1
+
+        def reset(self):
+            self.begun_anew.append("reset")
 
     interrupts = [elastic.HostsUpdatedInterrupt(True), elastic.HostsUpdatedInterrupt(False)]
 
@@ -109,7 +114,10 @@ def test_what_horovods_states_take():
             raise interrupts.pop()
         return state.synced
 
-    assert train(Counting()) == 2
+    state = Counting()
+    assert train(state) == 2
+    assert state.begun_anew == ["reset", "callback"] * 2
+    elastic.ObjectState(epoch=0).on_reset()  # which has none of its own
 
 
 def test_a_model_that_is_not_built_has_no_state():
