@@ -51,7 +51,7 @@ class KerasState(_VariablesState):
         self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
         if self.optimizer is not None and not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
-        super().__init__(directory, **attributes)
+        super().__init__(directory=directory, **attributes)
 
     def _variables(self) -> list[Any]:
         from keras_dist.model_state import state
@@ -96,7 +96,7 @@ class TensorFlowState(_VariablesState):
         self, variables: Any = None, session: Any = None, directory: Any = None, **attributes: Any
     ):
         self.variables = list(variables or ())
-        super().__init__(directory, **attributes)
+        super().__init__(directory=directory, **attributes)
 
     def _variables(self) -> list[Any]:
         return self.variables
@@ -125,7 +125,7 @@ class TorchState(ObjectState):
         self._parts = ["model", "optimizer", *further]
         for name in further:
             setattr(self, name, attributes.pop(name))
-        super().__init__(directory, **attributes)
+        super().__init__(directory=directory, **attributes)
 
     def _gather(self) -> None:
         for name in self._parts:

@@ -105,10 +105,15 @@ class ObjectState(State):
     """A state of named values, which are its attributes.
 
     Args:
+        bcast_object: of Horovod's scripts; ignored.
+        get_rank: of Horovod's scripts; ignored.
         directory: where commits are also written, by the root, so that a job that is started anew
             goes on from the last one; the values must then be such as JSON has. Defaults to
             `None`: in memory alone.
         **attributes: the values, by their names.
+
+    Raises:
+        ArgumentTypeError: `bcast_object` is no function: what a directory is, has to be named.
 
     Example:
     ```python
@@ -118,8 +123,19 @@ class ObjectState(State):
     ```
     """
 
-    def __init__(self, directory: Any = None, **attributes: Any):
+    def __init__(
+        self,
+        bcast_object: Any = None,
+        get_rank: Any = None,
+        directory: Any = None,
+        **attributes: Any,
+    ):
         super().__init__()
+        if bcast_object is not None and not callable(bcast_object):
+            expected = "bcast_object to be a function, as in Horovod's scripts"
+            remedy = "Leave it out; a directory is passed by its name, directory=."
+            text = errors.explain(runtime.where(), expected, repr(bcast_object), remedy)
+            raise errors.ArgumentTypeError(text)
         self._directory = None if directory is None else pathlib.Path(directory)
         self._attempts = Attempts()
         self._names = list(attributes)

@@ -58,7 +58,7 @@ keras_dist.init()
 root = keras_dist.rank() == 0
 folder = pathlib.Path(os.environ["FOLDER"])
 def started_anew():
-    state = elastic.ObjectState(folder, epoch=0)
+    state = elastic.ObjectState(directory=folder, epoch=0)
     state.sync()
     return state
 def damage(paths):
@@ -134,7 +134,7 @@ if root:
     folder.write_text("")
 state.commit()
 try:
-    elastic.ObjectState(folder / "no", epoch=0).commit()
+    elastic.ObjectState(directory=folder / "no", epoch=0).commit()
     raise SystemExit("not found")
 except errors.CheckpointError as error:
     assert "Make room on its disk, or name another directory." in str(error), error

@@ -120,18 +120,31 @@ def test_what_horovods_states_take():
     elastic.ObjectState(epoch=0).on_reset()  # which has none of its own
 
 
+def test_an_object_state_takes_and_ignores_horovods_functions():
+    functions = {"bcast_object": keras_dist.broadcast_object, "get_rank": keras_dist.rank}
+    for state in (
+        elastic.ObjectState(*functions.values(), epoch=RANK),
+        elastic.ObjectState(**functions, epoch=RANK),
+    ):
+        state.sync()
+        assert state.epoch == 0
+        assert not set(functions) & set(vars(state))
+    with pytest.raises(errors.ArgumentTypeError, match="passed by its name, directory="):
+        elastic.ObjectState("folder", epoch=0)
+
+
 def test_a_model_that_is_not_built_has_no_state():
     with pytest.raises(errors.ArgumentError, match="a model that is built"):
         elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
 
 
 def test_what_a_directory_cannot_keep_is_named(shared_tmp_path):
-    state = elastic.ObjectState(shared_tmp_path, best=np.float32(0.5), seen=None)
+    state = elastic.ObjectState(directory=shared_tmp_path, best=np.float32(0.5), seen=None)
     state.commit()
     state.seen = {1, 2}
     with pytest.raises(errors.ArgumentTypeError, match=r"Expected seen to be .* a set"):
         state.commit()
-    found = elastic.ObjectState(shared_tmp_path, best=0.0, seen=None)
+    found = elastic.ObjectState(directory=shared_tmp_path, best=0.0, seen=None)
     found.sync()
     assert (found.best, found.seen) == (0.5, None)
 
