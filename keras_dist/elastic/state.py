@@ -108,8 +108,9 @@ class ObjectState(State):
         bcast_object: of Horovod's scripts; ignored.
         get_rank: of Horovod's scripts; ignored.
         directory: where commits are also written, by the root, so that a job that is started anew
-            goes on from the last one; the values must then be such as JSON has. Defaults to
-            `None`: in memory alone.
+            goes on from the last one. The values must then be such as JSON has: numbers, strings,
+            lists, and dictionaries whose keys are strings; tuples come back as lists, numbers of
+            numpy as Python's. Defaults to `None`: in memory alone.
         **attributes: the values, by their names.
 
     Raises:
@@ -147,7 +148,7 @@ class ObjectState(State):
         """Keeps the state in memory, and in the directory if there is one and it has room.
 
         Raises:
-            ArgumentTypeError: a value is none that JSON has, and there is a directory.
+            ArgumentTypeError: a value is none that JSON gives back, and there is a directory.
             CheckpointError: as of `commit`.
         """
         self._gather()
@@ -243,17 +244,26 @@ class ObjectState(State):
 
 def _json_of(name: str, value: Any) -> str:
     try:
-        return json.dumps(value, default=_number)
-    except (TypeError, ValueError) as error:
+        return json.dumps(_plain(value))
+    except (TypeError, ValueError, RecursionError) as error:
         expected = f"{name} to be a value that JSON has, in a state with a directory"
-        remedy = "Keep numbers, strings, lists and dictionaries of them in it."
+        remedy = "Keep numbers, strings, lists and dictionaries of them, by strings, in it."
         raise errors.ArgumentTypeError(
             errors.explain(runtime.where(), expected, str(error), remedy)
         ) from None
 
 
-def _number(value: Any) -> Any:
-    """Returns a number of numpy as one of Python."""
+def _plain(value: Any) -> Any:
+    """Returns a value as JSON gives it back; what would become another is refused."""
     if isinstance(value, np.generic):
-        return value.item()
+        value = value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):  # JSON would make a string of it
+                raise TypeError(f"a dictionary with the key {key!r}")
+        return {key: _plain(one) for key, one in value.items()}
+    if value is None or isinstance(value, str | int | float):
+        return value
     raise TypeError(f"a {type(value).__name__}")

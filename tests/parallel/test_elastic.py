@@ -147,6 +147,20 @@ def test_what_a_directory_cannot_keep_is_named(shared_tmp_path):
     found = elastic.ObjectState(directory=shared_tmp_path, best=0.0, seen=None)
     found.sync()
     assert (found.best, found.seen) == (0.5, None)
+    within = []
+    within.append(within)
+    for refused in ({0: 1.5}, [{"by epoch": {(1, 2): 0.5}}], np.ones(2), 1j, within):
+        state.seen = refused
+        with pytest.raises(errors.ArgumentTypeError, match="Expected seen to be"):
+            state.commit()
+
+
+def test_a_directory_gives_back_what_was_committed(shared_tmp_path):
+    kept = [{"a": [1, -(2**70), 0.1, None, True], "\ud800\0": {}}, float("inf"), "\u00e9"]
+    elastic.ObjectState(directory=shared_tmp_path, kept=kept, pair=(1, np.int8(2))).commit()
+    found = elastic.ObjectState(directory=shared_tmp_path, kept=None, pair=None)
+    found.sync()
+    assert (found.kept, found.pair) == (kept, [1, 2])
 
 
 @pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
