@@ -17,6 +17,18 @@ class _VariablesState(ObjectState):
     def _variables(self) -> list[Any]:
         raise NotImplementedError
 
+    def _own(self) -> list[Any]:
+        """Returns those of the variables that each rank has for itself."""
+        return []
+
+    def _without_own(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        own = self._places_of_own()
+        return {place: raw for place, raw in arrays.items() if place not in own}
+
+    def _places_of_own(self) -> set[str]:
+        own = {id(one) for one in self._own()}
+        return {str(place) for place, one in enumerate(self._variables()) if id(one) in own}
+
     def _arrays(self) -> dict[str, np.ndarray]:
         from keras_dist.model_state import bytes_of
 
@@ -25,13 +37,19 @@ class _VariablesState(ObjectState):
     def _put_arrays(self, arrays: dict[str, np.ndarray]) -> None:
         from keras_dist.model_state import to_numpy
 
+        own = self._places_of_own()
         for place, one in enumerate(self._variables()):
+            if str(place) in own and str(place) not in arrays:
+                continue  # of another rank, or from a directory
             raw = np.ascontiguousarray(arrays[str(place)])
             one.assign(raw.view(to_numpy(one).dtype).reshape(one.shape))
 
 
 class KerasState(_VariablesState):
     """The weights of a model, the state of its optimizer, and named values.
+
+    Gradients that an optimizer has accumulated and not yet applied are each rank's own: `restore`
+    brings them back, `sync` leaves them as they are, and a directory does not hold them.
 
     Args:
         model: a Keras model that is built.
@@ -58,6 +76,13 @@ class KerasState(_VariablesState):
 
         own = [] if self.optimizer is None else self.optimizer.variables
         return list({id(one): one for one in [*state(self.model), *own]}.values())
+
+    def _own(self) -> list[Any]:
+        from keras_dist.model_state import accumulators, optimizers_inside
+
+        if self.optimizer is None:
+            return []
+        return accumulators([self.optimizer, *optimizers_inside(self.optimizer)])
 
 
 class TensorFlowKerasState(KerasState):

@@ -180,9 +180,9 @@ class ObjectState(State):
             self._directory_is_read = True
         self._gather()
         comm = runtime.communicator()
-        self._put(
-            _engine.broadcast_object(comm, self._kept_now(), 0, "the state of an elastic training")
-        )
+        values, arrays = self._kept_now()
+        shared = values, self._without_own(arrays)
+        self._put(_engine.broadcast_object(comm, shared, 0, "the state of an elastic training"))
         self._keep()
 
     def _gather(self) -> None:
@@ -191,6 +191,10 @@ class ObjectState(State):
     def _arrays(self) -> dict[str, np.ndarray]:
         """Returns what there is besides the attributes."""
         return {}
+
+    def _without_own(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns those of the arrays that are one for all ranks."""
+        return arrays
 
     def _put_arrays(self, arrays: dict[str, np.ndarray]) -> None:
         pass
@@ -226,7 +230,7 @@ class ObjectState(State):
         self._attempts.make(write, f"{WRITE} {directory}")
 
     def _write(self, text: str, file: BinaryIO) -> None:
-        everything: dict[str, Any] = {ABOUT: np.array(text), **self._kept[1]}
+        everything: dict[str, Any] = {ABOUT: np.array(text), **self._without_own(self._kept[1])}
         np.savez(file, **everything)
 
     _directory_is_read = False

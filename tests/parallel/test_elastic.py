@@ -6,6 +6,7 @@ import pytest
 
 import keras_dist
 from keras_dist import elastic, errors
+from keras_dist.model_state import accumulators
 
 RANK = keras_dist.rank()
 
@@ -61,6 +62,34 @@ def test_a_keras_state_is_found_in_its_directory(shared_tmp_path):
     found.sync()
     assert found.epoch == 3
     assert all((a == b).all() for a, b in zip(values_of(other), values_of(model), strict=True))
+
+
+def test_gradients_that_are_accumulated_stay_each_ranks_own(shared_tmp_path):
+    model = model_of(seed=RANK)
+    optimizer = keras_dist.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), backward_passes_per_step=2
+    )
+    model.compile(optimizer, "mse")
+    state = elastic.KerasState(model, directory=shared_tmp_path)
+
+    def gathered():
+        return [np.unique(keras.ops.convert_to_numpy(one)) for one in accumulators([optimizer])]
+
+    def forget():
+        for one in accumulators([optimizer]):
+            one.assign(one * 0)
+
+    optimizer.apply([keras.ops.ones(one.shape) * (RANK + 1) for one in model.trainable_variables])
+    assert gathered() == [RANK + 1] * 2
+    state.sync()
+    assert gathered() == [RANK + 1] * 2
+    state.commit()
+    forget()
+    state.restore()
+    assert gathered() == [RANK + 1] * 2
+    forget()
+    elastic.KerasState(model, directory=shared_tmp_path).sync()
+    assert gathered() == [0, 0]
 
 
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="variables of TensorFlow")
