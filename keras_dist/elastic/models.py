@@ -178,6 +178,8 @@ class TorchState(ObjectState):
         import torch
 
         for name, raw in arrays.items():
-            # `weights_only`: what is read executes nothing.
-            found = torch.load(io.BytesIO(raw.tobytes()), weights_only=True)
+            # `weights_only`: what is read executes nothing. On the root's device it would be in the
+            # way there, and there may be none such here.
+            file = io.BytesIO(raw.tobytes())
+            found = torch.load(file, map_location="cpu", weights_only=True)
             getattr(self, name).load_state_dict(found)

@@ -247,3 +247,19 @@ def test_a_torch_state_is_synchronised_and_restored(shared_tmp_path):
     again.sync()
     assert again.epoch == 0
     assert (other.weight.detach().numpy() == weight).all()
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
+def test_a_torch_state_is_read_without_the_device_of_the_root(shared_tmp_path, monkeypatch):
+    import torch
+
+    # As a root writes it whose module is on its GPU.
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+    module = torch.nn.Linear(2, 1)
+    state = elastic.TorchState(module, directory=shared_tmp_path)
+    state.sync()
+    state.commit()
+    state.restore()
+    other = torch.nn.Linear(2, 1)
+    elastic.TorchState(other, directory=shared_tmp_path).sync()
+    assert (other.weight == module.weight).all()
