@@ -1,6 +1,9 @@
 """States of models and their optimizers: Keras' on every backend, torch's own."""
 
+import copy
 import io
+import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -34,7 +37,7 @@ class _VariablesState(ObjectState):
 
         return {str(place): bytes_of(one) for place, one in enumerate(self._variables())}
 
-    def _put_arrays(self, arrays: dict[str, np.ndarray]) -> None:
+    def _put_arrays(self, arrays: dict[str, np.ndarray], of_file: bool = False) -> None:
         from keras_dist.model_state import to_numpy
 
         own = self._places_of_own()
@@ -137,7 +140,8 @@ class TorchState(ObjectState):
     Args:
         model: a module. Defaults to `None`.
         optimizer: an optimizer. Defaults to `None`.
-        directory: as for `ObjectState`.
+        directory: as for `ObjectState`; each `state_dict` must then be such as
+            `torch.load(weights_only=True)` reads.
         **attributes: further modules, optimizers, schedulers and samplers, and values as for
             `ObjectState`.
     """
@@ -170,16 +174,62 @@ class TorchState(ObjectState):
             part = getattr(self, name)
             if part is not None:
                 file = io.BytesIO()
-                torch.save(part.state_dict(), file)
+                torch.save(_with_plain_numbers(part.state_dict()), file)
                 found[name] = np.frombuffer(file.getvalue(), np.uint8)
         return found
 
-    def _put_arrays(self, arrays: dict[str, np.ndarray]) -> None:
-        import torch
-
+    def _put_arrays(self, arrays: dict[str, np.ndarray], of_file: bool = False) -> None:
         for name, raw in arrays.items():
-            # `weights_only`: what is read executes nothing. On the root's device it would be in the
-            # way there, and there may be none such here.
-            file = io.BytesIO(raw.tobytes())
-            found = torch.load(file, map_location="cpu", weights_only=True)
-            getattr(self, name).load_state_dict(found)
+            getattr(self, name).load_state_dict(_loaded(raw, of_file))
+
+    def _check(self) -> None:
+        if runtime.rank() == 0:  # which writes
+            for name, raw in self._kept[1].items():
+                _check_part(name, raw)
+
+
+def _loaded(raw: np.ndarray, of_file: bool) -> Any:
+    """Returns a `state_dict`; one from a file executes nothing when it is read."""
+    import torch
+
+    # On the root's device it would be in the way there, and there may be none such here.
+    return torch.load(io.BytesIO(raw.tobytes()), map_location="cpu", weights_only=of_file)
+
+
+def _check_part(name: str, raw: np.ndarray) -> None:
+    try:
+        _loaded(raw, of_file=True)
+    except pickle.UnpicklingError as error:
+        expected = f"the state_dict of {name} to be what torch.load(weights_only=True) reads, in a "
+        remedy = (
+            "Keep tensors, numbers, strings and containers of them in it, or allow the class by "
+            "torch.serialization.add_safe_globals."
+        )
+        text = errors.explain(
+            runtime.where(), f"{expected}state with a directory", _refused(error), remedy
+        )
+        raise errors.ArgumentTypeError(text) from error
+
+
+def _refused(error: pickle.UnpicklingError) -> str:
+    """Returns what torch has refused, out of the page that it says about it."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return str(error).partition("\n")[0] if found is None else f"{found[1]} in it"
+
+
+def _with_plain_numbers(value: Any) -> Any:
+    """Returns a `state_dict` with numbers of Python where there are some of numpy.
+
+    A rate that numpy has computed is one, and torch refuses to read it from a file.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (list, tuple, set):
+        return type(value)(_with_plain_numbers(one) for one in value)
+    if isinstance(value, dict):
+        plain = copy.copy(value)  # with the attributes that torch's have
+        plain.clear()
+        for key, one in value.items():
+            plain[_with_plain_numbers(key)] = _with_plain_numbers(one)
+        return plain
+    return value

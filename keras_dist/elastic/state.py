@@ -148,7 +148,8 @@ class ObjectState(State):
         """Keeps the state in memory, and in the directory if there is one and it has room.
 
         Raises:
-            ArgumentTypeError: a value is none that JSON gives back, and there is a directory.
+            ArgumentTypeError: a value is none that JSON gives back, or a part of torch is none that
+                can be read without executing anything, and there is a directory.
             CheckpointError: as of `commit`.
         """
         self._gather()
@@ -156,6 +157,7 @@ class ObjectState(State):
         if self._directory is not None:
             with _engine.telling(runtime.communicator(), "a commit"):
                 text = self._as_json()
+                self._check()
             write = functools.partial(self._add, self._directory, text)
             self._on_root(write, WRITE, ROOM)
 
@@ -196,8 +198,11 @@ class ObjectState(State):
         """Returns those of the arrays that are one for all ranks."""
         return arrays
 
-    def _put_arrays(self, arrays: dict[str, np.ndarray]) -> None:
+    def _put_arrays(self, arrays: dict[str, np.ndarray], of_file: bool = False) -> None:
         pass
+
+    def _check(self) -> None:
+        """Raises an error where a directory could not give back what `_arrays` were."""
 
     def _kept_now(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         return {name: getattr(self, name) for name in self._names}, self._arrays()
@@ -205,10 +210,12 @@ class ObjectState(State):
     def _keep(self) -> None:
         self._kept = copy.deepcopy(self._kept_now())
 
-    def _put(self, kept: tuple[dict[str, Any], dict[str, np.ndarray]]) -> None:
+    def _put(
+        self, kept: tuple[dict[str, Any], dict[str, np.ndarray]], of_file: bool = False
+    ) -> None:
         for name, value in kept[0].items():
             setattr(self, name, value)
-        self._put_arrays(kept[1])
+        self._put_arrays(kept[1], of_file)
 
     def _on_root(self, work: Callable[[], Any], what: str, remedy: str) -> None:
         def quietly() -> None:
@@ -243,7 +250,7 @@ class ObjectState(State):
         if self._whole is not None:
             with np.load(self._whole, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files if name != ABOUT}
-                self._put((json.loads(str(file[ABOUT])), arrays))
+                self._put((json.loads(str(file[ABOUT])), arrays), of_file=True)
 
 
 def _json_of(name: str, value: Any) -> str:

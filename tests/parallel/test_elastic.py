@@ -1,5 +1,7 @@
 """States of an elastic training on ranks that all live."""
 
+import os
+
 import keras
 import numpy as np
 import pytest
@@ -263,3 +265,53 @@ def test_a_torch_state_is_read_without_the_device_of_the_root(shared_tmp_path, m
     other = torch.nn.Linear(2, 1)
     elastic.TorchState(other, directory=shared_tmp_path).sync()
     assert (other.weight == module.weight).all()
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
+def test_a_torch_state_with_numbers_of_numpy(shared_tmp_path):
+    import torch
+
+    def parts(rate):
+        module = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=rate)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, np.cos)
+        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, np.array([1, 2]))
+        return {"model": module, "optimizer": optimizer, "scheduler": scheduler, "steps": steps}
+
+    here = parts(0.1 * np.sqrt(keras_dist.size()))
+    state = elastic.TorchState(directory=shared_tmp_path, **here)
+    state.sync()
+    state.commit()
+    state.optimizer.param_groups[0]["lr"] = 9.0
+    state.restore()
+    there = parts(np.float64(1))
+    elastic.TorchState(directory=shared_tmp_path, **there).sync()
+    for mine in (here, there):
+        [rate] = [group["lr"] for group in mine["optimizer"].param_groups]
+        assert rate == pytest.approx(0.1 * np.sqrt(keras_dist.size()))
+        assert mine["steps"].milestones == {1: 1, 2: 1}
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
+def test_a_torch_state_that_a_directory_cannot_keep_is_named(shared_tmp_path):
+    import torch
+
+    class Timed(torch.nn.Linear):
+        """Has a state that is no tensor."""
+
+        def get_extra_state(self):
+            return {"kind": os.getpid}
+
+        def set_extra_state(self, state):
+            self.kind = state["kind"]
+
+    module = Timed(2, 1)
+    state = elastic.TorchState(further=module)
+    state.sync()
+    state.restore()
+    assert module.kind is os.getpid
+    state = elastic.TorchState(further=module, directory=shared_tmp_path)
+    with pytest.raises(
+        errors.ArgumentTypeError, match=r"state_dict of further .* posix\.getpid in"
+    ):
+        state.commit()
