@@ -132,7 +132,7 @@ TABLE = [
      f"{FACE} .arguments .bucket_size .config .process_sets .reduce_op .collectives.*", ""),
     (".asynchronous",          ".runtime ._engine .collectives .errors",      ""),
     (".elastic",               ".elastic.*",                            ".torch"),
-    (".elastic.running",       ".runtime .errors",                            ""),
+    (".elastic.running",       ".runtime ._engine .errors",                   ""),
     (".elastic.callbacks",     "keras",                                       ""),
     (".elastic.state",         f"{FACE} .elastic.running .keeping.*",         ""),
     (".elastic.models",        f"{FACE} .elastic.state",            "torch .model_state"),

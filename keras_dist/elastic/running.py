@@ -1,10 +1,10 @@
-"""`run`: a training function that is called again where ranks have died. Knows no state."""
+"""`run`: a training function that is called again, where ranks have died or all want to go back."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
-from keras_dist import errors, runtime
+from keras_dist import _engine, errors, runtime
 
 __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "run"]
 
@@ -38,6 +38,11 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     share data out anew. Where the ranks cannot go on the error ends the job, and
     `keras-dist run --max-restarts` starts it anew.
 
+    Where all ranks live, and the function raises `HorovodInternalError` on all of them, as a script
+    does that has seen a loss that is no number, all go back to the last commit, the reset callbacks
+    are called and the function again, as often as it raises it. Where it does on some ranks alone,
+    while others go on, all raise a `MismatchError`, and none is left waiting.
+
     Collective: every rank.
 
     Args:
@@ -59,5 +64,29 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
                 state.on_reset()
                 if not interrupt.skip_sync:
                     state.sync()
+            except HorovodInternalError:
+                if not _all_go_back():
+                    raise
+                state.restore()
+                state.on_reset()
+                state.sync()
 
     return elastic
+
+
+def _all_go_back() -> bool:
+    """Tells whether all ranks live, when they have come here.
+
+    What a rank had that has died by itself, such as a stage of a pipeline, nobody can go back to.
+
+    Collective: every rank; blocks.
+
+    Raises:
+        MismatchError: others do something else; raised on every rank.
+    """
+    comm = runtime.communicator()
+    if not all(map(comm.lives, comm.ranks)):
+        return False  # the error ends the job, also where others still wait for the dead
+    losses = comm.losses
+    _engine.barrier(comm, operation="going back to the last commit")
+    return comm.losses == losses

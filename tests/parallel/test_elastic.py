@@ -151,6 +151,37 @@ def test_what_horovods_states_take():
     elastic.ObjectState(epoch=0).on_reset()  # which has none of its own
 
 
+def test_an_error_of_all_ranks_goes_back_to_the_last_commit():
+    state = elastic.ObjectState(step=RANK)
+    resets, raised = [], []
+    state.register_reset_callbacks([lambda: resets.append(state.step)])
+
+    @elastic.run
+    def train(state):
+        state.step += 1
+        if len(raised) < 2:
+            state.commit()
+            state.step = 7 + RANK
+            raised.append(state.step)
+            raise elastic.HorovodInternalError("not a number")
+        return state.step
+
+    assert train(state) == 3
+    assert resets == [1, 2]
+
+
+@pytest.mark.skipif(keras_dist.size() == 1, reason="there is no other rank")
+def test_an_error_of_one_rank_alone_is_an_error_of_all():
+    @elastic.run
+    def train(state):
+        if keras_dist.size() - 1 == RANK:
+            raise elastic.HorovodInternalError("not a number")
+        return keras_dist.allreduce(1.0)
+
+    with pytest.raises(errors.MismatchError, match="going back to the last commit"):
+        train(elastic.ObjectState(step=0))
+
+
 def test_an_object_state_takes_and_ignores_horovods_functions():
     functions = {"bcast_object": keras_dist.broadcast_object, "get_rank": keras_dist.rank}
     for state in (
