@@ -14,7 +14,7 @@ import torch
 
 from keras_dist import errors
 from keras_dist._backends.torch_overlap import in_train_step, reduce_dense
-from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch
+from keras_dist._backends.torch_tensors import copy_to, dtype_of, to_numpy, to_torch
 
 OnHost = Callable[[np.ndarray], np.ndarray]
 
@@ -119,25 +119,31 @@ def pull_back(
     """Keeps torch's own graph. See `Backend.pull_back`."""
     weights = [variable.value for variable in model.trainable_variables]
     place = weights[0].device if weights else torch.get_default_device()
-    given = torch.tensor(inputs, device=place, requires_grad=through)
+    given = copy_to(place, inputs).requires_grad_(through)
     outputs = model(given, training=True)
     result = outputs if loss is None else loss(outputs)
-    penalties = [penalty for penalty in model.losses if penalty.requires_grad]
+    penalties = model.losses
 
     def back(gradient: np.ndarray, factor: float) -> tuple[list[Any], np.ndarray | None]:
         sources = [*weights, *([given] if through else [])]
         factors = [torch.full_like(penalty, factor) for penalty in penalties]
-        found = torch.autograd.grad(
-            [result, *penalties],
-            sources,
-            [to_torch(gradient, result), *factors],
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        dense = as_dense(found)
+        dense = _gradients([result, *penalties], sources, [to_torch(gradient, result), *factors])
         return dense[: len(weights)], to_numpy(dense[-1]) if through else None
 
     return to_numpy(result), back
+
+
+def _gradients(
+    results: Sequence[Any], sources: Sequence[Any], gradients: Sequence[Any]
+) -> list[Any]:
+    """Returns what `torch.autograd.grad` does; zeros where it would refuse, dense ones."""
+    pairs = zip(results, gradients, strict=True)
+    known = [(result, gradient) for result, gradient in pairs if result.requires_grad]
+    if not known or not sources:
+        return [torch.zeros_like(source) for source in sources]
+    roots, of_roots = zip(*known, strict=True)
+    found = torch.autograd.grad(roots, sources, of_roots, allow_unused=True, materialize_grads=True)
+    return as_dense(found)
 
 
 def add_up_rows(gradients: Sequence[Any]) -> list[Any]:

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-__all__ = ["dtype_of", "to_numpy", "to_torch", "write_into"]
+__all__ = ["copy_to", "dtype_of", "to_numpy", "to_torch", "write_into"]
 
 
 def dtype_of(tensor: torch.Tensor) -> np.dtype:
@@ -32,6 +32,13 @@ def to_torch(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     else:
         tensor = torch.from_numpy(array)
     return tensor if like.is_cpu else tensor.to(like.device)
+
+
+def copy_to(device: torch.device, array: np.ndarray) -> torch.Tensor:
+    """Returns a copy of an array as a tensor on a device."""
+    if array.dtype.name == "bfloat16":
+        return torch.tensor(array.view(np.int16), device=device).view(torch.bfloat16)
+    return torch.tensor(array, device=device)
 
 
 def write_into(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:

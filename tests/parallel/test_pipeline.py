@@ -73,6 +73,34 @@ def test_a_pipeline_trains_as_the_uncut_model(micro_batches):
     assert (outputs is None) == (RANK < SIZE - 1)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
+def test_a_pipeline_passes_bfloat16_on(dtype):
+    options = {"kernel_initializer": "identity", "dtype": dtype, "use_bias": False}
+    model = model_of([keras.layers.Dense(3, **options)])
+    pipeline = keras_dist.Pipeline(model, keras.optimizers.SGD(0.5), "mse", 2)
+    x = np.ones((4, 3), "f4")
+    assert pipeline.train_on_batch(x, x + 1) == 1
+    # Each kernel is the identity: that of the last stage gets the gradient of the loss, and so do
+    # the others.
+    expected = np.eye(3) + 1 / 3
+    found = ops.convert_to_numpy(model.trainable_variables[0]).astype("f4")
+    np.testing.assert_allclose(found, expected, atol=0.01)
+
+
+def test_stages_without_anything_to_train():
+    def step(model):
+        pipeline = keras_dist.Pipeline(model, keras.optimizers.SGD(0.5), "mse", 2)
+        return pipeline.train_on_batch(x, x + 1)
+
+    x = np.ones((4, 3), "f4")
+    assert step(model_of([keras.layers.Rescaling(1)])) == 1
+    frozen = keras.layers.Dense(3, kernel_initializer="identity")
+    model = model_of([frozen])
+    frozen.trainable = RANK > 0
+    assert step(model) == 1
+    assert (ops.convert_to_numpy(frozen.kernel)[0, 0] != 1) == (RANK > 0)
+
+
 @pytest.mark.skipif(SIZE != 4, reason="two stages on two ranks each")
 def test_replicas_of_a_pipeline_train_as_one_process():
     replica, stage = divmod(RANK, 2)
