@@ -4,7 +4,8 @@ Stages tell each other activations and gradients; which ranks hold the same stag
 replica, and average its gradients, is the optimizer's to know.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -13,6 +14,8 @@ import numpy as np
 from keras_dist import _backends, _engine, errors, runtime
 
 __all__ = ["Pipeline"]
+
+TOLD = 200  # characters of an error that other stages hear
 
 
 class Pipeline:
@@ -83,6 +86,7 @@ class Pipeline:
         stage = self._ranks.index(runtime.rank())
         self._before = self._ranks[stage - 1] if stage > 0 else None
         self._after = self._ranks[stage + 1] if stage + 1 < len(self._ranks) else None
+        self._neighbours = _Neighbours(self._before, self._after)
 
     def train_on_batch(self, x: Any = None, y: Any = None) -> float:
         """Trains all stages on a batch. Every stage of the pipeline must call it; blocks.
@@ -96,7 +100,8 @@ class Pipeline:
 
         Raises:
             ArgumentError: there are fewer samples than micro-batches, or not as many targets.
-            MismatchError: another stage does something else.
+            MismatchError: another stage does something else, or has failed. What ends a batch on
+                one stage ends it on all that are not through with it; then they may go on.
             RankLostError: a rank has died.
         """
         loss, gradients = self.gradients(x, y)
@@ -109,6 +114,10 @@ class Pipeline:
         Returns:
             The loss, and the gradients of the stage's trainable variables in their order.
         """
+        with self._neighbours.batch():
+            return self._gradients(x, y)
+
+    def _gradients(self, x: Any, y: Any) -> tuple[float, list[Any]]:
         inputs, targets = self._parts(x, self._before), self._parts(y, self._after)
         passed = [
             self._forward(number, part, target)
@@ -123,9 +132,10 @@ class Pipeline:
                 loss += share * float(result)
                 mine, theirs = back(np.full_like(result, share), share)
             else:
-                mine, theirs = back(_recv(self._after, f"gradient of micro-batch {number}"), share)
+                theirs = self._neighbours.recv(self._after, f"gradient of micro-batch {number}")
+                mine, theirs = back(theirs, share)
             if self._before is not None:
-                _send(theirs, self._before, f"gradient of micro-batch {number}")
+                self._neighbours.send(theirs, self._before, f"gradient of micro-batch {number}")
             pairs = zip(gradients or mine, mine, strict=True)
             gradients = mine if gradients is None else [one + other for one, other in pairs]
         return self._share_loss(loss), gradients or []
@@ -140,14 +150,21 @@ class Pipeline:
             The outputs on the last stage, else `None`.
 
         Raises:
-            MismatchError: another stage does something else.
+            MismatchError: another stage does something else, or has failed.
             RankLostError: a rank has died.
         """
-        inputs = np.asarray(x) if self._before is None else _recv(self._before, "batch")
+        with self._neighbours.batch():
+            return self._predict(x)
+
+    def _predict(self, x: Any) -> np.ndarray | None:
+        if self._before is None:
+            inputs = np.asarray(x)
+        else:
+            inputs = self._neighbours.recv(self._before, "inputs", last=True)
         outputs = self.model.predict_on_batch(inputs)
         if self._after is None:
             return outputs
-        _send(outputs, self._after, "batch")
+        self._neighbours.send(outputs, self._after, "inputs", last=True)
         return None
 
     def _parts(self, batch: Any, neighbour: int | None) -> Sequence[Any]:
@@ -166,7 +183,7 @@ class Pipeline:
     ) -> tuple[int, np.ndarray, Callable[..., Any]]:
         """Returns how many samples a micro-batch has, its outputs or loss, and the way back."""
         if self._before is not None:
-            part = _recv(self._before, f"micro-batch {number}")
+            part = self._neighbours.recv(self._before, f"micro-batch {number}")
 
         def loss(outputs: Any) -> Any:
             if len(outputs) != len(target):
@@ -179,23 +196,76 @@ class Pipeline:
             self.model, part, loss if last else None, self._before is not None
         )
         if self._after is not None:
-            _send(result, self._after, f"micro-batch {number}")
+            self._neighbours.send(result, self._after, f"micro-batch {number}")
         return len(part), result, back
 
     def _share_loss(self, loss: float) -> float:
         if self._after is not None:
-            loss = float(_recv(self._after, "loss"))
+            loss = float(self._neighbours.recv(self._after, "loss", last=True))
         if self._before is not None:
-            _send(np.float64(loss), self._before, "loss")
+            self._neighbours.send(np.float64(loss), self._before, "loss", last=True)
         return loss
 
 
-def _send(array: Any, peer: int, name: str) -> None:
-    _engine.send(runtime.communicator(), np.asarray(array), peer, name, name)
+class _Neighbours:
+    """What goes to the stages before and after this one, batch by batch.
 
+    Batches are counted, and messages named by their number: stages that are not in the same batch
+    get an error, not each other's samples.
 
-def _recv(peer: int, name: str) -> np.ndarray:
-    return _engine.recv(runtime.communicator(), peer, name, name)
+    Args:
+        *ranks: those of the neighbours, `None` where there is none.
+    """
+
+    def __init__(self, *ranks: int | None):
+        self._ranks = {rank for rank in ranks if rank is not None}
+        self._waiting: set[int] = set()  # those that this batch still has something from or for
+        self._batch = -1
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Counts a batch; an error that ends it here ends it for neighbours that wait for it."""
+        self._batch += 1  # before anything may fail, so that all stages go on with the same number
+        self._waiting = set(self._ranks)
+        try:
+            yield
+        except errors.RankLostError:
+            raise
+        except Exception as error:
+            self._call_off(error)
+            raise
+
+    def send(self, array: Any, peer: int, name: str, last: bool = False) -> None:
+        """Sends an array to a neighbour, as the `last` of the batch or not."""
+        name = f"batch {self._batch}, {name}"
+        with self._heard_of(peer, last):
+            _engine.send(runtime.communicator(), np.asarray(array), peer, name, name)
+
+    def recv(self, peer: int, name: str, last: bool = False) -> np.ndarray:
+        """Receives an array from a neighbour, as the `last` of the batch or not."""
+        name = f"batch {self._batch}, {name}"
+        with self._heard_of(peer, last):
+            return _engine.recv(runtime.communicator(), peer, name, name)
+
+    @contextlib.contextmanager
+    def _heard_of(self, peer: int, last: bool) -> Iterator[None]:
+        try:
+            yield
+        except errors.MismatchError:  # which the neighbour has as well
+            self._waiting.discard(peer)
+            raise
+        if last:
+            self._waiting.discard(peer)
+
+    def _call_off(self, error: Exception) -> None:
+        why = str(error)
+        if not isinstance(error, errors.KerasDistError):
+            expected = f"batch {self._batch} to go through all stages of the pipeline"
+            received = f"{type(error).__name__} ({' '.join(str(error).split())[:TOLD]})"
+            why = errors.explain(runtime.where(), expected, received, "See the error of that rank.")
+        for peer in sorted(self._waiting):
+            with contextlib.suppress(errors.KerasDistError):  # what has failed first is what counts
+                _engine.call_off(runtime.communicator(), peer, why)
 
 
 def _error(expected: str, received: str, remedy: str) -> errors.ArgumentError:

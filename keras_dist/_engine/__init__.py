@@ -49,7 +49,7 @@ from keras_dist._engine.part import (
     stop_part,
 )
 from keras_dist._engine.place import Handle
-from keras_dist._engine.point_to_point import recv, send
+from keras_dist._engine.point_to_point import call_off, recv, send
 from keras_dist._engine.progress import (
     begin_epoch,
     during,
@@ -95,6 +95,7 @@ __all__ = [
     "broadcast_in_place",
     "broadcast_into",
     "broadcast_object",
+    "call_off",
     "check_power_of_two",
     "clock_offset",
     "during",

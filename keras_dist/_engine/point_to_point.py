@@ -24,7 +24,7 @@ from keras_dist._engine.wait import PATIENCE_SECONDS, note, noted, waiting
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
 
-__all__ = ["recv", "send", "turn_away"]
+__all__ = ["call_off", "recv", "send", "turn_away"]
 
 HELLO, DATA = 1, 2  # tags of MPI; what collectives send from rank to rank has 0
 SPIN_SECONDS = 100e-6
@@ -48,12 +48,14 @@ class _Hello:
         call: what it is about to do.
         dtype: what it sends.
         goes: whether it sends or receives; not where it is in a meeting of all ranks.
+        why: why it does not, though it should: what the other raises, as a whole message.
     """
 
     rank: int
     call: Any
     dtype: np.dtype | None = None
     goes: bool = True
+    why: str | None = None
 
 
 def send(
@@ -118,6 +120,25 @@ def recv(
     return array
 
 
+def call_off(comm: "Communicator", peer: int, why: str) -> None:
+    """Tells another rank, when it comes to `send` or `recv`, that this one has failed.
+
+    Blocks until it has come there, or to a meeting of all ranks.
+
+    Args:
+        comm: the ranks of the job.
+        peer: the rank that is told.
+        why: the message of the `MismatchError` that it raises.
+
+    Raises:
+        ArgumentError: there is no such rank.
+        RankLostError: a rank has died.
+    """
+    call = Call("a call that has failed")
+    with _together(comm, peer, "peer", call):
+        _meet(comm, peer, _Hello(comm.rank, call, goes=False, why=why))
+
+
 def turn_away(comm: "Communicator") -> None:
     """Tells ranks that wait here for this one that it has come to a meeting of all ranks.
 
@@ -153,7 +174,7 @@ def _meet(comm: "Communicator", peer: int, mine: _Hello) -> _Hello:
     """Waits for the other rank; returns what the one of the two that sends has told.
 
     Raises:
-        MismatchError: they mean different things; raised on both.
+        MismatchError: they mean different things, raised on both; or the other has failed.
         RankLostError: the other rank has died.
     """
     telling = comm.world.isend(mine, peer, HELLO)
@@ -169,6 +190,11 @@ def _meet(comm: "Communicator", peer: int, mine: _Hello) -> _Hello:
                     raise _lost(comm, peer, mine.call)
         theirs = message.recv()
     wait(telling)
+    if mine.why is not None:
+        return theirs
+    if theirs.why is not None:
+        comm.mismatch = theirs.why
+        raise errors.MismatchError(theirs.why)
     first, other = sorted((mine, theirs), key=lambda hello: (not hello.goes, hello.rank))
     if not other.goes or first.call.operation == other.call.operation:
         towards = f"{PARTNER[first.call.operation]} rank {first.rank}"
