@@ -73,21 +73,25 @@ def attach(optimizer: Any, reduction: GradientReduction) -> None:
     optimizer.__class__ = _distributed_class(optimizer.__class__, mixin)
 
 
-def check_local(optimizer: Any) -> None:
+def check_local(optimizer: Any, purpose: str = "local variables") -> None:
     """Checks that an optimizer treats each variable by itself.
 
+    Args:
+        optimizer: a Keras optimizer.
+        purpose: what it must do so for, in words.
+
     Raises:
-        ArgumentError: it does not: what it does to a shared variable would depend on the
-            gradients of those that each rank keeps for itself.
+        ArgumentError: it does not: what it does to a variable would depend on gradients that
+            not all ranks have, of those that each keeps for itself.
     """
-    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     every = [optimizer, *optimizers_inside(optimizer)]
+    scaled = any(isinstance(one, keras.optimizers.LossScaleOptimizer) for one in every)
     if scaled or any(one.global_clipnorm for one in every):
         received = "a LossScaleOptimizer" if scaled else "one with a global_clipnorm"
         raise errors.ArgumentError(
             errors.explain(
                 runtime.where(),
-                "an optimizer that treats each variable by itself, for local variables",
+                f"an optimizer that treats each variable by itself, for {purpose}",
                 received,
                 "Use clipnorm in place of global_clipnorm, bfloat16 in place of float16.",
             )

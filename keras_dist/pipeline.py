@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from keras_dist import _backends, _engine, errors, runtime
+from keras_dist.distributed import check_local
 
 __all__ = ["Pipeline"]
 
@@ -33,7 +34,8 @@ class Pipeline:
     Args:
         model: the stage of this rank, a Keras model that is built, with one input, of which the
             first dimension is that of samples, and one output.
-        optimizer: the Keras optimizer of this stage. With replicas of the whole pipeline on other
+        optimizer: the Keras optimizer of this stage, without a `global_clipnorm` or a loss scale,
+            which would be those of one stage alone. With replicas of the whole pipeline on other
             ranks, a `DistributedOptimizer` with the process set of those that hold this stage.
         loss: a Keras loss or its name, of which the mean over samples is taken; only that of the
             last stage counts.
@@ -42,8 +44,8 @@ class Pipeline:
             them. Defaults to all ranks.
 
     Raises:
-        ArgumentError: `model` is not built, `micro_batches` is no whole number from 1 on, or
-            this rank is not among `ranks`.
+        ArgumentError: `model` is not built, `optimizer` looks at several gradients at once,
+            `micro_batches` is no whole number from 1 on, or this rank is not among `ranks`.
 
     Example:
     ```python
@@ -81,6 +83,7 @@ class Pipeline:
             raise _error("a stage that is built", f"model {model.name!r}, which is not", remedy)
         self.model = model
         self.optimizer = keras.optimizers.get(optimizer)
+        check_local(self.optimizer, "the stage of a pipeline")
         self._loss = keras.losses.get(loss)
         self._micro_batches = micro_batches
         stage = self._ranks.index(runtime.rank())

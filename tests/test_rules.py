@@ -138,7 +138,7 @@ TABLE = [
     (".elastic.models",        f"{FACE} .elastic.state",            "torch .model_state"),
     (".keeping.*",  ".runtime ._engine .errors .whole_files .keeping.*",      ""),
     (".point_to_point",        f"{FACE} .collectives.values",                 ""),
-    (".pipeline",              f"{FACE} keras",                               ""),
+    (".pipeline",              f"{FACE} keras .distributed",                  ""),
     (".optimizer",             f"{ON_KERAS} .arguments",                      ""),
     (".model_state",           "keras numpy",                                 ""),
     (".distributed",           ON_KERAS,                                      ""),

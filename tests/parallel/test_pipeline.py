@@ -182,6 +182,10 @@ def test_wrong_arguments_of_a_pipeline():
         keras_dist.Pipeline(model, "sgd", "mse", micro_batches=0)
     with pytest.raises(errors.ArgumentError, match="with this one among them"):
         keras_dist.Pipeline(model, "sgd", "mse", ranks=[RANK + 1])
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    for optimizer in (scaled, keras.optimizers.SGD(global_clipnorm=1.0)):
+        with pytest.raises(errors.ArgumentError, match="by itself, for the stage of a pipeline"):
+            keras_dist.Pipeline(model, optimizer, "mse")
     alone = keras_dist.Pipeline(model, "sgd", "mse", micro_batches=4, ranks=[RANK])
     with pytest.raises(errors.ArgumentError, match="at least 4 samples"):
         alone.train_on_batch(*batch(3))
