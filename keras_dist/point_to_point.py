@@ -26,14 +26,14 @@ def send(value: Any, destination: int, name: str | None = None) -> Any:
     expects.
 
     Args:
-        value: number, array or tensor; a tensor may be one of a graph, or traced.
+        value: number, array, tensor or Keras variable; a tensor may be one of a graph, or traced.
         destination: the rank that receives it, by its number in the job.
         name: a name for messages; where the two pass different names both get an error. Defaults
             to `None`.
 
     Returns:
-        A zero of the dtype of `value`, a tensor without dimensions, where that is a tensor; else
-        `None`.
+        A zero of the dtype of `value`, a tensor without dimensions, where that is a tensor or a
+        variable; else `None`.
 
     Raises:
         ArgumentError: there is no other rank of that number.
@@ -64,11 +64,12 @@ def send(value: Any, destination: int, name: str | None = None) -> Any:
             comm, destination, _gradient(label), _gradient(name), (array.shape, array.dtype)
         )
 
-    keras = _keras_of(value)
-    if keras is None:
+    tensor = _tensor_of(value)
+    if tensor is None:
         _engine.send(comm, as_array(value), destination, label, name)
         return None
-    return keras.ops.sum(_backends.active().through_host(value, forward, backward))
+    zeros = _backends.active().through_host(tensor, forward, backward)
+    return sys.modules["keras"].ops.sum(zeros)
 
 
 def recv(source: int, like: Any = None, name: str | None = None) -> Any:
@@ -79,13 +80,14 @@ def recv(source: int, like: Any = None, name: str | None = None) -> Any:
     Args:
         source: the rank that sends it, by its number in the job.
         like: an array or tensor of the shape and dtype that are expected; its values do not
-            count. Where it is a tensor of Keras' backend the result is one, and taking a gradient
-            through that sends the gradient back. For this `like` must depend on what gradients
-            are taken for, such as weights. Defaults to `None`: any shape and dtype.
+            count. Where it is a tensor of Keras' backend, or a Keras variable, the result is a
+            tensor, and taking a gradient through that sends the gradient back. For this `like`
+            must depend on what gradients are taken for, such as weights. Defaults to `None`: any
+            shape and dtype.
         name: as for `send`.
 
     Returns:
-        What was sent: a tensor where `like` is one, else a numpy array.
+        What was sent: a tensor where `like` is one or a variable, else a numpy array.
 
     Raises:
         ArgumentError: there is no other rank of that number.
@@ -104,16 +106,21 @@ def recv(source: int, like: Any = None, name: str | None = None) -> Any:
 
     if like is None:
         return _engine.recv(comm, source, label, name)
-    if _keras_of(like) is None:
+    tensor = _tensor_of(like)
+    if tensor is None:
         return forward(as_array(like))
-    return _backends.active().through_host(like, forward, backward)
+    return _backends.active().through_host(tensor, forward, backward)
 
 
 def _gradient(name: str | None) -> Any:
     return name and f"gradient of {name}"
 
 
-def _keras_of(value: Any) -> Any:
-    """Returns Keras where a value is a tensor of its backend; without Keras there is none."""
+def _tensor_of(value: Any) -> Any:
+    """Returns a tensor of Keras' backend, or what a variable holds; without Keras there is none."""
     keras = sys.modules.get("keras")
-    return keras if keras is not None and keras.ops.is_tensor(value) else None
+    if keras is None:
+        return None
+    if isinstance(value, keras.Variable):
+        return keras.ops.convert_to_tensor(value)
+    return value if keras.ops.is_tensor(value) else None

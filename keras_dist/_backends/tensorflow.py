@@ -128,7 +128,7 @@ def through_host(tensor: Any, forward: OnHost, backward: OnHost) -> Any:
     def through(local: Any) -> tuple[Any, Callable[[Any], Any]]:
         return call(forward, local), lambda gradient: call(backward, gradient)
 
-    return through(tensor)
+    return through(tf.convert_to_tensor(tensor))  # variables would want gradients of their own
 
 
 def pull_back(

@@ -235,3 +235,36 @@ def test_gradients_go_through_send_and_recv():
     y = weights[:SIZE] @ inputs[:SIZE]
     expected = (2 * y * inputs[RANK]).mean()
     np.testing.assert_allclose(ops.convert_to_numpy(found), expected, rtol=1e-5)
+
+
+def gradient_of_variable(variable, loss):
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            value = loss()
+        return tape.gradient(value, variable.value)
+    if keras.backend.backend() == "torch":
+        loss().backward()
+        return variable.value.grad
+    import jax
+
+    def loss_at(value):
+        with keras.StatelessScope([(variable, value)]):
+            return loss()
+
+    return jax.grad(loss_at)(variable.value)
+
+
+@pytest.mark.skipif(SIZE < 2, reason="there is somebody else")
+def test_gradients_go_through_variables_that_are_sent():
+    variable = keras.Variable([1.0 + RANK, 2.0])
+
+    def loss():
+        if RANK == 0:
+            return keras_dist.send(variable, 1)
+        return ops.sum(3 * keras_dist.recv(0, like=variable)) + ops.sum(variable)
+
+    if RANK < 2:
+        found = ops.convert_to_numpy(gradient_of_variable(variable, loss))
+        assert found.tolist() == [[3, 3], [1, 1]][RANK]
