@@ -29,7 +29,7 @@ class Pipeline:
 
     Stages are not compiled, and one waits for another at the begin and the end of each batch: so
     there should be several times as many micro-batches as stages. `BatchNormalization` sees
-    micro-batches.
+    micro-batches. Keras' masks stay within a stage.
 
     Args:
         model: the stage of this rank, a Keras model that is built, with one input, of which the
@@ -37,15 +37,16 @@ class Pipeline:
         optimizer: the Keras optimizer of this stage, without a `global_clipnorm` or a loss scale,
             which would be those of one stage alone. With replicas of the whole pipeline on other
             ranks, a `DistributedOptimizer` with the process set of those that hold this stage.
-        loss: a Keras loss or its name, of which the mean over samples is taken; only that of the
-            last stage counts.
+        loss: a Keras loss, its name or a function, of which the mean over samples is taken, or
+            the sum where its `reduction` is "sum"; only that of the last stage counts.
         micro_batches: into how many parts a batch is cut; the same on all stages. Defaults to 1.
         ranks: the ranks of the stages by their numbers in the job, first to last, this one among
             them. Defaults to all ranks.
 
     Raises:
-        ArgumentError: `model` is not built, `optimizer` looks at several gradients at once,
-            `micro_batches` is no whole number from 1 on, or this rank is not among `ranks`.
+        ArgumentError: `model` is not built, or its outputs have a mask; `optimizer` looks at
+            several gradients at once, `micro_batches` is no whole number from 1 on, or this rank
+            is not among `ranks`.
 
     Example:
     ```python
@@ -85,11 +86,14 @@ class Pipeline:
         self.optimizer = keras.optimizers.get(optimizer)
         check_local(self.optimizer, "the stage of a pipeline")
         self._loss = keras.losses.get(loss)
+        self._adds_up = getattr(self._loss, "reduction", None) == "sum"
         self._micro_batches = micro_batches
         stage = self._ranks.index(runtime.rank())
         self._before = self._ranks[stage - 1] if stage > 0 else None
         self._after = self._ranks[stage + 1] if stage + 1 < len(self._ranks) else None
         self._neighbours = _Neighbours(self._before, self._after)
+        if self._after is not None or self._micro_batches > 1:
+            _check_unmasked(model)
 
     def train_on_batch(self, x: Any = None, y: Any = None) -> float:
         """Trains all stages on a batch. Every stage of the pipeline must call it; blocks.
@@ -99,7 +103,7 @@ class Pipeline:
             y: its targets, an array; only those of the last stage count. Defaults to `None`.
 
         Returns:
-            The mean loss over the batch, without penalties of layers; the same on all stages.
+            The loss of the batch, without penalties of layers; the same on all stages.
 
         Raises:
             ArgumentError: there are fewer samples than micro-batches, or not as many targets.
@@ -132,8 +136,9 @@ class Pipeline:
             samples, result, back = passed.pop()
             share = samples / total
             if self._after is None:
-                loss += share * float(result)
-                mine, theirs = back(np.full_like(result, share), share)
+                factor = 1 if self._adds_up else share
+                loss += factor * float(result)
+                mine, theirs = back(np.full_like(result, factor), share)
             else:
                 theirs = self._neighbours.recv(self._after, f"gradient of micro-batch {number}")
                 mine, theirs = back(theirs, share)
@@ -192,7 +197,8 @@ class Pipeline:
             if len(outputs) != len(target):
                 expected = f"targets for {len(outputs)} samples of micro-batch {number}"
                 raise _error(expected, f"{len(target)}", "Give all stages the same batch.")
-            return keras.ops.mean(self._loss(keras.ops.convert_to_tensor(target), outputs))
+            values = self._loss(keras.ops.convert_to_tensor(target), outputs)
+            return keras.ops.sum(values) if self._adds_up else keras.ops.mean(values)
 
         last = self._after is None
         result, back = _backends.active().pull_back(
@@ -208,6 +214,15 @@ class Pipeline:
         if self._before is not None:
             self._neighbours.send(np.float64(loss), self._before, "loss", last=True)
         return loss
+
+
+def _check_unmasked(model: Any) -> None:
+    """Checks that no mask goes with the outputs: none is sent, and a mean would want its sum."""
+    outputs = getattr(model, "outputs", None) or []
+    if any(getattr(output, "_keras_mask", None) is not None for output in outputs):
+        expected = "a stage whose outputs have no mask, in a pipeline that cuts model or batches"
+        remedy = "Let the mask begin and end within a stage, or leave out mask_zero and Masking."
+        raise _error(expected, f"model {model.name!r}, which masks them", remedy)
 
 
 class _Neighbours:

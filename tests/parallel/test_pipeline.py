@@ -100,6 +100,15 @@ def test_stages_without_anything_to_train():
     assert (ops.convert_to_numpy(frozen.kernel)[0, 0] != 1) == (RANK > 0)
 
 
+def test_a_loss_that_adds_up_does_so_over_micro_batches():
+    model = model_of([keras.layers.Dense(3, kernel_initializer="identity", use_bias=False)])
+    loss = keras.losses.MeanSquaredError(reduction="sum")
+    pipeline = keras_dist.Pipeline(model, keras.optimizers.SGD(0.5), loss, 2)
+    x = np.ones((3, 3), "f4")  # in parts of 2 and 1
+    assert pipeline.train_on_batch(x, x + 1) == 3
+    np.testing.assert_allclose(ops.convert_to_numpy(model.weights[0]), np.eye(3) + 1, rtol=1e-6)
+
+
 @pytest.mark.skipif(SIZE != 4, reason="two stages on two ranks each")
 def test_replicas_of_a_pipeline_train_as_one_process():
     replica, stage = divmod(RANK, 2)
@@ -186,6 +195,9 @@ def test_wrong_arguments_of_a_pipeline():
     for optimizer in (scaled, keras.optimizers.SGD(global_clipnorm=1.0)):
         with pytest.raises(errors.ArgumentError, match="by itself, for the stage of a pipeline"):
             keras_dist.Pipeline(model, optimizer, "mse")
+    masked = model_of([keras.layers.Embedding(9, 3, mask_zero=True)])
+    with pytest.raises(errors.ArgumentError, match="whose outputs have no mask"):
+        keras_dist.Pipeline(masked, "sgd", "mse", micro_batches=2)
     alone = keras_dist.Pipeline(model, "sgd", "mse", micro_batches=4, ranks=[RANK])
     with pytest.raises(errors.ArgumentError, match="at least 4 samples"):
         alone.train_on_batch(*batch(3))
