@@ -5,6 +5,7 @@ replica, and average its gradients, is the optimizer's to know.
 """
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,8 +46,8 @@ class Pipeline:
 
     Raises:
         ArgumentError: `model` is not built, or its outputs have a mask; `optimizer` looks at
-            several gradients at once, `micro_batches` is no whole number from 1 on, or this rank
-            is not among `ranks`.
+            several gradients at once, the last stage has no `loss`, `micro_batches` is no whole
+            number from 1 on, or `ranks` are not ranks of the job, each once, with this one.
 
     Example:
     ```python
@@ -72,13 +73,7 @@ class Pipeline:
         micro_batches: int = 1,
         ranks: Sequence[int] | None = None,
     ):
-        self._ranks = list(range(runtime.size()) if ranks is None else ranks)
-        if runtime.rank() not in self._ranks:
-            remedy = "Each rank makes the pipeline that it is a stage of."
-            raise _error("ranks with this one among them", f"ranks={self._ranks}", remedy)
-        if not isinstance(micro_batches, int) or micro_batches < 1:
-            expected = "micro_batches to be a whole number, 1 or more"
-            raise _error(expected, repr(micro_batches), "Pass 4 times the number of stages.")
+        every = _parse_ranks(range(runtime.size()) if ranks is None else ranks)
         if not model.built:
             remedy = "Begin it with keras.Input(shape), or call its build."
             raise _error("a stage that is built", f"model {model.name!r}, which is not", remedy)
@@ -87,13 +82,16 @@ class Pipeline:
         check_local(self.optimizer, "the stage of a pipeline")
         self._loss = keras.losses.get(loss)
         self._adds_up = getattr(self._loss, "reduction", None) == "sum"
-        self._micro_batches = micro_batches
-        stage = self._ranks.index(runtime.rank())
-        self._before = self._ranks[stage - 1] if stage > 0 else None
-        self._after = self._ranks[stage + 1] if stage + 1 < len(self._ranks) else None
+        self._micro_batches = _parse_micro_batches(micro_batches)
+        stage = every.index(runtime.rank())
+        self._before = every[stage - 1] if stage > 0 else None
+        self._after = every[stage + 1] if stage + 1 < len(every) else None
         self._neighbours = _Neighbours(self._before, self._after)
         if self._after is not None or self._micro_batches > 1:
             _check_unmasked(model)
+        if self._after is None and self._loss is None:
+            remedy = 'Pass for example "mse"; on other stages it does not count.'
+            raise _error("a loss on the last stage", "loss=None", remedy)
 
     def train_on_batch(self, x: Any = None, y: Any = None) -> float:
         """Trains all stages on a batch. Every stage of the pipeline must call it; blocks.
@@ -106,7 +104,8 @@ class Pipeline:
             The loss of the batch, without penalties of layers; the same on all stages.
 
         Raises:
-            ArgumentError: there are fewer samples than micro-batches, or not as many targets.
+            ArgumentError: the first stage has no batch, or the last no targets; there are fewer
+                samples than micro-batches, or not as many targets.
             MismatchError: another stage does something else, or has failed. What ends a batch on
                 one stage ends it on all that are not through with it; then they may go on.
             RankLostError: a rank has died.
@@ -125,7 +124,7 @@ class Pipeline:
             return self._gradients(x, y)
 
     def _gradients(self, x: Any, y: Any) -> tuple[float, list[Any]]:
-        inputs, targets = self._parts(x, self._before), self._parts(y, self._after)
+        inputs, targets = self._parts(x, "x", self._before), self._parts(y, "y", self._after)
         passed = [
             self._forward(number, part, target)
             for number, (part, target) in enumerate(zip(inputs, targets, strict=True))
@@ -158,6 +157,7 @@ class Pipeline:
             The outputs on the last stage, else `None`.
 
         Raises:
+            ArgumentError: the first stage has no batch.
             MismatchError: another stage does something else, or has failed.
             RankLostError: a rank has died.
         """
@@ -166,7 +166,7 @@ class Pipeline:
 
     def _predict(self, x: Any) -> np.ndarray | None:
         if self._before is None:
-            inputs = np.asarray(x)
+            inputs = np.asarray(_given(x, "x"))
         else:
             inputs = self._neighbours.recv(self._before, "inputs", last=True)
         outputs = self.model.predict_on_batch(inputs)
@@ -175,11 +175,11 @@ class Pipeline:
         self._neighbours.send(outputs, self._after, "inputs", last=True)
         return None
 
-    def _parts(self, batch: Any, neighbour: int | None) -> Sequence[Any]:
+    def _parts(self, batch: Any, name: str, neighbour: int | None) -> Sequence[Any]:
         """Cuts a batch where this stage needs it: where no neighbour has it."""
         if neighbour is not None:
             return [None] * self._micro_batches
-        samples = 0 if batch is None else len(batch)
+        samples = len(_given(batch, name))
         if samples < self._micro_batches:
             expected = f"a batch of at least {self._micro_batches} samples, one a micro-batch"
             remedy = "Leave out what is left of the data at its end, or cut into fewer."
@@ -214,6 +214,44 @@ class Pipeline:
         if self._before is not None:
             self._neighbours.send(np.float64(loss), self._before, "loss", last=True)
         return loss
+
+
+def _given(batch: Any, name: str) -> Any:
+    """Returns a batch that this stage needs.
+
+    Raises:
+        ArgumentError: it is missing.
+    """
+    if batch is None:
+        remedy = "The first stage needs x, and to train the last one needs y."
+        raise _error(f"an array as {name} on this stage", "None", remedy)
+    return batch
+
+
+def _parse_ranks(ranks: Any) -> list[int]:
+    """Returns the ranks of a pipeline, checked."""
+    try:
+        parsed = [operator.index(rank) for rank in ranks]
+    except TypeError:
+        parsed = []
+    every = range(runtime.size())
+    if runtime.rank() not in parsed or len({*every}.intersection(parsed)) < len(parsed):
+        expected = f"ranks of 0 to {every[-1]}, each once, with this one among them"
+        remedy = "Each rank makes the pipeline that it is a stage of."
+        raise _error(expected, f"ranks={ranks!r}", remedy)
+    return parsed
+
+
+def _parse_micro_batches(count: Any) -> int:
+    """Returns a number of micro-batches, checked."""
+    try:
+        parsed = operator.index(count)
+    except TypeError:
+        parsed = 0
+    if parsed < 1:
+        expected = "micro_batches to be a whole number, 1 or more"
+        raise _error(expected, repr(count), "Pass 4 times the number of stages.")
+    return parsed
 
 
 def _check_unmasked(model: Any) -> None:

@@ -187,10 +187,14 @@ def test_stages_that_are_in_different_batches_hear_of_it():
 
 def test_wrong_arguments_of_a_pipeline():
     model = stage_of(0, 1)
-    with pytest.raises(errors.ArgumentError, match="micro_batches to be a whole number"):
-        keras_dist.Pipeline(model, "sgd", "mse", micro_batches=0)
-    with pytest.raises(errors.ArgumentError, match="with this one among them"):
-        keras_dist.Pipeline(model, "sgd", "mse", ranks=[RANK + 1])
+    for wrong in (0, 1.5, None):
+        with pytest.raises(errors.ArgumentError, match="micro_batches to be a whole number"):
+            keras_dist.Pipeline(model, "sgd", "mse", micro_batches=wrong)
+    for ranks in ([RANK + 1], [RANK, RANK], [RANK, SIZE], [RANK - SIZE, RANK], [f"{RANK}"], RANK):
+        with pytest.raises(errors.ArgumentError, match="each once, with this one among them"):
+            keras_dist.Pipeline(model, "sgd", "mse", ranks=ranks)
+    with pytest.raises(errors.ArgumentError, match="a loss on the last stage"):
+        keras_dist.Pipeline(model, "sgd", None, ranks=[RANK])
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
     for optimizer in (scaled, keras.optimizers.SGD(global_clipnorm=1.0)):
         with pytest.raises(errors.ArgumentError, match="by itself, for the stage of a pipeline"):
@@ -198,7 +202,11 @@ def test_wrong_arguments_of_a_pipeline():
     masked = model_of([keras.layers.Embedding(9, 3, mask_zero=True)])
     with pytest.raises(errors.ArgumentError, match="whose outputs have no mask"):
         keras_dist.Pipeline(masked, "sgd", "mse", micro_batches=2)
-    alone = keras_dist.Pipeline(model, "sgd", "mse", micro_batches=4, ranks=[RANK])
+    alone = keras_dist.Pipeline(model, "sgd", "mse", np.int64(4), ranks=np.array([RANK]))
+    with pytest.raises(errors.ArgumentError, match="an array as x on this stage"):
+        alone.predict_on_batch()
+    with pytest.raises(errors.ArgumentError, match="an array as y on this stage"):
+        alone.train_on_batch(batch(4)[0])
     with pytest.raises(errors.ArgumentError, match="at least 4 samples"):
         alone.train_on_batch(*batch(3))
 
