@@ -14,7 +14,14 @@ import torch
 
 from keras_dist import errors
 from keras_dist._backends.torch_overlap import in_train_step, reduce_dense
-from keras_dist._backends.torch_tensors import copy_to, dtype_of, to_numpy, to_torch
+from keras_dist._backends.torch_tensors import (
+    copy_to,
+    dtype_of,
+    rows_of,
+    sparse_of,
+    to_numpy,
+    to_torch,
+)
 
 OnHost = Callable[[np.ndarray], np.ndarray]
 
@@ -82,15 +89,8 @@ def reduce_gradients(
     for i in backwards:
         if i not in reduced:
             slices = gradients[i].coalesce()
-            rows, places = reduce_slices(
-                names[i], to_numpy(slices.values()), to_numpy(slices.indices()[0])
-            )
-            reduced[i] = torch.sparse_coo_tensor(
-                to_torch(places, slices.indices()).reshape(1, -1),
-                to_torch(rows, slices.values()),
-                gradients[i].shape,
-                is_coalesced=True,
-            )
+            rows, places = reduce_slices(names[i], *rows_of(slices))
+            reduced[i] = sparse_of(rows, places, slices)
     return [reduced[i] for i in range(len(gradients))]
 
 

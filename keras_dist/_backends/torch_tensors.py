@@ -3,7 +3,15 @@
 import numpy as np
 import torch
 
-__all__ = ["copy_to", "dtype_of", "to_numpy", "to_torch", "write_into"]
+__all__ = [
+    "copy_to",
+    "dtype_of",
+    "rows_of",
+    "sparse_of",
+    "to_numpy",
+    "to_torch",
+    "write_into",
+]
 
 
 def dtype_of(tensor: torch.Tensor) -> np.dtype:
@@ -45,6 +53,30 @@ def write_into(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
     """Writes an array into a tensor, where it lies, and returns it; autograd is not told."""
     with torch.no_grad():
         return tensor.copy_(to_torch(array, tensor))
+
+
+def rows_of(tensor: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the values of a coalesced sparse tensor, and one number for the place of each.
+
+    Several sparse dimensions count as one, row by row.
+    """
+    values, places = to_numpy(tensor.values()), to_numpy(tensor.indices())
+    sparse = tensor.shape[: tensor.sparse_dim()]
+    single = places[0] if len(sparse) == 1 else np.ravel_multi_index(tuple(places), sparse)
+    return values, single
+
+
+def sparse_of(rows: np.ndarray, places: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """Returns the sparse tensor of what `rows_of` gives, in ascending order, as `like` is one."""
+    sparse = like.shape[: like.sparse_dim()]
+    whole = places[None] if len(sparse) == 1 else np.stack(np.unravel_index(places, sparse))
+    return torch.sparse_coo_tensor(
+        to_torch(whole, like.indices()),
+        to_torch(rows, like.values()),
+        like.shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from keras_dist import collectives
-from keras_dist._backends.torch_tensors import to_numpy, to_torch, write_into
+from keras_dist._backends.torch_tensors import (
+    rows_of,
+    sparse_of,
+    to_numpy,
+    to_torch,
+    write_into,
+)
 from keras_dist.arguments import chosen_op
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average, ReduceOp
@@ -113,7 +119,7 @@ def sparse_allreduce(
     Collective: every rank; blocks. See `keras_dist.sparse_allreduce`.
 
     Args:
-        tensor: a sparse COO tensor with one sparse dimension.
+        tensor: a sparse COO tensor.
         name: a name, by which calls that ranks make in different orders find each other.
         op: `Average` or `Sum`, or its name. Defaults to `Average`.
         process_set: the ranks that take part. Defaults to all.
@@ -122,16 +128,7 @@ def sparse_allreduce(
         A sparse tensor of the same shape.
     """
     own = tensor.coalesce()
-    values, indices = own.values(), own.indices()
-    how = op, name, process_set
-    rows, places = collectives.sparse_allreduce(to_numpy(values), to_numpy(indices[0]), *how)
-    return torch.sparse_coo_tensor(
-        to_torch(places, indices).reshape(1, -1),
-        to_torch(rows, values),
-        tensor.shape,
-        is_coalesced=True,
-        check_invariants=False,
-    )
+    return sparse_of(*collectives.sparse_allreduce(*rows_of(own), op, name, process_set), own)
 
 
 def reducescatter(

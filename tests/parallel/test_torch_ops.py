@@ -176,6 +176,14 @@ def test_sparse_allreduce():
     assert total.is_sparse and torch.equal(total.to_dense(), expected)
 
 
+@pytest.mark.parametrize("shape, dense", [((17, 5), 0), ((4, 3, 6), 1), ((0, 3), 0)], ids=str)
+def test_sparse_allreduce_of_several_sparse_dimensions(shape, dense):
+    x = everyones(shape) * (everyones(shape) > 3)
+    total = hvd.sparse_allreduce_async(x[hvd.rank()].to_sparse(len(shape) - dense), op=hvd.Sum)()
+    assert total.sparse_dim() == len(shape) - dense and total.is_coalesced()
+    assert torch.equal(total.to_dense(), x.sum(0))
+
+
 def test_allgather_of_different_lengths():
     for dtype in (torch.float32, torch.bool, torch.int16, torch.bfloat16):
         x = (torch.ones(hvd.rank() + 1, 2) * (hvd.rank() + 1)).to(dtype)
