@@ -75,6 +75,7 @@ class GradientPlans:
                 overlaps=overlaps(comm),
                 updates=True,
                 divides=op is not self._terms.op,
+                ranks=self._terms.ranks,
             )
         return self._plans[key]
 

@@ -70,4 +70,4 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def _sum_over_ranks(self, tensor: Any) -> Any:
         name = f"the statistics of {self.path}"
-        return sum_over_ranks(runtime.communicator(), tensor, name)
+        return sum_over_ranks(None, tensor, name)

@@ -15,6 +15,7 @@ from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.bucket_size import bucket_nbytes
 from keras_dist.gradient_plans import GradientPlans
 from keras_dist.model_state import variable_name
+from keras_dist.process_sets import ProcessSet
 from keras_dist.terms import Terms
 
 __all__ = ["GradientReduction", "check_not_reduced", "mark_reduced", "sum_over_ranks"]
@@ -44,10 +45,9 @@ class GradientReduction:
         Raises:
             ArgumentError: the process set has no id any more.
         """
-        process_set = self.terms.process_set
-        if not runtime.includes_me(process_set):
+        if not runtime.includes_me(self.terms.process_set):
             return None
-        comm = runtime.communicator(process_set)
+        comm = self.terms.ranks()
         return comm if comm.size > 1 else None
 
     def __call__(
@@ -95,7 +95,7 @@ class GradientReduction:
                 [_name(variable) for variable in of],
                 of,
                 functools.partial(self._plan, comm, of),
-                functools.partial(self._reduce_slices, comm),
+                self._reduce_slices,
                 when,
             ),
         )
@@ -103,11 +103,12 @@ class GradientReduction:
 
     def agreed(self, condition: Any) -> Any:
         """Tells, inside a training step, whether a condition holds on all of its ranks."""
-        comm = self.communicator()
-        if comm is None:
+        if self.communicator() is None:
             return condition
         missing = 1.0 - ops.cast(ops.reshape(condition, (1,)), "float32")
-        return ops.all(sum_over_ranks(comm, missing, "whether gradients are finite") == 0)
+        return ops.all(
+            sum_over_ranks(self.terms.process_set, missing, "whether gradients are finite") == 0
+        )
 
     def local_variables(self) -> list[Any]:
         """Returns the variables that each rank keeps for itself, as far as they are built."""
@@ -125,8 +126,9 @@ class GradientReduction:
         return self._plans(comm, names, specs, groups)
 
     def _reduce_slices(
-        self, comm: _engine.Communicator, name: str, values: np.ndarray, indices: np.ndarray
+        self, name: str, values: np.ndarray, indices: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
+        comm = self.terms.ranks()  # of the moment: a graph may outlive those that traced it
         return _engine.reduce_slices(comm, values, indices, self.terms.op, name, tells=True)
 
 
@@ -155,18 +157,19 @@ def check_not_reduced(gradients: Sequence[Any]) -> None:
         )
 
 
-def sum_over_ranks(comm: _engine.Communicator, tensor: Any, name: str) -> Any:
+def sum_over_ranks(process_set: ProcessSet | None, tensor: Any, name: str) -> Any:
     """Puts a sum over some ranks into a training step; it has a gradient.
 
     Collective: those ranks, in the same order among all that their steps reduce.
 
     Args:
-        comm: the ranks.
+        process_set: the ranks; `None` for all.
         tensor: the framework's tensor, no scalar, of the same shape on each.
         name: what it is, for messages.
     """
 
     def reduce(array: np.ndarray) -> np.ndarray:
+        comm = runtime.communicator(process_set)
         nbytes = bucket_nbytes(comm)
         return _engine.allreduce(comm, [array], [name], _engine.ReduceOp.SUM, nbytes)[0]
 

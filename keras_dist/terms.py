@@ -74,6 +74,10 @@ class Terms:
         """By what every gradient is multiplied first: Keras gives the mean of several passes."""
         return 1.0 if self.averages else float(self.passes)
 
+    def ranks(self) -> _engine.Communicator:
+        """Returns the communicator, of the moment, of the ranks that reduce."""
+        return runtime.communicator(self.process_set)
+
     def scaling(self, size: int) -> tuple[_engine.ReduceOp, float, float]:
         """Returns the op that is called for, and the factors before and after it.
 

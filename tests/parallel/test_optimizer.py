@@ -212,6 +212,45 @@ def test_a_model_goes_on_after_shutdown_and_init():
         assert agreed([weight.tobytes() for weight in weights_of(model)])
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="of tf.function alone")
+@pytest.mark.parametrize("reduces", ["tape", "optimizer"])
+def test_a_traced_step_goes_on_after_shutdown_and_init(reduces):
+    import tensorflow as tf
+
+    import keras_dist.tensorflow as hvd
+
+    x, y = make_data(4, seed=keras_dist.rank())
+
+    def weights_after(steps):
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Embedding(9, 2), keras.layers.Flatten()]
+        layers += [keras_dist.layers.SyncBatchNormalization(), keras.layers.Dense(3, "softmax")]
+        model = keras.Sequential([keras.Input((FEATURES,)), *layers])
+        wrap = keras_dist.DistributedOptimizer if reduces == "optimizer" else (lambda plain: plain)
+        optimizer = wrap(keras.optimizers.SGD(0.1))
+
+        @tf.function
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True))
+            tape = hvd.DistributedGradientTape(tape) if reduces == "tape" else tape
+            weights = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, weights), weights)
+
+        for between in steps:
+            step(tf.constant(abs(x) * 9 % 9), tf.constant(y))
+            between()
+        return weights_of(model)
+
+    def rejoin():
+        keras_dist.shutdown()
+        keras_dist.init()
+
+    once, twice = weights_after([lambda: None] * 3), weights_after([rejoin] * 3)
+    for weight, other in zip(once, twice, strict=True):
+        np.testing.assert_array_equal(weight, other)
+
+
 def test_jit_compile_stays_set_for_evaluate_and_predict():
     model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.SGD()), jit_compile=True)
     x, y = make_data(BATCH)

@@ -60,6 +60,8 @@ class FusedAllreduce:
         updates: whether it is that of gradients, by which updates are counted for messages.
         divides: whether `postscale` divides by the number of ranks, so that it has to be that of
             the ranks which are here while others have joined.
+        ranks: gives the ranks of the moment: who keeps a plan, as the graph of a step does, may
+            outlive those that it was made for. Defaults to `comm`, for ever.
 
     Raises:
         ArgumentTypeError: `op` is not defined for one of the dtypes.
@@ -84,6 +86,7 @@ class FusedAllreduce:
         overlaps: bool = False,
         updates: bool = False,
         divides: bool = False,
+        ranks: Callable[[], Communicator] | None = None,
     ):
         for name, (_, dtype) in zip(names, specs, strict=True):
             check_dtype(dtype, op, comm.where(), name)
@@ -94,6 +97,7 @@ class FusedAllreduce:
         self.overlaps = overlaps
         self._updates = updates
         self._divides = divides
+        self._ranks = ranks
         self._compression = compression
         self._wires: dict[int, Wire] = {}
         self.buckets = plan_buckets(specs, bucket_nbytes, first_nbytes, groups)
@@ -136,6 +140,7 @@ class FusedAllreduce:
         Returns:
             The reduced arrays, in the same order: views of one buffer.
         """
+        self._move()
         if self._updates and number == 0:
             count_update()
         work = functools.partial(self._reduce_bucket, number, arrays, lend)
@@ -145,6 +150,13 @@ class FusedAllreduce:
             needs_no_mpi=lambda: self._needs_no_mpi,
             lasting=functools.partial(self._lasting, number),
         )
+
+    def _move(self) -> None:
+        """Leaves ranks that this process has left for those which it has joined since."""
+        comm = self.comm if self._ranks is None else self._ranks()
+        if comm is not self.comm:
+            self.comm, self._losses = comm, comm.losses
+            self._shared, self._wires = None, {}
 
     def _reduce_bucket(
         self, number: int, arrays: Sequence[np.ndarray], lend: bool
