@@ -7,7 +7,8 @@ received and what to do about it; `explain` puts the four together.
 KerasDistError
 ├── LaunchError        (RuntimeError)  the job was not started as it should have been
 ├── ArgumentError      (ValueError)    an argument has a value that cannot be used
-├── ArgumentTypeError  (TypeError)     an argument is of a kind that cannot be used
+├── ArgumentTypeError  (TypeError,     an argument is of a kind that cannot be used
+│                       ValueError)
 ├── DataError          (ValueError)    the data cannot be shared out over the ranks
 ├── MismatchError      (RuntimeError)  the ranks do not mean the same thing
 ├── UsageError         (RuntimeError)  a call came where it has no meaning
@@ -48,8 +49,11 @@ class ArgumentError(KerasDistError, ValueError):
     """An argument has a value that cannot be used."""
 
 
-class ArgumentTypeError(KerasDistError, TypeError):
-    """An argument is of a kind that cannot be used."""
+class ArgumentTypeError(KerasDistError, TypeError, ValueError):
+    """An argument is of a kind that cannot be used.
+
+    A `ValueError` as well: scripts written for Horovod catch that.
+    """
 
 
 class DataError(KerasDistError, ValueError):

@@ -254,6 +254,7 @@ def test_ranks_that_differ_raise_the_same_error_and_can_go_on(action, expected, 
         (errors.ArgumentError, lambda: keras_dist.broadcast_object(1.0, "0"), "Received: '0'"),
         (errors.ArgumentError, lambda: keras_dist.allgather(1.0), "at least one dimension"),
         (errors.ArgumentTypeError, lambda: keras_dist.allreduce("text"), "<U4"),
+        (ValueError, lambda: keras_dist.allreduce("text"), "<U4"),  # as Horovod's scripts expect
         (errors.ArgumentTypeError, lambda: keras_dist.allreduce([True], "sum"), "bool"),
         (errors.ArgumentTypeError, lambda: keras_dist.allreduce(np.array([None])), "object"),
     ],
