@@ -35,6 +35,7 @@ def load_model(
     filepath: str | os.PathLike[str],
     custom_optimizers: Iterable[type] | None = None,
     custom_objects: Mapping[str, Any] | None = None,
+    *,
     compile: bool = True,
     safe_mode: bool = True,
     legacy_opts: bool = False,

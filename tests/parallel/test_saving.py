@@ -331,6 +331,8 @@ def test_wrong_arguments_are_refused(shared_tmp_path):
     path = saved(make(), shared_tmp_path)
     with pytest.raises(TypeError, match="grops"):
         keras_dist.load_model(path, grops=2)
+    with pytest.raises(TypeError, match="positional"):  # where Horovod has the compression
+        keras_dist.load_model(path, None, None, keras_dist.Compression.fp16)
     assert "op to be" in wrong(path, errors.ArgumentError, op="mean")
     assert "custom_optimizers" in wrong(path, errors.ArgumentTypeError, custom_optimizers=["sgd"])
 
