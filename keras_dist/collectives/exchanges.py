@@ -142,6 +142,7 @@ def broadcast(
     Raises:
         MismatchError: the ranks differ; raised on every rank.
         ArgumentError: `root_rank` is not one of the ranks.
+        ArgumentTypeError: `value` holds Python objects.
     """
     comm = runtime.communicator(process_set)
     with _engine.telling(comm, "broadcast", name):

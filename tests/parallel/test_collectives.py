@@ -257,6 +257,7 @@ def test_ranks_that_differ_raise_the_same_error_and_can_go_on(action, expected, 
         (ValueError, lambda: keras_dist.allreduce("text"), "<U4"),  # as Horovod's scripts expect
         (errors.ArgumentTypeError, lambda: keras_dist.allreduce([True], "sum"), "bool"),
         (errors.ArgumentTypeError, lambda: keras_dist.allreduce(np.array([None])), "object"),
+        (errors.ArgumentTypeError, lambda: keras_dist.broadcast([None]), "broadcast_object"),
     ],
 )
 def test_bad_arguments_say_where_what_and_the_remedy(kind, action, text):

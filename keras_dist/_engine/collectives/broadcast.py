@@ -7,6 +7,7 @@ import numpy as np
 from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.meet import meet, telling
+from keras_dist._engine.collectives.rows import check_numbers
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.recovery import survives
 from keras_dist._engine.transfer import as_bytes, broadcast_bytes
@@ -41,10 +42,13 @@ def broadcast(
 
     Raises:
         ArgumentError: `root` is not one of the ranks.
+        ArgumentTypeError: an array holds Python objects.
         MismatchError: the ranks differ.
     """
     with telling(comm, operation, key):
         source = comm.place_of_root(root)
+        for name, array in zip(names, arrays, strict=True):
+            check_numbers(comm, array, name, "broadcast_object")
     entries = _entries(names, arrays)
     with comm.lock:
         meet(comm, Call(operation, entries, root=int(root), key=key, remedy=remedy))

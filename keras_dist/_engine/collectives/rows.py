@@ -8,7 +8,14 @@ from keras_dist import errors
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.transfer import alltoall_parts, as_bytes
 
-__all__ = ["check_rows", "exchange_bytes", "exchange_rows", "gather_rows", "row_bounds"]
+__all__ = [
+    "check_numbers",
+    "check_rows",
+    "exchange_bytes",
+    "exchange_rows",
+    "gather_rows",
+    "row_bounds",
+]
 
 
 def check_rows(comm: Communicator, array: np.ndarray, name: str, purpose: str) -> None:
@@ -29,9 +36,24 @@ def check_rows(comm: Communicator, array: np.ndarray, name: str, purpose: str) -
         raise errors.ArgumentError(
             errors.explain(comm.where(), expected, "a scalar", "Reshape it to (1,).")
         )
+    check_numbers(comm, array, name, "allgather_object")
+
+
+def check_numbers(comm: Communicator, array: np.ndarray, name: str, other: str) -> None:
+    """Checks that the bytes of an array mean the same on another rank.
+
+    Args:
+        comm: the ranks.
+        array: the array.
+        name: what it is called in messages.
+        other: the function of keras_dist that takes objects.
+
+    Raises:
+        ArgumentTypeError: it holds Python objects.
+    """
     if array.dtype.hasobject:
         expected = f"{name} to hold numbers"
-        remedy = "Cast it first; objects travel by keras_dist.allgather_object."
+        remedy = f"Cast it first; objects travel by keras_dist.{other}."
         raise errors.ArgumentTypeError(
             errors.explain(comm.where(), expected, f"dtype {array.dtype}", remedy)
         )
