@@ -107,7 +107,7 @@ def local_variables(model: keras.Model) -> list[Any]:
     """Returns the variables that the model and its optimizers leave to each rank."""
     reductions = [getattr(one, "_keras_dist", None) for one in optimizers_of(model)]
     own = [v for one in reductions if one is not None for v in one.local_variables()]
-    return [*own, *model.__dict__.get(LOCAL, ())]
+    return [*own, *_as_keras_knows(model, model.__dict__.get(LOCAL, ()))]
 
 
 def random_states(model: keras.Model) -> list[Any]:
@@ -130,6 +130,14 @@ def bytes_of(variable: Any) -> np.ndarray:
 def to_numpy(variable: Any) -> np.ndarray:
     """Returns the value of a variable as a host array."""
     return np.asarray(keras.ops.convert_to_numpy(variable))
+
+
+def _as_keras_knows(model: keras.Model, variables: Iterable[Any]) -> list[Any]:
+    """Returns the variables of a model of which a user has passed those of TensorFlow."""
+    if all(isinstance(variable, keras.Variable) for variable in variables):
+        return list(variables)
+    by_value = {id(variable.value): variable for variable in model.variables}
+    return [by_value.get(id(variable), variable) for variable in variables]
 
 
 def _with_slots(optimizers: Iterable[Any], variables: Iterable[Any]) -> set[int]:

@@ -32,6 +32,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     Raises:
         ArgumentError: `root_rank` is not a rank.
+        ArgumentTypeError: `local_variables` holds something else.
         MismatchError: the ranks built different models; raised on every rank, by `fit`.
     """
 
@@ -41,8 +42,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         super().__init__()
         runtime.communicator().place_of_root(root_rank)
         self.root_rank = root_rank
-        single = isinstance(local_variables, keras.Variable)
-        self.local_variables = [local_variables] if single else list(local_variables or ())
+        self.local_variables = _variables(local_variables)
 
     def register_local_var(self, variable: Any) -> None:
         """Adds a variable that each rank keeps for itself."""
@@ -91,6 +91,28 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return step(batches)
 
         model.train_function = first_step
+
+
+def _variables(given: Any) -> list[Any]:
+    """Returns one variable, a collection of them or `None` as a list.
+
+    Raises:
+        ArgumentTypeError: there is something else.
+    """
+    single = hasattr(given, "assign")
+    several = isinstance(given, Iterable) and not single
+    listed = list(given) if several else [] if given is None else [given]
+    for one in listed:
+        if not hasattr(one, "assign"):
+            raise errors.ArgumentTypeError(
+                errors.explain(
+                    runtime.where(),
+                    "local_variables to be a Keras variable or a list of variables",
+                    f"{one!r} of type {type(one).__name__}",
+                    "Pass for example local_variables=model.layers[0].trainable_variables.",
+                )
+            )
+    return listed
 
 
 def _warn_of_plain_optimizer(model: keras.Model) -> None:

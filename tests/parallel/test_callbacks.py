@@ -79,17 +79,25 @@ def test_all_ranks_start_from_the_roots_weights_in_every_fit(built):
 
 
 @pytest.mark.parity("local variables are not broadcast")
-def test_local_variables_stay_local():
+@pytest.mark.parametrize("own", [False, True])
+def test_local_variables_stay_local(own):
     model = distributed(keras.optimizers.SGD(0.0))
     kernel, bias = model.weights[:2]
     for weight in model.weights:
         weight.assign(np.full(weight.shape, keras_dist.rank() + 1, "float32"))
     last = keras_dist.size() - 1
-    callback = BroadcastGlobalVariablesCallback(last, local_variables=kernel)
+    given = kernel.value if own and hasattr(kernel.value, "assign") else kernel  # TensorFlow's own
+    callback = BroadcastGlobalVariablesCallback(last, local_variables=given)
     callback.register_local_var(bias)
     model.fit(*make_data(8), verbose=0, callbacks=[callback])
     values = [float(weight.ravel()[0]) for weight in weights_of(model)]
     assert values == [keras_dist.rank() + 1, keras_dist.rank() + 1, last + 1, last + 1]
+
+
+@pytest.mark.parametrize("wrong", [5, "kernel", [5]], ids=str)
+def test_what_is_no_variable_cannot_be_local(wrong):
+    with pytest.raises(errors.ArgumentTypeError, match="local_variables to be a Keras variable"):
+        BroadcastGlobalVariablesCallback(0, local_variables=wrong)
 
 
 @pytest.mark.parametrize("root", [-1, 99, "0"])
