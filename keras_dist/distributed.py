@@ -10,22 +10,33 @@ clipping norm is taken of the averaged gradient.
 
 import functools
 import pathlib
+import weakref
 from typing import Any, TypeGuard
 
 import keras
 from keras import ops
 
 from keras_dist import errors, runtime, saved_terms
-from keras_dist.model_state import MULTI_OPTIMIZER, optimizers_inside, optimizers_of
+from keras_dist.model_state import (
+    MULTI_OPTIMIZER,
+    accumulators,
+    optimizers_inside,
+    optimizers_of,
+)
 from keras_dist.reduction import GradientReduction, check_not_reduced
 
 __all__ = [
     "attach",
     "check_local",
     "distributed_optimizers",
+    "gathered",
     "is_distributed",
     "move_outwards",
 ]
+
+
+# Those that have been made distributed and are still there.
+_attached: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def is_distributed(optimizer: Any) -> TypeGuard["_Distributed"]:
@@ -71,6 +82,12 @@ def attach(optimizer: Any, reduction: GradientReduction) -> None:
         mixin = _HandingOn
     object.__setattr__(optimizer, "_keras_dist", reduction)
     optimizer.__class__ = _distributed_class(optimizer.__class__, mixin)
+    _attached.add(optimizer)
+
+
+def gathered() -> list[Any]:
+    """Returns the variables in which distributed optimizers gather gradients of this rank."""
+    return accumulators(inner for one in _attached for inner in (one, *optimizers_inside(one)))
 
 
 def check_local(optimizer: Any, purpose: str = "local variables") -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import _engine, collectives, runtime
+from keras_dist.distributed import gathered
 from keras_dist.gradient_plans import SAME_MODEL
 from keras_dist.model_state import variable_name
 from keras_dist.process_sets import ProcessSet, global_process_set
@@ -264,6 +265,9 @@ def broadcast_variables(
     The states of random generators are among `model.variables`: with them all ranks drop the same
     units of a dropout layer. `model.weights` leaves them out.
 
+    Variables in which a `DistributedOptimizer` gathers the gradients of several passes stay as they
+    are, though `optimizer.variables` has them: each rank has gathered its own.
+
     Args:
         variables: list of variables of TensorFlow or Keras.
         root_rank: as for `broadcast`.
@@ -282,4 +286,6 @@ def broadcast_variables(
     hvd.broadcast_variables(model.variables, root_rank=0)
     ```
     """
-    broadcast_(variables, root_rank, process_set=process_set)
+    own = {id(variable) for variable in gathered()}
+    shared = [variable for variable in variables if id(variable) not in own]
+    broadcast_(shared, root_rank, process_set=process_set)

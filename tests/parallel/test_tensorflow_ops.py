@@ -261,6 +261,18 @@ def test_broadcast_from_every_root_and_in_place():
     assert np.all(np.asarray(variables[1]) == 0)
 
 
+def test_broadcast_variables_leaves_gathered_gradients_to_their_ranks():
+    variable = keras.Variable(np.full(3, RANK, "float32"))
+    plain = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(plain, backward_passes_per_step=2)
+    for _ in range(3):
+        optimizer.apply_gradients([(tf.fill([3], RANK + 1.0), variable)])
+    optimizer.momentums[0].assign([RANK] * 3)
+    hvd.broadcast_variables([variable, *optimizer.variables], root_rank=0)
+    np.testing.assert_array_equal(optimizer._accumulated_gradients[0], [RANK + 1] * 3)
+    np.testing.assert_array_equal(optimizer.momentums[0], np.zeros(3))
+
+
 def test_alltoall_with_and_without_splits():
     rows_of = tf.repeat(mine(1), SIZE * (RANK + 1), axis=0)
 
