@@ -117,13 +117,14 @@ def grouped_allreduce(
     factors = (prescale_factor, postscale_factor)
     rows = [i for i, one in enumerate(tensors) if _is_rows(one)]
     dense = [i for i in range(len(tensors)) if i not in rows]
+    if rows:
+        _check_rows(chosen, factors)
     result: dict[int, Any] = {}
     if dense or not rows:
         given = as_tensors([tensors[i] for i in dense])
         reduced = _reduced(given, chosen, name, factors, process_set, compression)
         result.update(zip(dense, reduced, strict=True))
     for i in rows:
-        _check_rows(chosen, factors)
         result[i] = _reduced_rows(tensors[i], chosen, name, process_set)
     return [result[i] for i in range(len(tensors))]
 
