@@ -227,9 +227,12 @@ def test_indexed_slices_equal_the_dense_reduction_also_among_dense_ones():
         np.testing.assert_allclose(sparse, dense, rtol=1e-6)
         np.testing.assert_allclose(alone, dense, rtol=1e-6)
         np.testing.assert_allclose(plain, (MEAN + 1) * times)
-    for wrong in ({"op": hvd.Max}, {"op": hvd.Adasum}, {"prescale_factor": 2.0}):
+    wrong = [{"op": op} for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum)]
+    for how in (*wrong, {"prescale_factor": 2.0}, {"postscale_factor": 2.0}):
         with pytest.raises(NotImplementedError, match="sparse_as_dense"):
-            hvd.allreduce(rows(), **wrong)
+            hvd.allreduce(rows(), **how)
+        with pytest.raises(NotImplementedError, match="sparse_as_dense"):
+            hvd.grouped_allreduce([mine(), rows()], **how)
 
 
 def test_allgather_of_other_lengths_and_dtypes():
@@ -438,18 +441,21 @@ def test_gradients_of_the_exchanges_are_those_of_horovod():
         lambda: hvd.allreduce(tf.ones(2), op=hvd.Sum, prescale_factor=RANK + 1.0),
         lambda: hvd.allreduce(tf.ones(2), name=f"loss of {RANK}"),
         lambda: hvd.allgather(tf.ones([2, RANK + 1])),
+        lambda: hvd.allgather(tf.ones(2, tf.float64 if RANK else tf.float32)),
+        lambda: hvd.allgather(tf.ones([2, 1] if RANK else [2])),
         lambda: hvd.broadcast(tf.ones([RANK + 1]), 0),
         lambda: hvd.broadcast(tf.ones(2), min(RANK, 1)),
         lambda: hvd.broadcast(tf.ones(2, tf.float64 if RANK else tf.float32), 0),
         lambda: hvd.alltoall(tf.ones([SIZE], tf.float64 if RANK else tf.float32)),
         lambda: hvd.alltoall(tf.ones([SIZE, RANK + 1])),
         lambda: hvd.reducescatter(tf.ones([RANK + 1])),
+        lambda: hvd.reducescatter(tf.ones(SIZE, tf.float64 if RANK else tf.float32)),
         lambda: hvd.broadcast_variables([tf.Variable(tf.ones(RANK + 1))], 0),
         lambda: hvd.allgather(tf.ones(2)) if RANK else hvd.allreduce(tf.ones(2)),
     ],
     ids=(
-        "shape rank dtype op factor name rows broadcast root sent alltoall columns scatter "
-        "variables kind"
+        "shape rank dtype op factor name rows gathered dimensions broadcast root sent alltoall "
+        "columns scatter scattered variables kind"
     ).split(),
 )
 def test_a_difference_is_a_failed_precondition_on_every_rank(call):

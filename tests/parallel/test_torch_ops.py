@@ -225,9 +225,14 @@ GRADIENTS = {
     "alltoall equal": (hvd.alltoall, 1),
     # Horovod averages where the ranks' losses together would ask for a sum, and the other way.
     "allgather": (hvd.allgather, lambda: 1 / hvd.size()),
+    "grouped allgather": (
+        lambda x: torch.cat(hvd.grouped_allgather([x, x**2])),
+        lambda: 1 / hvd.size(),
+    ),
     "broadcast": (lambda x: hvd.broadcast(x, hvd.size() - 1), lambda: 1 / hvd.size()),
     "reducescatter average": (hvd.reducescatter, hvd.size),
     "reducescatter sum": (lambda x: hvd.reducescatter(x, op=hvd.Sum), hvd.size),
+    "grouped reducescatter": (lambda x: torch.cat(hvd.grouped_reducescatter([x, x**2])), hvd.size),
 }
 
 
@@ -268,21 +273,27 @@ def test_gradients_as_horovod_registers_them():
         gradient(lambda x: hvd.allreduce(x, op=hvd.Max))
 
 
-@pytest.mark.parametrize("what", ["shape", "dtype", "op", "root", "rows", "kind"])
+DIFFERENCES = {  # between the others and a rank that is odd
+    "shape": lambda odd: hvd.allreduce(torch.ones(17 + odd)),
+    "dtype": lambda odd: hvd.allreduce(torch.ones(3, dtype=DTYPES[odd])),
+    "op": lambda odd: hvd.allreduce(torch.ones(3), op=[hvd.Sum, hvd.Max][odd]),
+    "root": lambda odd: hvd.broadcast(torch.ones(3), int(odd)),
+    "shape of broadcast": lambda odd: hvd.broadcast(torch.ones(3 + odd), 0),
+    "dtype of broadcast": lambda odd: hvd.broadcast(torch.ones(3, dtype=DTYPES[odd]), 0),
+    "rows": lambda odd: hvd.allgather(torch.ones(3, 2 + odd)),
+    "dtype of alltoall": lambda odd: hvd.alltoall(torch.ones(hvd.size(), dtype=DTYPES[odd])),
+    "columns of alltoall": lambda odd: hvd.alltoall(torch.ones(hvd.size(), 1 + odd)),
+    "shape of reducescatter": lambda odd: hvd.reducescatter(torch.ones(8 + odd)),
+    "kind": lambda odd: (hvd.allgather if odd else hvd.allreduce)(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
 def test_differences_are_errors_on_every_rank_and_the_job_goes_on(what):
     if hvd.size() == 1:
         pytest.skip("one rank differs from nobody")
-    odd = hvd.rank() == 1
-    calls = {
-        "shape": lambda: hvd.allreduce(torch.ones(17 + odd)),
-        "dtype": lambda: hvd.allreduce(torch.ones(3, dtype=[torch.float32, torch.int32][odd])),
-        "op": lambda: hvd.allreduce(torch.ones(3), op=[hvd.Sum, hvd.Max][odd]),
-        "root": lambda: hvd.broadcast(torch.ones(3), int(odd)),
-        "rows": lambda: hvd.allgather(torch.ones(3, 2 + odd)),
-        "kind": lambda: (hvd.allgather if odd else hvd.allreduce)(torch.ones(3)),
-    }
     with pytest.raises(errors.MismatchError, match=r"rank \d of"):
-        calls[what]()
+        DIFFERENCES[what](hvd.rank() == 1)
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
 
 
