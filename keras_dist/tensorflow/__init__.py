@@ -14,7 +14,8 @@ XLA cannot compile them, so a `tf.function(jit_compile=True)` cannot hold them.
 
 What has a gradient is said at each function. Errors are those of keras_dist and, for scripts that
 catch them, TensorFlow's: ranks that differ a `tf.errors.FailedPreconditionError`, wrong arguments a
-`tf.errors.InvalidArgumentError`.
+`tf.errors.InvalidArgumentError`. Where a graph runs, TensorFlow makes its own of them, with the
+same text: the latter of wrong arguments, `tf.errors.UnknownError` of ranks that differ.
 """
 
 from keras_dist import _backends
