@@ -1,5 +1,8 @@
 """Rooms that scripts use which have no Keras."""
 
+import subprocess
+import sys
+
 import pytest
 from jobs import lean, told
 
@@ -17,6 +20,12 @@ for expected in (0, 3):  # the second time what the first has left in the direct
 if hvd.rank() == 0:
     print("kept", *sorted({{"keras", "tensorflow"}} & set(sys.modules)))
 """
+
+
+def test_elastic_is_imported_as_horovods():
+    code = "import keras_dist.torch.elastic as elastic; import keras_dist; print(elastic.__name__)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout == "keras_dist.elastic\n", ended.stderr
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

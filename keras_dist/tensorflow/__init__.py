@@ -18,6 +18,8 @@ catch them, TensorFlow's: ranks that differ a `tf.errors.FailedPreconditionError
 same text: the latter of wrong arguments, `tf.errors.UnknownError` of ranks that differ.
 """
 
+import sys
+
 from keras_dist import _backends
 from keras_dist import elastic as elastic
 from keras_dist._backends import tensorflow as _own
@@ -146,6 +148,9 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
 ]
+
+# So that it can be imported as Horovod's.
+sys.modules[f"{__name__}.elastic"] = elastic
 
 if _backends.active() is not _own:
     raise LaunchError(

@@ -18,6 +18,8 @@ Tensors of a GPU travel through pinned memory of the host. With `KERAS_DIST_GPU_
 that is CUDA-aware takes those of `allreduce` and `broadcast_` as they are: not tried on a GPU.
 """
 
+import sys
+
 from keras_dist import _backends
 from keras_dist import elastic as elastic
 from keras_dist.asynchronous import Handle, poll, synchronize
@@ -156,6 +158,9 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+# So that it can be imported as Horovod's.
+sys.modules[f"{__name__}.elastic"] = elastic
 
 # `init` pins its device and sizes its thread pool.
 _backends.use("torch")
