@@ -105,7 +105,7 @@ TABLE = [
     (".torch", f"{TORCH} {FACE} {BY_HAND} .elastic .torch.*",                     ""),
     (".torch.direct", "torch .config .runtime ._engine .reduce_op",           ""),
     (".torch.*", f"{TORCH} ._backends.torch_overlap {FACE} {BY_HAND} .torch.*",   ""),
-    (".jax.*",                 f"jax {FACE} {BY_HAND} .jax.*",                ""),
+    (".jax.*",                 f"jax {FACE} ._backends.jax {BY_HAND} .jax.*", ""),
     (".migration.*",           "libcst .errors .migration.*",                 ""),
     (".cli.migrate",           ".errors .whole_files",               ".migration.*"),
     (".cli.run_notebook",      ".errors",                            "yaml .notebook"),

@@ -183,15 +183,14 @@ def active() -> Backend:
     return _load(name)
 
 
-def use(name: str) -> Backend:
-    """Takes note that scripts of this process use a framework by itself; returns its backend.
+def use(name: str) -> None:
+    """Takes note that scripts of this process use a framework by itself.
 
     Args:
         name: which of `SUPPORTED`.
     """
     if name not in _named:
         _named.append(name)
-    return _load(name)
 
 
 def in_use() -> list[Backend]:

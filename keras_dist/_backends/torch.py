@@ -60,11 +60,11 @@ def limit_threads(count: int, override: bool) -> None:
         torch.set_num_threads(count)
 
 
-@torch.compiler.disable
 def finish_calls() -> None:
     """Does nothing: a program returns when it has called. See `Backend.finish_calls`."""
 
 
+@torch.compiler.disable
 def reduce_gradients(
     gradients: Sequence[Any],
     names: Sequence[str],

@@ -22,7 +22,7 @@ has no derivative forwards, no `vmap` and no place in `jax.checkpoint`, so neith
 `jax.hessian` do not.
 """
 
-from keras_dist import _backends, _engine
+from keras_dist import _backends
 from keras_dist.builds import (
     ccl_built,
     cuda_built,
@@ -125,4 +125,4 @@ __all__ = [
 ]
 
 # `init` pins its device and sizes its thread pool.
-_engine.wait_first(_backends.use("jax").finish_calls)
+_backends.use("jax")

@@ -7,9 +7,12 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
-from keras_dist import errors, runtime
+from keras_dist import _engine, errors, runtime
+from keras_dist._backends.jax import finish_calls
 
 __all__ = ["differentiable", "on_host"]
+
+_engine.wait_first(finish_calls)  # `init` does so as well, but may have been called already
 
 
 def differentiable(

@@ -479,3 +479,10 @@ def test_steps_warn_of_nothing():
             torch.optim.SGD(model.parameters(), 0.1), model.named_parameters()
         )
         train(model, optimizer, part)
+
+
+def test_compilers_of_steps_leave_the_reduction_alone():
+    from keras_dist._backends import torch as backend
+
+    # As torch.compile asks.
+    assert backend.reduce_gradients._torchdynamo_disable
