@@ -220,7 +220,7 @@ class Communicator:
         self.services.clear()
 
     def queue(self, work: Callable[[], Any], what: str, name: str | None = None) -> Handle:
-        """Queues a collective; a thread runs it in its turn. Does not block.
+        """Queues a collective; a thread runs it in its turn. Blocks for `wait_first` alone.
 
         Collectives that are called or queued later, from any thread, run after it.
 
@@ -261,6 +261,7 @@ class Communicator:
 
     def finish_queued(self) -> None:
         """Waits until what is queued has run; logs the errors nobody has asked for."""
+        let_earlier_end()
         line = self._one_at_a_time._line
         if line is not None:
             line.drain()

@@ -65,14 +65,21 @@ def grouped_allgather(
         return on_host(gather, given, shapes)
 
     def back(mine: list[int], gradients: list[Any]) -> tuple[list[Any]]:
+        wanted = [place for place, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
+        lengths = [mine[place] for place in wanted]
+
         def rows(given: list[np.ndarray]) -> list[np.ndarray]:
             averaged = collectives.grouped_allreduce(given, name=name, process_set=process_set)
-            before = collectives.allgather([mine], name, process_set)[: comm.rank].sum(0)
-            pairs = zip(averaged, before, mine, strict=True)
+            before = collectives.allgather([lengths], name, process_set)[: comm.rank].sum(0)
+            pairs = zip(averaged, before, lengths, strict=True)
             return [one[begin : begin + length] for one, begin, length in pairs]
 
-        shapes = zip(mine, gradients, strict=True)
-        return (on_host(rows, gradients, [(length, *one.shape[1:]) for length, one in shapes]),)
+        shapes = [(length, *one.shape[1:]) for length, one in zip(mine, gradients, strict=True)]
+        found: list[Any] = [np.zeros(shape, jax.dtypes.float0) for shape in shapes]
+        given, kept = [gradients[place] for place in wanted], [shapes[place] for place in wanted]
+        for place, one in zip(wanted, on_host(rows, given, kept), strict=True):
+            found[place] = one
+        return (found,)
 
     def forward(given: list[Any]) -> tuple[list[Any], list[int]]:
         return run(given), [one.shape[0] for one in given]

@@ -105,6 +105,9 @@ def test_gradients(compiled):
     both = gradient(lambda x: jnp.concatenate(hvd.grouped_allgather([x, 3 * x[:1]])))
     expected = 2 * x * weights.mean() * (1 + 9 * (np.arange(2 * size) == 0))[:, None]
     np.testing.assert_allclose(both, expected, rtol=1e-6)
+    labels = jnp.arange(size)
+    first = gradient(lambda x: hvd.grouped_allgather([labels, x])[1])
+    np.testing.assert_allclose(first, 2 * x * weights.mean(), rtol=1e-6)
     np.testing.assert_allclose(
         gradient(hvd.broadcast), 2 * x * weights.mean() * (rank == 0), rtol=1e-6
     )
@@ -246,6 +249,11 @@ def test_calls_wait_for_programs_begun_before_them():
             batch.block_until_ready()
         first, second = within(batch), call()
         assert (float(first), float(second)) == (100 * hvd.size(), hvd.size())
+    last = within(slow(matrix))
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    hvd.init()
+    assert float(last) == 100 * hvd.size()
 
 
 def test_operations_keep_their_order_within_a_program():
