@@ -41,7 +41,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     Where all ranks live, and the function raises `HorovodInternalError` on all of them, as a script
     does that has seen a loss that is no number, all go back to the last commit, the reset callbacks
     are called and the function again, as often as it raises it. Where it does on some ranks alone,
-    while others go on, all raise a `MismatchError`, and none is left waiting.
+    while others go on, all raise a `MismatchError`, and none is left waiting. In a job with process
+    sets, in which others may wait for each other, the error ends the job.
 
     Collective: every rank.
 
@@ -85,6 +86,8 @@ def _all_go_back() -> bool:
         MismatchError: others do something else; raised on every rank.
     """
     comm = runtime.communicator()
+    if comm.subsets:
+        return False  # in one of them ranks might wait for this one, and never come here
     if not all(map(comm.lives, comm.ranks)):
         return False  # the error ends the job, also where others still wait for the dead
     losses = comm.losses

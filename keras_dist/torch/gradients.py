@@ -82,6 +82,12 @@ class Gradients:
                 )
             )
 
+    def begin_anew(self) -> None:
+        """Forgets the gradients that have come, when those on their way have ended."""
+        self._drop_arrivals()
+        self._begin()
+        self.are_reduced = False
+
     def reduce(self, parameters: Sequence[torch.Tensor]) -> None:
         """Reduces the gradients, or waits for those that are on their way. Collective; blocks.
 

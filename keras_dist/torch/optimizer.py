@@ -139,6 +139,11 @@ class _Distributed:
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         self._keras_dist.watch(_parameters_of(self))
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state, as the user's class does; gradients that have come count no more."""
+        self._keras_dist.begin_anew()
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, as the user's class does; their gradients are reduced as well."""
         super().add_param_group(param_group)  # type: ignore[misc]

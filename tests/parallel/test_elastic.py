@@ -283,6 +283,33 @@ def test_a_torch_state_is_synchronised_and_restored(shared_tmp_path):
 
 
 @pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
+def test_a_torch_state_goes_back_between_backward_and_step():
+    import torch
+
+    import keras_dist.torch as hvd
+
+    module = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.1))
+    raised = []
+
+    @elastic.run
+    def train(state):
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(torch.ones(1, 2) * (RANK + 1)).sum().backward()
+            if state.step == 1 and not raised:
+                raised.append(True)
+                raise elastic.HorovodInternalError("not a number")
+            optimizer.step()
+            state.step += 1
+            state.commit()
+        return module.weight.detach().numpy()
+
+    weight = train(elastic.TorchState(module, optimizer, step=0))
+    assert raised and (keras_dist.broadcast(weight) == weight).all()
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
 def test_a_torch_state_is_read_without_the_device_of_the_root(shared_tmp_path, monkeypatch):
     import torch
 
