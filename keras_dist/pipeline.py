@@ -107,7 +107,9 @@ class Pipeline:
             ArgumentError: the first stage has no batch, or the last no targets; there are fewer
                 samples than micro-batches, or not as many targets.
             MismatchError: another stage does something else, or has failed. What ends a batch on
-                one stage ends it on all that are not through with it; then they may go on.
+                one stage ends it on all that are not through with it; then they may go on, unless
+                there are replicas, which hear nothing of it. Stages that have made different
+                numbers of calls, as after an interrupt, need a new `Pipeline` on each.
             RankLostError: a rank has died.
         """
         loss, gradients = self.gradients(x, y)
@@ -307,7 +309,9 @@ class _Neighbours:
     def _heard_of(self, peer: int, last: bool) -> Iterator[None]:
         try:
             yield
-        except errors.MismatchError:  # which the neighbour has as well
+        except errors.ArgumentTypeError:  # before the two have met
+            raise
+        except Exception:  # behind it: the neighbour has met this rank, and maybe an error as well
             self._waiting.discard(peer)
             raise
         if last:
@@ -320,7 +324,7 @@ class _Neighbours:
             received = f"{type(error).__name__} ({' '.join(str(error).split())[:TOLD]})"
             why = errors.explain(runtime.where(), expected, received, "See the error of that rank.")
         for peer in sorted(self._waiting):
-            with contextlib.suppress(errors.KerasDistError):  # what has failed first is what counts
+            with contextlib.suppress(Exception):  # what has failed first is what counts
                 _engine.call_off(runtime.communicator(), peer, why)
 
 
