@@ -286,6 +286,6 @@ def broadcast_variables(
     hvd.broadcast_variables(model.variables, root_rank=0)
     ```
     """
-    own = {id(variable) for variable in gathered()}
+    own = {id(one) for variable in gathered() for one in (variable, variable.value)}
     shared = [variable for variable in variables if id(variable) not in own]
     broadcast_(shared, root_rank, process_set=process_set)
