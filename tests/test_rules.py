@@ -75,8 +75,6 @@ TABLE = [
     ("._backends.torch",       f"{TORCH} .errors ._backends.torch_overlap",   ""),
     ("._backends.torch_overlap", TORCH,                                       ""),
     ("._backends.torch_tensors", "torch numpy",                      "ml_dtypes"),
-    ("._backends.torch",  "torch numpy .errors ._backends.torch_overlap", "ml_dtypes"),
-    ("._backends.torch_overlap", "torch numpy",                               ""),
     (".data.readers",          f"{DATA} ._engine",                            ""),
     (".data.array_dataset",    f"{DATA} keras",                               ""),
     (".data.stream_dataset",   f"{DATA} keras .data.array_dataset",           ""),

@@ -200,7 +200,7 @@ class Gradients:
         return f"the gradient of {self._names.get(id(parameter), f'parameter {number}')}"
 
     def _communicator(self) -> _engine.Communicator:
-        return runtime.communicator(self.process_set)
+        return self._terms.ranks()
 
     def _drop_arrivals(self) -> None:
         """Waits for what is on its way, for nobody: the gradients have become others."""
