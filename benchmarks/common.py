@@ -127,7 +127,17 @@ def options_of(made, work):
     if options.worker:
         work(options.worker)
         sys.exit()
+    make_folder(made, options.output)
     return options
+
+
+def make_folder(parser, directory):
+    """Makes the folder of the results before anything is measured, or ends with why it cannot."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        parser.error(f"argument --output: no results can be written to {directory}: {error}")
 
 
 def surroundings(before):
@@ -174,7 +184,6 @@ def last_line(rows):
 
 def write(directory, name, text):
     """Writes a Markdown file among the results and says where."""
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.md"
     path.write_text(text + "\n")
     print(f"\nwritten: {path}")

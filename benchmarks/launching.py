@@ -12,7 +12,18 @@ import sys
 import time
 from pathlib import Path
 
-from common import RESULTS, last_line, launcher, load, machine, mpi, table, verdicts, write
+from common import (
+    RESULTS,
+    last_line,
+    launcher,
+    load,
+    machine,
+    make_folder,
+    mpi,
+    table,
+    verdicts,
+    write,
+)
 
 from keras_dist.measuring import in_turn
 
@@ -35,6 +46,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=9, help="how often each is started")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
+    make_folder(parser, options.output)
     before = load()
     found = in_turn(COMMANDS, options.rounds, seconds)
     body = [[TITLES[name], f"{statistics.median(found[name]):.3f}"] for name in COMMANDS]

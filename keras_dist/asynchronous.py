@@ -12,6 +12,10 @@ name, it is an error on every rank once all Python threads of all ranks, daemon 
 for operations. As long as one does not, it might call what is missing: the ranks wait, and the
 stall watch says so and ends the job after `KERAS_DIST_STALL_ABORT_SECONDS`.
 
+Of one name there is one operation at a time: to ask for another before the first has ended is an
+`ArgumentError`, as in Horovod; also on a rank where the first has ended and that waits for the
+second.
+
 A value is read when the operation runs, not when it is queued, and it is not copied: it must
 not be changed until the handle is done. Results are new arrays. In which order a rank asks for
 its results, and whether it does, is its own affair: the operation runs anyway. An error that
@@ -93,9 +97,12 @@ def queued(operation: Callable[P, Any], name: str | None = None) -> Callable[P, 
 
     @functools.wraps(operation)
     def queue(*args: P.args, **kwargs: P.kwargs) -> Handle:
-        given = signature.bind(*args, **kwargs).arguments
-        work = functools.partial(operation, *args, **kwargs)
-        return runtime.communicator(given.get("process_set")).queue(work, what, given.get("name"))
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+            comm = runtime.communicator(given.get("process_set"))
+        except TypeError:  # which the operation raises, and tells the ranks that wait for this one
+            return operation(*args, **kwargs)
+        return comm.queue(functools.partial(operation, *args, **kwargs), what, given.get("name"))
 
     queue.__name__ = queue.__qualname__ = name or f"{what}_async"
     queue.__module__ = __name__

@@ -227,8 +227,16 @@ VARIABLES = (
         _endpoint,
         "0",
         "where the root answers Prometheus: a port on its loopback interface, or an address and a "
-        "port, such as 0.0.0.0:9400, which anyone who reaches it may read. 0: nowhere",
+        "port, such as 0.0.0.0:9400; requests need a token. 0: nowhere",
         "a port, or an address and a port, or 0",
+    ),
+    Variable(
+        "prometheus_token_file",
+        str.strip,
+        "",
+        "the file with that token, which its user alone can read; made where it is not there. "
+        "Empty: prometheus-token, beside the socket",
+        "a path",
     ),
     Variable(
         "single_process",
@@ -261,6 +269,7 @@ class Settings:
     top: bool
     top_port: int
     prometheus_port: tuple[str, int] | None
+    prometheus_token_file: str
     single_process: bool
 
 

@@ -5,7 +5,8 @@ same name and module, is put in place on the instance. So `isinstance` holds, st
 built stays, and a model saved with it loads in a process that has no keras_dist.
 
 The reduction comes after Keras' local gradient accumulation and before clipping, so that a
-clipping norm is taken of the averaged gradient.
+clipping norm is taken of the averaged gradient. Where a class has an `apply` of its own, it comes
+before that one. `update_check` has each update proved to have come through it.
 """
 
 import functools
@@ -24,6 +25,7 @@ from keras_dist.model_state import (
     optimizers_of,
 )
 from keras_dist.reduction import GradientReduction, check_not_reduced
+from keras_dist.update_check import Update, check_reduced
 
 __all__ = [
     "attach",
@@ -34,6 +36,9 @@ __all__ = [
     "move_outwards",
 ]
 
+
+# Through these methods gradients come to an optimizer.
+ENTRANCES = ("apply", "apply_gradients", "stateless_apply", "_backend_apply_gradients")
 
 # Those that have been made distributed and are still there.
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -73,12 +78,12 @@ def move_outwards(optimizer: Any) -> bool:
 
 def attach(optimizer: Any, reduction: GradientReduction) -> None:
     """Makes an optimizer reduce its gradients by `reduction`; changes its class in place."""
-    mixin: Any = _Distributed
+    mixin: Any = _Clipping
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         mixin = _LossScaled
         if optimizer.inner_optimizer.gradient_accumulation_steps:
             attach(optimizer.inner_optimizer, reduction)
-    elif isinstance(optimizer, MULTI_OPTIMIZER):
+    elif isinstance(optimizer, MULTI_OPTIMIZER) or _has_own_entrance(type(optimizer)):
         mixin = _HandingOn
     object.__setattr__(optimizer, "_keras_dist", reduction)
     optimizer.__class__ = _distributed_class(optimizer.__class__, mixin)
@@ -196,18 +201,57 @@ class _Distributed:
         check_local(self)
         self._keras_dist.registered.append(variable)
 
-    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
-        # `_clip_gradients`, the one call between accumulation and update, is not told of
-        # which variables the gradients are.
-        self._keras_dist.variables = list(trainable_variables)
-        check_not_reduced(grads)  # before some passes are gathered, where nobody can tell
-        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+    def apply(self, grads: Any, trainable_variables: Any = None, *rest: Any, **options: Any) -> Any:
+        """Updates variables by the gradients of all ranks. See `keras.optimizers.Optimizer`.
+
+        Raises:
+            ArgumentError: there is not one gradient for each variable.
+            BackendError: Keras has updated them by those of this rank alone.
+        """
+        given = [] if trainable_variables is None else [list(trainable_variables)]
+        of = given[0] if given else self._trainable_variables  # type: ignore[attr-defined]
+        with Update(self, len(grads) > 0) as update:
+            # Of no gradients, or others than it was built for, Keras says what is to be said.
+            are_known = len(grads) == len(of) or (given and len(grads) > 0)
+            ready = self._prepared(grads, of) if update.is_outermost and are_known else grads
+            return super().apply(ready, *given, *rest, **options)  # type: ignore[misc]
 
     def _backend_reset_gradient_accumulators(self) -> None:
         # On torch Keras multiplies them by 0, which makes NaN of what has overflowed.
         for gathered in self._accumulated_gradients:  # type: ignore[attr-defined]
             if gathered is not None:
                 gathered.assign(keras.ops.zeros(gathered.shape, gathered.dtype))
+
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, *rest: Any) -> Any:
+        check_reduced(self)
+        return super()._backend_update_step(grads, trainable_variables, *rest)  # type: ignore[misc]
+
+    def _prepared(self, grads: Any, variables: Any) -> Any:
+        """Returns the gradients with which the user's class is entered."""
+        raise NotImplementedError
+
+    def _reduces(self) -> bool:
+        """Tells whether an update that is about to begin has to reduce."""
+        return True
+
+
+class _Clipping(_Distributed):
+    """The override for Keras' own `apply`: the reduction comes right before clipping."""
+
+    def _prepared(self, grads: Any, variables: Any) -> Any:
+        # What overwrites its variable does so before clipping.
+        return self._keras_dist.overwriting(grads, variables)
+
+    def _reduces(self) -> bool:
+        # Elsewhere passes that only accumulate reduce nothing; then updates are checked alone.
+        return not self.gradient_accumulation_steps or keras.backend.backend() == "jax"  # type: ignore[attr-defined]
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
+        # `_clip_gradients`, the one call between accumulation and update, is not told of
+        # which variables the gradients are.
+        self._keras_dist.variables = list(trainable_variables)
+        check_not_reduced(grads)  # before some passes are gathered, where nobody can tell
+        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
         when = None
@@ -220,14 +264,30 @@ class _Distributed:
 
 
 class _HandingOn(_Distributed):
-    """The override for a `MultiOptimizer`, which hands gradients to others before any clipping."""
+    """The override for an `apply` of another kind: gradients are reduced before it sees them.
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        variables = list(trainable_variables or self._trainable_variables)  # type: ignore[attr-defined]
-        reduced = self._reduced(grads, variables)
-        return super().apply(reduced, trainable_variables)  # type: ignore[misc]
+    That of a `MultiOptimizer`, which hands gradients to others before any clipping, and that of a
+    class of the user's, which may do anything with them.
+    """
 
-    def _reduced(self, grads: Any, variables: Any) -> Any:
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        grads, variables = zip(*grads_and_vars, strict=True)
+        with Update(self, len(grads) > 0) as update:
+            ready = self._prepared(grads, variables) if update.is_outermost else grads
+            return super().apply_gradients(list(zip(ready, variables, strict=True)))  # type: ignore[misc]
+
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> Any:
+        of = self._trainable_variables  # type: ignore[attr-defined]
+        with Update(self, len(grads) > 0) as update:
+            ready = self._prepared(grads, of) if update.is_outermost else grads
+            return self._stateless(optimizer_variables, ready, trainable_variables)
+
+    def _stateless(self, *given: Any) -> Any:
+        return super().stateless_apply(*given)  # type: ignore[misc]
+
+    def _prepared(self, grads: Any, variables: Any) -> Any:
         return self._keras_dist(grads, variables)
 
 
@@ -244,22 +304,28 @@ class _LossScaled(_HandingOn):
         finite = super().check_finite(grads)  # type: ignore[misc]
         return self._keras_dist.agreed(finite) if self._hands_on_all() else finite
 
-    def stateless_apply(
-        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
-    ) -> Any:
-        grads = self._reduced(grads, self._trainable_variables)  # type: ignore[attr-defined]
+    def _stateless(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         given = optimizer_variables, grads, trainable_variables
         if not self._hands_on_all():
-            return super().stateless_apply(*given)  # type: ignore[misc]
+            return super()._stateless(*given)
         # Keras would reduce inside a branch, where a step of JAX cannot be cut.
         finite = self.check_finite(grads)
         taken = self._stateless_handle_finite_grads(*given)  # type: ignore[attr-defined]
         skipped = self._stateless_handle_non_finite_grads(optimizer_variables, trainable_variables)  # type: ignore[attr-defined]
         return keras.tree.map_structure(functools.partial(ops.where, finite), taken, skipped)
 
-    def _reduced(self, grads: Any, variables: Any) -> Any:
-        return grads if self._hands_on_all() else super()._reduced(grads, variables)
+    def _prepared(self, grads: Any, variables: Any) -> Any:
+        return grads if self._hands_on_all() else super()._prepared(grads, variables)
+
+    def _reduces(self) -> bool:
+        return not self._hands_on_all()
 
     def _hands_on_all(self) -> bool:
         """Tells whether the optimizer inside reduces."""
         return is_distributed(self.inner_optimizer)
+
+
+def _has_own_entrance(made: type) -> bool:
+    """Tells whether a class takes gradients in another way than Keras' optimizers do."""
+    owners = [next((o for o in made.__mro__ if name in vars(o)), object) for name in ENTRANCES]
+    return any(owner.__module__.split(".")[0] not in ("keras", "builtins") for owner in owners)

@@ -12,9 +12,10 @@ KerasDistError
 ├── DataError          (ValueError)    the data cannot be shared out over the ranks
 ├── MismatchError      (RuntimeError)  the ranks do not mean the same thing
 ├── UsageError         (RuntimeError)  a call came where it has no meaning
-├── RankError          (RuntimeError)  a function that was run on ranks failed on one
+├── RankError          (RuntimeError)  what ranks do together, or run for a caller, failed on one
 ├── RankLostError      (RuntimeError)  a rank has died, and others wait for it
 ├── CellError          (RuntimeError)  a cell of a notebook failed on a rank
+├── BackendError     (RuntimeError)  Keras or its backend does not do what keras_dist rests on
 ├── CallbackError      (RuntimeError)  a callback failed on the root
 └── CheckpointError    (OSError)       a checkpoint could not be written or read
 ```
@@ -23,6 +24,7 @@ KerasDistError
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "BackendError",
     "CallbackError",
     "CellError",
     "CheckpointError",
@@ -69,9 +71,11 @@ class UsageError(KerasDistError, RuntimeError):
 
 
 class RankError(KerasDistError, RuntimeError):
-    """A function that `keras_dist.run` runs on ranks failed on one. Raised where it was called.
+    """What ranks do together failed on one.
 
-    Its cause is the exception itself, where that can be brought here.
+    A reduction raises it on every rank when one of them could not do its share. `keras_dist.run`
+    raises it where it was called when the function that it runs on ranks failed on one; its cause
+    is the exception itself, where that can be brought here.
 
     Args:
         message: what happened.
@@ -91,6 +95,14 @@ class RankLostError(KerasDistError, RuntimeError):
 
 class CellError(KerasDistError, RuntimeError):
     """A cell of a notebook that all ranks run failed on this one."""
+
+
+class BackendError(KerasDistError, RuntimeError):
+    """Keras or its backend does not do what keras_dist rests on.
+
+    While a `tf.function` of a script is traced, TensorFlow raises a `StagingError` with its text in
+    its place.
+    """
 
 
 class CallbackError(KerasDistError, RuntimeError):

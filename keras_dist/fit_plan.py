@@ -14,6 +14,8 @@ from keras_dist.data import epochs
 __all__ = ["agree_on_fit"]
 
 MEETING = "the begin of fit with the callbacks of keras_dist"
+AGREES = "AgreeOnStoppingCallback"
+LAST = ("VerifyReplicas", AGREES, "PreemptionCallback")  # they act on what others have decided
 VALIDATE_TOGETHER = ("MetricAverageCallback", "AverageStatisticsCallback")
 SAME_CALLBACKS = (
     "Pass those of keras_dist on every rank; one that is for the root alone goes into "
@@ -25,10 +27,11 @@ def agree_on_fit(arguments: dict[str, Any]) -> bool:
     """Makes sure that the ranks mean the same fit, where callbacks of keras_dist take part.
 
     Not compared is what may differ: the data, the number of its batches, `verbose`, callbacks of
-    Keras and of the user's own. Collective: every rank; blocks.
+    Keras and of the user's own. Where such callbacks were appended to those of keras_dist, on any
+    rank, they may stop training too. Collective: every rank; blocks.
 
     Args:
-        arguments: those of `fit` by name, defaults included.
+        arguments: those of `fit` by name, defaults included; `callbacks` are put into order.
 
     Returns:
         Whether the data of all ranks has been shared out by `keras_dist.data`; True where no
@@ -41,9 +44,9 @@ def agree_on_fit(arguments: dict[str, Any]) -> bool:
     if not ours or runtime.size() == 1:
         return True
     comm = runtime.communicator()
-    mine = _plan(arguments, ours), epochs.is_shared_out(arguments["x"])
+    mine = _plan(arguments, ours), epochs.is_shared_out(arguments["x"]), _put_in_order(arguments)
     told = _engine.allgather_object(comm, mine, operation=MEETING)
-    plans = [plan for plan, _ in told]
+    plans = [plan for plan, _, _ in told]
     for rank, plan in enumerate(plans):
         for name, expected in plans[0].items():
             if plan.get(name) != expected:
@@ -55,7 +58,28 @@ def agree_on_fit(arguments: dict[str, Any]) -> bool:
                         SAME_CALLBACKS if name == "callbacks" else f"Pass the same {name}.",
                     )
                 )
-    return all(shared_out for _, shared_out in told)
+    if any(asks for _, _, asks in told):
+        arguments["callbacks"] = [
+            one.after_batches() if _name(one) == AGREES else one
+            for one in _flat(arguments["callbacks"])
+        ]
+    return all(shared_out for _, shared_out, _ in told)
+
+
+def _put_in_order(arguments: dict[str, Any]) -> bool:
+    """Moves the callbacks of `LAST` behind those that a user has appended.
+
+    Returns:
+        Whether one of those that were appended may stop training after a batch.
+    """
+    flat = _flat(arguments["callbacks"])
+    places = [place for place, one in enumerate(flat) if _name(one) == AGREES]
+    appended = [one for one in flat[places[-1] :] if _name(one) not in LAST] if places else []
+    if not appended or isinstance(arguments["callbacks"], keras.callbacks.CallbackList):
+        return False
+    last = [one for one in flat if _name(one) in LAST]
+    arguments["callbacks"] = [one for one in flat if _name(one) not in LAST] + last
+    return flat[places[-1]].must_ask(appended)
 
 
 def _plan(arguments: dict[str, Any], ours: list[str]) -> dict[str, str]:

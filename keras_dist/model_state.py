@@ -13,8 +13,11 @@ import numpy as np
 __all__ = [
     "MULTI_OPTIMIZER",
     "RESULT",
+    "SKIPPING",
     "accumulators",
     "bytes_of",
+    "families",
+    "has_weights",
     "keep_local",
     "local_variables",
     "optimizers_inside",
@@ -27,6 +30,8 @@ __all__ = [
     "variable_name",
 ]
 
+# On a model, while batches of a resumed epoch are skipped: what ends it.
+SKIPPING = "_keras_dist_skipping"
 RESULT = "_get_metrics_result_or_logs"  # where Keras turns states into the logs of an epoch
 # Of Keras 3.15 and later.
 MULTI_OPTIMIZER: Any = getattr(keras.optimizers, "MultiOptimizer", ())
@@ -40,13 +45,18 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     The one it was compiled with comes first. A custom train step may use others: attributes of
     the model, or in its lists and dicts.
     """
+    every = [one for family in families(model) for one in family]
+    return list({id(one): one for one in every}.values())
+
+
+def families(model: keras.Model) -> list[list[Any]]:
+    """Returns each optimizer of a model together with those inside it, in the same order."""
     found: list[Any] = [getattr(model, "optimizer", None)]
     for value in vars(model).values():
         items = value.values() if isinstance(value, dict) else value
         found.extend(items if isinstance(value, list | tuple | dict) else [value])
-    ours = [one for one in found if isinstance(one, keras.optimizers.Optimizer)]
-    every = [one for outer in ours for one in (outer, *optimizers_inside(outer))]
-    return list({id(one): one for one in every}.values())
+    ours = {id(one): one for one in found if isinstance(one, keras.optimizers.Optimizer)}
+    return [[outer, *optimizers_inside(outer)] for outer in ours.values()]
 
 
 def optimizers_inside(optimizer: Any) -> list[Any]:
@@ -55,6 +65,15 @@ def optimizers_inside(optimizer: Any) -> list[Any]:
         return list(optimizer.optimizers)
     inner = getattr(optimizer, "inner_optimizer", None)
     return [] if inner is None else [inner, *optimizers_inside(inner)]
+
+
+def has_weights(model: keras.Model) -> bool:
+    """Tells whether the weights of a model are there.
+
+    A model with a `train_step` of its own may never be built itself, but for its layers.
+    """
+    layers = [layer for layer in model._flatten_layers() if layer is not model]
+    return model.built or (bool(layers) and all(layer.built for layer in layers))
 
 
 def state(model: keras.Model) -> list[Any]:

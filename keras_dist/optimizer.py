@@ -42,6 +42,11 @@ def DistributedOptimizer(
     gradient that occur several times are added up before the optimizer sees them, on any
     number of ranks, as in the dense gradient.
 
+    An optimizer with an `apply`, `apply_gradients` or `stateless_apply` of its own, as for gradient
+    surgery, is given the gradients of all ranks there; gradients that it computes itself are its
+    own to reduce. An update that has not been reduced is a `BackendError` in the same step. Scales
+    and magnitudes of layers in float8 are the largest of all ranks.
+
     Collective: not this call, but every step that the optimizer makes: every rank must make
     the same steps, with the same variables and the same arguments here.
 

@@ -4,6 +4,7 @@ Knows gradients and variables, not who has them: `distributed` calls it.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ class GradientReduction:
         self.local_layers = local_layers
         self.registered: list[Any] = []
         self.variables: Sequence[Any] = ()
+        self.has_reduced = False  # in the update at hand
         self._plans = GradientPlans(terms)
 
     def communicator(self) -> _engine.Communicator | None:
@@ -61,10 +63,12 @@ class GradientReduction:
             when: see `Backend.reduce_gradients`.
 
         Raises:
-            ArgumentError: a tape has reduced them.
+            ArgumentError: a tape has reduced them, or there is not one for each variable.
         """
         comm = self.communicator()
+        self.has_reduced = True
         check_not_reduced(gradients)
+        gradients = self.overwriting(gradients, variables)
         terms, backend = self.terms, _backends.active()
         local = {id(variable) for variable in self.local_variables()}
         mine = [id(variable) in local or comm is None for variable in variables]
@@ -75,7 +79,11 @@ class GradientReduction:
             for position, gradient in zip(positions, changed, strict=True):
                 result[position] = gradient
 
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        present = [
+            place
+            for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
+            if gradient is not None and not _is_overwritten(variable)
+        ]
         alone = [i for i in present if mine[i]]
         shared = [i for i in present if not mine[i]]
         if terms.dense:
@@ -99,6 +107,42 @@ class GradientReduction:
                 when,
             ),
         )
+        return result
+
+    def overwriting(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Takes the maximum over the ranks of gradients that Keras assigns to their variables.
+
+        Those of float8: the largest magnitudes that were met, and scales, which grow with them.
+        Other gradients stay as they are.
+
+        Raises:
+            ArgumentError: there is not one gradient for each variable.
+        """
+        _check_as_many(gradients, variables)
+        result = list(gradients)
+        present = [at for at, gradient in enumerate(gradients) if gradient is not None]
+        every = [at for at in present if _is_overwritten(variables[at])]
+        if not every or self.communicator() is None:
+            return result
+        self.has_reduced = self.has_reduced or every == present
+        local = {id(variable) for variable in self.local_variables()}
+        places = [at for at in every if id(variables[at]) not in local]
+        if not places:
+            return result
+        flat = [ops.reshape(ops.cast(result[at], "float32"), (-1,)) for at in places]
+        name = "the largest magnitudes for float8"
+        most = _over_ranks(
+            self.terms.process_set, ops.concatenate(flat), _engine.ReduceOp.MAX, name
+        )
+        ends = np.cumsum([math.prod(variables[at].shape) for at in places])
+        for at, part in zip(places, ops.split(most, ends[:-1].tolist()), strict=True):
+            like = result[at]
+            result[at] = ops.cast(ops.reshape(part, variables[at].shape), like.dtype)
+        # What comes next on the host must come next on every rank.
+        later = [at for at in present if at not in every]
+        waiting = _backends.active().after(most, [result[at] for at in later])
+        for at, gradient in zip(later, waiting, strict=True):
+            result[at] = gradient
         return result
 
     def agreed(self, condition: Any) -> Any:
@@ -167,13 +211,32 @@ def sum_over_ranks(process_set: ProcessSet | None, tensor: Any, name: str) -> An
         tensor: the framework's tensor, no scalar, of the same shape on each.
         name: what it is, for messages.
     """
+    return _over_ranks(process_set, tensor, _engine.ReduceOp.SUM, name)
 
+
+def _over_ranks(process_set: ProcessSet | None, tensor: Any, op: Any, name: str) -> Any:
     def reduce(array: np.ndarray) -> np.ndarray:
         comm = runtime.communicator(process_set)
-        nbytes = bucket_nbytes(comm)
-        return _engine.allreduce(comm, [array], [name], _engine.ReduceOp.SUM, nbytes)[0]
+        return _engine.allreduce(comm, [array], [name], op, bucket_nbytes(comm))[0]
 
     return _backends.active().through_host(tensor, reduce, reduce)
+
+
+def _check_as_many(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    if len(gradients) != len(variables):
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                f"a gradient, or None, for each of {len(variables)} variables",
+                f"{len(gradients)} gradients",
+                "Pass the variables that the gradients are of, in the same order.",
+            )
+        )
+
+
+def _is_overwritten(variable: Any) -> bool:
+    """Tells whether Keras puts the gradient of a variable in the place of its value."""
+    return getattr(variable, "overwrite_with_gradient", False)
 
 
 def _name(variable: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import _engine, errors, runtime
+from keras_dist import _engine, built_optimizers, errors, runtime
 from keras_dist.bucket_size import bucket_nbytes
 from keras_dist.gradient_plans import SAME_MODEL
 from keras_dist.model_state import (
@@ -28,6 +28,7 @@ __all__ = [
     "average_statistics",
     "broadcast_state",
     "broadcast_variables",
+    "build_optimizers_alike",
     "separate_seeds",
     "verify_once",
     "verify_replicas",
@@ -55,6 +56,22 @@ def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
     model.__dict__.pop(VERIFIED, None)
     variables = shared_state(model)
     broadcast_variables(runtime.communicator(), variables, root_rank)
+
+
+def build_optimizers_alike(model: keras.Model) -> None:
+    """Builds optimizers of a model on the ranks that have not built them, where others have.
+
+    Collective: every rank; the weights of the model must be there; blocks.
+
+    Args:
+        model: a Keras model.
+    """
+    told = _engine.allgather_object(
+        runtime.communicator(),
+        built_optimizers.describe(model),
+        operation="the optimizers that are built",
+    )
+    built_optimizers.build(model, built_optimizers.agreed(told))
 
 
 def broadcast_variables(

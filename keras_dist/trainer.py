@@ -18,7 +18,7 @@ from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.data import epochs
 from keras_dist.distributed import distributed_optimizers, move_outwards
 from keras_dist.fit_plan import agree_on_fit
-from keras_dist.model_state import RESULT, optimizers_of
+from keras_dist.model_state import RESULT, SKIPPING, optimizers_of
 
 __all__ = ["watch_models"]
 
@@ -80,19 +80,27 @@ def _recorded(step: Callable[..., Any], model: keras.Model) -> Callable[..., Any
 def _agreed(fit: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the `fit` of models, with a comparison of its arguments between the ranks before."""
     signature = inspect.signature(fit)
+    place = list(signature.parameters).index("callbacks")
 
     @functools.wraps(fit)
     def agreed(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         everywhere = agree_on_fit(bound.arguments)
+        # As they were given, since others may have wrapped `fit` as well; but for their order.
+        ordered = bound.arguments["callbacks"]
+        given = [ordered if at == place else value for at, value in enumerate(args)]
+        options = {**kwargs, "callbacks": ordered} if "callbacks" in kwargs else kwargs
         model = bound.arguments["self"]
         result = model.__dict__.get(RESULT)
         try:
-            with epochs.training_on(bound.arguments["x"], everywhere):
-                return fit(*args, **kwargs)
+            with epochs.training_on(bound.arguments, everywhere):
+                return fit(*given, **options)
         finally:
             _leave_result(model, result)
+            # A fit that failed has not skipped all batches, and the next one would go on.
+            if (end := model.__dict__.pop(SKIPPING, None)) is not None:
+                end()
 
     return agreed
 

@@ -9,6 +9,14 @@ from jobs import launcher
 
 # A busy machine may take its time over an example.
 hypothesis.settings.register_profile("patient", deadline=None)
+# The same examples each time, and none is made smaller: a mutant is to be found, not understood.
+hypothesis.settings.register_profile(
+    "mutants",
+    deadline=None,
+    derandomize=True,
+    max_examples=25,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+)
 hypothesis.settings.load_profile("patient")
 
 

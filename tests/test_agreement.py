@@ -1,15 +1,15 @@
 """Who differs, and in what, in words a user can act on."""
 
+import dataclasses
+
 import pytest
 
-from keras_dist._engine.agreement import Call, Entry, difference
+from keras_dist._engine.agreement import Absence, Call, Entry, difference, entries_of
 
 CALL = Call("allreduce", (Entry("a", (3, 5), "float32"), Entry("b", (2,), "float32")), op="sum")
 
 
 def changed(**fields):
-    import dataclasses
-
     return dataclasses.replace(CALL, **fields)
 
 
@@ -59,7 +59,142 @@ def test_names_of_arrays_are_shown_but_not_compared():
             "2 arrays in allreduce('a', 'b') as on rank 0",
             "1 arrays in allreduce('a')",
         ),
+        (
+            changed(entries=(Entry("x", (3,), "float32"), CALL.entries[1])),
+            "'a' with shape (3, 5) as on rank 0",
+            "'x' (3,)",
+        ),
+        (
+            changed(entries=(Entry("A", (3, 6), "float32"), CALL.entries[1])),
+            "'a' with shape (3, 5) as on rank 0",
+            "'A' (3, 6)",
+        ),
+        (
+            changed(entries=(CALL.entries[0], Entry("b", (2,), "bfloat16"))),
+            "'b' with dtype float32 as on rank 0",
+            "bfloat16",
+        ),
+        (Call("adasum"), "allreduce('a', 'b') as on rank 0", "adasum"),
+        (Call("send"), "allreduce('a', 'b') as on rank 0", "send"),
+        (
+            changed(prescale=2.0),
+            "prescale_factor=1.0 in allreduce('a', 'b') as on rank 0",
+            "prescale_factor=2.0",
+        ),
+        (
+            changed(buckets=((1, 0),)),
+            "allreduce('a', 'b') in 0 buckets of gradients  as on rank 0",
+            "1 buckets of gradients [1, 0]",
+        ),
+        (changed(bucket=1), "bucket None of allreduce('a', 'b') as on rank 0", "bucket 1"),
     ],
 )
 def test_the_difference_is_named(other, expected, received):
     assert difference([CALL, CALL, other], range(3)) == (2, expected, received)
+
+
+def test_a_call_with_fewer_buckets_is_named():
+    cut = [changed(buckets=buckets) for buckets in (((0,), (1,)), ((0, 1),), ())]
+    assert difference(cut[:2], range(2))[2] == "1 buckets of gradients [0, 1]"
+    assert difference(cut[1:], range(2))[2] == "0 buckets of gradients "
+
+
+def test_ranks_are_called_as_they_are_known():
+    found = difference([CALL, Call("barrier"), CALL], [4, 5, 7])
+    assert found == (5, "allreduce('a', 'b') as on rank 4", "barrier")
+
+
+def test_one_of_more_arrays_is_found_where_the_others_agree():
+    longer = changed(entries=(*CALL.entries, Entry("c", (1,), "int8")))
+    assert difference([CALL, longer], range(2))[1:] == (
+        "2 arrays in allreduce('a', 'b') as on rank 0",
+        "3 arrays in allreduce('a', 'b', 'c')",
+    )
+
+
+OTHER_VALUES = {
+    "operation": "allgather",
+    "entries": CALL.entries[:1],
+    "op": "max",
+    "root": 0,
+    "key": "n",
+    "prescale": 2.0,
+    "postscale": 2.0,
+    "compression": "fp16",
+    "buckets": ((0, 1),),
+    "bucket": 0,
+    "error": ValueError("wrong"),
+    "first": True,
+    "holds": True,
+    "notice": "stop",
+    "refused": ("n",),
+}
+
+
+def test_a_digest_tells_apart_what_ranks_must_know_of_each_other():
+    calls = [CALL, *(changed(**{field: value}) for field, value in OTHER_VALUES.items())]
+    assert len({call.digest for call in calls}) == len(calls)
+    assert {len(call.digest) for call in calls} == {16}
+    assert changed(spares=True, remedy="Look.").digest == CALL.digest
+    assert {field.name for field in dataclasses.fields(Call)} == {*OTHER_VALUES, "spares", "remedy"}
+
+
+def test_a_call_is_what_it_was_when_it_was_digested():
+    plain = Call("allreduce")
+    assert plain == Call(
+        "allreduce",
+        (),
+        op=None,
+        root=None,
+        key=None,
+        prescale=1.0,
+        postscale=1.0,
+        compression="none",
+        buckets=(),
+        bucket=None,
+        error=None,
+        first=False,
+        holds=False,
+        notice=None,
+        refused=(),
+        spares=False,
+        remedy="Call the same operations in the same order on every rank.",
+    )
+    for thing, field in ((plain, "op"), (CALL.entries[0], "name"), (Absence((), ()), "here")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(thing, field, "other")
+    assert Absence((1,), (0,)) == Absence((1,), (0,)) != Absence((1,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "allreduce"),
+        (1, "allreduce('0')"),
+        (3, "allreduce('0', '1', '2')"),
+        (4, "allreduce('0', '1', '2' and 1 more)"),
+        (9, "allreduce('0', '1', '2' and 6 more)"),
+    ],
+)
+def test_three_arrays_are_named(count, text):
+    assert str(Call("allreduce", entries_of(map(str, range(count)), [((), "i4")] * count))) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (4, "4 buckets of gradients [0], [1], [2], [3]"),
+        (5, "5 buckets of gradients [0], [1], [2], [3] ..."),
+    ],
+)
+def test_four_buckets_are_named(count, text):
+    cut = changed(buckets=tuple((number,) for number in range(count)))
+    assert difference([CALL, cut], range(2))[2] == text
+
+
+def test_entries_are_made_of_names_shapes_and_dtypes():
+    assert entries_of(["a"], [([2, 3], "f4")]) == (Entry("a", (2, 3), "f4"),)
+    with pytest.raises(ValueError, match="zip"):
+        entries_of(["a", "b"], [((), "f4")])
+    with pytest.raises(ValueError, match="zip"):
+        difference([CALL], range(2))

@@ -1,6 +1,7 @@
 """The benchmarks run and say what they found; how fast anything is depends on the machine."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +13,34 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 COMMANDS = [path for path in sorted(FOLDER.glob("*.py")) if "def main():" in path.read_text()]
 
 
-@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.stem)
-def test_each_says_what_it_takes(path):
-    job = subprocess.run(
-        [sys.executable, str(path), "--help"], capture_output=True, text=True, timeout=60
-    )
-    assert job.returncode == 0, job.stderr
-    assert "--output" in job.stdout
+@pytest.fixture(params=COMMANDS, ids=lambda path: path.stem)
+def run(request, monkeypatch):
+    """A function that calls a benchmark with some options, which has to end by itself at once."""
+
+    def call(*options):
+        monkeypatch.syspath_prepend(FOLDER)
+        monkeypatch.setattr(sys, "argv", [request.param.name, *map(str, options)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(request.param), run_name="__main__")
+        return ended.value.code
+
+    return call
+
+
+def test_each_says_what_it_takes(run, capsys):
+    assert run("--help") == 0
+    assert "--output" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(run, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert run("--output", tmp_path / "file" / "results") == 2
+    assert "argument --output: no results can be written to" in capsys.readouterr().err
 
 
 def test_allreduce(tmp_path):
-    options = ["--quick", "--ranks", "2", "--sizes", "4096", "65536", "--output", str(tmp_path)]
+    folder = tmp_path / "made" / "by it"
+    options = ["--quick", "--ranks", "2", "--sizes", "4096", "65536", "--output", str(folder)]
     job = subprocess.run(
         [sys.executable, str(FOLDER / "allreduce.py"), *options],
         stdin=subprocess.DEVNULL,
@@ -35,5 +53,5 @@ def test_allreduce(tmp_path):
     for size in ("4 KiB", "64 KiB"):
         assert re.search(rf"^\| {size} +\|{number * 6}$", job.stdout, re.MULTILINE), job.stdout
     last = told(job, r"passed \d of 2")[0]
-    (written,) = tmp_path.glob("*.md")
+    (written,) = folder.glob("*.md")
     assert written.read_text().strip().endswith(last)

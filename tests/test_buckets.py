@@ -1,10 +1,20 @@
 """The bucket plan: offsets never overlap, are aligned, and cover every array once."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_dist._engine.buckets import ALIGNMENT, plan_buckets
+from keras_dist._engine.buckets import (
+    ALIGNMENT,
+    Bucket,
+    Piece,
+    Slot,
+    aligned,
+    aligned_array,
+    plan_buckets,
+    slice_bounds,
+)
 
 dtypes = st.sampled_from([np.dtype(t) for t in ("f2", "f4", "f8", "i1", "i8", "c16", "?")])
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -53,8 +63,116 @@ def test_what_is_packed_comes_out_again(specs, bucket_nbytes):
             np.testing.assert_array_equal(array, unpacked)
 
 
+def test_a_bucket_is_closed_at_the_byte_and_the_first_one_earlier():
+    specs = [((16,), np.dtype("float32"))] * 7
+    assert places(plan_buckets(specs, 128)) == [[0, 1], [2, 3], [4, 5], [6]]
+    assert places(plan_buckets(specs, 129)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert places(plan_buckets(specs, 192, 64)) == [[0], [1, 2, 3], [4, 5, 6]]
+    assert places(plan_buckets(specs, 64, 192)) == [[0], [1], [2], [3], [4], [5], [6]]
+
+
+def places(buckets):
+    """The arrays of each bucket."""
+    return [[slot.index for slot in bucket.slots] for bucket in buckets]
+
+
+def test_arrays_lie_on_the_next_cache_line():
+    odd = np.dtype("S24")  # of three cache lines for eight
+    offsets = {}
+    for dtype in map(np.dtype, ("int8", "float32", "complex128", odd, "S64", "S128")):
+        (bucket,) = plan_buckets([((1,), dtype), ((9,), dtype), ((), dtype)], 10**6)
+        offsets[dtype.itemsize] = [slot.offset for slot in bucket.slots] + [bucket.count]
+        assert bucket.nbytes == bucket.count * dtype.itemsize
+    assert offsets == {
+        1: [0, 64, 128, 129],
+        4: [0, 16, 32, 33],
+        16: [0, 4, 16, 17],
+        24: [0, 8, 24, 25],
+        64: [0, 1, 10, 11],
+        128: [0, 1, 10, 11],
+    }
+
+
+def test_a_cache_line_is_64_bytes():
+    assert ALIGNMENT == 64
+    assert [aligned(nbytes) for nbytes in (0, 1, 64, 65, 640)] == [0, 64, 64, 128, 640]
+    assert [aligned(nbytes, 24) for nbytes in (23, 24, 25)] == [24, 24, 48]
+
+
+def test_a_plan_cannot_be_changed():
+    (bucket,) = plan_buckets([((1,), np.dtype("f4"))], 1)
+    for thing in (bucket, bucket.slots[0]):
+        with pytest.raises(AttributeError):
+            thing.count = 2
+    with pytest.raises(ValueError, match="zip"):
+        bucket.pack([])
+
+
+def test_arrays_come_out_as_views_of_the_buffer_packed_with_zeros_between():
+    arrays = [np.ones((2, 3), "f4"), np.ones(5, "f4"), np.ones((), "f4"), np.ones((1, 1), "f4")]
+    (bucket,) = plan_buckets([(a.shape, a.dtype) for a in arrays], 10**6)
+    buffer = bucket.pack(arrays)
+    assert buffer.shape == (49,) and buffer.sum() == 13
+    for array, part in zip(arrays, bucket.unpack(buffer), strict=True):
+        assert part.shape == array.shape and np.shares_memory(part, buffer)
+
+
+@pytest.mark.parametrize("dtype", ["i1", "f4", "c16", "S24"])
+def test_new_arrays_begin_on_a_cache_line(dtype):
+    kept = [aligned_array(count, np.dtype(dtype)) for count in range(1, 40)]
+    for count, array in enumerate(kept, start=1):
+        assert array.shape == (count,) and array.dtype == dtype
+        assert array.ctypes.data % ALIGNMENT == 0
+        assert array.base.nbytes == array.nbytes + ALIGNMENT
+    assert not aligned_array(99, np.dtype("f4"), np.zeros).any()
+
+
+def test_slices_of_ranks_begin_on_cache_lines():
+    assert slice_bounds(100, 2, 4) == [0, 48, 100]  # 7 lines of 16
+    assert slice_bounds(100, 3, 4) == [0, 32, 64, 100]
+    assert slice_bounds(96, 3, 4) == [0, 32, 64, 96]
+    assert slice_bounds(10, 4, 4) == [0, 0, 0, 0, 10]
+    assert slice_bounds(100, 2, 1) == [0, 64, 100]
+    assert slice_bounds(7, 2, 64) == [0, 3, 7]
+    assert slice_bounds(7, 2, 128) == [0, 3, 7]
+    assert slice_bounds(13, 2, 24) == [0, 6, 13]  # 2 in a line
+    assert {type(bound) for bound in slice_bounds(100, 3, 4)} == {int}
+    assert slice_bounds(0, 2, 4) == [0, 0, 0]
+
+
+# --- Pieces
+
+THREE = Bucket(
+    np.dtype("f4"), (Slot(0, (4,), 0, 4), Slot(1, (0,), 8, 0), Slot(2, (2, 3), 8, 6)), 14
+)
+
+
+@given(st.tuples(st.integers(0, 14), st.integers(0, 14)).map(sorted))
+def test_a_piece_is_that_part_of_the_buffer(bounds):
+    low, high = bounds
+    arrays = [np.arange(1, 5, dtype="f4"), np.zeros(0, "f4"), np.arange(5, 11, dtype="f4")]
+    piece = Piece(THREE, low, high)
+    got = piece.of(arrays, np.zeros(14, "f4"))
+    assert len(piece) == len(got) == high - low
+    np.testing.assert_array_equal(got, THREE.pack(arrays)[low:high])
+
+
+def test_a_piece_knows_its_parts_of_arrays():
+    assert Piece(THREE, 1, 11).parts == [(0, 1, 0, 3), (2, 0, 7, 3)]
+    assert Piece(THREE, 4, 8).parts == []
+    assert Piece(THREE, 9, 12).parts == [(2, 1, 0, 3)]
+
+
+def test_a_piece_of_one_array_is_a_view():
+    arrays = [np.arange(4.0), np.zeros(0), np.arange(6.0)]
+    scratch = np.zeros(14)
+    for low, high, index in ((0, 4, 0), (1, 3, 0), (8, 14, 2), (9, 12, 2)):
+        assert np.shares_memory(Piece(THREE, low, high).of(arrays, scratch), arrays[index])
+    for low, high in ((2, 10), (0, 5), (4, 8), (7, 14)):
+        assert np.shares_memory(Piece(THREE, low, high).of(arrays, scratch), scratch)
+
+
 def test_groups_travel_together_whatever_their_size():
     specs = [((8,), np.dtype("float32"))] * 5 + [((8,), np.dtype("float16"))]
     buckets = plan_buckets(specs, 1, groups=[[0, 3, 5], [4]])
-    found = [[slot.index for slot in bucket.slots] for bucket in buckets]
-    assert found == [[1], [2], [0, 3], [4], [5]]
+    assert places(buckets) == [[1], [2], [0, 3], [4], [5]]

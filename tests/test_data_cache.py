@@ -42,7 +42,7 @@ def fetch(source, cache, sha256=None, unpack=False):
 
 
 def nothing_is_left(cache):
-    return all(path.suffix == ".lock" for path in cache.iterdir())
+    return all(path.suffix == ".lock" for own in cache.iterdir() for path in own.iterdir())
 
 
 def test_a_file_is_copied_once_and_again_when_it_has_changed(source, cache):
@@ -88,17 +88,132 @@ def test_the_copy_before_stays_for_those_who_have_it(source, cache):
     assert [path.exists() for _, path in jobs] == [False, False, True]
 
 
-@pytest.mark.parametrize("damaged", [CONTENT[:-1], bytes(len(CONTENT))])
-def test_a_copy_that_is_damaged_is_made_anew(damaged, source, cache):
-    path = fetch(source, cache, SHA256).path
+@pytest.mark.parametrize("sha256", [None, SHA256], ids=["no checksum", "checksum"])
+@pytest.mark.parametrize("damaged", [CONTENT[:-1], bytes(len(CONTENT))], ids=["short", "other"])
+def test_a_copy_that_is_damaged_is_made_anew(damaged, sha256, source, cache, caplog):
+    path = fetch(source, cache, sha256).path
     path.write_bytes(damaged)
-    assert fetch(source, cache, SHA256).fetched
+    assert fetch(source, cache, sha256).fetched
     assert path.read_bytes() == CONTENT
+    assert f"{path} is not what was brought there any more" in caplog.text
+
+
+def change(tree):
+    (tree / "a" / "1").write_text("two")
+
+
+def remove(tree):
+    (tree / "a" / "1").unlink()
+
+
+def add(tree):
+    (tree / "a" / "2").write_text("two")
+
+
+def link(tree):
+    (tree / "a" / "1").rename(tree.parent / "1")
+    (tree / "a" / "1").symlink_to(tree.parent / "1")
+
+
+@pytest.mark.parametrize("damage", [change, remove, add, link])
+@pytest.mark.parametrize("unpack", [False, True])
+def test_a_directory_that_is_damaged_is_made_anew(damage, unpack, tmp_path, cache):
+    if unpack:
+        given = tmp_path / "data.tar"
+        given.write_bytes(tar_with("a/1"))
+    else:
+        given = tmp_path / "tree"
+        (given / "a").mkdir(parents=True)
+        (given / "a" / "1").write_text("one")
+    path = fetch(given, cache, unpack=unpack).path
+    found = fetch(given, cache, unpack=unpack)
+    assert not found.fetched and found.done_nbytes == found.total_nbytes == 3
+    damage(path)
+    assert fetch(given, cache, unpack=unpack).fetched
+    assert {one.name for one in path.rglob("*")} == {"a", "1"}
+    assert (path / "a" / "1").read_text() == "one" and not (path / "a" / "1").is_symlink()
+
+
+# --- What others have put there
+
+
+STRANGER = 54321
+
+
+@pytest.fixture
+def give_away():
+    """A function that gives a file to another user, which root alone can do."""
+    if os.getuid() != 0:
+        pytest.skip("NOT TESTED: files of another user; only root can make them")
+    return lambda path: os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+
+
+@pytest.mark.parametrize("what", ["data.bin", "note.json", "."])
+def test_what_belongs_to_another_user_is_refused(what, source, cache, give_away):
+    entry = fetch(source, cache).path.parent
+    give_away(entry / what)
+    with pytest.raises(fetching.NotOwnError) as refused:
+        fetch(source, cache)
+    assert refused.value.received.startswith(f"one of user uid {STRANGER}, mode ")
+    assert str(entry / what) in refused.value.expected and str(entry) in refused.value.remedy
+
+
+@pytest.mark.parametrize("name", ["", fetching.private_name()])
+def test_a_directory_of_another_user_is_refused(name, source, cache, give_away):
+    fetch(source, cache)
+    give_away(cache / name)
+    with pytest.raises(fetching.NotOwnError, match=f"user uid {STRANGER}") as refused:
+        fetch(source, cache)
+    assert str(cache / name) in refused.value.expected
+
+
+def test_a_file_of_another_user_in_a_tree_is_refused(tmp_path, cache, give_away):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "1").write_text("one")
+    path = fetch(tmp_path / "tree", cache).path
+    give_away(path / "1")
+    with pytest.raises(fetching.NotOwnError, match=f"user uid {STRANGER}"):
+        fetch(tmp_path / "tree", cache)
+
+
+def test_links_and_directories_that_are_open_to_others_are_refused(source, cache, tmp_path):
+    path = fetch(source, cache).path
+    own = path.parents[1]
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(fetching.NotOwnError, match="and no link"):
+        fetch(source, cache)
+    path.unlink()
+    own.chmod(0o750)
+    with pytest.raises(fetching.NotOwnError, match=r"directory of this user's alone.*drwxr-x---"):
+        fetch(source, cache)
+    own.rename(tmp_path / "moved")
+    own.symlink_to(tmp_path / "moved")
+    with pytest.raises(fetching.NotOwnError, match=r"directory of this user's alone.*lrwx"):
+        fetch(source, cache)
+    own.unlink()
+    cache.chmod(0o777)
+    with pytest.raises(fetching.NotOwnError, match=r"others not to write to it.*drwxrwxrwx"):
+        fetch(source, cache)
+    cache.chmod(0o1777)
+    assert fetch(source, cache).fetched
+
+
+def test_a_link_to_the_cache_is_followed_once(source, cache, tmp_path):
+    (tmp_path / "real").mkdir()
+    cache.symlink_to(tmp_path / "real")
+    assert fetch(source, cache).path.is_relative_to(tmp_path / "real")
+
+
+def test_the_copy_and_all_around_it_are_the_users_alone(source, cache):
+    own = fetch(source, cache).path.parents[1]
+    assert own == cache / fetching.private_name()
+    assert own.stat().st_mode & 0o077 == 0
 
 
 def test_what_a_killed_process_has_left_is_taken_away(source, cache):
     entry = fetch(source, cache).path.parent
-    left = cache / f".{entry.name}.left"
+    left = entry.parent / f".{entry.name}.left"
     left.mkdir()
     entry.rename(left / "half")
     assert fetch(source, cache).fetched and not left.exists()
@@ -164,11 +279,14 @@ def test_a_download_is_checked(source, cache, url):
         assert nothing_is_left(cache / bad)
 
 
-def tar_with(name):
+def tar_with(name, link=None, owner=""):
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz") as archive:
         info = tarfile.TarInfo(name)
-        info.size = 3
+        info.size, info.mode = 3, 0o4777
+        info.uname = info.gname = owner
+        if link is not None:
+            info.type, info.linkname, info.size = tarfile.SYMTYPE, link, 0
         archive.addfile(info, io.BytesIO(b"one"))
     return file.getvalue()
 
@@ -192,6 +310,30 @@ def test_an_archive_is_unpacked_and_nothing_comes_to_lie_outside(archive_with, t
         fetch(archive, cache / "other", unpack=True)
     assert nothing_is_left(cache / "other")
     assert not list(tmp_path.rglob("slipped"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [tar_with("../../slipped"), tar_with("/slipped"), tar_with("a", link="/tmp")],
+    ids=["above", "absolute", "link"],
+)
+def test_tar_files_are_unpacked_by_a_python_that_knows_no_filters(
+    content, tmp_path, cache, monkeypatch
+):
+    extractall = tarfile.TarFile.extractall
+    monkeypatch.delattr(tarfile, "data_filter")  # as in Python 3.11.0 to 3.11.3
+    monkeypatch.setattr(
+        tarfile.TarFile, "extractall", lambda self, path, members: extractall(self, path, members)
+    )
+    archive = tmp_path / "data.tar"
+    archive.write_bytes(tar_with("a/1", owner="daemon"))  # to whom root would give the file
+    made = fetch(archive, cache, unpack=True).path / "a" / "1"
+    assert made.read_text() == "one" and made.stat().st_mode & 0o7777 == 0o755
+    assert (made.stat().st_uid, made.stat().st_gid) == (os.getuid(), os.getgid())
+    archive.write_bytes(content)
+    with pytest.raises(OSError, match="link or would lie outside"):
+        fetch(archive, cache / "other", unpack=True)
+    assert nothing_is_left(cache / "other")
 
 
 JOB = """

@@ -1,13 +1,20 @@
 """Who takes which samples: complete, without overlap, and in equally many steps."""
 
+import dataclasses
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_dist.data.indexed import Batches
 from keras_dist.data.order import Order
 from keras_dist.data.partition import (
+    Deal,
+    EvenPlan,
+    Plan,
     Rest,
+    Spread,
     plan_deal,
     plan_for_fewer,
     plan_samples,
@@ -194,6 +201,75 @@ def test_orders_differ_by_rank_and_epoch_and_seed_and_can_be_had_again():
     assert list(one.order(7, 0) // 2) != list(other.order(7, 0) // 2)
 
 
+@pytest.mark.parametrize(
+    ("remainder", "expected"),
+    [
+        ("uneven", [(5, 5, 2, 2), (5, 5, 2, 2), (4, 4, 2, 2)]),
+        ("pad", [(5, 5, 3, 2), (5, 5, 3, 2), (4, 5, 3, 2)]),
+        ("drop", [(4, 4, 2, 2), (4, 4, 2, 2), (4, 4, 2, 2)]),
+    ],
+)
+def test_fourteen_samples_on_three_ranks(remainder, expected):
+    found = plans(14, 3, 2, remainder)
+    assert [(p.held, p.count, p.steps, p.batch_size) for p in found] == expected
+    assert [(p.rank, p.size) for p in found] == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_batches_are_as_large_as_a_rank_can_fill():
+    assert plan_samples(7, 3, 0, 40, "drop") == Plan(0, 3, 2, 2, 1, 2)
+    assert plan_samples(15, 3, 0, 2, "drop").extra == 0
+    assert plan_samples(12, 3, 2, 2, "pad") == plan_samples(12, 3, 2, 2, "uneven")
+    assert plan_samples(14, 3, 0, 2, "uneven").sizes() == [2, 3]
+    assert plan_samples(14, 3, 0, 2, "uneven").bounds(1) == (2, 5)
+
+
+def test_an_order_is_drawn_from_seed_rank_and_epoch():
+    plan = plan_samples(14, 3, 1, 2, "uneven")
+    places = np.random.default_rng([7, 1, 4]).permutation(5)
+    assert plan.order(7, 4).tolist() == [1 + 3 * place for place in places]
+    assert plan.order(0, 4).tolist() != plan.order(None, 4).tolist()
+
+
+def test_a_limited_plan_is_another_one_only_where_it_ends_earlier():
+    plan = plan_samples(14, 3, 0, 2, "uneven")
+    assert plan.limited(2) is plan
+    assert plan.limited(1) == Plan(0, 3, 5, 2, 1, 2)
+    assert plan.limited(3) == Plan(0, 3, 5, 6, 3, 2)
+
+
+def test_two_ranks_take_over_what_three_were_to_share():
+    first = plan_samples(14, 3, 0, 2, "uneven")
+    even = [plan_for_fewer(first, 14, 2, rank, "uneven") for rank in range(2)]
+    assert even == [EvenPlan(rank, 2, 7, 7, 2, 2) for rank in range(2)]
+    assert [even[0].bounds(step) for step in range(2)] == [(0, 3), (3, 7)]
+    early = plan_samples(60, 3, 0, 2, "uneven").limited(4)  # 24 of 60 samples
+    cut = plan_for_fewer(early, 60, 2, 1, "uneven")
+    assert (cut.count, cut.steps, cut.sizes()) == (12, 4, [3] * 4)
+    dropped = plan_for_fewer(plan_samples(14, 3, 0, 2, "drop"), 14, 2, 0, "drop")
+    assert (dropped.count, dropped.sizes()) == (6, [3, 3])
+
+
+def test_the_rest_of_an_epoch_grows_evenly():
+    def earlier(step):
+        return np.array([100 + step])
+
+    rest = Rest(1, 2, np.arange(10, 24), 2, 5, earlier)
+    assert rest.batch(1).tolist() == [101]
+    batches = [rest.batch(step).tolist() for step in (2, 3, 4)]
+    assert batches == [[11, 13], [15, 17], [19, 21, 23]]
+    assert rest.left(2).tolist() == [11, 13, 15, 17, 19, 21, 23]
+    assert rest.left(4).tolist() == [19, 21, 23]
+
+
+def test_plans_cannot_be_changed():
+    rest = Rest(0, 1, np.arange(1), 0, 1, nothing)
+    plan = plan_samples(14, 3, 0, 2, "uneven")
+    things = (plan, EvenPlan(0, 1, 2, 2, 1, 2), rest, Deal(1, 0, 0, 1), Spread(1, (1,)))
+    for thing in things:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            thing.steps = 3
+
+
 # --- Batches of the user
 
 
@@ -212,6 +288,25 @@ def test_batches_are_dealt_out_in_equally_many_steps(total, size, remainder):
     taken |= set(range(deal.dealt, deal.dealt + deal.pooled))
     assert taken == set(range(total - total % size if remainder == "drop" else total))
     assert not (deal.pooled and deal.lent)
+
+
+@pytest.mark.parametrize(
+    ("total", "remainder", "expected"),
+    [
+        (9, "uneven", Deal(9, 0, 0, 3)),
+        (9, "pad", Deal(9, 0, 0, 3)),
+        (10, "uneven", Deal(6, 4, 0, 3)),
+        (11, "uneven", Deal(6, 5, 0, 3)),
+        (11, "pad", Deal(9, 0, 2, 4)),
+        (11, "drop", Deal(9, 0, 0, 3)),
+        (4, "uneven", Deal(0, 4, 0, 1)),
+        (2, "uneven", Deal(0, 2, 0, 1)),
+        (2, "pad", Deal(0, 0, 2, 1)),
+        (2, "drop", Deal(0, 0, 0, 0)),
+    ],
+)
+def test_batches_for_three_ranks(total, remainder, expected):
+    assert plan_deal(total, 3, remainder) == expected
 
 
 @given(st.integers(1, 100), st.sampled_from(SIZES))
@@ -246,3 +341,30 @@ def test_held_elements_are_spread_over_equally_many_batches(counts, batch_size, 
             assert len(set(spread.sizes)) == 1
     if remainder != "uneven":
         assert len({spread.sizes for spread in spreads}) == 1
+
+
+@pytest.mark.parametrize(
+    ("counts", "batch_size", "remainder", "expected"),
+    [
+        ([7, 5], 2, "uneven", (2, 1, 1, 1)),
+        ([7, 4], 2, "uneven", (1, 1, 1, 1)),
+        ([7, 3], 2, "uneven", None),
+        ([7, 3], 7, "uneven", (3,)),
+        ([7, 5], 2, "pad", (2, 2, 2, 1)),
+        ([8, 1], 2, "pad", (2, 2, 2, 2)),
+        ([7, 5], 2, "drop", (2, 2)),
+        ([7, 5], 9, "drop", (5,)),
+        ([7, 0], 2, "uneven", None),
+        ([7, 0], 2, "pad", None),
+        ([1, 1], 1, "uneven", (1,)),
+    ],
+)
+def test_elements_of_the_second_of_two_ranks(counts, batch_size, remainder, expected):
+    spread = plan_spread(counts, 1, batch_size, remainder)
+    assert spread == (expected and Spread(sum(expected), expected))
+    if spread is not None:
+        assert spread.steps == len(expected)
+
+
+def test_a_limited_spread_has_the_first_batches():
+    assert Spread(7, (2, 2, 2, 1)).limited(3) == Spread(6, (2, 2, 2))

@@ -15,6 +15,7 @@ from PIL import Image
 from keras_dist import errors
 from keras_dist.data import pieces
 from keras_dist.data.array_dataset import ArrayDataset
+from keras_dist.data.decoding import Decoder
 from keras_dist.data.epochs import go_on_with, numbers
 from keras_dist.data.image_files import ImageFiles
 from keras_dist.data.image_labels import Classes, labels_of, listed
@@ -411,3 +412,14 @@ def test_bad_images_are_named_or_left_out(tree, caplog, capsys):
     batches, _ = images_of([str(tree)] * 2, 2)
     with pytest.raises(errors.DataError, match=r"b/0\.png to be readable"):
         [pairs_of(each) for each in batches]
+
+
+def test_a_sample_with_a_name_that_is_no_text_is_skipped(capsys):
+    def decode(place):
+        if place == 1:
+            raise OSError("cut off")
+        return np.array(place)
+
+    decoder = Decoder(decode, lambda place: f"image-\udcff-{place}", "skip")
+    assert decoder.batch([0, 1, 2]).tolist() == [0, 2, 2]
+    assert "image-\\udcff-1 is left out, 1 so far" in capsys.readouterr().out

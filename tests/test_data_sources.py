@@ -1,6 +1,8 @@
 """Every kind of data with samples by number or one after another, over any number of ranks."""
 
+import contextlib
 import itertools
+import threading
 
 import keras
 import numpy as np
@@ -279,6 +281,36 @@ def test_what_an_abandoned_epoch_has_left_does_not_come_in_the_next():
     ahead.on_epoch_begin()
     assert first_leaf(ahead[0]).tolist() == first_leaf(first).tolist()
     ahead.on_epoch_end()
+
+
+def test_batches_of_torch_go_to_the_device_of_the_thread_that_trains(monkeypatch):
+    current = threading.local()  # the device of a thread of CUDA is 0 until the thread sets it
+    current_device = lambda: getattr(current, "device", 0)  # noqa: E731
+    used = []
+
+    @contextlib.contextmanager
+    def on_device(device):
+        before, current.device = current_device(), device
+        yield
+        current.device = before
+
+    def noted(tensor, **_):
+        used.append((current_device(), threading.current_thread() is threading.main_thread()))
+        return tensor
+
+    monkeypatch.setattr(keras.config, "backend", lambda: "torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", current_device)
+    monkeypatch.setattr(torch.cuda, "device", on_device)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", noted)
+    monkeypatch.setattr(torch.Tensor, "cuda", noted)
+    ahead = data.prefetch(data.shard(Batches(30), shuffle=False))
+    current.device = 1  # as keras_dist.init() does, before training or the data set is made
+    ahead.on_epoch_begin()
+    for step in range(len(ahead)):
+        ahead[step]
+    ahead.on_epoch_end()
+    assert used and set(used) == {(1, False)}
 
 
 def test_keras_trains_on_each():

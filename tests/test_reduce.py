@@ -1,5 +1,7 @@
 """The arithmetic of reductions, against numpy."""
 
+import fractions
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,7 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_dist import errors
-from keras_dist._engine.reduce import ReduceOp, check_dtype, parse_op, reduce_rows
+from keras_dist._engine.reduce import (
+    ReduceOp,
+    accumulator,
+    check_dtype,
+    check_factors,
+    check_sum,
+    divide,
+    parse_factor,
+    parse_op,
+    reduce_each,
+    reduce_into,
+    reduce_rows,
+    scaled,
+)
 
 WIDE = {
     ReduceOp.SUM: lambda rows: rows.sum(axis=0),
@@ -53,6 +68,26 @@ def test_whole_numbers_past_float64_stay_exact():
     assert reduce_rows(rows, ReduceOp.AVERAGE)[0] == 2**60 + 2
 
 
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"])
+@given(ranks=st.integers(1, 7), data=st.data())
+def test_averages_of_whole_numbers_are_exact_whatever_their_sum(dtype, ranks, data):
+    limits = np.iinfo(dtype)
+    near = [limits.min, limits.min + 1, limits.min // 2, limits.max // 2 + 1, limits.max]
+    number = st.sampled_from(near) | st.integers(limits.min, limits.max)
+    rows = data.draw(st.lists(st.tuples(number, number), min_size=ranks, max_size=ranks))
+    sums = [sum(column) for column in zip(*rows, strict=True)]
+    means = [abs(total) // ranks * (1 if total > 0 else -1) for total in sums]
+    found = reduce_rows(np.array(rows, dtype), ReduceOp.AVERAGE)
+    assert found.dtype == dtype and found.tolist() == means
+
+
+def test_sums_of_whole_numbers_past_float64_are_divided_exactly():
+    for dtype, sign in ((np.int64, 1), (np.int64, -1), (np.uint64, 1)):
+        total = np.array([sign * 3 * (2**60 + 1)], dtype)
+        divide(total, 3)
+        assert total[0] == sign * (2**60 + 1)
+
+
 def test_average_of_whole_numbers_is_truncated_towards_zero():
     rows = np.array([[-3, 3], [-4, 4]], np.int32)
     np.testing.assert_array_equal(reduce_rows(rows, ReduceOp.AVERAGE), [-3, 3])
@@ -86,8 +121,178 @@ def test_an_op_without_a_meaning_is_refused(dtype, op):
         check_dtype(np.dtype(dtype), ReduceOp(op), "[here]", "x")
 
 
+def test_an_average_is_a_division_to_the_bit():
+    rows = np.random.default_rng(1).standard_normal((9, 500)).astype(np.float32)
+    for count in range(1, 10):
+        total = rows[:count].sum(axis=0)
+        divide(total, count)
+        np.testing.assert_array_equal(total, rows[:count].sum(axis=0) / np.float32(count))
+
+
+@pytest.mark.parametrize("op", WIDE)
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, ml_dtypes.bfloat16])
+def test_one_rank_gets_what_it_brings(op, dtype):
+    row = np.array([1, -2, 300], dtype)
+    result = np.zeros(3, dtype)
+    reduce_into(result, [row], op)
+    assert result.tobytes() == row.tobytes()
+
+
+def test_results_come_one_after_the_other_and_parts_may_reuse_their_memory():
+    def parts():
+        memory = np.empty((2, 2), np.float16)
+        for number in range(5):
+            memory[number % 2] = [number, 2 * number]
+            yield memory[number % 2]
+
+    results = np.zeros((3, 2), np.float16)
+    reduce_each(((result, parts()) for result in results), results.dtype, ReduceOp.AVERAGE)
+    np.testing.assert_array_equal(results, [[2, 4]] * 3)
+
+
+def test_only_an_average_divides():
+    rows = np.array([[6], [6]], np.int16)
+    found = {op.value: int(reduce_rows(rows, op)[0]) for op in WIDE}
+    assert found == {"sum": 12, "average": 6, "min": 6, "max": 6, "product": 36}
+
+
+ACCUMULATORS = {
+    "float16": ("float32", "float32"),
+    "bfloat16": ("float32", "float32"),
+    "float8_e4m3fn": ("float32", "float32"),
+    "float32": ("float32", "float32"),
+    "float64": ("float64", "float64"),
+    "longdouble": ("longdouble", "longdouble"),
+    "complex64": ("complex64", "complex64"),
+    "int8": ("int64", "int8"),
+    "int64": ("int64", "int64"),
+    "uint8": ("uint64", "uint8"),
+    "bool": ("bool", "bool"),
+}
+
+
+@pytest.mark.parametrize("name", ACCUMULATORS)
+def test_contributions_are_combined_in_these_dtypes(name):
+    dtype = np.dtype(name)
+    ops = (ReduceOp.AVERAGE, ReduceOp.SUM)
+    assert tuple(accumulator(dtype, op) for op in ops) == tuple(map(np.dtype, ACCUMULATORS[name]))
+
+
+# --- Which op has a meaning for which dtype
+
+NUMBERS = {"average", "sum", "min", "max", "product"}
+MEANINGS = {
+    "bool": {"min", "max", "product"},
+    "int8": NUMBERS,
+    "uint64": NUMBERS,
+    "complex64": {"average", "sum", "product"},
+    "float16": {*NUMBERS, "adasum"},
+    "float64": {*NUMBERS, "adasum"},
+    "bfloat16": {*NUMBERS, "adasum"},
+    "float8_e4m3fn": {*NUMBERS, "adasum"},
+    "U3": set(),
+    "O": set(),
+    "V4": set(),
+    "f4,f4": set(),
+    "M8[s]": set(),
+}
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_ops_have_a_meaning_for_these_dtypes_alone(name):
+    def refused(op):
+        try:
+            check_dtype(np.dtype(name), op, "[here]", "x")
+        except errors.ArgumentTypeError:
+            return True
+        return False
+
+    assert {op.value for op in ReduceOp if not refused(op)} == MEANINGS[name]
+
+
+# --- Factors
+
+
+@pytest.mark.parametrize("factor", [2, 0.5, fractions.Fraction(1, 4), np.float32(3), np.array(7)])
+def test_a_factor_is_any_finite_real_number(factor):
+    parsed = parse_factor(factor, "prescale_factor", "[here]")
+    assert type(parsed) is float and parsed == float(factor)
+
+
+@pytest.mark.parametrize(
+    ("factor", "kind", "received"),
+    [
+        ("2", errors.ArgumentTypeError, "'2' of type str"),
+        (1j, errors.ArgumentTypeError, "1j of type complex"),
+        (None, errors.ArgumentTypeError, "None of type NoneType"),
+        (np.ones(1), errors.ArgumentTypeError, r"array\(\[1\.\]\) of type ndarray"),
+        (float("inf"), errors.ArgumentError, "inf"),
+        (float("nan"), errors.ArgumentError, "nan"),
+    ],
+)
+def test_other_factors_are_refused(factor, kind, received):
+    expected = rf"\[here\] Expected f to be a finite number\. Received: {received}\."
+    with pytest.raises(kind, match=expected):
+        parse_factor(factor, "f", "[here]")
+
+
+@pytest.mark.parametrize("factors", [(1, 1), (2.0, 1), (1, 2.0), (2.0, 2.0), (0.5, 1), (0.5, 0.5)])
+def test_booleans_and_text_have_no_factors(factors):
+    check_factors(np.dtype("float32"), *factors, "[here]", "x")
+    check_factors(np.dtype("complex64"), *factors, "[here]", "x")
+    for dtype in map(np.dtype, ("bool", "U1")):
+        if factors == (1, 1):
+            check_factors(dtype, *factors, "[here]", "x")
+            continue
+        with pytest.raises(errors.ArgumentTypeError, match=r"Expected x .* multiply\. Received: "):
+            check_factors(dtype, *factors, "[here]", "x")
+
+
+def test_a_product_keeps_the_dtype():
+    floats = np.array([1, 3, 5], np.float32)
+    assert scaled(floats, 1) is floats
+    for dtype, factor, wanted in (
+        ("float32", 0.5, [0.5, 1.5, 2.5]),
+        ("float64", 2.0, [2, 6, 10]),
+        ("int32", 0.5, [0, 1, 2]),
+        ("int8", -0.5, [0, -1, -2]),
+        ("complex64", 2.0, [2, 6, 10]),
+        ("bfloat16", 0.25, [0.25, 0.75, 1.25]),
+    ):
+        array = floats.astype(dtype)
+        product = scaled(array, factor)
+        assert product.dtype == array.dtype
+        np.testing.assert_array_equal(product, np.asarray(wanted).astype(dtype))
+        np.testing.assert_array_equal(array, floats.astype(dtype))
+
+
+def test_a_product_of_whole_numbers_is_formed_in_float64_of_narrow_floats_in_float32():
+    assert scaled(np.array(2**24 + 1), 3.0) == 3 * (2**24 + 1)
+    narrow = np.arange(1, 2000).astype(np.float16)
+    wanted = (narrow.astype(np.float32) * np.float32(1 / 3)).astype(np.float16)
+    np.testing.assert_array_equal(scaled(narrow, 1 / 3), wanted)
+    assert (wanted != narrow * np.float16(1 / 3)).any()
+    assert scaled(np.zeros((), np.float16), 2.0).shape == ()
+
+
+def test_an_overflow_of_a_product_gives_no_warning(recwarn):
+    assert np.isinf(scaled(np.array([1e30], np.float32), 1e30))
+    assert not recwarn.list
+
+
+def test_rows_know_sums_alone():
+    for op in ReduceOp:
+        if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            check_sum(op, "[here]", "sparse_allreduce", "Look.")
+            continue
+        text = rf"Expected op to be Average or Sum in f\. Received: {op.value}\. Look\."
+        with pytest.raises(errors.ArgumentError, match=text):
+            check_sum(op, "[here]", "f", "Look.")
+
+
 def test_ops_have_names():
     assert parse_op("Average") is ReduceOp.AVERAGE
     assert parse_op(ReduceOp.SUM) is ReduceOp.SUM
-    with pytest.raises(errors.ArgumentError, match="one of average, sum, min, max, product"):
-        parse_op("mean")
+    for wrong in ("mean", None, 1):
+        with pytest.raises(errors.ArgumentError, match=rf"max, product, adasum\. .*: {wrong!r}\."):
+            parse_op(wrong)

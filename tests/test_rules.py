@@ -18,9 +18,10 @@ ROOT = Path(__file__).parents[1]
 # it costs nothing until it is used. The first row that fits counts.
 ENGINE = "numpy .config .errors ._engine.*"
 ON_KERAS = (
-    "keras numpy .runtime .bucket_size ._backends ._engine .config .errors .launcher "
+    "keras numpy .runtime .bucket_size .built_optimizers ._backends ._engine .config .errors "
+    ".launcher "
     ".callbacks .collectives .distributed .layers .model_state .optimizer .process_sets .reduce_op "
-    ".loss_scales .reduction .replicas "
+    ".loss_scales .reduction .replicas .update_check "
     ".fit_plan .gradient_plans .keeping.* .saved_terms .terms "
     ".trainer .whole_files"
 )
@@ -38,10 +39,13 @@ SETS = "numpy ._engine .errors .process_sets"
 TF = "tensorflow numpy .errors ._backends.tensorflow_host ._backends.tensorflow_step"
 TORCH = "torch numpy ._backends.torch_tensors"
 FACE = "numpy .runtime ._backends ._engine .errors"
-LOOPS = f"{ON_KERAS} .gradient_plans .arguments .builds .compression .optimizer .timeline.control"
+LOOPS = (
+    f"{ON_KERAS} .gradient_plans .arguments .builds .compression .optimizer .telling "
+    ".tensor_compression .timeline.control"
+)
 BY_HAND = (
     ".arguments .asynchronous .builds .collectives .compression .gradient_plans .process_sets "
-    ".reduce_op .terms .timeline.control"
+    ".reduce_op .telling .tensor_compression .terms .timeline.control"
 )
 TABLE = [
     # room                     may import                                     inside functions
@@ -51,6 +55,9 @@ TABLE = [
     (".config",                ".errors",                                     ""),
     (".launcher",              ".errors",                                     ""),
     (".whole_files",           "",                                            ""),
+    (".tensor_compression",    ".compression",                                ""),
+    (".telling",               "._engine .errors .runtime",                   ""),
+    (".ownership",             "",                                            ""),
     (".rank_log",              "",                                            ""),
     (".interactive.view",      ".interactive.exchange",               "IPython rich"),
     (".interactive.launch", "cloudpickle .errors .launcher .cli.job .cli.hosts .interactive.*", ""),
@@ -70,12 +77,15 @@ TABLE = [
     ("._backends.tensorflow",  TF,                                           ""),
     ("._backends.tensorflow_host", "tensorflow numpy",                   "keras"),
     ("._backends.tensorflow_step", "tensorflow",                         "keras"),
-    ("._backends.jax",         "jax numpy .errors ._backends.jax_split",      "keras"),
+    ("._backends.jax", "jax numpy .errors ._backends.jax_devices ._backends.jax_split", "keras"),
+    ("._backends.jax_devices", "jax",                                         ""),
     ("._backends.jax_split",   "jax",                                         ""),
     ("._backends.torch",       f"{TORCH} .errors ._backends.torch_overlap",   ""),
     ("._backends.torch_overlap", TORCH,                                       ""),
     ("._backends.torch_tensors", "torch numpy",                      "ml_dtypes"),
     (".data.readers",          f"{DATA} ._engine",                            ""),
+    (".data.contents",         "",                                            ""),
+    (".data.fetching",         ".data.contents .ownership",           "filelock"),
     (".data.array_dataset",    f"{DATA} keras",                               ""),
     (".data.stream_dataset",   f"{DATA} keras .data.array_dataset",           ""),
     (".data.tf_arrays",        f"{DATA} tensorflow",                          ""),
@@ -91,10 +101,11 @@ TABLE = [
     (".watching.gpu",          "",                                            "pynvml"),
     (".watching.report",       ".watching.gpu",                       ".runtime ._engine"),
     (".watching.job",          ".watching.report",                            ""),
-    (".watching.sockets",      ".watching.job .errors",                       ""),
-    (".watching.http",         "",                                            ""),
-    (".watching.web",          ".watching.http .watching.job .errors",        ""),
-    (".watching.publish",      ".watching.job .watching.sockets",             ""),
+    (".watching.sockets",      ".watching.job .errors .ownership",            ""),
+    (".watching.token",        ".errors .ownership .whole_files",             ""),
+    (".watching.http",         ".watching.token",                             ""),
+    (".watching.web",   ".watching.http .watching.job .watching.token .errors", ""),
+    (".watching.publish", ".ownership .watching.job .watching.sockets .watching.token", ""),
     (".watching.prometheus",   ".watching.http .watching.job",                ""),
     (".watching.gather",       "._engine .watching.job .watching.report",     ""),
     (".watching.attend",  "._engine .config .errors .watching.*",             ""),
@@ -121,23 +132,27 @@ TABLE = [
     (".cli.bench",   ".errors .cli.*",                                 ".measuring"),
     (".cli.*",       ".config .ending .errors .launcher ._version .cli.*",  "mpi4py yaml"),
     (".callbacks.batches",     f"{ON_KERAS} .callbacks.* .data.epochs .data.nested", ""),
-    (".callbacks.backup",      f"{ON_KERAS} .callbacks.* .data.epochs",       ""),
+    (".callbacks.backup", f"{ON_KERAS} .callbacks.* .data.begun_anew .data.epochs", ""),
+    (".callbacks.random_numbers", f"{ON_KERAS} .data.epochs .generators",     ""),
     (".callbacks.survival",    f"{ON_KERAS} .callbacks.* .data.epochs",       ""),
     (".callbacks.preemption",  f"{ON_KERAS} .callbacks.* .ending",            ""),
     (".callbacks.scalars",  f"{ON_KERAS} .watching.attend .watching.job",   "tensorflow"),
     (".callbacks.*",           f"{ON_KERAS} .callbacks.*",                    ""),
     (".collectives.*",
-     f"{FACE} .arguments .bucket_size .config .process_sets .reduce_op .collectives.*", ""),
+     f"{FACE} .arguments .bucket_size .config .process_sets .reduce_op .telling .collectives.*",
+     ""),
     (".asynchronous",          ".runtime ._engine .collectives .errors",      ""),
     (".elastic",               ".elastic.*",                            ".torch"),
     (".elastic.running",       ".runtime ._engine .errors",                   ""),
     (".elastic.callbacks",     "keras",                                       ""),
     (".elastic.state",         f"{FACE} .elastic.running .keeping.*",         ""),
-    (".elastic.models",        f"{FACE} .elastic.state",            "torch .model_state"),
+    (".elastic.models",  f"{FACE} .elastic.state", "torch .built_optimizers .model_state"),
     (".keeping.*",  ".runtime ._engine .errors .whole_files .keeping.*",      ""),
     (".point_to_point",        f"{FACE} .collectives.values",                 ""),
     (".pipeline",              f"{FACE} keras .distributed",                  ""),
     (".optimizer",             f"{ON_KERAS} .arguments",                      ""),
+    (".built_optimizers",      "keras .model_state",                          ""),
+    (".generators",            "keras numpy .data.kinds",                     ""),
     (".model_state",           "keras numpy",                                 ""),
     (".distributed",           ON_KERAS,                                      ""),
     (".fit_plan",              f"{ON_KERAS} .data.epochs",                    ""),
@@ -149,6 +164,7 @@ TABLE = [
     (".compression",           "._engine",                                    ""),
     (".reduce_op",             "._engine",                                    ""),
     (".reduction",             ON_KERAS,                                      ""),
+    (".update_check",          "keras .errors .runtime",                      ""),
     (".replicas",              ON_KERAS,                                      ""),
     (".saved_terms",           ON_KERAS,                                      ""),
     (".saving",                f"{ON_KERAS} h5py",                            ""),

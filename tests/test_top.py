@@ -134,8 +134,9 @@ def free_ports(number):
         return [one.getsockname()[1] for one in made]
 
 
-def get(url):
-    with urllib.request.urlopen(url, timeout=20) as answer:
+def get(url, **headers):
+    asked = urllib.request.Request(url, headers=headers)
+    with urllib.request.urlopen(asked, timeout=20) as answer:
         return answer.read().decode(), answer.headers
 
 
@@ -184,7 +185,7 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
     # The files are this user's alone.
     directory = runtime_directory / "keras_dist"
     modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
-    assert modes == {".socket": 0o600, ".token": 0o600}
+    assert modes == {".socket": 0o600, ".token": 0o600, "": 0o600}
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
     # By the port and with its token alone; the second job did without.
@@ -200,8 +201,14 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
     assert f"KERAS_DIST_PROMETHEUS_PORT=127.0.0.1:{metrics} cannot be used" in said
     assert said.count("Training goes on.") == 2
 
-    # Prometheus.
-    text, headers = get(f"http://127.0.0.1:{metrics}/metrics")
+    # Prometheus, by a token that stays.
+    kept = directory / "prometheus-token"
+    url = f"http://127.0.0.1:{metrics}/metrics"
+    opened = f"keras_dist: Prometheus may read {url} by the token in {kept}.\n"
+    assert opened in (folder / "printed").read_text()
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        get(url)
+    text, headers = get(url, Authorization=f"Bearer {kept.read_text().strip()}")
     assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
     found = samples(text)
     assert found["keras_dist_ranks",] == 2
@@ -227,7 +234,7 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
     assert single.wait(30) == 0
     gone = top("--once", str(alone))
     assert gone.returncode == 1 and f"No job with process {alone} runs on" in gone.stderr
-    assert not list(directory.iterdir())
+    assert list(directory.iterdir()) == [kept]
 
 
 def test_a_fit_is_watched(begin):

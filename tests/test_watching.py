@@ -1,21 +1,28 @@
 """Watching a job: what a rank says of itself, how it is drawn, served and found."""
 
 import contextlib
+import http.client
 import json
 import math
+import os
 import socket
+import stat
 import threading
 import time
+import urllib.error
+import urllib.parse
 import urllib.request
 
 import pytest
 
+from keras_dist import errors
 from keras_dist.watching import gpu
 from keras_dist.watching.job import Job
 from keras_dist.watching.prometheus import Endpoint
 from keras_dist.watching.publish import publish_at_port
 from keras_dist.watching.report import Report
 from keras_dist.watching.sockets import jobs_at
+from keras_dist.watching.token import token_in
 
 
 def test_a_report_is_a_line_of_json_that_any_reader_takes():
@@ -112,13 +119,139 @@ def test_a_token_that_comes_byte_by_byte_is_not_waited_for(free_port, monkeypatc
     assert time.monotonic() - began < 7
 
 
+TOKEN = "a token that nobody guesses"
+
+
+@pytest.fixture
+def endpoint(free_port):
+    made = Endpoint(a_job, "127.0.0.1", free_port, TOKEN)
+    yield f"http://127.0.0.1:{free_port}"
+    made.close()
+
+
+def get(url, **headers):
+    """Returns status, headers and body of an answer."""
+    try:
+        asked = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(asked, timeout=20) as answer:
+            return answer.status, str(answer.headers), answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, str(error.headers), error.read().decode()
+
+
+def test_prometheus_brings_a_token_in_a_header_or_a_parameter(endpoint):
+    quoted = urllib.parse.quote(TOKEN)
+    for url, headers in [
+        (f"{endpoint}/metrics", {"Authorization": f"Bearer {TOKEN}"}),
+        (f"{endpoint}/metrics", {"Authorization": f"bearer  {TOKEN} "}),
+        (f"{endpoint}/metrics?token={quoted}", {}),
+        (f"{endpoint}/?token={quoted}", {}),
+    ]:
+        status, _, body = get(url, **headers)
+        assert status == 200 and 'keras_dist_ranks{job_name="train.py"}' in body
+    assert get(f"{endpoint}/other?token={quoted}")[0] == 404
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/", "/other"])
+@pytest.mark.parametrize(
+    ("query", "authorization"),
+    [
+        ("", None),
+        ("?token=", ""),
+        ("?token=%ff%00", "Bearer"),
+        (f"?token={'x' * 60_000}", "Bearer \xe9"),
+        ("", f"Bearer {TOKEN[:-1]}"),
+        ("", f"Bearer {TOKEN}x"),
+        ("", f"Basic {TOKEN}"),
+    ],
+)
+def test_a_stranger_learns_nothing(endpoint, path, query, authorization):
+    headers = {} if authorization is None else {"Authorization": authorization}
+    status, said, body = get(endpoint + path + query, **headers)
+    assert (status, body) == (401, "A token is needed.\n")
+    assert "WWW-Authenticate: Bearer" in said and "Server: HTTP\n" in said
+    assert not [word for word in ("keras", "Python", "train", "node") if word in said + body]
+
+
+def test_a_request_that_comes_byte_by_byte_is_broken_off(endpoint, free_port, monkeypatch):
+    monkeypatch.setattr("keras_dist.watching.http.REQUEST_SECONDS", 0.5)
+    address = ("127.0.0.1", free_port)
+    with (
+        socket.create_connection(address, 20) as slow,
+        pytest.raises(OSError, match=r"Broken pipe|reset by peer"),
+    ):
+        for _ in range(600):  # for a minute, unless it is broken off
+            slow.sendall(b"x")
+            time.sleep(0.1)
+
+
+def test_the_token_is_made_once_and_is_its_users_alone(tmp_path):
+    path = tmp_path / "token"
+    token = token_in(path)
+    assert len(token) > 40 and token_in(path) == token
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [found.name for found in tmp_path.iterdir()] == ["token"]
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "message"),
+    [
+        ("x" * 40, 0o640, "this user alone can read.*one of user .*, mode -rw-r-----"),
+        ("short", 0o600, "a token of 16 letters or more"),
+        ("", 0o600, "a token of 16 letters or more"),
+    ],
+)
+def test_a_file_that_others_can_read_or_guess_is_refused(tmp_path, text, mode, message):
+    path = tmp_path / "token"
+    path.write_text(text)
+    path.chmod(mode)
+    with pytest.raises(errors.LaunchError, match=message):
+        token_in(path)
+
+
+def test_a_link_in_place_of_a_token_is_refused(tmp_path):
+    (tmp_path / "other").write_text("x" * 40)
+    (tmp_path / "token").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="token"):
+        token_in(tmp_path / "token")
+
+
+def test_a_token_of_another_user_is_refused(tmp_path):
+    if os.getuid() != 0:
+        pytest.skip("NOT TESTED: files of another user; only root can make them")
+    token_in(tmp_path / "token")
+    os.chown(tmp_path / "token", 54321, 54321)
+    with pytest.raises(errors.LaunchError, match="one of user uid 54321"):
+        token_in(tmp_path / "token")
+
+
 def test_requests_over_http_are_so_many_and_no_more(free_port):
-    endpoint = Endpoint(a_job, "127.0.0.1", free_port)
+    endpoint = Endpoint(a_job, "127.0.0.1", free_port, TOKEN)
     try:
         with crowd(free_port, 20) as (strangers, threads):
             assert threads == 16
             assert [one.recv(1) for one in strangers[16:]] == [b""] * 4
-        with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/metrics", timeout=20) as answer:
-            assert b"keras_dist_ranks" in answer.read()
+        url = f"http://127.0.0.1:{free_port}/metrics"
+        assert "keras_dist_ranks" in get(url, Authorization=f"Bearer {TOKEN}")[2]
     finally:
         endpoint.close()
+
+
+def test_what_a_request_raises_is_logged_and_a_connection_that_ends_is_not(free_port, caplog):
+    def failing():
+        raise KeyError("no such figure")
+
+    endpoint = Endpoint(failing, "127.0.0.1", free_port, TOKEN)
+    try:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            get(f"http://127.0.0.1:{free_port}/metrics", Authorization=f"Bearer {TOKEN}")
+    finally:
+        endpoint.close()
+    assert "A request of 127.0.0.1 failed." in caplog.text and "no such figure" in caplog.text
+    caplog.clear()
+    for error in BrokenPipeError, ConnectionResetError:
+        try:
+            raise error
+        except OSError:
+            endpoint._server.handle_error(None, ("127.0.0.1", 1))
+    assert not caplog.records

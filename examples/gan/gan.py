@@ -43,8 +43,9 @@ class Gan(keras.Model):
         """Takes an optimizer for each of the networks."""
         super().compile(for_maker, jit_compile=BACKEND == "jax")
         self.for_judge = for_judge
-        for_maker.build(self.maker.trainable_variables)
-        for_judge.build(self.judge.trainable_variables)
+        if BACKEND == "jax":  # whose steps are given all state, so it has to be there
+            for_maker.build(self.maker.trainable_variables)
+            for_judge.build(self.judge.trainable_variables)
 
     @property
     def metrics(self):

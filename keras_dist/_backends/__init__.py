@@ -86,6 +86,14 @@ class Backend(Protocol):
             What `forward` gives, as the framework's tensor.
         """
 
+    def after(self, earlier: Any, tensors: Sequence[Any]) -> list[Any]:
+        """Returns tensors that a computation has only when it has another one.
+
+        Args:
+            earlier: the tensor that it has first, such as a result of the host.
+            tensors: the framework's tensors, dense or sparse.
+        """
+
     def pull_back(
         self, model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, through: bool
     ) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
@@ -130,15 +138,16 @@ class Backend(Protocol):
             model: a compiled Keras model with a distributed optimizer.
         """
 
-    def pass_over(self, count: int, *arguments: Any) -> Any:
+    def pass_over(self, count: int, logs: dict[str, Any], *arguments: Any) -> Any:
         """Takes as many batches as a train function would, and trains on none of them.
 
         Args:
             count: how many.
+            logs: those of the last of them.
             *arguments: what Keras passes to the train function.
 
         Returns:
-            What the train function would, with empty logs.
+            What the train function would, with these logs.
         """
 
     def first_batch(self, count: int, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:

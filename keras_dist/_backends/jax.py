@@ -19,12 +19,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from keras_dist import errors
+from keras_dist._backends.jax_devices import choose_gpu
 from keras_dist._backends.jax_split import split_at
 
 OnHost = Callable[[np.ndarray], np.ndarray]
 
 __all__ = [
     "add_up_rows",
+    "after",
     "as_dense",
     "build_from",
     "check_model",
@@ -42,14 +44,8 @@ __all__ = [
 
 
 def pin_device(local_rank: int, local_size: int) -> str | None:
-    """Makes the GPU of the local rank the default device. See `Backend.pin_device`."""
-    gpus = [device for device in jax.local_devices() if device.platform != "cpu"]
-    if not gpus or jax.config.jax_default_device is not None:
-        return None
-    jax.config.update("jax_default_device", gpus[local_rank % len(gpus)])
-    if 1 < len(gpus) < local_size:
-        return f"shares its GPU: {local_size} ranks on this node, {len(gpus)} GPUs."
-    return None
+    """Lets JAX see the GPU of the local rank alone. See `Backend.pin_device`."""
+    return choose_gpu(local_rank, local_size)
 
 
 def limit_threads(count: int, override: bool) -> None:
@@ -101,6 +97,11 @@ def through_host(tensor: Any, forward: OnHost, backward: OnHost) -> Any:
     return through(tensor)
 
 
+def after(earlier: Any, tensors: Sequence[Any]) -> list[Any]:
+    """Does nothing: the host is called in the order of the program. See `Backend.after`."""
+    return list(tensors)
+
+
 def pull_back(
     model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, through: bool
 ) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
@@ -142,12 +143,15 @@ def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
     return [gradient * factor for gradient in gradients]
 
 
-def pass_over(count: int, state: Any, batches: Any) -> tuple[dict[str, Any], Any]:
+def pass_over(
+    count: int, logs: dict[str, Any], state: Any, batches: Any
+) -> tuple[dict[str, Any], Any]:
     """Leaves the state as it is. See `Backend.pass_over`."""
     if isinstance(batches, Iterator):  # or a list, in earlier versions of Keras
-        for _ in range(count):
-            next(batches)
-    return {}, state
+        next(batches)  # no more data is the end of an epoch, unless it ends within an execution
+        for _ in itertools.islice(batches, count - 1):
+            pass
+    return logs, state
 
 
 def first_batch(count: int, state: Any, batches: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -8,6 +8,7 @@ same on every rank; XLA cannot compile them, so it compiles what is around them
 
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ OnHost = Callable[[np.ndarray], np.ndarray]
 
 __all__ = [
     "add_up_rows",
+    "after",
     "as_dense",
     "build_from",
     "check_model",
@@ -131,6 +133,12 @@ def through_host(tensor: Any, forward: OnHost, backward: OnHost) -> Any:
     return through(tf.convert_to_tensor(tensor))  # variables would want gradients of their own
 
 
+def after(earlier: Any, tensors: Sequence[Any]) -> list[Any]:
+    """Orders a graph, in which a branch does not wait for the host. See `Backend.after`."""
+    with tf.control_dependencies([earlier]):
+        return [tf.identity(tensor) for tensor in tensors]
+
+
 def pull_back(
     model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, through: bool
 ) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
@@ -171,11 +179,12 @@ def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
     return [tf.math.scalar_mul(factor, gradient) for gradient in gradients]
 
 
-def pass_over(count: int, iterator: Any) -> dict[str, Any]:
+def pass_over(count: int, logs: dict[str, Any], iterator: Any) -> dict[str, Any]:
     """Takes batches from the iterator. See `Backend.pass_over`."""
-    for _ in range(count):
-        next(iterator)
-    return {}
+    next(iterator)  # no more data is the end of an epoch, unless it ends within an execution
+    for _ in itertools.islice(iterator, count - 1):
+        pass
+    return logs
 
 
 def first_batch(count: int, iterator: Any) -> tuple[Any, tuple[Any, ...]]:

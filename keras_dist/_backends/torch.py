@@ -27,6 +27,7 @@ OnHost = Callable[[np.ndarray], np.ndarray]
 
 __all__ = [
     "add_up_rows",
+    "after",
     "as_dense",
     "build_from",
     "check_model",
@@ -113,6 +114,11 @@ class _ThroughHost(torch.autograd.Function):
         return to_torch(context.on_host(to_numpy(gradient)), gradient), None, None
 
 
+def after(earlier: Any, tensors: Sequence[Any]) -> list[Any]:
+    """Does nothing: the host is called in the order of the program. See `Backend.after`."""
+    return list(tensors)
+
+
 def pull_back(
     model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, through: bool
 ) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
@@ -161,9 +167,9 @@ def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
     return [gradient * factor for gradient in gradients]
 
 
-def pass_over(count: int, batches: Any) -> dict[str, Any]:
+def pass_over(count: int, logs: dict[str, Any], batches: Any) -> dict[str, Any]:
     """Does nothing: Keras has taken the batches. See `Backend.pass_over`."""
-    return {}
+    return logs
 
 
 def first_batch(count: int, batches: Any) -> tuple[Any, tuple[Any, ...]]:

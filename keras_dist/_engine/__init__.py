@@ -17,7 +17,7 @@ from keras_dist._engine.collectives.end import at_the_end
 from keras_dist._engine.collectives.fused import FusedAllreduce
 from keras_dist._engine.collectives.in_place import allreduce_in_place, broadcast_in_place
 from keras_dist._engine.collectives.join import stand_in
-from keras_dist._engine.collectives.meet import telling
+from keras_dist._engine.collectives.meet import tell_error, telling, times_met
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
 from keras_dist._engine.collectives.reducescatter import reducescatter
 from keras_dist._engine.collectives.slices import reduce_slices
@@ -136,7 +136,9 @@ __all__ = [
     "subset",
     "take_names_away",
     "tell",
+    "tell_error",
     "telling",
+    "times_met",
     "wait_first",
     "waited_seconds",
     "waits",

@@ -74,6 +74,7 @@ class Call:
         holds: whether somebody on this rank still holds a result that is about to be written to;
             it is no difference.
         notice: what this rank tells the others on this occasion; it is no difference.
+        refused: the names of operations that this rank has refused; they are no difference.
         spares: whether it has a meaning without the ranks that have joined; it is not compared.
         remedy: what to do when the ranks differ; shown, not compared.
     """
@@ -92,6 +93,7 @@ class Call:
     first: bool = False
     holds: bool = False
     notice: str | None = None
+    refused: tuple[str, ...] = ()
     spares: bool = False
     remedy: str = "Call the same operations in the same order on every rank."
 
@@ -102,7 +104,8 @@ class Call:
         factors = (self.prescale, self.postscale)
         how = (self.op, self.root, self.key, factors, self.compression)
         cut = (self.buckets, self.bucket, self.first)
-        meaning = (self.operation, how, cut, arrays, str(self.error), self.holds, self.notice)
+        asides = (self.holds, self.notice, self.refused)
+        meaning = (self.operation, how, cut, arrays, str(self.error), asides)
         return hashlib.blake2b(repr(meaning).encode(), digest_size=16).digest()
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ from keras_dist._engine.shared import Segment
 from keras_dist._engine.ways import Copying, Reading
 from keras_dist._engine.windows import PAGE
 
-__all__ = ["BucketReduction", "Finish", "bucket_reduction"]
+__all__ = ["BucketReduction", "Finish", "SliceError", "bucket_reduction"]
 
 SMALL_NBYTES = 128 * 1024  # up to here every rank reduces everything: one meeting, not two
 READ_NBYTES = 4 * 2**20  # from here on a bucket may be read where it lies
@@ -43,6 +43,10 @@ FAILED = b"a slice is not.."
 Finish = Callable[[np.ndarray, bool], bool]
 
 
+class SliceError(Exception):
+    """A rank could not reduce its slice. Raised on every rank of all nodes."""
+
+
 class BucketReduction(Protocol):
     """One bucket's shared memory and the arithmetic in it.
 
@@ -51,7 +55,6 @@ class BucketReduction(Protocol):
 
     nbytes: int  # of shared memory, for all ranks together
     is_shared: bool  # whether the result lies in memory that all ranks share
-    reads: bool  # whether ranks read each other's memory, which may fail
 
     def settle(self, segment: Segment, offset: int) -> None:
         """Takes its place in a segment, `offset` bytes from its start."""
@@ -76,7 +79,7 @@ class BucketReduction(Protocol):
             The fused result; when `is_shared`, it is to be copied or lent.
 
         Raises:
-            OSError: a rank's memory could not be read; raised on every rank of all nodes.
+            SliceError: a rank could not reduce its slice; raised on every rank of all nodes.
         """
 
 
@@ -92,7 +95,6 @@ class _Whole:
 
     is_shared = False
     is_held = False
-    reads = False
 
     def __init__(self, node: Node, bucket: Bucket, op: ReduceOp):
         self._node, self._bucket, self._op = node, bucket, op
@@ -135,9 +137,8 @@ class _Sliced:
         self._chunks = _chunks(bucket, self._mine)
         self._stride = aligned(bucket.nbytes, PAGE)
         self._turn = 0
-        self.reads = node.may_read and bucket.nbytes >= READ_NBYTES
         scratch = node.scratch(3 * CHUNK_NBYTES).view(bucket.dtype)
-        way = Reading if self.reads else Copying
+        way = Reading if node.may_read and bucket.nbytes >= READ_NBYTES else Copying
         self._way = way(node, bucket, bounds, scratch.reshape(3, -1))
         self.nbytes = RESULTS * self._stride + aligned(self._way.nbytes, PAGE)
 
@@ -180,19 +181,17 @@ class _Sliced:
                     for place, chunk in self._places[self._turn]
                 )
                 reduce_each(pieces, self._bucket.dtype, self._op)
-        except OSError as error:
+        except Exception as error:  # whatever it is, others wait for this slice, on all nodes
             trouble = error
-        # A rank that has no slice comes all the same: others wait for it, on all nodes.
         whole = trouble is None
         if finish is not None:
             whole = finish(result[self._mine], whole)
         with timeline.phase("wait for slices"):
             together = self._node.meet(DONE if whole else FAILED)
         self._way.forget()
-        if trouble is not None:
-            raise trouble
         if not (whole and together):
-            raise OSError("another rank could not read the memory of the ranks of its node")
+            what = "an error on another rank" if trouble is None else repr(trouble)
+            raise SliceError(what) from trouble
         return result
 
     def _next_turn(self) -> int:

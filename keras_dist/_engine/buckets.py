@@ -110,7 +110,7 @@ class Piece:
                 self.parts.append((number, begin - slot.offset, begin - low, end - begin))
         #: where it lies in one array alone: that, and which part of it
         self.place: tuple[int, slice] | None = None
-        if len(self.parts) == 1 and self.parts[0][3] == len(self):
+        if self.parts and self.parts[0][3] == len(self):
             slot_number, begin, _, count = self.parts[0]
             self.place = slot_number, slice(begin, begin + count)
 
@@ -197,7 +197,7 @@ def _end(slots: Sequence[Slot], dtype: np.dtype) -> int:
     """Returns the first aligned offset behind the last slot, in elements."""
     if not slots:
         return 0
-    step = max(1, ALIGNMENT // math.gcd(ALIGNMENT, dtype.itemsize))
+    step = ALIGNMENT // math.gcd(ALIGNMENT, dtype.itemsize)
     return -(-(slots[-1].offset + slots[-1].count) // step) * step
 
 

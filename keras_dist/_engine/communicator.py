@@ -20,9 +20,10 @@ from keras_dist._engine import timeline
 from keras_dist._engine.agreement import Absence
 from keras_dist._engine.attendants import Attendant, Attendants
 from keras_dist._engine.earlier import let_earlier_end
+from keras_dist._engine.idle_memory import IdleMemory
 from keras_dist._engine.line import Line
 from keras_dist._engine.node import Node, join_node
-from keras_dist._engine.place import Handle
+from keras_dist._engine.place import Handle, NameInFlightError, in_flight
 from keras_dist._engine.point_to_point import turn_away
 from keras_dist._engine.recovery import Recovery
 from keras_dist._engine.survivors import lost
@@ -83,6 +84,7 @@ class Communicator:
         self._neighbours: list[int] = []  # the ranks of this node
         self.first_here = 0  # the place here of the first rank of this node
         self.plans: dict[Any, Any] = {}  # of recent single calls, oldest first
+        self.idle_memory = IdleMemory()
         self.ranks: Sequence[int] = ranks or (0,)
         self.recovery: Recovery | None = None  # where ranks go on without those that die
         self.losses = 0  # how many ranks have died so far
@@ -137,6 +139,7 @@ class Communicator:
         self._attendants.be_alone()
         # MPI's communicators are left as they are: to free them would take the dead as well.
         self.plans.clear()
+        self.idle_memory = IdleMemory()
         self.absence = None
         self.aside = None
 
@@ -179,6 +182,7 @@ class Communicator:
         self.dismiss()
         # Their shared memory is the kernel's again, unless somebody holds results in it.
         self.plans.clear()
+        self.idle_memory.clear()
         self.node = None
         if self.mpi is not None:
             for world in filter(None, (self.aside, *self.worlds)):
@@ -228,11 +232,17 @@ class Communicator:
             work: calls the collective.
             what: what it is called in messages.
             name: what the user calls it, if anything: by it the ranks may run it earlier.
+
+        Raises:
+            ArgumentError: another operation of that name is in flight.
         """
         if self._one_at_a_time is not self:
             return self._one_at_a_time.queue(work, what)
         let_earlier_end()
-        return self._make_line().queue(timeline.queued(work), what, name)
+        try:
+            return self._make_line().queue(timeline.queued(work), what, name)
+        except NameInFlightError as refused:
+            raise self._in_flight(refused) from None
 
     def run_by_name(self, work: Callable[[], R], name: str) -> R:
         """Runs a collective that ranks find by its name among those that are called or queued.
@@ -242,11 +252,30 @@ class Communicator:
         Args:
             work: calls the collective, which begins with a meeting.
             name: what the user calls it.
+
+        Raises:
+            ArgumentError: another operation of that name is in flight.
         """
         if self.size == 1 or self._one_at_a_time is not self:
             return work()
         let_earlier_end()
-        return self._make_line().run(work, name)
+        try:
+            return self._make_line().run(work, name)
+        except NameInFlightError as refused:
+            raise self._in_flight(refused) from None
+
+    @property
+    def refused(self) -> frozenset[str]:
+        """The names of operations that were refused since the ranks met; see `refusals`."""
+        return self._line.refused if self._line is not None else frozenset()
+
+    def forget_refused(self, name: str) -> None:
+        """Forgets a name that was refused."""
+        if self._line is not None:
+            self._line.forget_refused(name)
+
+    def _in_flight(self, refused: NameInFlightError) -> errors.ArgumentError:
+        return errors.ArgumentError(in_flight(self.where(), str(refused)))
 
     def standing(self) -> tuple[tuple[str, ...], bool]:
         """Returns the names of what is called or queued, and whether any of it is waited for."""

@@ -111,7 +111,7 @@ def parse_compression(compression: Any, where: str) -> Compressor:
 
     Args:
         compression: a `Compressor` or the name of one of `Compression`'s; `None` for that of
-            `KERAS_DIST_COMPRESSION`.
+            `KERAS_DIST_COMPRESSION`; what has such a one as `wire`, as those of the faces.
         where: the place for the error message.
 
     Raises:
@@ -120,6 +120,7 @@ def parse_compression(compression: Any, where: str) -> Compressor:
     """
     if compression is None:
         compression = config.settings().compression
+    compression = getattr(compression, "wire", compression)
     if isinstance(compression, str):
         known = {one.name: one for one in (Compression.none, Compression.fp16, Compression.bf16)}
         compression = known.get(compression.lower(), compression)

@@ -9,6 +9,8 @@ it is at the front. When anything runs depends on time, what runs before what do
 
 Operations to which a script gives names need no order: where the ranks find that those in front
 differ, they agree on one that all have in their lines, and it is taken to the front (`OtherFirst`).
+Of one name there is one operation at a time. Another is refused, which is noted when the first has
+ended, until the ranks have met.
 """
 
 import collections
@@ -18,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from keras_dist._engine.place import Handle, OtherFirst, Place
+from keras_dist._engine.place import Handle, NameInFlightError, OtherFirst, Place
 
 __all__ = ["Line"]
 
@@ -42,6 +44,8 @@ class Line:
         self._line: collections.deque[Place] = collections.deque()  # the front is at work
         self._moved = threading.Condition()
         self._failed: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._refused: frozenset[str] = frozenset()  # while the first of its name is in flight
+        self.refused: frozenset[str] = frozenset()
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -69,6 +73,9 @@ class Line:
         Args:
             work: the operation; it is called again where another one comes first.
             name: what the user calls it.
+
+        Raises:
+            NameInFlightError: another one has that name.
         """
         if self._lock._is_owned():
             return work()
@@ -109,12 +116,13 @@ class Line:
 
         Raises:
             RuntimeError: the line is closed.
+            NameInFlightError: another one has that name.
         """
         handle = Handle(work, what, name)
         with self._moved:
             if self._closed:
                 raise RuntimeError(f"{what} was queued for ranks that have been left")
-            self._line.append(handle)
+            self._append(handle)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=OWN, daemon=True)
                 self._thread.start()
@@ -160,7 +168,19 @@ class Line:
 
     def _stand(self, place: Place) -> None:
         with self._moved:
-            self._line.append(place)
+            self._append(place)
+
+    def _append(self, place: Place) -> None:
+        names = {other.name for other in self._line if not other.done()}
+        if place.name is not None and place.name in names:
+            self._refused |= {place.name}
+            raise NameInFlightError(place.name)
+        self._line.append(place)
+
+    def forget_refused(self, name: str) -> None:
+        """Forgets that an operation was refused."""
+        with self._moved:
+            self.refused -= {name}
 
     def _come(self, place: Place) -> None:
         """Waits until a place is at the front, and takes the lock."""
@@ -180,6 +200,8 @@ class Line:
     def _leave(self, place: Place) -> None:
         with self._moved:
             self._line.remove(place)
+            over = self._refused & {place.name}
+            self._refused, self.refused = self._refused - over, self.refused | over
             self._moved.notify_all()
 
 

@@ -5,9 +5,10 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from keras_dist import errors
 from keras_dist._engine import timeline
 
-__all__ = ["Handle", "OtherFirst", "Place"]
+__all__ = ["Handle", "NameInFlightError", "OtherFirst", "Place", "in_flight"]
 
 _log = logging.getLogger("keras_dist")
 
@@ -24,6 +25,20 @@ class OtherFirst(Exception):
         self.name = name
 
 
+class NameInFlightError(Exception):
+    """An operation was asked for while another of its name is called or queued on this rank."""
+
+
+def in_flight(where: str, name: str) -> str:
+    """Returns what an `ArgumentError` says of a name that was given to two operations."""
+    return errors.explain(
+        where,
+        f"one operation named {name!r} at a time",
+        "another one while the first is in flight",
+        "Wait for the first, or give each a name of its own.",
+    )
+
+
 class Place:
     """A place in the line.
 
@@ -34,6 +49,10 @@ class Place:
 
     def __init__(self, name: str | None = None, waiters: Iterable[int] = ()):
         self.name, self.waiters = name, set(waiters)
+
+    def done(self) -> bool:
+        """Tells whether what stands there has ended. Does not block."""
+        return False
 
 
 class Handle(Place):

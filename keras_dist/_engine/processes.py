@@ -3,6 +3,7 @@
 import contextlib
 import os
 import select
+import threading
 from collections.abc import Sequence
 
 __all__ = ["Processes", "namespace"]
@@ -29,6 +30,7 @@ class Processes:
         self._places: dict[int, int] = {}
         self._dead: list[int] = []
         self._poll = select.poll()
+        self._use = threading.Lock()  # a poll object serves one thread at a time
         for place, pid in enumerate(pids):
             try:
                 handle = os.pidfd_open(pid)
@@ -42,7 +44,9 @@ class Processes:
 
     def dead(self) -> list[int]:
         """Returns which of them have ended: their places in the list, ascending."""
-        return sorted(self._dead + [self._places[handle] for handle, _ in self._poll.poll(0)])
+        with self._use:
+            ended = self._poll.poll(0)
+        return sorted(self._dead + [self._places[handle] for handle, _ in ended])
 
     def __del__(self) -> None:
         for handle in self._places:

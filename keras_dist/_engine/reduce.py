@@ -23,6 +23,9 @@ __all__ = [
     "check_factors",
     "check_sum",
     "divide",
+    "halves",
+    "mean_of_halves",
+    "needs_halves",
     "parse_factor",
     "parse_op",
     "reduce_each",
@@ -35,9 +38,9 @@ __all__ = [
 class ReduceOp(enum.Enum):
     """How the contributions of the ranks become one value.
 
-    `AVERAGE` is the sum divided by the number of ranks; for integers it is truncated
-    towards zero. `PRODUCT` multiplies, `MIN` and `MAX` compare element by element; on
-    booleans they mean and, and, or. `ADASUM` works on whole vectors, not element by element;
+    `AVERAGE` is the sum divided by the number of ranks; for integers it is exact, whatever
+    their sum, and truncated towards zero. `PRODUCT` multiplies, `MIN` and `MAX` compare element
+    by element; on booleans they mean and, and, or. `ADASUM` works on whole vectors;
     `keras_dist._engine.collectives.adasum` has its arithmetic.
     """
 
@@ -239,6 +242,10 @@ def reduce_each(
     """
     ufunc, wide = _UFUNCS[op], accumulator(dtype, op)
     narrow, averages = wide != dtype, op is ReduceOp.AVERAGE
+    if needs_halves(dtype, op):
+        for result, parts in pieces:
+            result[...] = _whole_mean(parts)
+        return
     # Infinities and overflow are the caller's to judge: they travel to every rank alike.
     with np.errstate(all="ignore"):
         for result, parts in pieces:
@@ -260,7 +267,8 @@ def divide(total: np.ndarray, count: int) -> None:
     """Divides a sum by the number of its contributions, in place.
 
     Args:
-        total: the sum, in the dtype in which it was formed.
+        total: the sum, in the dtype in which it was formed; of whole numbers with fewer than
+            64 bits each.
         count: how many contributions it has.
     """
     if total.dtype.kind in "iu":
@@ -272,6 +280,41 @@ def divide(total: np.ndarray, count: int) -> None:
         np.multiply(total, total.dtype.type(1 / count), out=total)
     else:
         np.divide(total, total.dtype.type(count), out=total)
+
+
+def needs_halves(dtype: np.dtype, op: ReduceOp) -> bool:
+    """Tells whether a reduction adds up whole numbers whose sum no dtype holds."""
+    return op is ReduceOp.AVERAGE and dtype.kind in "iu" and dtype.itemsize == 8
+
+
+def halves(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts whole numbers of 64 bits into an upper and a lower half, whose sums do not overflow."""
+    return numbers >> numbers.dtype.type(32), numbers & numbers.dtype.type(2**32 - 1)
+
+
+def mean_of_halves(high: np.ndarray, low: np.ndarray, count: int) -> np.ndarray:
+    """Divides a sum of whole numbers by a count, exactly, and truncates towards zero.
+
+    Args:
+        high: the sum of the upper halves.
+        low: the sum of the lower halves.
+        count: what the sum is divided by.
+    """
+    number = high.dtype.type
+    upper, rest = np.divmod(high, number(count))
+    lower, rest = np.divmod((rest << number(32)) + low, number(count))
+    floor = (upper << number(32)) + lower
+    return floor + ((floor < 0) & (rest > 0)).astype(floor.dtype)
+
+
+def _whole_mean(parts: Iterable[np.ndarray]) -> np.ndarray:
+    each = iter(parts)
+    (high, low), count = halves(next(each)), 1
+    for part in each:
+        for total, half in zip((high, low), halves(part), strict=True):
+            total += half
+        count += 1
+    return mean_of_halves(high, low, count)
 
 
 @functools.cache

@@ -176,7 +176,7 @@ class Service:
         try:
             wrong, arrays = 0, list(answer(question))
         except Exception as failure:  # it is who asked that must hear of it
-            text = np.frombuffer(str(failure).encode() or b"unknown", np.uint8)
+            text = np.frombuffer(str(failure).encode(errors="replace") or b"unknown", np.uint8)
             wrong, arrays = text.size, [text]
         requests = [self._world.Isend(np.array([wrong]), rank, self._tag + 1)]
         requests += [self._world.Isend(_bytes(a), rank, self._tag + 2) for a in arrays]

@@ -25,6 +25,9 @@ Their order matters, and `keras_dist.callbacks()` keeps it:
 13. `AgreeOnStoppingCallback`: behind those that may stop training. It asks them after every
    batch where one of the user's callbacks may stop there, else once an epoch.
 14. `PreemptionCallback`: last, so that everything else is done when it ends the job.
+
+Callbacks may also be appended to the list, on all ranks or on some. `fit` moves the last three
+behind them, and asks them after every batch where one of them may stop training there.
 """
 
 import sys

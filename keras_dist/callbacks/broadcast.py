@@ -9,7 +9,7 @@ import keras
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.distributed import distributed_optimizers
 from keras_dist.model_state import keep_local
-from keras_dist.replicas import broadcast_state, separate_seeds
+from keras_dist.replicas import broadcast_state, build_optimizers_alike, separate_seeds
 
 __all__ = ["BroadcastGlobalVariablesCallback"]
 
@@ -75,6 +75,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                     "Pass optimizer=keras_dist.DistributedOptimizer(...) to compile.",
                 )
             )
+        build_optimizers_alike(model)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         broadcast_state(model, self.root_rank)

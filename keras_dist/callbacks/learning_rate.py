@@ -25,7 +25,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             than at every batch, with `epoch + batch / steps_per_epoch`. Defaults to `True`.
         momentum_correction: whether the velocity of SGD with momentum is scaled by the
             ratio of new to old rate whenever the rate changes, since Keras' velocity holds
-            the rate it was gathered with. Defaults to `True`.
+            the rate it was gathered with. A rate of 0 leaves the velocity as it is; the next
+            one counts from the rate before. Defaults to `True`.
         steps_per_epoch: batches in an epoch. Defaults to what Keras finds out.
 
     Raises:
@@ -66,9 +67,19 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.steps_per_epoch = steps_per_epoch
         self._steps = steps_per_epoch or 1
         self._epoch = 0
+        self._rate_of_velocity = 0.0  # the last one that was not 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a backup keeps of this callback."""
+        return {"rate_of_velocity": self._rate_of_velocity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` has returned."""
+        self._rate_of_velocity = state["rate_of_velocity"]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks that the rate can be set and that the steps of an epoch are known."""
+        self._rate_of_velocity = 0.0
         optimizer = _innermost(self.model.optimizer)
         if isinstance(optimizer, MULTI_OPTIMIZER):
             raise errors.ArgumentError(
@@ -129,10 +140,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def _set_rate(self, rate: float) -> None:
         optimizer = _innermost(self.model.optimizer)
-        before = _rate_of(optimizer)
+        before = _rate_of(optimizer) or self._rate_of_velocity
         optimizer.learning_rate = rate
         after = _rate_of(optimizer)
-        if self.momentum_correction and after != before and before > 0:
+        self._rate_of_velocity = after or before
+        if self.momentum_correction and after != before and before > 0 and after > 0:
             # The coefficient itself is a constant of the compiled step; the velocity is a
             # variable, and scaling it once is the same.
             for velocity in getattr(optimizer, "momentums", None) or ():

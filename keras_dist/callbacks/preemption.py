@@ -10,6 +10,8 @@ import keras
 from keras_dist import _engine, runtime
 from keras_dist.callbacks.backup import BackupAndRestore
 from keras_dist.callbacks.signals import Signals
+from keras_dist.callbacks.stopping import STOPS_JOB
+from keras_dist.callbacks.whole_list import ListMember
 from keras_dist.ending import PREEMPTED_EXIT_CODE
 from keras_dist.model_state import RESULT
 
@@ -18,7 +20,7 @@ __all__ = ["PreemptionCallback"]
 _log = logging.getLogger("keras_dist")
 
 
-class PreemptionCallback(keras.callbacks.Callback):
+class PreemptionCallback(ListMember, keras.callbacks.Callback):
     """Ends the job with a backup when any rank receives SIGTERM or SIGUSR1 during `fit`.
 
     These are what batch systems send before they take nodes away. All ranks finish the step, write
@@ -97,7 +99,8 @@ class PreemptionCallback(keras.callbacks.Callback):
     def _hear(self, told: list[str]) -> None:
         # From within the step, in whatever thread; `self.model` would copy the state of JAX.
         self._told = told
-        self._model.stop_training = True
+        if not self._model.stop_training:
+            self._model.stop_training = STOPS_JOB
 
     def _ask(self) -> None:
         everyone = _engine.allgather_object(
@@ -105,7 +108,8 @@ class PreemptionCallback(keras.callbacks.Callback):
         )
         self._told += [text for text in everyone if text is not None]
         if self._told:
-            self._leave()
+            # A backup holds what callbacks behind this one do in the hook as well.
+            self.when_all_have_been_called(self._leave)
 
     def _leave(self) -> None:
         written = [str(one.backup_dir) for one in self.backups if one.save_now()]

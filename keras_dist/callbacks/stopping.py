@@ -10,10 +10,17 @@ from keras_dist import _engine, errors, runtime
 from keras_dist.bucket_size import bucket_nbytes
 from keras_dist.callbacks.root import RootOnly, overrides
 
-__all__ = ["STOPS_EPOCH", "AgreeOnStoppingCallback", "may_stop_at_a_batch"]
+__all__ = [
+    "STOPS_EPOCH",
+    "STOPS_JOB",
+    "AgreeOnStoppingCallback",
+    "is_stopped",
+    "may_stop_at_a_batch",
+]
 
-# What Keras takes for a stop and what ends no more than an epoch, whose data is out.
-STOPS_EPOCH = "this epoch alone"
+# What Keras takes for a stop and what ends no more than an epoch, whose data is out, or a job,
+# which goes on when it is started again.
+STOPS_EPOCH, STOPS_JOB = "this epoch alone", "this job alone"
 
 BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
@@ -22,7 +29,8 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
     """Stops all ranks when `model.stop_training` has been set on any of them.
 
     It must stand behind all that may stop, so that it sees what they have decided;
-    `keras_dist.callbacks()` puts it there. The ranks agree at the begin and end of every epoch. At
+    `keras_dist.callbacks()` puts it there, and `fit` puts it behind callbacks that were appended to
+    that list. The ranks agree at the begin and end of every epoch. At
     batches they do so only where `each_batch` says that a callback may stop there, since it costs a
     meeting a step. A rank that stopped alone would leave the others with an error.
 
@@ -70,11 +78,19 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
         """Agrees on whether this was the last epoch."""
         self._agree()
 
+    def after_batches(self) -> "AgreeOnStoppingCallback":
+        """Returns such a callback that agrees after every batch as well."""
+        return self if self.each_batch else type(self)(each_batch=True)
+
+    @staticmethod  # `fit_plan` asks an instance: it is imported before this package
+    def must_ask(callbacks: Iterable[keras.callbacks.Callback]) -> bool:
+        """Tells whether any of some callbacks may stop training after a batch."""
+        return may_stop_at_a_batch(callbacks)
+
     def _agree(self, batch: int = 0, logs: dict[str, Any] | None = None) -> None:
         # `self.model` would copy the state of a JAX model at every batch.
         model, comm = self._model, runtime.communicator()
-        stops = bool(model.stop_training) and model.stop_training is not STOPS_EPOCH
-        mine = np.array([stops], np.uint8)
+        mine = np.array([is_stopped(model)], np.uint8)
         (any_rank,) = _engine.allreduce(
             comm,
             [mine],
@@ -84,6 +100,12 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
         )
         if any_rank[0]:
             model.stop_training = True
+
+
+def is_stopped(model: keras.Model) -> bool:
+    """Tells whether training has been stopped for good."""
+    stop = model.stop_training
+    return bool(stop) and all(stop is not one for one in (STOPS_EPOCH, STOPS_JOB))
 
 
 def may_stop_at_a_batch(callbacks: Iterable[keras.callbacks.Callback]) -> bool:

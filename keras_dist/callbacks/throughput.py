@@ -44,14 +44,23 @@ class Throughput(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._steps = 0
+        self._awaits_first = False
+        self._resumed = [0.0, 0]  # samples and steps of this epoch that an earlier run has trained
         self._counted: list[float] = []
         self._began: tuple[float, float] | None = None
         self._last: tuple[str, float] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts the clock."""
-        self._steps = 0
+        self._steps, self._awaits_first, self._resumed = 0, True, [0.0, 0]
         self._began = _clocks()
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Starts the clock anew where an epoch is resumed within."""
+        if self._awaits_first and batch > 0:
+            self._resumed = [count_samples(self.model), batch]
+            self._began = _clocks()
+        self._awaits_first = False
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts steps, and tells the progress bar of them.
@@ -65,7 +74,7 @@ class Throughput(keras.callbacks.Callback):
         seconds, waited = _since(since)
         if self._last is not None:
             name, for_each_step = self._last
-            logs[name] = for_each_step * self._steps / seconds
+            logs[name] = for_each_step * (self._steps - self._resumed[1]) / seconds
         logs["waiting"] = min(waited / seconds, 1.0)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -77,13 +86,13 @@ class Throughput(keras.callbacks.Callback):
         self._stop()
         # Several steps in one execution: Keras gives the last that it had room for.
         steps = min(self._steps, self.params.get("steps") or self._steps)
-        samples, seconds, waited, steps = _sums([*self._counted, steps])
+        samples, seconds, waited, steps = _sums([*self._counted, steps - self._resumed[1]])
         ranks = runtime.size()
         if samples > steps or type(self.model).train_step is keras.Model.train_step:
             name, speed = "samples_per_second", samples * ranks / seconds
         else:
             name, speed = "steps_per_second", steps / seconds
-        self._last = name, speed * seconds / steps
+        self._last = (name, speed * seconds / steps) if steps else None
         if logs is not None:
             logs.update({name: speed, "waiting": min(waited / seconds, 1.0)})
 
@@ -92,8 +101,8 @@ class Throughput(keras.callbacks.Callback):
         if self._began is None:
             return
         # The count first: on an accelerator it is there when the steps are done.
-        samples = count_samples(self.model)
-        self._counted = [samples, *_since(self._began)]
+        samples = 0.0 if self._awaits_first else count_samples(self.model)
+        self._counted = [samples - self._resumed[0], *_since(self._began)]
         self._began = None
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from keras_dist import _engine, runtime
 from keras_dist.collectives.values import as_array, check_writeable, names_of
 from keras_dist.process_sets import ProcessSet
+from keras_dist.telling import told
 
 __all__ = [
     "allgather",
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 
+@told
 def allgather(
     value: Any,
     name: str | None = None,
@@ -48,6 +50,7 @@ def allgather(
     return _engine.allgather(comm, array, name or "value", name)
 
 
+@told
 def grouped_allgather(
     values: Sequence[Any],
     name: str | None = None,
@@ -76,6 +79,7 @@ def grouped_allgather(
     return _engine.grouped_allgather(comm, arrays, names_of(name, len(arrays)), name)
 
 
+@told
 def alltoall(
     value: Any,
     splits: Any = None,
@@ -118,6 +122,7 @@ def alltoall(
     return rows if splits is None else (rows, received)
 
 
+@told
 def broadcast(
     value: Any,
     root_rank: int = 0,
@@ -150,6 +155,7 @@ def broadcast(
     return _engine.broadcast(comm, [array], [name or "value"], root_rank, key=name)[0]
 
 
+@told
 def broadcast_(
     variables: Sequence[np.ndarray],
     root_rank: int = 0,

@@ -4,6 +4,7 @@ from typing import Any
 
 from keras_dist import _engine, runtime
 from keras_dist.process_sets import ProcessSet
+from keras_dist.telling import told
 
 __all__ = [
     "allgather_object",
@@ -11,6 +12,7 @@ __all__ = [
 ]
 
 
+@told
 def broadcast_object(
     value: Any = None,
     root_rank: int = 0,
@@ -37,6 +39,7 @@ def broadcast_object(
     return _engine.broadcast_object(runtime.communicator(process_set), value, root_rank, name)
 
 
+@told
 def allgather_object(
     value: Any,
     name: str | None = None,

@@ -11,6 +11,7 @@ from keras_dist.bucket_size import bucket_nbytes
 from keras_dist.collectives.values import as_array, names_of, parse_factors
 from keras_dist.process_sets import ProcessSet
 from keras_dist.reduce_op import ReduceOp
+from keras_dist.telling import told
 
 __all__ = [
     "allreduce",
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 
+@told
 def allreduce(
     value: Any,
     op: ReduceOp | str | None = None,
@@ -41,8 +43,8 @@ def allreduce(
             float16 and bfloat16 are summed in float32.
         op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`, or its name. Booleans have
             `Min`, `Max` and `Product`; `Adasum` is for floats, on 1, 2, 4, 8, ... ranks: it
-            adds what differs in the values and averages what they have in common. Defaults
-            to `Average`.
+            adds what differs in the values and averages what they have in common. Averages of
+            whole numbers are exact and truncated towards zero. Defaults to `Average`.
         name: a name, by which calls that ranks make in different orders find each other.
         prescale_factor: every rank's value is multiplied by it first. Whole numbers are
             multiplied in float64 and truncated, float16 and bfloat16 in float32. Defaults to
@@ -77,6 +79,7 @@ def allreduce(
     return grouped_allreduce([value], chosen, name, *factors, process_set, compression)[0]
 
 
+@told
 def grouped_allreduce(
     values: Sequence[Any],
     op: ReduceOp | str = ReduceOp.AVERAGE,
@@ -121,6 +124,7 @@ def grouped_allreduce(
     return _engine.allreduce(comm, arrays, names, parsed, nbytes, name, *factors, compressor)
 
 
+@told
 def reducescatter(
     value: Any,
     op: ReduceOp | str = ReduceOp.AVERAGE,
@@ -156,6 +160,7 @@ def reducescatter(
     return grouped_reducescatter([value], op, name, *factors, process_set)[0]
 
 
+@told
 def grouped_reducescatter(
     values: Sequence[Any],
     op: ReduceOp | str = ReduceOp.AVERAGE,
@@ -193,6 +198,7 @@ def grouped_reducescatter(
     return _engine.reducescatter(comm, arrays, names, parsed, name, *factors)
 
 
+@told
 def sparse_allreduce(
     values: Any,
     indices: Any,

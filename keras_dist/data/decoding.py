@@ -83,7 +83,8 @@ class Decoder:
             count = len(self._bad)
         # From this rank, whichever it is: nobody else knows of it.
         text = f"{self._name(place)} is left out, {count} so far on this rank: {said}"
-        print(f"keras_dist: {runtime.where()} {text}", flush=True)
+        whole = f"keras_dist: {runtime.where()} {text}"
+        print(whole.encode(errors="backslashreplace").decode(), flush=True)  # names may be no text
 
     def _error(self, name: str, said: str, remedy: str) -> errors.DataError:
         return errors.DataError(

@@ -29,6 +29,7 @@ __all__ = [
     "positions",
     "share_out",
     "trained",
+    "trained_with",
     "training_on",
 ]
 
@@ -85,7 +86,7 @@ def kind_of(facts: Sequence[object]) -> str:
 _serials = itertools.count()
 _living: weakref.WeakValueDictionary[int, Epochs] = weakref.WeakValueDictionary()
 _parts: weakref.WeakKeyDictionary[Any, Epochs | None] = weakref.WeakKeyDictionary()
-_trained_on: Any = None
+_trained_with: Mapping[str, Any] = {}
 _everywhere = True
 
 
@@ -104,20 +105,20 @@ def is_shared_out(data: Any) -> bool:
 
 
 @contextlib.contextmanager
-def training_on(data: Any, everywhere: bool) -> Iterator[None]:
+def training_on(arguments: Mapping[str, Any], everywhere: bool) -> Iterator[None]:
     """Notes which data a fit trains on, as long as it lasts.
 
     Args:
-        data: that of this rank.
-        everywhere: whether that of all ranks has been shared out.
+        arguments: those of the fit on this rank, of which `x` is the data.
+        everywhere: whether the data of all ranks has been shared out.
     """
-    global _trained_on, _everywhere
-    before = _trained_on, _everywhere
-    _trained_on, _everywhere = data, everywhere
+    global _trained_with, _everywhere
+    before = _trained_with, _everywhere
+    _trained_with, _everywhere = arguments, everywhere
     try:
         yield
     finally:
-        _trained_on, _everywhere = before
+        _trained_with, _everywhere = before
 
 
 def is_shared_out_everywhere() -> bool:
@@ -132,7 +133,12 @@ def of(data: Any) -> Epochs | None:
 
 def trained() -> Epochs | None:
     """Returns the epochs of the data that is trained on, where they are counted."""
-    return of(_trained_on)
+    return of(_trained_with.get("x"))
+
+
+def trained_with() -> Mapping[str, Any]:
+    """Returns the arguments of the fit that is going on, by name; none where there is none."""
+    return _trained_with
 
 
 def numbers() -> dict[str, int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from keras_dist import collectives, errors, runtime
 from keras_dist.data import agreement
-from keras_dist.data.fetching import Fetch, hold, is_url
+from keras_dist.data.fetching import Fetch, NotOwnError, hold, is_url
 from keras_dist.data.terms import Fact, Terms
 
 __all__ = ["cached"]
@@ -37,24 +37,29 @@ def cached(
     directory when its own time has; what was downloaded is kept. Jobs that have the copy before
     keep it: it is removed when somebody asks for the source after they have ended.
 
+    A user's copies lie in a directory of `cache_dir` that this user alone can read and write;
+    what belongs to somebody else is refused. With a copy the digests of all its files are noted.
+    Whenever it is there already they are compared, which reads all of it, and what has changed is
+    brought again, with a warning.
+
     Collective: every rank, with the same arguments but for `cache_dir`; blocks, however long it
     takes. An error on one node is raised on all ranks.
 
     Args:
         source: a path that one rank of each node can read, or a URL (`http`, `https`).
         cache_dir: a directory on a disk of the node; made if it is not there. What is in it stays
-            until you remove it.
-        sha256: the checksum of the file, 64 hexadecimal digits. It is compared whenever the file
-            is asked for; of an archive that is unpacked, and not for a directory, when it comes.
-            Defaults to not known: sizes alone are compared.
+            until you remove it. It and the directories above belong to you or to root, and not
+            everybody may write to them, unless their sticky bit is set, as that of `/tmp` is.
+        sha256: the checksum of the file or archive, 64 hexadecimal digits; not for a directory. It
+            is compared when the file comes. Defaults to not known.
         unpack: whether it is a tar or zip file whose contents are wanted. Defaults to False.
 
     Returns:
         The path of the copy, whose last part is that of `source`: with `unpack` a directory.
 
     Raises:
-        DataError: it cannot be read, written or unpacked on some node, it was cut off, or its
-            checksum is another.
+        DataError: it cannot be read, written or unpacked on some node, it was cut off, its
+            checksum is another, or what lies in the cache belongs to another user.
         ArgumentError: `sha256` is no checksum, or of a directory.
         ArgumentTypeError: an argument is of the wrong kind.
         MismatchError: the ranks have different arguments.
@@ -147,9 +152,12 @@ class _Work:
             return
         try:
             self._fetch.run()
+        except NotOwnError as failure:
+            told = failure.expected, failure.received, failure.remedy
+            self._failure = errors.explain(_where(), *told)
         except Exception as failure:  # the other ranks have to hear of it, whatever it is
             self._failure = errors.explain(
-                f"{runtime.where()} on {platform.node()}",
+                _where(),
                 f"{self._fetch.source} to be brought to {self._fetch.cache_dir}",
                 f"{type(failure).__name__}: {failure}",
                 "Look at both places on that node.",
@@ -163,6 +171,10 @@ class _Work:
             return _Report(True, None, 0, 0, False, "")
         done, total = fetch.done_nbytes, fetch.total_nbytes
         return _Report(ended, self._failure, done, total, ended and fetch.fetched, str(fetch.path))
+
+
+def _where() -> str:
+    return f"{runtime.where()} on {platform.node()}"
 
 
 @contextlib.contextmanager
@@ -203,13 +215,14 @@ def _bar(fetch: Fetch) -> Iterator[Callable[[Sequence[_Report]], None]]:
         nonlocal told
         total = sum(report.total_nbytes for report in reports)
         done = sum(report.done_nbytes for report in reports)
-        bar.update(task, total=total or None, completed=done)
+        words = f"{fetch.doing} {fetch.name}"
+        bar.update(task, description=words, total=total or None, completed=done)
         now = time.monotonic()
         if not is_terminal and runtime.rank() == 0 and now - told >= LINE_SECONDS:
             told = now
             of_all = f" of {total / 1e6:,.1f}" if total else ""
             line = f"{done / 1e6:,.1f}{of_all} MB after {now - began:.0f} s"
-            print(f"keras_dist: caching {fetch.name}: {line}", flush=True)
+            print(f"keras_dist: {words}: {line}", flush=True)
 
     with bar:
         yield show

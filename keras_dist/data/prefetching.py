@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,7 @@ def prefetch(data: Any, count: int = 2) -> Any:
             terms.explain("count to be at least 1", repr(count), "Leave it out.")
         )
     if isinstance(data, keras.utils.PyDataset):
-        made: Any = Ahead(data, count, _mover())
+        made: Any = Ahead(data, count, _mover)
     elif hasattr(data, "element_spec"):
         made = _tf_prefetched(data, count)
     else:
@@ -62,12 +63,18 @@ class Ahead(keras.utils.PyDataset):
     Args:
         data: the other data set.
         count: how many batches are made ahead.
-        move: moves an array to the device.
+        mover: called in the thread that trains when an epoch begins; returns what moves an array to
+            the device of that thread, in whichever thread it is called.
     """
 
-    def __init__(self, data: keras.utils.PyDataset, count: int, move: Callable[[Any], Any]):
+    def __init__(
+        self,
+        data: keras.utils.PyDataset,
+        count: int,
+        mover: Callable[[], Callable[[Any], Any]],
+    ):
         super().__init__()
-        self._data, self._count, self._move = data, count, move
+        self._data, self._count, self._mover = data, count, mover
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._waiting: collections.deque[concurrent.futures.Future] = collections.deque()
         self._begun = 0
@@ -93,6 +100,7 @@ class Ahead(keras.utils.PyDataset):
         self._forget()  # what an epoch that was abandoned has left
         self._data.on_epoch_begin()
         self._begun = 0
+        self._move = self._mover()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "keras_dist prefetch")
 
     def on_epoch_end(self) -> None:
@@ -108,7 +116,7 @@ class Ahead(keras.utils.PyDataset):
 
 
 def _mover() -> Callable[[Any], Any]:
-    """Returns what moves an array of numpy to the device of the backend."""
+    """Returns what moves an array of numpy to the device that the calling thread uses."""
     backend = keras.config.backend()
     if backend == "jax":
         import jax
@@ -118,9 +126,17 @@ def _mover() -> Callable[[Any], Any]:
         import torch
 
         if torch.cuda.is_available():
-            return lambda array: torch.as_tensor(array).pin_memory().cuda(non_blocking=True)
+            return functools.partial(_moved_by_cuda, torch.cuda.current_device())
         return torch.as_tensor
     return lambda array: array
+
+
+def _moved_by_cuda(device: int, array: Any) -> Any:
+    import torch
+
+    # Each thread has a current device of its own, and pinned memory belongs to one as well.
+    with torch.cuda.device(device):
+        return torch.as_tensor(array).pin_memory().cuda(non_blocking=True)
 
 
 def _tf_prefetched(data: Any, count: int) -> Any:

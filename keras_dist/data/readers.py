@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 OPEN_FILES = 16
+KEPT = 3  # the window that is handed out, the next one, and the one that is left
 
 
 class Reader(Protocol):
@@ -69,8 +70,13 @@ class Memory:
             memory = mmap.mmap(-1, nbytes)
         # Views hold on to this array, as there is no other behind it.
         rows: np.ndarray = np.ndarray(shape, column.dtype, buffer=memory)
-        weakref.finalize(rows, free.append, memory).atexit = False
+        weakref.finalize(rows, _keep, free, memory).atexit = False
         return rows
+
+
+def _keep(free: list[mmap.mmap], memory: mmap.mmap) -> None:
+    if len(free) < KEPT:
+        free.append(memory)
 
 
 class FileReader:

@@ -14,11 +14,14 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["Shuffled", "seeds", "shuffled_last", "unordered"]
+__all__ = ["Shuffled", "forgotten", "is_seeded", "seeds", "shuffled_last", "unordered"]
 
 # Of functions and serialised pipelines; the classes of pipelines have names of their own.
 RANDOM_OPS = ("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")
 UNSEEDED = (0, 0)
+# Their state is in the kernel; with a seed each iteration begins with the same numbers.
+STATEFUL_OPS = ("RandomStandardNormal", "RandomUniform", "RandomShuffle", "TruncatedNormal")
+NO_SEED = 87654321  # what TensorFlow takes in place of a global seed
 INTERLEAVE = "_ParallelInterleaveDataset"
 
 
@@ -33,6 +36,24 @@ def unordered(dataset: tf.data.Dataset) -> str | None:
         if racing or any(_races(op.node_def) for op in _function_ops(stage)):
             return "one with deterministic=False in map() or interleave()"
     return None
+
+
+def forgotten(dataset: tf.data.Dataset) -> str | None:
+    """Returns what makes the order of an epoch differ in a later run, in words, or `None`."""
+    if (what := unordered(dataset)) is not None:
+        return what
+    for stage in _stages(dataset):
+        operations = list(_function_ops(stage))
+        if _reshuffles(stage) or any(op.type.startswith(RANDOM_OPS) for op in operations):
+            return "one that is shuffled anew for each epoch"
+        if any(_draws(op) for op in operations):
+            return "one with random numbers without a seed"
+    return None
+
+
+def is_seeded() -> bool:
+    """Tells whether TensorFlow has a global seed, as of `keras.utils.set_random_seed`."""
+    return tf.compat.v1.get_seed(1)[0] != NO_SEED
 
 
 def seeds(dataset: tf.data.Dataset) -> list[tuple[int | None, int | None]]:
@@ -95,6 +116,16 @@ def _function_ops(stage: Any) -> Iterator[Any]:
     """Yields the operations inside the functions given to a transformation."""
     for function in getattr(stage, "_functions", list)():
         yield from function.function.graph.get_operations()
+
+
+def _reshuffles(stage: Any) -> bool:
+    shuffles = hasattr(stage, "_seed") and hasattr(stage, "_seed2")
+    return shuffles and getattr(stage, "_reshuffle_each_iteration", None) is not False
+
+
+def _draws(op: Any) -> bool:
+    attributes = op.node_def.attr
+    return op.type.startswith(STATEFUL_OPS) and not attributes["seed"].i | attributes["seed2"].i
 
 
 def _races(node: Any) -> bool:

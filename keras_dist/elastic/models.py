@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import pickle
 import re
 from typing import Any
@@ -12,6 +13,8 @@ from keras_dist import _engine, errors, runtime
 from keras_dist.elastic.state import ObjectState
 
 __all__ = ["KerasState", "TensorFlowKerasState", "TensorFlowState", "TorchState"]
+
+OPTIMIZERS = "optimizers"  # among the arrays: for which variables each was built
 
 
 class _VariablesState(ObjectState):
@@ -64,8 +67,12 @@ class KerasState(_VariablesState):
         ArgumentError: the model is not built.
     """
 
+    _described: Any = None  # the optimizers of what is put, while it is
+
     def __init__(self, model: Any, optimizer: Any = None, directory: Any = None, **attributes: Any):
-        if not model.built:
+        from keras_dist.model_state import has_weights
+
+        if not has_weights(model):
             expected, received = "a model that is built", f"{model.name!r}, which is not"
             remedy = "Call it on one batch, or its build, before its state is made."
             raise errors.ArgumentError(errors.explain(runtime.where(), expected, received, remedy))
@@ -75,10 +82,26 @@ class KerasState(_VariablesState):
         super().__init__(directory=directory, **attributes)
 
     def _variables(self) -> list[Any]:
-        from keras_dist.model_state import state
+        from keras_dist.built_optimizers import describe, held_by
 
         own = [] if self.optimizer is None else self.optimizer.variables
-        return list({id(one): one for one in [*state(self.model), *own]}.values())
+        held = held_by(self.model, self._described or describe(self.model))
+        return list({id(one): one for one in [*held, *own]}.values())
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        from keras_dist.built_optimizers import describe
+
+        return {**super()._arrays(), OPTIMIZERS: np.array(json.dumps(describe(self.model)))}
+
+    def _put_arrays(self, arrays: dict[str, np.ndarray], of_file: bool = False) -> None:
+        from keras_dist import built_optimizers
+
+        self._described = json.loads(str(arrays[OPTIMIZERS])) if OPTIMIZERS in arrays else None
+        described = self._described or built_optimizers.describe(self.model)
+        built_optimizers.build(self.model, described)
+        super()._put_arrays(arrays, of_file)
+        self._described = None
+        built_optimizers.begin_anew(self.model, described)
 
     def _own(self) -> list[Any]:
         from keras_dist.model_state import accumulators, optimizers_inside

@@ -9,10 +9,12 @@ import numpy as np
 from keras_dist import collectives, errors, runtime
 from keras_dist.jax.host import differentiable, on_host
 from keras_dist.process_sets import ProcessSet, global_process_set
+from keras_dist.telling import told
 
 __all__ = ["allgather", "alltoall", "broadcast", "broadcast_parameters", "grouped_allgather"]
 
 
+@told
 def allgather(
     array: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -34,6 +36,7 @@ def allgather(
     return grouped_allgather([array], name, process_set)[0]
 
 
+@told
 def grouped_allgather(
     arrays: Sequence[Any],
     name: str | None = None,
@@ -87,6 +90,7 @@ def grouped_allgather(
     return differentiable(run, forward, back, list(map(jax.numpy.asarray, arrays)))
 
 
+@told
 def alltoall(
     array: Any,
     splits: Sequence[int] | None = None,
@@ -126,6 +130,7 @@ def alltoall(
     return differentiable(run, forward, backward, jax.numpy.asarray(array))
 
 
+@told
 def broadcast(
     array: Any,
     root_rank: int = 0,
@@ -161,6 +166,7 @@ def broadcast(
     return differentiable(run, lambda given: (run(given), None), back, jax.numpy.asarray(array))
 
 
+@told
 def broadcast_parameters(
     tree: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> Any:

@@ -12,6 +12,7 @@ from keras_dist.jax.exchanges import grouped_allgather
 from keras_dist.jax.host import differentiable, on_host
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average, ReduceOp, Sum
+from keras_dist.telling import told
 
 __all__ = [
     "allreduce",
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 
+@told
 def allreduce(
     array: Any,
     op: ReduceOp | str = Average,
@@ -62,6 +64,7 @@ def allreduce(
     return grouped_allreduce([array], *how)[0]
 
 
+@told
 def grouped_allreduce(
     arrays: Sequence[Any],
     op: ReduceOp | str = Average,
@@ -96,6 +99,7 @@ def grouped_allreduce(
     return differentiable(run, forward, backward, given)
 
 
+@told
 def reducescatter(
     array: Any,
     op: ReduceOp | str = Average,
@@ -127,6 +131,7 @@ def reducescatter(
     return grouped_reducescatter([array], *how)[0]
 
 
+@told
 def grouped_reducescatter(
     arrays: Sequence[Any],
     op: ReduceOp | str = Average,

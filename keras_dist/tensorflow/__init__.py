@@ -35,7 +35,6 @@ from keras_dist.builds import (
     nccl_built,
     rocm_built,
 )
-from keras_dist.compression import Compression, Compressor
 from keras_dist.errors import LaunchError, explain
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Adasum, Average, Max, Min, Product, Sum
@@ -53,6 +52,7 @@ from keras_dist.runtime import (
     shutdown,
     size,
 )
+from keras_dist.tensorflow.compression import Compression, Compressor
 from keras_dist.tensorflow.exchanges import (
     allgather,
     alltoall,

@@ -12,6 +12,7 @@ from keras_dist.gradient_plans import SAME_MODEL
 from keras_dist.model_state import variable_name
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average
+from keras_dist.telling import told
 from keras_dist.tensorflow.host import collective, differentiable, operation
 from keras_dist.tensorflow.tensors import as_tensors
 
@@ -54,6 +55,7 @@ def allgather(
 
 
 @operation
+@told
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -104,6 +106,7 @@ def grouped_allgather(
 
 
 @operation
+@told
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -151,6 +154,7 @@ def broadcast(
 
 
 @operation
+@told
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -213,6 +217,7 @@ def alltoall(
 
 
 @operation
+@told
 def broadcast_(
     variables: Sequence[Any],
     root_rank: int,

@@ -11,6 +11,8 @@ from keras_dist.arguments import chosen_op
 from keras_dist.bucket_size import bucket_nbytes
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average, ReduceOp, Sum
+from keras_dist.telling import told
+from keras_dist.tensor_compression import compressed, decompressed, wire_of
 from keras_dist.tensorflow.exchanges import grouped_allgather
 from keras_dist.tensorflow.host import collective, differentiable, operation
 from keras_dist.tensorflow.tensors import as_tensors
@@ -45,7 +47,9 @@ def allreduce(
         average: deprecated: `True` is `op=Average`, `False` is `op=Sum`.
         device_dense: accepted; has no effect, tensors travel through the host.
         device_sparse: as `device_dense`.
-        compression: as for `keras_dist.allreduce`; has no effect on `IndexedSlices`.
+        compression: of `Compression`, or a class with its methods, which work on tensors; has no
+            effect on `IndexedSlices`. What `keras_dist.allreduce` takes works as well. Defaults to
+            `KERAS_DIST_COMPRESSION`.
         op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`, or its name. Defaults to
             `Average`.
         prescale_factor: every rank's tensor is multiplied by it first. Defaults to 1.0.
@@ -75,6 +79,7 @@ def allreduce(
 
 
 @operation
+@told
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -121,8 +126,9 @@ def grouped_allreduce(
         _check_rows(chosen, factors)
     result: dict[int, Any] = {}
     if dense or not rows:
-        given = as_tensors([tensors[i] for i in dense])
-        reduced = _reduced(given, chosen, name, factors, process_set, compression)
+        small, contexts = compressed(compression, as_tensors([tensors[i] for i in dense]))
+        how = (factors, process_set, wire_of(compression))
+        reduced = decompressed(compression, _reduced(small, chosen, name, *how), contexts)
         result.update(zip(dense, reduced, strict=True))
     for i in rows:
         result[i] = _reduced_rows(tensors[i], chosen, name, process_set)
@@ -171,6 +177,7 @@ def reducescatter(
 
 
 @operation
+@told
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",

@@ -15,6 +15,7 @@ from keras_dist.arguments import chosen_groups
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average, ReduceOp
 from keras_dist.reduction import GradientReduction, mark_reduced
+from keras_dist.tensor_compression import compressed, decompressed, wire_of
 from keras_dist.tensorflow.host import operation
 from keras_dist.terms import Terms, parse_layers, parse_terms
 
@@ -48,7 +49,8 @@ def DistributedGradientTape(
         gradtape: the tape, recorded or about to record; persistent or not. It stays as it is.
         device_dense: accepted; has no effect, gradients travel through the host.
         device_sparse: as `device_dense`.
-        compression: as for `keras_dist.DistributedOptimizer`, as are those below.
+        compression: of `Compression`, or a class with its methods, which work on the gradients
+            that are tensors. The arguments below are those of `keras_dist.DistributedOptimizer`.
         sparse_as_dense: whether an embedding's gradient is reduced as a whole in place of its
             rows. Defaults to `False`.
         op: `Average`, `Sum` or `Adasum`, or its name. Defaults to `Average`.
@@ -150,7 +152,7 @@ def PartialDistributedGradientTape(
     terms = parse_terms(
         op,
         process_set,
-        compression,
+        wire_of(compression),
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
         groups=chosen_groups(groups, num_groups),
@@ -160,7 +162,7 @@ def PartialDistributedGradientTape(
     made: Any = object.__new__(type(base.__name__, (_DistributedTape, base), {}))
     # What has been recorded is shared; which of the two records from now on is the user's choice.
     made.__dict__.update(gradtape.__dict__)
-    made._keras_dist_terms = terms
+    made._keras_dist_terms, made._keras_dist_compression = terms, compression
     made._keras_dist_registered, made._keras_dist_layers = [], layers
     return made
 
@@ -169,6 +171,7 @@ class _DistributedTape:
     """What makes a tape distributed. Comes before the tape's own class."""
 
     _keras_dist_terms: Terms
+    _keras_dist_compression: Any
     _keras_dist_registered: list[Any]
     _keras_dist_layers: Sequence[keras.Layer]
 
@@ -243,7 +246,18 @@ class _DistributedTape:
                     "Pass variables; reduce the gradients of others by hvd.grouped_allreduce.",
                 )
             )
-        return mark_reduced(self._reduction()(gradients, sources))
+        reduction = self._reduction()
+        local = {id(source) for source in reduction.local_variables()}
+        places = [
+            place
+            for place, (gradient, source) in enumerate(zip(gradients, sources, strict=True))
+            if isinstance(gradient, tf.Tensor) and id(source) not in local
+        ]
+        how = self._keras_dist_compression
+        small, contexts = compressed(how, [gradients[place] for place in places])
+        reduced = reduction(_with(gradients, places, small), sources)
+        whole = decompressed(how, [reduced[place] for place in places], contexts)
+        return mark_reduced(_with(reduced, places, whole))
 
     def _reduction(self) -> GradientReduction:
         """Returns what reduces on the terms of this tape, and has made plans for its sources."""
@@ -254,3 +268,11 @@ class _DistributedTape:
         reduction.registered = list(self._keras_dist_registered)
         reduction.local_layers = self._keras_dist_layers
         return reduction
+
+
+def _with(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    """Returns a list of values with others at some places."""
+    result = list(values)
+    for place, other in zip(places, others, strict=True):
+        result[place] = other
+    return result

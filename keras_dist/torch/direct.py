@@ -35,7 +35,10 @@ def takes(
     comm = runtime.communicator(process_set)
     lies_right = all(one.device.type == "cuda" and one.dtype in DTYPES for one in tensors)
     can = comm.size > 1 and comm.recovery is None and _engine.is_cuda_aware() is True
-    return lies_right and can and _engine.parse_op(op, comm.where()) is not ReduceOp.ADASUM
+    parsed = _engine.parse_op(op, comm.where())
+    # Only the engine averages whole numbers exactly: their sum may run over.
+    whole = parsed is ReduceOp.AVERAGE and any(not one.is_floating_point() for one in tensors)
+    return lies_right and can and not whole and parsed is not ReduceOp.ADASUM
 
 
 def allreduce(

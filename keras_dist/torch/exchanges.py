@@ -8,11 +8,13 @@ import torch
 from keras_dist import runtime
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average
+from keras_dist.telling import told
 from keras_dist.torch import plain
 
 __all__ = ["allgather", "alltoall", "broadcast", "grouped_allgather"]
 
 
+@told
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -37,6 +39,7 @@ def allgather(
     return grouped_allgather([tensor], name, process_set)[0]
 
 
+@told
 def grouped_allgather(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -57,6 +60,7 @@ def grouped_allgather(
     return list(_Allgather.apply((name, process_set), *tensors))
 
 
+@told
 def alltoall(
     tensor: torch.Tensor,
     splits: Any = None,
@@ -87,6 +91,7 @@ def alltoall(
     return result[0] if splits is None else result
 
 
+@told
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int,

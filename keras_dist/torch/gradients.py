@@ -18,9 +18,9 @@ from keras_dist import _engine, errors, runtime
 from keras_dist._backends.torch_overlap import Arrivals, mark_of
 from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch, write_into
 from keras_dist.gradient_plans import GradientPlans
+from keras_dist.tensor_compression import compressed, decompressed, is_done_here
 from keras_dist.terms import Terms
 from keras_dist.torch import plain
-from keras_dist.torch.compression import compressed, decompressed, is_done_here
 
 __all__ = ["Gradients"]
 
@@ -91,7 +91,8 @@ class Gradients:
     def reduce(self, parameters: Sequence[torch.Tensor]) -> None:
         """Reduces the gradients, or waits for those that are on their way. Collective; blocks.
 
-        A parameter that has none on this rank brings zeros, as it may have one on another.
+        A parameter that has none on this rank brings zeros, as it may have one on another. Where no
+        rank has one there is none afterwards, so that decay and momentum leave it alone.
 
         Args:
             parameters: those of the optimizer, trained or not.
@@ -102,33 +103,45 @@ class Gradients:
             self._begin()
             return
         trained = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
+        has = [parameter.grad is not None for parameter in trained]
         for parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         try:
-            self._reduce(trained)
+            for parameter, anywhere in zip(trained, self._reduce(trained, has), strict=True):
+                if not anywhere:
+                    parameter.grad = None
         finally:
             self._begin()
 
-    def _reduce(self, trained: Sequence[torch.Tensor]) -> None:
+    def _reduce(self, trained: Sequence[torch.Tensor], which: list[bool]) -> list[bool]:
+        """Reduces gradients; which of them this rank has travels with them.
+
+        Returns:
+            Which of them a rank has.
+        """
         sparse = [p for p in trained if p.grad.is_sparse and not self._terms.dense]
         kept = {id(parameter) for parameter in sparse}
         dense = [parameter for parameter in trained if id(parameter) not in kept]
+        has = np.array(which, self._dtype_beside(dense))
         layout = self._layout
         if self._arrivals is None or layout is None or not self._are_on_their_way(layout, dense):
             self._drop_arrivals()
-            layout = self._layout = self._lay_out(dense)
-            results = layout.plan([self._brought(parameter) for parameter in dense])
+            layout = self._layout = self._lay_out(dense, has)
+            results = layout.plan([*(self._brought(parameter) for parameter in dense), has])
         else:
             for place, parameter in enumerate(dense):
                 if place not in self._marks:
                     self._arrivals.come(place, self._brought(parameter))
+            self._arrivals.come(len(dense), has)
             results = self._arrivals.results()
+        anywhere: list[bool] = (results.pop() != 0).tolist()
         for parameter, array in zip(dense, results, strict=True):
             self._take(parameter, array)
         for parameter in sparse:
             how = None, self._terms.op, self.process_set
             parameter.grad = plain.sparse_allreduce(parameter.grad, *how)
+        return anywhere
 
     def _come(self, parameter: torch.Tensor) -> None:
         """Counts a gradient that has been added, and starts what it completes."""
@@ -163,9 +176,9 @@ class Gradients:
             mark == _mark_of(dense[place]) for place, mark in self._marks.items()
         )
 
-    def _lay_out(self, dense: Sequence[torch.Tensor]) -> "_Layout":
-        specs = [(tuple(p.grad.shape), self._dtype(p)) for p in dense]
-        names = [self._name(parameter) for parameter in dense]
+    def _lay_out(self, dense: Sequence[torch.Tensor], has: np.ndarray) -> "_Layout":
+        specs = [*((tuple(p.grad.shape), self._dtype(p)) for p in dense), (has.shape, has.dtype)]
+        names = [*(self._name(parameter) for parameter in dense), "which gradients there are"]
         plan = self._plans(self._communicator(), names, specs, self._terms.grouped(dense))
         return _Layout(plan, dense)
 
@@ -191,9 +204,21 @@ class Gradients:
         else:
             gradient.copy_(result)
 
+    def _dtype_beside(self, dense: Sequence[torch.Tensor]) -> np.dtype:
+        """Returns the dtype of the last floats that travel: what has it needs no bucket more."""
+        likes = map(self._like, reversed(dense))
+        floats = (like for like in likes if like.is_floating_point())
+        return dtype_of(next(floats, torch.empty(0)))
+
     def _dtype(self, parameter: torch.Tensor) -> np.dtype:
-        like = torch.empty(0, dtype=parameter.grad.dtype)
-        return dtype_of(compressed(self._compression, [like])[0][0])
+        return dtype_of(self._like(parameter))
+
+    def _like(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Returns an empty tensor of what a gradient is compressed to."""
+        gradient: Any = parameter.grad
+        like: torch.Tensor
+        [like], _ = compressed(self._compression, [torch.empty(0, dtype=gradient.dtype)])
+        return like
 
     def _name(self, parameter: torch.Tensor) -> str:
         number = self._watched[parameter]

@@ -7,6 +7,7 @@ import torch
 
 from keras_dist import collectives, errors, runtime
 from keras_dist.process_sets import ProcessSet, global_process_set
+from keras_dist.telling import told
 from keras_dist.torch import plain
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
 ]
 
 
+@told
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any]],
     root_rank: int,
@@ -54,6 +56,7 @@ def broadcast_parameters(
     plain.broadcast_all([tensor for _, tensor in tensors], root_rank, names, process_set)
 
 
+@told
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int,
@@ -93,6 +96,7 @@ def broadcast_optimizer_state(
         optimizer.load_state_dict(_with_tensors(skeleton, iter(sent)))
 
 
+@told
 def broadcast_object(
     obj: Any = None,
     root_rank: int = 0,
@@ -112,6 +116,7 @@ def broadcast_object(
     return collectives.broadcast_object(obj, root_rank, name, process_set)
 
 
+@told
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:

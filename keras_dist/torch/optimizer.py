@@ -12,8 +12,9 @@ from keras_dist import errors, runtime
 from keras_dist.arguments import chosen_groups
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average, ReduceOp
+from keras_dist.tensor_compression import wire_of
 from keras_dist.terms import parse_passes, parse_terms
-from keras_dist.torch.compression import Compression, wire_of
+from keras_dist.torch.compression import Compression
 from keras_dist.torch.gradients import Gradients
 from keras_dist.torch.reductions import allreduce
 
@@ -36,7 +37,8 @@ def DistributedOptimizer(
 
     The optimizer itself is changed and returned: it keeps its class as a base, its state and its
     learning rate schedulers. Gradients are reduced while `backward` goes on, where ranks have a
-    core to spare, and `step` waits for them. Ranks outside of `process_set` step by their own.
+    core to spare, and `step` waits for them. A parameter that no rank has a gradient for keeps
+    `None`, and stays. Ranks outside of `process_set` step by their own.
 
     Args:
         optimizer: any optimizer of torch, with its parameters.

@@ -20,6 +20,7 @@ from keras_dist._backends.torch_tensors import (
 from keras_dist.arguments import chosen_op
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average, ReduceOp
+from keras_dist.telling import told
 from keras_dist.torch import direct
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
 Tensors = Sequence[torch.Tensor]
 
 
+@told
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -57,6 +59,7 @@ def allreduce(
     return grouped_allreduce([tensor], None, name, *how)[0]
 
 
+@told
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -71,6 +74,7 @@ def allreduce_(
     return grouped_allreduce_([tensor], None, name, *how)[0]
 
 
+@told
 def grouped_allreduce(
     tensors: Tensors,
     average: bool | None = None,
@@ -90,6 +94,7 @@ def grouped_allreduce(
     return [to_torch(array, like) for array, like in zip(arrays, tensors, strict=True)]
 
 
+@told
 def grouped_allreduce_(
     tensors: Tensors,
     average: bool | None = None,
@@ -108,6 +113,7 @@ def grouped_allreduce_(
     return [write_into(tensor, array) for tensor, array in zip(tensors, arrays, strict=True)]
 
 
+@told
 def sparse_allreduce(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -131,6 +137,7 @@ def sparse_allreduce(
     return sparse_of(*collectives.sparse_allreduce(*rows_of(own), op, name, process_set), own)
 
 
+@told
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -144,6 +151,7 @@ def reducescatter(
     return grouped_reducescatter([tensor], name, *how)[0]
 
 
+@told
 def grouped_reducescatter(
     tensors: Tensors,
     name: str | None = None,
@@ -158,6 +166,7 @@ def grouped_reducescatter(
     return [to_torch(array, like) for array, like in zip(arrays, tensors, strict=True)]
 
 
+@told
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -165,6 +174,7 @@ def allgather(
     return grouped_allgather([tensor], name, process_set)[0]
 
 
+@told
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
@@ -174,6 +184,7 @@ def grouped_allgather(
     return [to_torch(array, like) for array, like in zip(joined, tensors, strict=True)]
 
 
+@told
 def alltoall(
     tensor: torch.Tensor,
     splits: Any = None,
@@ -189,6 +200,7 @@ def alltoall(
     return to_torch(rows, tensor), torch.from_numpy(received).to(torch.int32)
 
 
+@told
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
@@ -199,6 +211,7 @@ def broadcast(
     return to_torch(collectives.broadcast(to_numpy(tensor), root_rank, name, process_set), tensor)
 
 
+@told
 def broadcast_(
     tensor: torch.Tensor,
     root_rank: int,
@@ -219,6 +232,7 @@ def broadcast_(
     return tensor
 
 
+@told
 def broadcast_all(
     tensors: Tensors,
     root_rank: int,

@@ -9,13 +9,16 @@ from keras_dist import _engine, errors, runtime
 from keras_dist.arguments import chosen_op
 from keras_dist.process_sets import ProcessSet, global_process_set
 from keras_dist.reduce_op import Average, ReduceOp
+from keras_dist.telling import told
+from keras_dist.tensor_compression import compressed, decompressed, wire_of
 from keras_dist.torch import plain
-from keras_dist.torch.compression import Compression, compressed, decompressed, wire_of
+from keras_dist.torch.compression import Compression
 from keras_dist.torch.exchanges import grouped_allgather
 
 __all__ = ["allreduce", "grouped_allreduce", "grouped_reducescatter", "reducescatter"]
 
 
+@told
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -55,6 +58,7 @@ def allreduce(
     return grouped_allreduce([tensor], None, name, compression, *how)[0]
 
 
+@told
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -89,6 +93,7 @@ def grouped_allreduce(
     return decompressed(compression, reduced, contexts)
 
 
+@told
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -122,6 +127,7 @@ def reducescatter(
     return grouped_reducescatter([tensor], name, compression, *how)[0]
 
 
+@told
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,

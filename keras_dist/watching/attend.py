@@ -5,13 +5,18 @@ A way that cannot be opened, such as a port that is taken, is named in a warning
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from keras_dist import _engine, config, errors
 from keras_dist.watching.gather import Gathering
 from keras_dist.watching.publish import publish_at_port, publish_at_socket
+from keras_dist.watching.sockets import directory
+from keras_dist.watching.token import token_in
 
 __all__ = ["Watching", "current"]
+
+PROMETHEUS_TOKEN = "prometheus-token"  # the usual file, beside the sockets
 
 _log = logging.getLogger("keras_dist")
 _current: "Watching | None" = None
@@ -66,11 +71,9 @@ class Watching:
                 remedy,
             )
         if settings.prometheus_port is not None:
-            from keras_dist.watching.prometheus import Endpoint
-
             host, number = settings.prometheus_port
             self._try(
-                lambda: Endpoint(get_job, host, number),
+                lambda: _answer_prometheus(get_job, host, number, settings.prometheus_token_file),
                 f"KERAS_DIST_PROMETHEUS_PORT={host}:{number} cannot be used",
                 "Choose another port, such as the next.",
             )
@@ -87,3 +90,14 @@ class Watching:
         for outlet in self._outlets:
             outlet.close()
         self._outlets = []
+
+
+def _answer_prometheus(get_job: Callable[[], Any], host: str, port: int, file: str) -> Any:
+    """Opens the port for Prometheus, and says so."""
+    from keras_dist.watching.prometheus import Endpoint
+
+    path = Path(file).expanduser() if file else directory() / PROMETHEUS_TOKEN
+    endpoint = Endpoint(get_job, host, port, token_in(path))
+    place = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+    print(f"keras_dist: Prometheus may read {place} by the token in {path}.", flush=True)
+    return endpoint

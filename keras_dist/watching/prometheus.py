@@ -1,20 +1,18 @@
 """A job as Prometheus reads it: text format 0.0.4 over HTTP, off unless a port is set.
 
-Counters are given beside shares and speeds, so that a query may take its own window.
+Requests need a token, which `watching.http` looks at. Counters are given beside shares and
+speeds, so that a query may take its own window.
 """
 
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
+from urllib.parse import SplitResult
 
-from keras_dist.watching.http import Server
+from keras_dist.watching.http import Handler, Server
 from keras_dist.watching.job import Job, Row
 
 __all__ = ["CONTENT_TYPE", "Endpoint", "to_text"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-POLL_SECONDS = 0.1
-CLIENT_SECONDS = 10.0
 
 # Name behind keras_dist_, type, help, the value of a rank.
 METRICS: list[tuple[str, str, str, Callable[[Row], float | None]]] = [
@@ -74,25 +72,20 @@ class Endpoint:
         get_job: gives the job; called at each scrape.
         host: the address to listen at.
         port: its port.
+        token: what those must bring who ask.
 
     Raises:
         OSError: it is taken, or not this node's.
     """
 
-    def __init__(self, get_job: Callable[[], Job], host: str, port: int):
-        handler = type("_Handler", (_Handler,), {"get_job": staticmethod(get_job)})
-        self._server = Server((host, port), handler)
-        self._thread = threading.Thread(
-            target=lambda: self._server.serve_forever(POLL_SECONDS),
-            name="keras_dist prometheus",
-            daemon=True,
-        )
-        self._thread.start()
+    def __init__(self, get_job: Callable[[], Job], host: str, port: int, token: str):
+        fields = {"get_job": staticmethod(get_job), "token": token}
+        self._server = Server((host, port), type("_Handler", (_Handler,), fields))
+        self._server.begin("keras_dist prometheus")
 
     def close(self) -> None:
         """Ends it."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
 
 def to_text(job: Job) -> str:
@@ -137,20 +130,11 @@ def _number(value: float) -> str:
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(str(value), str(value))
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     get_job: Callable[[], Job]
-    timeout = CLIENT_SECONDS
 
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] not in ("/metrics", "/"):
+    def answer(self, url: SplitResult) -> None:
+        if url.path in ("/metrics", "/"):
+            self.send(CONTENT_TYPE, to_text(self.get_job()).encode())
+        else:
             self.send_error(404)
-            return
-        body = to_text(self.get_job()).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Says nothing: the console is the script's."""

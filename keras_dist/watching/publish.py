@@ -5,17 +5,17 @@ which everyone on the node can reach: so whoever connects to it has to send a to
 """
 
 import contextlib
-import hmac
 import os
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from keras_dist.ownership import write_private
 from keras_dist.watching.job import Job
 from keras_dist.watching.sockets import SUFFIX, TOKEN_SUFFIX, directory, remove_dead
+from keras_dist.watching.token import fits, new_token
 
 __all__ = ["Publication", "publish_at_port", "publish_at_socket"]
 
@@ -87,7 +87,7 @@ class Publication:
             if self._token is None:
                 return True
             sent = _read_line(connection, 2 * len(self._token))
-            return hmac.compare_digest(sent.strip(), self._token.encode())
+            return fits(sent.strip().decode("latin-1"), self._token)
         finally:
             self._strangers.release()
             connection.settimeout(CLIENT_SECONDS)
@@ -134,12 +134,11 @@ def publish_at_port(get_job: Callable[[], Job], port: int) -> Publication:
         OSError: the port is taken, or the file cannot be written.
         LaunchError: the directory of the file is not this user's alone.
     """
-    token, path = secrets.token_urlsafe(32), _path(TOKEN_SUFFIX)
+    token, path = new_token(), _path(TOKEN_SUFFIX)
     listener = socket.create_server(("127.0.0.1", port))
     try:
         path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f"{token}\n")
+        write_private(path, f"{token}\n")
     except OSError:
         listener.close()
         raise

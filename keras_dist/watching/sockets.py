@@ -7,14 +7,13 @@ connects receives one line of JSON a second, until one of both has enough. Loads
 
 import contextlib
 import os
-import re
 import socket
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from keras_dist import errors
+from keras_dist.ownership import describe, is_private_directory, private_name
 from keras_dist.watching.job import Job
 
 __all__ = [
@@ -44,12 +43,12 @@ def directory() -> Path:
     """
     path = _places()[0]
     path.mkdir(mode=0o700, exist_ok=True)
-    if not _is_own(path):
+    if not is_private_directory(path):
         raise errors.LaunchError(
             errors.explain(
                 "[keras_dist]",
                 f"{path} to be a directory of this user's alone",
-                f"one of user {path.lstat().st_uid}, mode {stat.filemode(path.lstat().st_mode)}",
+                describe(path),
                 "Remove it, or set XDG_RUNTIME_DIR to a directory of your own.",
             )
         )
@@ -58,7 +57,8 @@ def directory() -> Path:
 
 def find_sockets() -> list[Path]:
     """Returns the sockets of this user's jobs on this node, the newest first."""
-    found = [path for place in _places() if _is_own(place) for path in place.glob(f"*{SUFFIX}")]
+    places = filter(is_private_directory, _places())
+    found = [path for place in places for path in place.glob(f"*{SUFFIX}")]
     dated = []
     for path in found:
         with contextlib.suppress(OSError):  # a job that has ended meanwhile
@@ -142,14 +142,5 @@ def _places() -> list[Path]:
         places.append(Path(runtime) / "keras_dist")
     for place in ("/tmp", tempfile.gettempdir()):
         if os.access(place, os.W_OK):
-            places.append(Path(place) / f"keras_dist-{os.getuid()}")
+            places.append(Path(place) / private_name())
     return list(dict.fromkeys(places))
-
-
-def _is_own(path: Path) -> bool:
-    try:
-        found = path.lstat()  # not what a link of somebody else's leads to
-    except OSError:
-        return False
-    alone = stat.S_ISDIR(found.st_mode) and not re.search("[rwx]", stat.filemode(found.st_mode)[4:])
-    return alone and found.st_uid == os.getuid()

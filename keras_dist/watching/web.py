@@ -4,18 +4,15 @@ One file without anything from elsewhere; it asks for the jobs once a second and
 token in the URL keeps others on this node out. Knows no way in which jobs come here.
 """
 
-import hmac
-import secrets
-import threading
 from collections.abc import Callable, Sequence
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import TracebackType
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import SplitResult
 
 from keras_dist import errors
-from keras_dist.watching.http import Server
+from keras_dist.watching.http import Handler, Server
 from keras_dist.watching.job import Job
+from keras_dist.watching.token import new_token
 
 __all__ = ["Page"]
 
@@ -29,7 +26,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-POLL_SECONDS = 0.1
 
 
 class Page:
@@ -44,7 +40,7 @@ class Page:
     """
 
     def __init__(self, get_jobs: Callable[[], Sequence[Job]], port: int):
-        token = secrets.token_urlsafe(32)
+        token = new_token()
         fields = {"get_jobs": staticmethod(get_jobs), "token": token}
         try:
             self._server = Server(("127.0.0.1", port), type("_H", (_Handler,), fields))
@@ -60,9 +56,7 @@ class Page:
         self.url = f"http://127.0.0.1:{self._server.server_port}/?token={token}"
 
     def __enter__(self) -> "Page":
-        serve = threading.Thread(target=self._server.serve_forever, args=(POLL_SECONDS,))
-        serve.daemon = True
-        serve.start()
+        self._server.begin("keras_dist page")
         return self
 
     def __exit__(
@@ -71,34 +65,18 @@ class Page:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    timeout = 10.0
+class _Handler(Handler):
     get_jobs: Callable[[], Sequence[Job]]
-    token: str
+    refused = 403, "The token is missing: open the URL as it was printed."
 
-    def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        sent = parse_qs(url.query).get("token", [""])[0]
-        if not hmac.compare_digest(sent.encode(), self.token.encode()):
-            self.send_error(403, "The token is missing: open the URL as it was printed.")
-        elif url.path == "/":
-            self._send("text/html; charset=utf-8", PAGE.read_bytes())
+    def answer(self, url: SplitResult) -> None:
+        if url.path == "/":
+            self.send("text/html; charset=utf-8", PAGE.read_bytes(), **HEADERS)
         elif url.path == "/jobs":
             jobs = ",".join(job.to_json() for job in self.get_jobs())
-            self._send("application/json", f"[{jobs}]".encode())
+            self.send("application/json", f"[{jobs}]".encode(), **HEADERS)
         else:
             self.send_error(404)
-
-    def _send(self, kind: str, body: bytes) -> None:
-        self.send_response(200)
-        for name, value in {"Content-Type": kind, "Content-Length": len(body), **HEADERS}.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Says nothing: the terminal shows the URL."""

@@ -81,7 +81,7 @@ else:
 
 @pytest.mark.fault(
     "`stop_training` set on one rank, behind the list of `keras_dist.callbacks()`",
-    "an error on every rank, or all stop alike",
+    "all ranks stop after the same epoch",
     within=5,
 )
 def test_a_stop_that_nobody_else_hears_of(job):
@@ -94,7 +94,7 @@ class Stop(keras.callbacks.Callback):
 fit(behind=[Stop()], epochs=10**6)
 """
     ended = job(2, text, KERAS_BACKEND="jax")
-    assert_all_told(ended, 2, "Received: ")
+    assert ended.returncode == 0, ended.stdout
 
 
 @pytest.mark.fault(

@@ -48,3 +48,42 @@ if rank == 0:
 """
     ended = job(2, text, FOLDER=str(tmp_path / "out"))
     assert ended.returncode == 0, ended.stdout
+
+
+@pytest.mark.fault(
+    "Keras updates without the method in which gradients are reduced, as after a rename in it",
+    "a `BackendError` on every rank, in that step; nothing is trained apart",
+    within=60,
+)
+@pytest.mark.fault(
+    "layers in float8 meet other magnitudes on each rank",
+    "scales and histories are those of all ranks; replicas stay equal",
+    within=60,
+)
+def test_updates_that_no_reduction_sees(job):
+    text = """
+import keras, numpy as np
+import keras_dist
+from keras_dist import distributed, errors
+
+def trained(optimizer, quantized=False):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    if quantized:
+        model.quantize("float8")
+    eagerly = not quantized  # Keras takes float8 in graphs of TensorFlow alone
+    model.compile(keras_dist.DistributedOptimizer(optimizer), "mse", run_eagerly=eagerly)
+    x = np.full((8, 6), 1.0 + keras_dist.rank(), "float32")
+    model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=keras_dist.callbacks())
+
+fault()
+trained(keras.optimizers.SGD(0.01), quantized=True)
+del distributed._Clipping._clip_gradients
+try:
+    trained(keras.optimizers.SGD(0.01))
+    raise SystemExit("not found")
+except errors.BackendError as error:
+    assert "those of this rank alone, with Keras" in str(error), error
+"""
+    ended = job(2, text)
+    assert ended.returncode == 0, ended.stdout

@@ -213,3 +213,88 @@ collectives.allreduce([0.0] * (3 + runtime.rank()), process_set=two)
     assert ended.returncode != 0
     for rank in (0, 1):
         assert f"[{rank}] keras_dist.errors.MismatchError" in ended.stdout
+
+
+@pytest.mark.fault(
+    "a rank calls two operations of one name at a time",
+    "an error there, and on ranks that wait for the second; all can go on",
+    within=5,
+)
+def test_two_operations_of_one_name(job):
+    text = """
+import threading
+from keras_dist import asynchronous, collectives, errors
+runtime.init()
+gate = threading.Event()
+if runtime.rank() == 1:
+    runtime.communicator().queue(gate.wait, "what takes long")
+fault()
+first = asynchronous.allreduce_async(1.0, "sum", "loss")
+if runtime.rank() == 0:
+    first.wait()
+try:
+    asynchronous.allreduce_async(2.0, "sum", "loss").wait()
+except errors.ArgumentError as error:
+    print(f"{runtime.rank()}: {error}\\n", end="", flush=True)
+gate.set()
+found = float(first.wait()), float(collectives.allreduce(3.0, "sum", "loss"))
+print(f"{runtime.rank()}: {found}\\n", end="", flush=True)
+"""
+    ended = job(2, text, bare=True)
+    assert ended.returncode == 0, ended.stdout
+    for rank in range(2):
+        told = [line for line in ended.stdout.splitlines() if line.startswith(f"{rank}: ")]
+        assert "[rank 1 of 2] Expected one operation named 'loss' at a time" in told[0], told
+        assert told[1] == f"{rank}: (2.0, 6.0)"
+
+
+FACES = {
+    "tensorflow": ("tensorflow as tf", "tf.ones(3)", "tf.function(reduce)()"),
+    "torch": ("torch", "torch.ones(3)", "hvd.synchronize(hvd.allreduce_async(given(), name='a'))"),
+    "jax": ("jax", "jax.numpy.ones(3)", "jax.jit(reduce)().block_until_ready()"),
+}
+
+
+@pytest.mark.fault(
+    "a rank passes what cannot be used, and catches the error as the others do",
+    "an error on every rank; all are at the same next call",
+    within=20,
+)
+@pytest.mark.parametrize("face", FACES)
+def test_an_argument_is_wrong_on_one_rank(job, face):
+    framework, tensor, queued = FACES[face]
+    text = f"""
+import keras_dist, {framework}, keras_dist.{face} as hvd
+hvd.init()
+wrong = None
+def given():
+    return object() if wrong == "value" else {tensor}
+def kind():
+    return "median" if wrong == "kind" else "sum"
+def reduce():
+    return hvd.allreduce(given(), op=kind())
+calls = [
+    reduce,
+    lambda: hvd.allgather(given()),
+    lambda: hvd.broadcast(given(), 0),
+    lambda: hvd.grouped_allreduce(3 if wrong else [given()]),
+    lambda: keras_dist.allreduce(1.0, name=[] if wrong else None),
+    lambda: {queued},
+]
+fault()
+for rank in range(2):
+    for call in calls:
+        for kind_of_fault in ("value", "kind"):
+            wrong = kind_of_fault if hvd.rank() == rank else None
+            failed = False
+            try:
+                call()
+            except Exception:
+                failed = True
+            place = calls.index(call), kind_of_fault, failed
+            assert keras_dist.allgather_object(place) == [place] * 2
+print("in step", hvd.allreduce({tensor}, op=hvd.Sum), flush=True)
+"""
+    ended = job(2, text, KERAS_BACKEND=face)
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("in step") == 2

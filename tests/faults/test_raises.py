@@ -75,6 +75,37 @@ def test_a_rank_without_memory(job):
     assert_told_once(ended, 1, "MemoryError")
 
 
+@pytest.mark.fault(
+    "a rank has no more memory within a reduction",
+    "the same error on all ranks, which can go on",
+    within=15,
+)
+def test_a_rank_without_memory_within_a_reduction(job):
+    text = """
+import numpy as np
+from keras_dist import collectives, errors
+from keras_dist._engine import bucket_reduction
+runtime.init()
+mine, reduce_each = np.full(2**20, 1.0, np.float32), bucket_reduction.reduce_each
+def without_memory(*_):
+    bucket_reduction.reduce_each = reduce_each
+    fault()
+    raise MemoryError
+if runtime.rank() == 1:
+    bucket_reduction.reduce_each = without_memory
+try:
+    collectives.allreduce(mine)
+except errors.RankError as error:
+    os.write(1, f"{error}\\n".encode())
+assert collectives.allreduce(mine, op="sum").max() == 3
+"""
+    ended = job(3, text, bare=True)
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("Expected every rank to reduce its slice") == 3
+    assert ended.stdout.count("Received: MemoryError().") == 1
+    assert ended.stdout.count("Received: an error on another rank.") == 2
+
+
 @pytest.mark.fault("SIGINT on one rank", f"{ENDS} (130)", within=5)
 def test_an_interrupt_of_one_rank(job):
     ended = job(3, on_rank_1("os.kill(os.getpid(), signal.SIGINT)"), bare=True)

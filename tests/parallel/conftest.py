@@ -8,6 +8,7 @@ its time limit, after every rank has shown where it stands.
 import contextlib
 import faulthandler
 import functools
+import hashlib
 import json
 import os
 import random
@@ -49,13 +50,22 @@ outcomes_by_row = {}
 
 def exchange(place, value):
     """Returns every rank's value; ends the job when the ranks are not at the same place."""
-    arrived = world.Ibarrier()
-    while not arrived.Test():
-        time.sleep(0.001)  # a blocking call would take the cores from ranks still at work
+    if all_say(repr((place, value))):
+        return (value,) * size
     places, values = zip(*world.allgather((place, value)), strict=True)
     if len(set(places)) > 1:
         end_job(f"{where} The ranks have lost each other. This one is at: {place}.")
     return values
+
+
+def all_say(text):
+    """Returns whether this text is that of every rank, which it is at nearly all times."""
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+    least = np.empty(2, np.int64)
+    arrived = world.Iallreduce(np.array([digest, -digest]), least, MPI.MIN)
+    while not arrived.Test():
+        time.sleep(0.001)  # a blocking call would take the cores from ranks still at work
+    return least[0] == -least[1]
 
 
 def agree(report):
@@ -174,6 +184,9 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "parity(row): shows a row of docs/backends.md; {name} stands for a parameter"
     )
+    config.addinivalue_line(
+        "markers", "tuned: pipelines of TensorFlow are tuned, as users have them"
+    )
     if rank > 0:
         config.pluginmanager.unregister(name="terminalreporter")
 
@@ -245,17 +258,16 @@ def same_seed():
 
 
 @pytest.fixture(autouse=True)
-def untuned_pipelines():
+def untuned_pipelines(request, monkeypatch):
     """Makes pipelines of TensorFlow do without its tuner, for which who lets go of them may wait.
 
-    Users have it; `keras_dist.data.tf_arrays` says more.
+    Users have it, as have tests marked `tuned`; `keras_dist.data.tf_arrays` says more.
     """
-    if "tensorflow" in sys.modules:
-        leave_untuned()
+    if "tensorflow" in sys.modules and not request.node.get_closest_marker("tuned"):
+        leave_untuned(monkeypatch)
 
 
-@functools.cache
-def leave_untuned():
+def leave_untuned(monkeypatch):
     from tensorflow.data import Options
     from tensorflow.python.data.ops.dataset_ops import DatasetV2
 
@@ -266,7 +278,19 @@ def leave_untuned():
         options.autotune.enabled = False
         return prepared(dataset.with_options(options))
 
-    DatasetV2._apply_debug_options = untuned
+    monkeypatch.setattr(DatasetV2, "_apply_debug_options", untuned)
+
+
+@pytest.fixture(autouse=True)
+def untranslated_graphs(monkeypatch):
+    """Makes `torch.compile` run the graphs that it finds, without a C++ compiler.
+
+    Where a step is cut, and what runs in between, is the same; each graph would take the compiler
+    seconds.
+    """
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
 
 
 @pytest.fixture

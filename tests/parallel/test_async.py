@@ -252,6 +252,24 @@ def test_something_that_is_no_handle():
         assert all("a handle, as keras_dist.allreduce_async returns" in text for text in texts)
 
 
+def result_of(call):
+    handle = call()
+    return handle.wait() if isinstance(handle, keras_dist.Handle) else handle
+
+
+def test_wrong_arguments_on_one_rank_leave_no_rank_a_call_behind():
+    several()
+    wrong = {"bad": 1}, {"process_set": "nope"}
+    for operation in keras_dist.allreduce_async, keras_dist.allreduce:
+        for given in wrong:
+            before = keras_dist.allreduce_async(1.0, "sum")
+            options = odd_one({}, given)
+            with pytest.raises((TypeError, errors.ArgumentError), match=r"bad|nope"):
+                result_of(lambda o=operation, g=options: o(1.0, **g))
+            assert keras_dist.allreduce(2.0, "sum") == 2 * SIZE()
+            assert keras_dist.synchronize(before) == SIZE()
+
+
 # --- Begin and end
 
 

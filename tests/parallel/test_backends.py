@@ -132,9 +132,8 @@ def test_tensors_of_every_float_come_back_as_they_went(dtype):
     optimizer.apply(gradients, variables)
     for variable in variables:
         assert variable.value.dtype == kind
-        np.testing.assert_allclose(
-            variable.value.detach().float().numpy(), -(size - 1) / 2, rtol=1e-2
-        )
+        # Halves of small numbers: every float has them.
+        assert (variable.value == -(size - 1) / 2).all()
 
 
 @on_torch

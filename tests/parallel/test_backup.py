@@ -17,6 +17,7 @@ from training import (
 import keras_dist
 from keras_dist import errors, model_state
 from keras_dist.callbacks import BackupAndRestore
+from keras_dist.callbacks.whole_list import ListMember
 from keras_dist.data import epochs
 from keras_dist.keeping.generations import newest_first
 
@@ -25,8 +26,8 @@ class Interrupted(Exception):
     """What ends a training in these tests."""
 
 
-class Interrupt(keras.callbacks.Callback):
-    """Ends the training at the begin of an epoch or after a step."""
+class Interrupt(ListMember, keras.callbacks.Callback):
+    """Ends the training at the begin of an epoch or after a step, behind its backup."""
 
     def __init__(self, epoch, batch=None):
         super().__init__()
@@ -39,7 +40,10 @@ class Interrupt(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         if self.at == (self.epoch, batch):
-            raise Interrupted
+            self.when_all_have_been_called(self.interrupt)
+
+    def interrupt(self):
+        raise Interrupted
 
 
 def new_model(optimizer=None, **options):
@@ -59,10 +63,13 @@ def fit(*callbacks, model=None, epochs=3, **data):
     if not data:
         x, y = make_data(8, seed=keras_dist.rank())
         data = {"x": x, "y": y, "batch_size": 4, "shuffle": False}
-    callbacks = keras_dist.callbacks(*callbacks)
+    trained = []
+    notes = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: trained.append(epoch))
+    callbacks = keras_dist.callbacks(*callbacks, notes)
     history = model.fit(**data, epochs=epochs, verbose=0, callbacks=callbacks)
     keras_dist.verify_replicas(model)
-    return model, history.epoch
+    assert history.epoch == list(range(epochs))
+    return model, trained
 
 
 def everything_of(model):

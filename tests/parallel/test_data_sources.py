@@ -191,7 +191,8 @@ class Seen(keras.Sequential):
         return {"loss": keras.ops.zeros(())}
 
     def fit(self, part, *callbacks):
-        end = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: self.interrupt())
+        # A backup is written behind all callbacks of a batch's end.
+        end = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda *_, **__: self.interrupt())
         callbacks = keras_dist.callbacks(*callbacks, end)
         with contextlib.suppress(Interrupted):
             super().fit(part, epochs=2, verbose=0, callbacks=callbacks)

@@ -50,6 +50,10 @@ def test_allreduce_of_every_op_and_dtype(compiled):
             equal(most, stack.max(0))
             equal(product, stack.prod(0).astype(dtype))
             equal(mean, (stack.astype("float64").sum(0) / hvd.size()).astype(dtype))
+    with jax.enable_x64(True):  # the sum runs over, the average does not
+        limits = jnp.array([-(2**63), -(2**62), 2**63 - 1])
+        assert limits.dtype == "int64"
+        equal(compiled(hvd.allreduce)(limits), limits)
 
 
 def test_exchanges(compiled):
@@ -288,3 +292,16 @@ def test_process_sets(compiled):
         found = compiled(lambda x: hvd.pmean(x, even))(jnp.ones(2) * hvd.rank())
         equal(found, np.full(2, np.mean(even.ranks)))
     hvd.remove_process_set(even)
+
+
+def test_a_compression_takes_arrays(compiled):
+    for compression, narrow in (
+        (hvd.Compression.none, "float32"),
+        (hvd.Compression.fp16, "float16"),
+        (hvd.Compression.bf16, "bfloat16"),
+    ):
+        small = compiled(compression.compress)(jnp.asarray(mine((5,))))
+        assert isinstance(small, jax.Array) and small.dtype == narrow
+        back = compiled(lambda x, c=compression: c.decompress(x, jnp.float32))(small)
+        assert back.dtype == "float32"
+        equal(back, mine((5,)))

@@ -122,6 +122,20 @@ def test_momentum_correction_scales_the_velocity():
     assert float(np.array(model.layers[0].kernel)[0, 0]) == pytest.approx(weight, rel=1e-6)
 
 
+def test_a_rate_of_zero_leaves_the_velocity_for_the_rates_that_follow():
+    model = distributed(keras.optimizers.SGD(1.0, momentum=0.9))
+    model.optimizer.build(model.trainable_variables)
+    velocity = model.optimizer.momentums[0]
+    velocity.assign(keras.ops.ones(velocity.shape))
+    rates = [0.0, 0.0, 0.5, 2.0]
+    schedule = LearningRateScheduleCallback(1.0, lambda epoch: rates[int(epoch)])
+    schedule.set_model(model)
+    for epoch, factor in enumerate([1.0, 1.0, 0.5, 2.0]):
+        schedule.on_epoch_begin(epoch)
+        schedule.on_train_batch_begin(0)
+        assert (keras.ops.convert_to_numpy(velocity) == factor).all()
+
+
 def test_momentum_correction_knows_the_velocity_of_lars():
     model = make_model(keras_dist.DistributedOptimizer(keras_dist.optimizers.LARS(1.0)))
     model.optimizer.build(model.trainable_variables)

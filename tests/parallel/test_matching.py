@@ -1,5 +1,6 @@
 """Operations with names: ranks find each other's, in whatever order they call them."""
 
+import concurrent.futures
 import threading
 import time
 
@@ -143,3 +144,62 @@ def test_a_process_set_has_names_of_its_own():
         }
         assert all((handles[name].wait() == value_of(name)).all() for name in order)
     assert keras_dist.remove_process_set(some)
+
+
+# --- Two operations of one name in flight
+
+
+def in_flight(call):
+    """Asserts that a call is refused, as another of its name is in flight on some rank."""
+    with pytest.raises(errors.ArgumentError, match=r"Expected one operation named 'a' at a time"):
+        call()
+
+
+def test_a_second_operation_of_one_name_in_flight_is_refused():
+    several()
+    gate = threading.Event()
+    comm = keras_dist.runtime.communicator()
+    comm.queue(gate.wait, "wait")  # so that nothing in the line ends before all have asked
+    first = keras_dist.allreduce_async(1.0, "sum", "a")
+    in_flight(lambda: keras_dist.allreduce_async(2.0, "sum", "a"))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        in_flight(pool.submit(keras_dist.allreduce, 2.0, "sum", "a").result)
+    gate.set()
+    assert first.wait() == keras_dist.size()
+    assert keras_dist.allreduce(2.0, "sum", "a") == 2 * keras_dist.size()
+
+
+@pytest.mark.parametrize("after", ["another name", "the same name", "no name"])
+def test_a_rank_for_which_the_first_has_ended_hears_that_another_has_refused(after):
+    several()
+    comm, size = keras_dist.runtime.communicator(), keras_dist.size()
+    is_last = keras_dist.rank() == size - 1
+    if is_last:  # on the others the first has ended when the second is asked for
+        gate = threading.Event()
+        comm.queue(gate.wait, "wait")
+        first = keras_dist.allreduce_async(1.0, "sum", "a")
+        in_flight(lambda: keras_dist.allreduce_async(2.0, "sum", "a"))
+        gate.set()
+        assert first.wait() == size
+    else:
+        assert keras_dist.allreduce_async(1.0, "sum", "a").wait() == size
+        in_flight(keras_dist.allreduce_async(2.0, "sum", "a").wait)
+    name = {"another name": "b", "the same name": "a", "no name": None}[after]
+    assert keras_dist.allreduce(3.0, "sum", name) == 3 * size
+    assert keras_dist.allreduce(4.0, "sum", "a") == 4 * size
+
+
+def test_a_rank_that_asks_twice_alone_is_the_only_one_to_hear_so():
+    several()
+    comm, size = keras_dist.runtime.communicator(), keras_dist.size()
+    if keras_dist.rank() == 0:
+        gate = threading.Event()
+        comm.queue(gate.wait, "wait")
+        first = keras_dist.allreduce_async(1.0, "sum", "a")
+        in_flight(lambda: keras_dist.allreduce_async(2.0, "sum", "a"))
+        gate.set()
+    else:
+        first = keras_dist.allreduce_async(1.0, "sum", "a")
+    assert first.wait() == size
+    assert keras_dist.allreduce(3.0, "sum", "b") == 3 * size
+    assert keras_dist.allreduce(4.0, "sum") == 4 * size

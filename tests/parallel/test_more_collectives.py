@@ -506,6 +506,29 @@ def test_sparse_allreduce_adds_up_narrow_floats_in_float32():
     np.testing.assert_array_equal(rows, np.array([2050], np.float16))
 
 
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("count", [9, 50_000])
+def test_averages_of_whole_numbers_are_exact_though_their_sum_runs_over(count, dtype):
+    limits = np.iinfo(dtype)
+    extremes = [limits.min, limits.min // 2, limits.min + 1, limits.max // 2 + 1, limits.max]
+    everyone = np.resize(np.array(extremes, dtype), (SIZE(), count))
+    everyone[1:, :2] = everyone[0, :2]  # equal on all ranks
+    total = everyone.astype(object).sum(axis=0)
+    expected = np.array([int(abs(n)) // SIZE() * (1 if n > 0 else -1) for n in total], dtype)
+    mine = everyone[RANK()]
+    np.testing.assert_array_equal(keras_dist.allreduce(mine), expected)
+    assert_same_rows(keras_dist.reducescatter(mine), expected)
+    whole, where = keras_dist.sparse_allreduce(mine, np.arange(count))
+    np.testing.assert_array_equal(whole, expected)
+    assert len(where) == count
+    # What a rank holds twice may run over as well, as long as the average does not.
+    twice = np.array([limits.max, limits.max] if RANK() % 2 else [limits.min, limits.min], dtype)
+    rows, _ = keras_dist.sparse_allreduce(twice, np.array([3, 3]))
+    sums = [2 * int(limits.max if rank % 2 else limits.min) for rank in range(SIZE())]
+    mean = abs(sum(sums)) // SIZE() * (1 if sum(sums) > 0 else -1)
+    assert rows[0] == mean if limits.min <= mean <= limits.max else True
+
+
 @pytest.mark.parametrize(
     ("kind", "values", "indices", "op", "text"),
     [

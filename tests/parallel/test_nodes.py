@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import keras_dist
 from keras_dist import _engine, errors, runtime
-from keras_dist._engine import bucket_reduction, mpi_reduction, peers
+from keras_dist._engine import bucket_reduction, mpi_reduction
 from keras_dist._engine.reduce import ReduceOp
 
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int32]
@@ -100,24 +100,27 @@ def test_a_bucket_is_reduced_on_the_nodes_first(way):
     comm.free()
 
 
-def test_memory_that_one_rank_cannot_read_is_an_error_on_all_nodes(monkeypatch):
+@pytest.mark.parametrize("way", ["copy", "read"])
+@pytest.mark.parametrize("failure", [MemoryError, OSError])
+def test_a_slice_that_one_rank_cannot_reduce_is_an_error_on_all_nodes(monkeypatch, way, failure):
     even_nodes()
-    comm = _engine.Communicator(MPI, None, "read")
+    comm = _engine.Communicator(MPI, None, way)
     mine = contribution(comm.rank, LARGE, np.float32)
     fused = _engine.FusedAllreduce(comm, ["a"], [(mine.shape, mine.dtype)], ReduceOp.SUM, 2**20)
     expected = fused([mine])[0]
+    odd = comm.rank == comm.size - 1
+
+    def broken(*_):
+        raise failure("on purpose")
+
     with monkeypatch.context() as patched:
-        if comm.rank == comm.size - 1:
-            patched.setattr(peers, "read", refused)
-        with pytest.raises(OSError, match="read"):
+        if odd:
+            patched.setattr(bucket_reduction, "reduce_each", broken)
+        with pytest.raises(errors.RankError, match="on purpose" if odd else "another rank"):
             fused([mine])
     np.testing.assert_array_equal(fused([mine])[0], expected)
     comm.world.Barrier()
     comm.free()
-
-
-def refused(*_):
-    raise OSError("reading the memory of another process: not permitted")
 
 
 def test_a_rank_on_another_node_that_differs_is_named():

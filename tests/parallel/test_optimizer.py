@@ -81,10 +81,12 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
     )
 
 
-def train_both(make_optimizer, make=make_model, fit=None, **options):
+def train_both(make_optimizer, make=make_model, fit=None, eagerly=True, **options):
     """Trains on this rank's rows with keras_dist and on all rows without; returns both."""
     x, y = global_data()
     plain = make(optimizer=make_optimizer())
+    # Tracing its steps would take longer than they do; one rank compares the bits of a graph.
+    plain.run_eagerly = eagerly and BACKEND == "tensorflow" and keras_dist.size() > 1
     plain.fit(x, y, batch_size=BATCH * keras_dist.size(), shuffle=False, verbose=0)
     model = make(optimizer=keras_dist.DistributedOptimizer(make_optimizer()), **options)
     fit = fit or fit_rows

@@ -3,10 +3,15 @@
 import keras
 import numpy as np
 import pytest
-from training import agreed, make_data, make_model
+from training import agreed, distributed, make_data, make_model
 
 import keras_dist
 from keras_dist import errors, replicas
+
+
+def several():
+    if keras_dist.size() == 1:
+        pytest.skip("ranks cannot differ when there is one")
 
 
 def test_equal_replicas_pass():
@@ -16,8 +21,7 @@ def test_equal_replicas_pass():
 
 @pytest.mark.parity("`verify_replicas` names variables and ranks")
 def test_a_difference_is_named_with_its_ranks():
-    if keras_dist.size() == 1:
-        pytest.skip("ranks cannot differ when there is one")
+    several()
     model = make_model(regularised=True)
     last = keras_dist.size() - 1
     if keras_dist.rank() == last:
@@ -28,9 +32,34 @@ def test_a_difference_is_named_with_its_ranks():
     assert str(caught.value).count("(ranks") == 1
 
 
+def test_every_difference_is_named_with_its_own_ranks():
+    several()
+    model = make_model(regularised=True)
+    first, *_, last = model.trainable_weights
+    rank, size = keras_dist.rank(), keras_dist.size()
+    first.assign(first + (rank == size - 1))
+    last.assign(last + (rank > 0))
+    with pytest.raises(errors.MismatchError) as caught:
+        keras_dist.verify_replicas(model)
+    others = ", ".join(map(str, range(1, size)))
+    named = f"{first.path} (ranks {size - 1}); {last.path} (ranks {others})"
+    assert f"Received: differences from rank 0 in {named}. " in str(caught.value)
+
+
+def test_of_many_differences_eight_are_named():
+    several()
+    model = make_model(keras.optimizers.SGD(momentum=0.9), regularised=True)
+    model.optimizer.build(model.trainable_variables)
+    different = [*model.weights, *model.optimizer.momentums][:11]
+    for variable in different:
+        variable.assign(variable + keras_dist.rank())
+    with pytest.raises(errors.MismatchError, match=r" and 3 more\. ") as caught:
+        keras_dist.verify_replicas(model)
+    assert str(caught.value).count("(ranks") == 8
+
+
 def test_optimizer_state_counts():
-    if keras_dist.size() == 1:
-        pytest.skip("ranks cannot differ when there is one")
+    several()
     model = make_model(keras.optimizers.Adam())
     model.optimizer.build(model.trainable_variables)
     model.optimizer.iterations.assign(keras_dist.rank())
@@ -50,6 +79,22 @@ def test_statistics_are_averaged_and_equal_weights_keep_their_bits():
     np.testing.assert_allclose(np.array(mean), (size - 1) / 2)
     assert np.array(model.layers[0].kernel).tobytes() == frozen
     keras_dist.verify_replicas(model)
+
+
+class AtTheStartOfValidation(keras.callbacks.Callback):
+    """Keeps the moving statistics as a validation finds them."""
+
+    def on_test_begin(self, logs=None):
+        self.found = [np.array(v).tobytes() for v in self.model.non_trainable_weights]
+
+
+def test_statistics_are_averaged_before_validation():
+    x, y = make_data(8, seed=keras_dist.rank())
+    model = distributed(regularised=True)
+    seen = AtTheStartOfValidation()
+    callbacks = keras_dist.callbacks(seen)
+    model.fit(x, y, verbose=0, validation_data=(x, y), callbacks=callbacks[:-3])
+    assert agreed(seen.found)
 
 
 def test_whole_numbers_come_from_the_root():

@@ -73,9 +73,10 @@ class Gan(keras.Model):
         self.maker = keras.Sequential([keras.Input((2,)), keras.layers.Dense(FEATURES)])
         self.judge = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
         self.judging = wrap(keras.optimizers.SGD(0.1, momentum=0.9))
-        self.judging.build(self.judge.trainable_variables)
         self.compile(wrap(keras.optimizers.Adam(0.01)))
-        self.optimizer.build(self.maker.trainable_variables)
+        if BACKEND == "jax":  # whose steps are given all state, so it has to be there
+            self.judging.build(self.judge.trainable_variables)
+            self.optimizer.build(self.maker.trainable_variables)
         self.built = True
 
     def losses_of(self, real, noise):

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import itertools
 import os
 import resource
 import time
@@ -16,7 +17,7 @@ from mpi4py import MPI
 import keras_dist
 from keras_dist import _engine, errors
 from keras_dist._engine import bucket_reduction as limits
-from keras_dist._engine import shared, windows
+from keras_dist._engine import idle_memory, shared, windows
 from keras_dist._engine.reduce import ReduceOp
 
 WAYS = ("copy", "read", "mpi")
@@ -253,6 +254,25 @@ def test_memory_that_one_rank_cannot_map_is_left_alone_by_all(monkeypatch, caplo
     comm.free()
 
 
+@pytest.mark.parametrize("way", ["copy", "read"])
+def test_a_slice_that_one_rank_cannot_reduce_is_an_error_on_all(monkeypatch, comms, way):
+    several()
+    mine = np.full(limits.READ_NBYTES // 4, keras_dist.rank(), np.float32)
+    fused = reduced(comms[way], [mine], ReduceOp.SUM)
+    expected = fused([mine])[0]
+    odd = keras_dist.rank() == keras_dist.size() - 1
+
+    def broken(*_):
+        raise MemoryError("on purpose")
+
+    with monkeypatch.context() as patched:
+        if odd:
+            patched.setattr(limits, "reduce_each", broken)
+        with pytest.raises(errors.RankError, match="on purpose" if odd else "another rank"):
+            fused([mine])
+    np.testing.assert_array_equal(fused([mine])[0], expected)
+
+
 def refused(*_):
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
@@ -273,6 +293,32 @@ def test_ranks_that_have_been_left_give_their_memory_back():
         assert shared_nbytes() < before + 2**20
     finally:
         gc.enable()
+
+
+def test_plans_that_are_idle_give_their_memory_back(monkeypatch):
+    several()
+    monkeypatch.setattr(idle_memory, "IDLE_UPDATES", 6)
+    comm = _engine.Communicator(MPI, None)
+    plans = [gradients_of(comm, 2**20 + number) for number in range(8)]
+    peak = 0
+    before = shared_nbytes()
+    for used in itertools.pairwise(plans):
+        for plan in 3 * used:  # two that take turns, and then others
+            mine = np.full(plan.call.entries[0].shape, keras_dist.rank(), np.float32)
+            assert plan([mine])[0][0] == sum(range(keras_dist.size()))
+        peak = max(peak, shared_nbytes() - before)
+    assert peak < 6 * plans[-1].nbytes
+    assert [plan.nbytes > 0 for plan in plans] == 6 * [False] + 2 * [True]
+    mine = np.full(2**20, keras_dist.rank(), np.float32)
+    assert plans[0]([mine])[0][0] == sum(range(keras_dist.size())) and plans[0].nbytes
+    keras_dist.barrier()
+    comm.free()
+    assert not any(plan.nbytes for plan in plans)
+
+
+def gradients_of(comm, count):
+    specs = [((count,), np.dtype(np.float32))]
+    return _engine.FusedAllreduce(comm, ["a"], specs, ReduceOp.SUM, 2**23, updates=True)
 
 
 def shared_nbytes():

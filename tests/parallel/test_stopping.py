@@ -37,7 +37,7 @@ class StopAt(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def steps_of(*callbacks, sample_weight=None):
+def steps_of(*callbacks, sample_weight=None, appended=()):
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
     model = make_model(optimizer, run_eagerly=True)
     steps = Steps()
@@ -48,7 +48,7 @@ def steps_of(*callbacks, sample_weight=None):
         epochs=3,
         shuffle=False,
         verbose=0,
-        callbacks=[steps, *keras_dist.callbacks(*callbacks)],
+        callbacks=[steps, *keras_dist.callbacks(*callbacks), *appended],
     )
     keras_dist.verify_replicas(model)
     assert agreed(steps.count)
@@ -68,6 +68,16 @@ def steps_of(*callbacks, sample_weight=None):
 )
 def test_a_stop_on_one_rank_stops_all_after_the_same_step(hook, at, steps):
     assert steps_of(StopAt(hook, at, rank=keras_dist.size() - 1)) == steps
+
+
+@pytest.mark.parametrize(
+    ("hook", "at", "steps"), [("on_train_batch_end", 7, 7), ("on_epoch_end", 2, 10)]
+)
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_callback_behind_the_list_stops_all_after_the_same_step(hook, at, steps, everywhere):
+    last = keras_dist.size() - 1
+    appended = [StopAt(hook, at, last)] if everywhere or keras_dist.rank() == last else []
+    assert steps_of(appended=appended) == steps
 
 
 def test_a_loss_that_is_no_number_on_one_rank_stops_all():

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import keras_dist
 import keras_dist.tensorflow as hvd
+from keras_dist import errors
 from keras_dist._backends import tensorflow_host
 
 RANKS = range(hvd.size())
@@ -93,6 +94,9 @@ def test_allreduce_of_every_dtype_with_every_op():
     averaged = hvd.allreduce(mine())
     np.testing.assert_allclose(averaged, MEAN + 1)
     assert int(hvd.allreduce(tf.constant(RANK + 1))) == int(MEAN + 1)  # truncated
+    for dtype in (name for name in DTYPES if "int" in name):  # the sum runs over
+        limits = tf.constant([tf.dtypes.as_dtype(dtype).min, tf.dtypes.as_dtype(dtype).max], dtype)
+        np.testing.assert_array_equal(in_both(hvd.allreduce, limits), limits)
     assert not bool(hvd.allreduce(tf.constant(RANK > 0), op="min"))
 
 
@@ -544,3 +548,59 @@ def test_compression_of_floats_and_of_whole_numbers():
     for dtype in ("float32", "float64", "int32", "float16"):
         result = hvd.allreduce(mine(dtype=dtype), op=hvd.Sum, compression=hvd.Compression.fp16)
         assert result.dtype == dtype and np.all(result.numpy() == SIZE * (MEAN + 1))
+
+
+class Halved(hvd.Compressor):
+    """A compression as a script for Horovod writes it: of tensors, with static methods."""
+
+    @staticmethod
+    def compress(tensor):
+        return tf.cast(tensor, tf.float16) / 2, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return tf.cast(tensor, ctx) * 2
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "graph"])
+def traced(request):
+    return tf.function if request.param else lambda function: function
+
+
+def test_a_compression_takes_tensors(traced):
+    narrow = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
+    for name, dtype in narrow.items():
+        compression = getattr(hvd.Compression, name)
+        compress = traced(lambda one, c=compression: c.compress(one)[0])
+        back = traced(lambda one, c=compression: c.decompress(*c.compress(one)))
+        for given in (tf.constant([0.5, 2]), tf.constant([1.0], tf.float64), tf.constant([1, 2])):
+            small, found = compress(given), back(given)
+            assert small.dtype == (dtype if dtype and given.dtype.is_floating else given.dtype)
+            assert found.dtype == given.dtype and np.all(found == given)
+    assert hvd.Compression.fp16.compress(np.float32([1]))[0].dtype == tf.float16
+
+
+def test_a_compression_of_ones_own_works_on_tensors(traced):
+    expected = SIZE * (MEAN + 1)
+    reduce = traced(lambda one: hvd.allreduce(one, op=hvd.Sum, compression=Halved))
+    result = reduce(mine())
+    assert result.dtype == tf.float32 and np.all(result.numpy() == expected)
+    variable = tf.Variable(mine())
+
+    @traced
+    def gradient():
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(variable * mine())
+        return hvd.DistributedGradientTape(tape, compression=Halved).gradient(total, variable)
+
+    assert gradient().dtype == tf.float32 and np.all(gradient().numpy() == MEAN + 1)
+
+
+def test_a_compression_is_taken_wherever_that_of_keras_dist_is():
+    for compression in (hvd.Compression.fp16, keras_dist.Compression.fp16, "fp16", None):
+        assert np.all(hvd.allreduce(mine(), compression=compression).numpy() == MEAN + 1)
+    assert np.all(keras_dist.allreduce(mine(), compression=hvd.Compression.fp16) == MEAN + 1)
+    sgd = keras.optimizers.SGD()
+    keras_dist.DistributedOptimizer(sgd, compression=hvd.Compression.bf16)
+    with pytest.raises(errors.ArgumentTypeError, match="an instance of keras_dist"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(), compression=Halved)

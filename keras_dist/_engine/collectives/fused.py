@@ -6,9 +6,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from keras_dist import errors
 from keras_dist._engine import timeline
 from keras_dist._engine.agreement import Call, entries_of
-from keras_dist._engine.bucket_reduction import BucketReduction, Finish, bucket_reduction
+from keras_dist._engine.bucket_reduction import (
+    BucketReduction,
+    Finish,
+    SliceError,
+    bucket_reduction,
+)
 from keras_dist._engine.buckets import aligned_array, plan_buckets
 from keras_dist._engine.collectives.adasum import adasum
 from keras_dist._engine.collectives.join import exchange_among
@@ -19,14 +25,8 @@ from keras_dist._engine.mpi_reduction import SMALL_NBYTES, reduce_through_mpi
 from keras_dist._engine.place import Handle
 from keras_dist._engine.progress import count_update
 from keras_dist._engine.recovery import again
-from keras_dist._engine.reduce import (
-    ReduceOp,
-    check_dtype,
-    check_factors,
-    reduce_into,
-    scaled,
-)
-from keras_dist._engine.wait import blocked
+from keras_dist._engine.reduce import ReduceOp, check_dtype, check_factors, reduce_into, scaled
+from keras_dist._engine.transfer import wait
 
 __all__ = ["FusedAllreduce"]
 
@@ -164,9 +164,8 @@ class FusedAllreduce:
         bucket, self._everyones = self.buckets[number], None
         if self.op is ReduceOp.ADASUM:
             names = [self.call.entries[slot.index].name for slot in bucket.slots]
-            call = self.call
-            factors = (call.prescale, call.postscale)
-            return adasum(self.comm, arrays, names, call.key, *factors, tells=self._updates)
+            factors = (self.call.prescale, self.call.postscale)
+            return adasum(self.comm, arrays, names, self.call.key, *factors, tells=self._updates)
         if self.call.prescale != 1:
             arrays = [scaled(array, self.call.prescale) for array in arrays]
         with self.comm.lock:
@@ -185,6 +184,8 @@ class FusedAllreduce:
             is_held = meet(self.comm, call, tells=self._updates)
             if self.comm.absence is not None:
                 return bucket.unpack(self._reduce_among(bucket.pack(arrays)))
+            if self._updates and number == 0:
+                self.comm.idle_memory.used(self)
             if is_held:
                 # What has been lent stays as it is: from now on nobody writes there.
                 self.lend, self._shared = False, None
@@ -195,7 +196,7 @@ class FusedAllreduce:
                     with timeline.phase("reduce through MPI"):
                         self._reduce_flat(number, flat)
             else:
-                flat = reduction.reduce(self._across(number, reduction.reads))
+                flat = self._reduce_on_node(number, reduction)
                 lent = reduction.lend() if lend and self.lend else None
                 if lent is not None:
                     self._everyones, flat = flat, lent
@@ -237,6 +238,10 @@ class FusedAllreduce:
     def nbytes(self) -> int:
         """How much shared memory it takes, in bytes, for all ranks of the node together."""
         return sum(reduction.nbytes for reduction in (self._shared or {}).values())
+
+    def release(self) -> None:
+        """Gives its shared memory back until it is used again. All ranks must do so alike."""
+        self._shared = None
 
     def _share_memory(self) -> dict[int, BucketReduction] | None:
         """Makes the shared memory of the buckets that use it; returns them by number.
@@ -302,29 +307,32 @@ class FusedAllreduce:
         whole = self.comm.is_one_node or self.op is not ReduceOp.AVERAGE
         return self.op if whole else ReduceOp.SUM
 
-    def _across(self, number: int, may_fail: bool) -> Finish | None:
-        """Returns what reduces, in place, this rank's slice of a bucket over all nodes.
+    def _reduce_on_node(self, number: int, reduction: BucketReduction) -> np.ndarray:
+        try:
+            return reduction.reduce(self._across(number))
+        except SliceError as failure:
+            expected = "every rank to reduce its slice of a bucket"
+            remedy = "The traceback of the rank that failed says why."
+            raise errors.RankError(
+                errors.explain(self.comm.where(), expected, str(failure), remedy)
+            ) from failure
 
-        Args:
-            number: which of the buckets.
-            may_fail: whether a rank may come without a slice. Then nothing is reduced.
-        """
+    def _across(self, number: int) -> Finish | None:
+        """Returns what reduces, in place, this rank's slice of a bucket over all nodes."""
         if self.comm.is_one_node:
             return None
         op = self._op_on_node()
         divisor = 1 if op is self.op else self.comm.size
-        wire = self._wire(number)
-        across = self.comm.across
+        across, wire = self.comm.across, self._wire(number)
 
         def finish(part: np.ndarray, is_there: bool) -> bool:
-            if may_fail:
-                with blocked:
-                    everyone = across.allgather(is_there)
-                if not all(everyone):
-                    return False
+            everywhere = np.array([is_there], np.uint8)
+            # On its way beside the data, of which nothing is used where a slice is missing.
+            answer = across.Iallreduce(everywhere.copy(), everywhere, self.comm.mpi.MIN)
             with timeline.phase("cross-node"):
                 reduce_through_mpi(across, part, op, wire, divisor)
-            return True
+                wait(answer)
+            return bool(everywhere[0])
 
         return finish
 

@@ -3,12 +3,15 @@
 import contextlib
 import dataclasses
 import pickle
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 from keras_dist import errors
 from keras_dist._engine import timeline
 from keras_dist._engine.agreement import JOINED, Absence, Call, difference
 from keras_dist._engine.collectives.matching import by_name, find_by_name
+from keras_dist._engine.collectives.refusals import MeetAgain, settle_refused
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.notice import hear, notice
 from keras_dist._engine.progress import say_progress
@@ -16,7 +19,7 @@ from keras_dist._engine.recovery import survives
 from keras_dist._engine.survivors import assure
 from keras_dist._engine.wait import note
 
-__all__ = ["meet", "tell_difference", "telling"]
+__all__ = ["meet", "tell_difference", "tell_error", "telling", "times_met"]
 
 
 SAME_STEPS = (
@@ -29,6 +32,8 @@ UNDEFINED = (
     "Adasum: call others when all ranks are out of data, or give all as many batches."
 )
 ELSEWHERE = "not in fit, evaluate or predict"
+
+_of_thread = threading.local()
 
 
 def meet(comm: Communicator, call: Call, tells: bool = False) -> bool:
@@ -52,12 +57,25 @@ def meet(comm: Communicator, call: Call, tells: bool = False) -> bool:
     """
     if comm.size == 1:
         return False
+    _of_thread.times = times_met() + 1
     note(comm.ranks, call)
+    while True:
+        with contextlib.suppress(MeetAgain):
+            return _meet(comm, call, tells)
+
+
+def _meet(comm: Communicator, call: Call, tells: bool) -> bool:
     if tells and notice() is not None and comm.job is comm:
         call = dataclasses.replace(call, notice=notice())
+    if comm.refused:
+        call = dataclasses.replace(call, refused=tuple(sorted(comm.refused)))
     with timeline.meeting(call, comm.meetings + 1):
         same = comm.agree(call.digest)
-    return call.holds if same else tell_difference(comm, call)
+    if not same:
+        return tell_difference(comm, call)
+    for name in call.refused:  # on all ranks alike
+        comm.forget_refused(name)
+    return call.holds
 
 
 @contextlib.contextmanager
@@ -80,6 +98,19 @@ def telling(comm: Communicator, operation: str, key: str | None = None) -> Itera
         )
         _tell(comm, Call(operation, key=key, error=told), key)
         raise
+
+
+def tell_error(
+    comm: Communicator, operation: str, error: Exception, key: str | None = None
+) -> None:
+    """Raises on every other rank what is wrong with the arguments of this one; see `telling`."""
+    with contextlib.suppress(errors.KerasDistError), telling(comm, operation, key):
+        raise error
+
+
+def times_met() -> int:
+    """Returns how often the calling thread has come to a meeting."""
+    return getattr(_of_thread, "times", 0)
 
 
 @by_name
@@ -108,6 +139,7 @@ def tell_difference(comm: Communicator, call: Call) -> bool:
 
     Raises:
         OtherFirst: they differ in their names, and all hold one of them.
+        MeetAgain: this rank has refused an operation for which others had come.
         MismatchError: says which rank differs, and in what.
         KerasDistError: what is wrong with the arguments of a rank, see `telling`.
     """
@@ -116,9 +148,12 @@ def tell_difference(comm: Communicator, call: Call) -> bool:
     assure(comm)
     notices = [call.notice for call, _, _ in told]
     holds = any(call.holds for call, _, _ in told)
-    calls = [dataclasses.replace(call, holds=False, notice=None) for call, _, _ in told]
+    standing = [standing for _, _, standing in told]
+    settle_refused(comm, [call for call, _, _ in told], standing)
+    asides: dict[str, Any] = {"holds": False, "notice": None, "refused": ()}
+    calls = [dataclasses.replace(call, **asides) for call, _, _ in told]
     absence, comm.absence = comm.absence, None  # an error ends it on all ranks alike
-    find_by_name(comm, calls, [standing for _, _, standing in told])
+    find_by_name(comm, calls, standing)
     wrong = [other.error for other in (call, *calls) if other.error is not None]
     if wrong:
         raise wrong[0]

@@ -13,7 +13,16 @@ from keras_dist._engine.collectives.objects import exchange_or_raise
 from keras_dist._engine.collectives.rows import check_rows, gather_rows
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.recovery import survives
-from keras_dist._engine.reduce import ReduceOp, accumulator, check_dtype, check_sum, divide
+from keras_dist._engine.reduce import (
+    ReduceOp,
+    accumulator,
+    check_dtype,
+    check_sum,
+    divide,
+    halves,
+    mean_of_halves,
+    needs_halves,
+)
 
 __all__ = ["reduce_slices"]
 
@@ -62,7 +71,7 @@ def reduce_slices(
     mine: Any
     try:
         _check(comm, values, indices, op, name)
-        rows, places = _add_up(values, indices, op)
+        rows, places = _brought(values, indices, op)
         mine = (len(rows), len(rows))
     except errors.KerasDistError as error:
         mine = error
@@ -82,6 +91,9 @@ def _finish(
     rows: np.ndarray, places: np.ndarray, op: ReduceOp, dtype: np.dtype, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Adds up the rows of all ranks, of which there are `count`."""
+    if needs_halves(dtype, op):
+        (high, where), (low, _) = (_add_up(half, places, op) for half in halves(rows))
+        return mean_of_halves(high, low, count), where
     total, places = _add_up(rows, places, op)
     if op is ReduceOp.AVERAGE and count > 1:
         divide(total, count)
@@ -108,6 +120,15 @@ def _check(
                 comm.where(), expected, f"shape {indices.shape}", "Pass one index for each row."
             )
         )
+
+
+def _brought(
+    values: np.ndarray, indices: np.ndarray, op: ReduceOp
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what a rank brings: its rows of each index as one, where one holds their sum."""
+    if needs_halves(values.dtype, op):
+        return values, indices
+    return _add_up(values, indices, op)
 
 
 def _add_up(values: np.ndarray, indices: np.ndarray, op: ReduceOp) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,72 @@
+"""Nested values as JSON and bytes, so that a backup holds nothing that is executed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_dist.model_state import bytes_of
+
+__all__ = ["pack", "unpack"]
+
+# The types themselves: a `numpy.float64` is a `float` as well and must stay what it is.
+PLAIN = (type(None), bool, int, float, str)
+LISTS: dict[str, Any] = {"list": list, "tuple": tuple}
+
+
+def pack(value: Any, arrays: list[np.ndarray]) -> Any:
+    """Returns what JSON can hold of a nested value.
+
+    Args:
+        value: `None`, booleans, numbers, strings, numpy arrays and scalars, tensors and variables;
+            in lists, tuples and dicts.
+        arrays: receives the bytes of each array, flat.
+
+    Raises:
+        TypeError: there is something else in it.
+    """
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, dict):
+        return {"dict": [[_key(key), pack(inner, arrays)] for key, inner in value.items()]}
+    for name, kind in LISTS.items():
+        if isinstance(value, kind):
+            return {name: [pack(inner, arrays) for inner in value]}
+    if isinstance(value, np.ndarray | np.generic):
+        return _pack_array("array" if isinstance(value, np.ndarray) else "scalar", value, arrays)
+    if keras.ops.is_tensor(value) or isinstance(value, keras.Variable):
+        return _pack_array("tensor", keras.ops.convert_to_numpy(value), arrays)
+    raise TypeError(f"{value!r} of type {type(value).__name__}")
+
+
+def unpack(packed: Any, arrays: Sequence[np.ndarray]) -> Any:
+    """Returns the value of which `pack` has made JSON and bytes; variables come back as tensors."""
+    if not isinstance(packed, dict):
+        return packed
+    [(kind, content)] = packed.items()
+    if kind == "dict":
+        return {key: unpack(inner, arrays) for key, inner in content}
+    if kind in LISTS:
+        return LISTS[kind](unpack(inner, arrays) for inner in content)
+    number, dtype, shape = content
+    array = arrays[number].view(np.dtype(dtype)).reshape(shape).copy()
+    if kind == "tensor":
+        return keras.ops.convert_to_tensor(array)
+    return array if kind == "array" else array[()]
+
+
+def _key(key: Any) -> Any:
+    if type(key) not in PLAIN:
+        raise TypeError(f"the key {key!r} of type {type(key).__name__}")
+    return key
+
+
+def _pack_array(kind: str, value: Any, arrays: list[np.ndarray]) -> dict[str, Any]:
+    array = np.asarray(value)
+    if array.dtype.hasobject or array.dtype.names:
+        raise TypeError(f"an array of {array.dtype}")
+    # numpy knows types of other libraries, such as bfloat16, by their names alone.
+    dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
+    arrays.append(bytes_of(array))
+    return {kind: [len(arrays) - 1, dtype, list(array.shape)]}

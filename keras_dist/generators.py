@@ -1,0 +1,87 @@
+"""The generators of random numbers that a process has besides those of its models.
+
+Python's and numpy's shuffle what Keras is given to train on, torch's does that and drops units of
+`Dropout` without a seed, and Keras draws from one of its own where no seed is passed. Knows no
+ranks; imports no torch where the script has not.
+"""
+
+import base64
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
+
+from keras_dist.data.kinds import is_a
+
+__all__ = ["go_on_with", "states"]
+
+
+def states(data: Any = None) -> dict[str, Any]:
+    """Returns the states of all generators, as JSON has them.
+
+    Args:
+        data: what is trained on; a `DataLoader` of torch may have generators of its own. Defaults
+            to none.
+    """
+    version, numbers, gauss = random.getstate()
+    found: dict[str, Any] = {"python": [version, _text(np.array(numbers, np.uint32)), gauss]}
+    name, key, *more = np.random.get_state(legacy=True)
+    if name == "MT19937":  # a script may have put another in its place
+        found["numpy"] = [name, _text(np.asarray(key)), *more]
+    of_keras = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    if of_keras is not None:
+        found["keras"] = keras.ops.convert_to_numpy(of_keras.state).tolist()
+    if (torch := sys.modules.get("torch")) is not None:
+        found["torch"] = _text(torch.get_rng_state().numpy())
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found["cuda"] = _text(torch.cuda.get_rng_state().numpy())
+    found["loader"] = [_text(one.get_state().numpy()) for one in _of_loader(data)]
+    return found
+
+
+def go_on_with(states: Mapping[str, Any], data: Any = None) -> None:
+    """Sets the generators to what `states` returned, perhaps in another process.
+
+    Args:
+        states: those; generators that are not among them stay as they are.
+        data: what is trained on.
+    """
+    if "keras" in states:  # before Python's, from which it takes its seed where it is made
+        variable = seed_generator.global_seed_generator().state
+        variable.assign(np.array(states["keras"], variable.dtype))
+    if "python" in states:
+        version, numbers, gauss = states["python"]
+        random.setstate((version, tuple(_array(numbers, np.uint32).tolist()), gauss))
+    if "numpy" in states:
+        name, key, *more = states["numpy"]
+        np.random.set_state((name, _array(key, np.uint32), *more))
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    if "torch" in states:
+        torch.set_rng_state(torch.from_numpy(_array(states["torch"])))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(_array(states["cuda"])))
+    for generator, state in zip(_of_loader(data), states.get("loader", ()), strict=False):
+        generator.set_state(torch.from_numpy(_array(state)))
+
+
+def _of_loader(data: Any) -> list[Any]:
+    """Returns the generators that a `DataLoader` and its samplers were given."""
+    sampler = getattr(data, "batch_sampler", None)
+    holders = [data, getattr(data, "sampler", None), sampler, getattr(sampler, "sampler", None)]
+    found = [getattr(one, "generator", None) for one in holders]
+    return list({id(one): one for one in found if is_a(one, "torch", "Generator")}.values())
+
+
+def _text(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _array(text: str, dtype: Any = np.uint8) -> np.ndarray:
+    return np.frombuffer(bytearray(base64.b64decode(text)), dtype)

@@ -1,0 +1,110 @@
+"""What the ranks of tests/faults/resume.py and test_resume.py run: a fit that is killed.
+
+python tests/faults/resume_training.py FOLDER SAVE_FREQ [EPOCH,BATCH,RANK ...]
+
+The folder holds afterwards the files of all callbacks, and what the fit has come to.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import sys
+
+import keras
+import numpy as np
+
+import keras_dist
+
+folder = pathlib.Path(sys.argv[1])
+save_freq = "epoch" if sys.argv[2] == "epoch" else int(sys.argv[2])
+strikes = sys.argv[3:]
+EPOCHS, BATCH = 8, 4
+keras_dist.init()
+rank, size = keras_dist.rank(), keras_dist.size()
+(folder / f"pid-{os.getpid()}").touch()
+keras.utils.set_random_seed(7)
+
+
+class Kill(keras.callbacks.Callback):
+    """Kills this rank before some batches are trained, once each."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        mark = folder / f"struck-{self.epoch},{batch},{rank}"
+        if mark.name.removeprefix("struck-") in strikes and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Cycle(keras.callbacks.Callback):
+    """A rate of a user's own, which depends on what it was, at batches and at epochs."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.optimizer.learning_rate = 0.95 * float(self.model.optimizer.learning_rate)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        factor = 1.2 if batch % 2 else 1 / 1.2
+        self.model.optimizer.learning_rate = factor * float(self.model.optimizer.learning_rate)
+
+
+class Meter(keras.callbacks.Callback):
+    """A user's callback that keeps its state itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.mean = [], np.zeros(2, "float32")
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.losses.append(logs["loss"])
+        self.mean = 0.9 * self.mean + np.float32(logs["loss"])
+
+    def state_dict(self):
+        return {"losses": self.losses, "mean": self.mean}
+
+    def load_state_dict(self, state):
+        self.losses, self.mean = state["losses"], state["mean"]
+
+
+rng = np.random.default_rng(0)
+x = rng.standard_normal((BATCH * size * 5, 6)).astype("float32")
+y = (x @ rng.standard_normal((6, 3))).argmax(axis=1)
+data = keras_dist.data.shard((x, y), batch_size=BATCH)
+held_out = keras_dist.data.shard((x[::2], 2 - y[::2]), batch_size=BATCH)
+layers = [keras.Input((6,)), keras.layers.Dense(8, "relu")]
+# torch draws dropout without a seed from a generator of its own.
+layers.append(keras.layers.Dropout(0.2, seed=3 if keras.backend.backend() == "torch" else None))
+model = keras.Sequential([*layers, keras.layers.Dense(3, "softmax")])
+optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+meter = Meter()
+plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1)
+early = keras.callbacks.EarlyStopping("val_loss", patience=4, restore_best_weights=True)
+best = keras_dist.callbacks.ModelCheckpoint(
+    folder / "best.weights.h5", "val_accuracy", save_best_only=True, save_weights_only=True
+)
+every = keras_dist.callbacks.ModelCheckpoint(
+    folder / "{epoch}-{batch}.weights.h5", save_weights_only=True, save_freq=7
+)
+log = keras_dist.callbacks.RootOnly(keras.callbacks.CSVLogger(folder / "log.csv"))
+warmup = keras_dist.callbacks.LearningRateWarmupCallback(0.1 * size, warmup_epochs=2)
+backup = keras_dist.callbacks.BackupAndRestore(folder / "backup", save_freq=save_freq)
+# The backup is the first: what the others do at the end of a hook must be in it all the same.
+others = [backup, warmup, Cycle(), plateau, early, best, every, log, meter]
+callbacks = [*keras_dist.callbacks(*others), Kill()]
+history = model.fit(data, epochs=EPOCHS, verbose=0, validation_data=held_out, callbacks=callbacks)
+keras_dist.verify_replicas(model)
+variables = [*model.variables, *optimizer.variables]
+bits = [keras.ops.convert_to_numpy(variable).tobytes() for variable in variables]
+mine = {
+    "weights": hashlib.blake2b(b"".join(bits)).hexdigest(),
+    "history": [history.epoch, history.history, history.history == model.history.history],
+    "meter": [meter.losses, meter.mean.tolist()],
+    "early stopping": [early.best, early.best_epoch, early.stopped_epoch, early.wait],
+}
+told = keras_dist.allgather_object(mine)
+if rank == 0:
+    (folder / "end.json").write_text(json.dumps(told))

@@ -1,0 +1,174 @@
+"""Training goes on with optimizers that are built late, and with the same random numbers."""
+
+import random
+import sys
+
+import keras
+import numpy as np
+import pytest
+from gans import TwoOptimizers
+from test_backup import Interrupt, Interrupted, everything_of
+from training import CLASSES, FEATURES, compiled, make_data
+
+import keras_dist
+from keras_dist.callbacks import BackupAndRestore
+
+BACKEND = keras.backend.backend()
+Adam, SGD = keras.optimizers.Adam, keras.optimizers.SGD
+
+
+@pytest.fixture
+def directory(shared_tmp_path):
+    """A directory for the backup, which removes it at the end of training."""
+    return shared_tmp_path / "backup"
+
+
+def new_gan(judging=None, making=None, patience=0):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    model = TwoOptimizers(patience)
+    optimizers = judging or Adam(0.01), making or SGD(0.1, momentum=0.9)
+    model.compile(*map(keras_dist.DistributedOptimizer, optimizers), run_eagerly=patience > 0)
+    return model
+
+
+def train(model, *callbacks):
+    real, _ = make_data(12, seed=keras_dist.rank())
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0, "epochs": 3}
+    model.fit(real, callbacks=keras_dist.callbacks(*callbacks), **options)
+    keras_dist.verify_replicas(model)
+    return everything_of(model)
+
+
+def interrupt(model, directory, epoch, batch=None, **options):
+    with pytest.raises(Interrupted):
+        train(model, BackupAndRestore(directory, **options), Interrupt(epoch, batch))
+    keras_dist.barrier()
+
+
+@pytest.mark.parity("`BackupAndRestore` with two optimizers, built at their first step")
+def test_optimizers_that_are_not_built_when_training_resumes(directory):
+    expected = train(new_gan())
+    interrupt(new_gan(), directory, 1)
+    interrupt(new_gan(), directory, 2, batch=1, save_freq=1)
+    model = new_gan()
+    assert train(model, BackupAndRestore(directory)) == expected
+    assert int(model.d_optimizer.iterations) == int(model.g_optimizer.iterations) == 9
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX takes optimizers that are built alone")
+def test_only_one_optimizer_has_made_a_step_when_the_backup_is_written(directory):
+    def gan():
+        scaled = keras.optimizers.LossScaleOptimizer(Adam(0.01), 8.0)
+        return new_gan(scaled, keras.optimizers.Adagrad(0.1), patience=4)
+
+    expected = train(gan())
+    interrupted, built = gan(), gan()
+    interrupt(interrupted, directory, 1, batch=2)  # where the second has made two steps
+    built.g_optimizer.build(built.maker.trainable_variables)
+    for model in (gan(), built, interrupted):
+        with pytest.raises(Interrupted):
+            train(model, BackupAndRestore(directory, save_freq=100), Interrupt(2))
+        keras_dist.barrier()
+        assert int(model.g_optimizer.iterations) == 2
+    assert train(built, BackupAndRestore(directory)) == expected
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX takes optimizers that are built alone")
+def test_optimizers_that_one_rank_has_built_are_built_on_all():
+    model = new_gan()
+    if keras_dist.rank() == keras_dist.size() - 1:
+        model.d_optimizer.build(model.judge.trainable_variables)
+    assert train(model) == train(new_gan())
+
+
+def test_an_elastic_state_of_optimizers_that_are_built_after_it(directory):
+    model = new_gan()
+    state = keras_dist.elastic.KerasState(model, directory=directory)
+    start = model.get_weights()
+    expected = train(model)
+    state.restore()
+    assert all((a == b).all() for a, b in zip(start, model.get_weights(), strict=True))
+    assert all(int(one.iterations) == 0 for one in (model.d_optimizer, model.g_optimizer))
+    assert not any(np.any(one) for one in model.g_optimizer.momentums)
+    assert train(model) != expected  # its dropout has gone on
+    state.save()
+    expected = everything_of(model)
+    keras_dist.barrier()
+    fresh = new_gan()
+    keras_dist.elastic.KerasState(fresh, directory=directory).sync()
+    assert everything_of(fresh) == expected
+
+
+class Shuffled(keras.utils.PyDataset):
+    """Batches that Keras shuffles; with noise of numpy's where the thread that trains reads."""
+
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x) // 4
+
+    def __getitem__(self, index):
+        rows = slice(index * 4, index * 4 + 4)
+        noise = 0 if BACKEND == "tensorflow" else np.random.standard_normal((4, FEATURES))
+        return (self.x[rows] + noise).astype("float32"), self.y[rows]
+
+
+def loader_of(x, y, **options):
+    import torch
+
+    arrays = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    return torch.utils.data.DataLoader(arrays, 4, shuffle=True, **options)
+
+
+def data_of(kind):
+    x, y = make_data(16, seed=keras_dist.rank())
+    if kind == "PyDataset":
+        return {"x": Shuffled(x, y), "shuffle": True}
+    if kind == "loader":
+        return {"x": loader_of(x, y)}
+    if kind == "loader with a generator":
+        import torch
+
+        return {"x": loader_of(x, y, generator=torch.Generator().manual_seed(3))}
+    return {"x": x, "y": y, "batch_size": 4, "shuffle": "batch" if kind == "batch" else True}
+
+
+def train_on(kind, start, *callbacks):
+    """Trains with generators that begin differently on each rank, and in each process."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.Input((FEATURES,)),
+        keras.layers.Dropout(0.4),
+        keras.layers.Dense(CLASSES, activation="softmax"),
+    ]
+    optimizer = keras_dist.DistributedOptimizer(SGD(0.1, momentum=0.9))
+    model = compiled(keras.Sequential(layers), optimizer)
+    random.seed(start + keras_dist.rank())
+    np.random.seed(start + keras_dist.rank())
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(start + keras_dist.rank())
+    callbacks = keras_dist.callbacks(*callbacks)
+    model.fit(**data_of(kind), epochs=3, verbose=0, callbacks=callbacks)
+    keras_dist.verify_replicas(model)
+    return everything_of(model)
+
+
+KINDS = ["arrays", "PyDataset"]
+if BACKEND == "torch":
+    KINDS += ["batch", "loader", "loader with a generator"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_that_keras_shuffles_goes_on_in_its_order(kind, directory):
+    expected = train_on(kind, 1)
+    with pytest.raises(Interrupted):
+        train_on(kind, 1, BackupAndRestore(directory), Interrupt(1))
+    keras_dist.barrier()
+    with pytest.raises(Interrupted):
+        train_on(kind, 50, BackupAndRestore(directory, save_freq=1), Interrupt(2, batch=1))
+    keras_dist.barrier()
+    assert train_on(kind, 90, BackupAndRestore(directory)) == expected

@@ -1,0 +1,190 @@
+"""Updates that come another way: an `apply` of one's own, float8, and the proof for all of them."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+from test_optimizer import train_both, train_on_batches
+from training import (
+    BATCH,
+    assert_close,
+    distributed,
+    make_data,
+    make_model,
+    weights_of,
+)
+
+import keras_dist
+from keras_dist import distributed as mixins
+from keras_dist import errors
+
+BACKEND = keras.backend.backend()
+
+
+def signs(grads):
+    return [grad if grad is None else keras.ops.sign(grad) for grad in grads]
+
+
+class Surgery(keras.optimizers.SGD):
+    """Steps by the signs of gradients, in two halves: the sign of a mean is no mean of signs."""
+
+    def apply(self, grads, trainable_variables=None):
+        for _ in range(2):
+            super().apply(signs(grads), trainable_variables)
+
+
+class Pairs(keras.optimizers.Adam):
+    def apply_gradients(self, grads_and_vars):
+        grads, variables = zip(*grads_and_vars, strict=True)
+        return super().apply_gradients(zip(signs(grads), variables, strict=True))
+
+    def apply(self, grads, trainable_variables=None):
+        return super().apply(signs(grads), trainable_variables)
+
+
+class Inside(keras.optimizers.SGD):
+    def _backend_apply_gradients(self, grads, trainable_variables):
+        self._backend_update_step(signs(grads), trainable_variables, self.learning_rate)
+
+
+class Stateless(keras.optimizers.SGD):
+    def stateless_apply(self, optimizer_variables, grads, trainable_variables):
+        return super().stateless_apply(optimizer_variables, signs(grads), trainable_variables)
+
+
+OWN = [Surgery, Pairs, Inside, *([Stateless] if BACKEND == "jax" else [])]
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_an_apply_of_ones_own_sees_the_gradients_of_all_ranks(kind):
+    ours, plain = train_both(lambda: kind(0.01), fit=train_on_batches)
+    assert_close(weights_of(ours), weights_of(plain))
+
+
+def test_an_apply_of_ones_own_reduces_once_and_under_a_loss_scale(monkeypatch):
+    calls = []
+    reduced = keras_dist.reduction.GradientReduction.__call__
+
+    def counted(self, *given):
+        calls.append(self)
+        return reduced(self, *given)
+
+    monkeypatch.setattr(keras_dist.reduction.GradientReduction, "__call__", counted)
+    x, y = make_data(BATCH, seed=keras_dist.rank())
+    for wrap in (lambda one: one, keras.optimizers.LossScaleOptimizer):
+        calls.clear()
+        model = distributed(wrap(Surgery(0.01)), run_eagerly=True)
+        model.train_on_batch(x, y)
+        assert len(calls) == 1
+        keras_dist.verify_replicas(model)
+
+
+def value_of(weight):
+    return np.array(keras.ops.convert_to_numpy(weight))
+
+
+def by_hand(optimizer, variables, method):
+    """Calls an optimizer as a loop by hand does, with a gradient of its own on each rank."""
+    grads = [(keras_dist.rank() + 1.0) * keras.ops.ones_like(v.value) for v in variables]
+    if method == "apply":
+        optimizer.apply(grads, variables)
+    elif method == "apply_gradients":
+        optimizer.apply_gradients(zip(grads, variables, strict=True))
+    elif BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        tf.function(lambda: optimizer.apply(grads, variables))()
+    elif BACKEND == "jax":
+        import jax
+
+        optimizer.build(variables)
+        values = [[v.value for v in some] for some in (optimizer.variables, variables)]
+        jax.jit(optimizer.stateless_apply)(values[0], grads, values[1])
+
+
+def fails_where_there_are_others(call):
+    if keras_dist.size() == 1:
+        call()
+        return
+    with pytest.raises(Exception, match=r"\[rank \d.*Received: one of 'sgd") as raised:
+        call()
+    of_tensorflow = type(raised.value).__name__ == "StagingError"  # where a script traces a step
+    assert of_tensorflow or isinstance(raised.value, errors.BackendError)
+
+
+@pytest.mark.parametrize("hook", ["_clip_gradients", "_clip_gradients and apply"])
+def test_an_update_that_is_not_reduced_is_an_error_in_the_same_step(monkeypatch, hook):
+    # What Keras calls another name does not come to ours.
+    monkeypatch.delattr(mixins._Clipping, "_clip_gradients")
+    if "apply" in hook:
+        monkeypatch.delattr(mixins._Distributed, "apply")
+    x, y = make_data(BATCH)
+    for options in ({}, {"run_eagerly": True}):
+        model = distributed(**options)
+        fails_where_there_are_others(lambda: model.train_on_batch(x, y))  # noqa: B023
+    accumulates = distributed(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    fails_where_there_are_others(lambda: [accumulates.train_on_batch(x, y) for _ in range(2)])
+    for method in ("apply", "apply_gradients", *(["compiled"] if BACKEND != "torch" else [])):
+        optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        variables = make_model().trainable_variables
+        fails_where_there_are_others(lambda: by_hand(optimizer, variables, method))  # noqa: B023
+
+
+def test_updates_by_hand_that_are_reduced_are_no_error():
+    alone = keras_dist.add_process_set([0])
+    mean, own = (keras_dist.size() + 1) / 2, keras_dist.rank() + 1
+    for process_set, expected in ((None, mean), (alone, own)):
+        for method in ("apply", "apply_gradients", "compiled"):
+            wrapped = keras_dist.DistributedOptimizer(
+                keras.optimizers.SGD(0.1), process_set=process_set
+            )
+            variables = make_model().trainable_variables
+            before = value_of(variables[0])
+            by_hand(wrapped, variables, method)
+            if method != "compiled":  # which on JAX returns what others assign
+                moved = value_of(variables[0]) - before
+                np.testing.assert_allclose(moved, -0.1 * expected, rtol=1e-4)
+            wrapped.apply([], [])
+    keras_dist.remove_process_set(alone)
+
+
+@pytest.mark.parametrize("kind", [keras.optimizers.SGD, Surgery])
+def test_what_keras_says_of_wrong_arguments_is_what_it_says(kind):
+    gradient, variable = keras.ops.ones(3), keras.Variable([0.0] * 3)
+    plain, ours = kind(0.1), keras_dist.DistributedOptimizer(kind(0.1))
+    for grads in [gradient], [gradient] * 2:  # before they are built, and afterwards
+        texts = []
+        for optimizer in plain, ours:
+            with pytest.raises(ValueError) as raised:
+                optimizer.apply(grads)
+            texts.append(str(raised.value))
+            optimizer.build([variable])
+        assert texts[0] == texts[1]
+    for grads in [], [gradient] * 2:
+        with contextlib.nullcontext() if not grads else pytest.raises(errors.ArgumentError):
+            ours.apply(grads, [variable])
+
+
+@pytest.mark.parametrize("passes", [None, 2])
+def test_float8_trains_as_one_process_but_for_rounding(passes):
+    def make(optimizer, **options):
+        model = make_model(optimizer, **options)
+        model.quantize("float8")
+        model.compile(optimizer=model.optimizer, loss="sparse_categorical_crossentropy")
+        return model
+
+    def optimizer():
+        return keras.optimizers.SGD(0.1, gradient_accumulation_steps=passes)
+
+    ours, plain = train_both(optimizer, make, eagerly=False)  # TensorFlow takes float8 in graphs
+    names = [weight.path.split("/")[-1] for weight in ours.weights]
+    assert names.count("inputs_amax_history") == 2
+    all_of = [[value_of(weight) for weight in model.weights] for model in (ours, plain, make(None))]
+    for name, mine, wanted, begin in zip(names, *all_of, strict=True):
+        if name in ("kernel", "bias"):
+            moved, expected = mine - begin, wanted - begin
+            assert np.linalg.norm(moved - expected) <= 0.1 * np.linalg.norm(expected)
+    # What the first layer has met is the data, whatever is rounded.
+    first = names.index("inputs_amax_history")
+    np.testing.assert_array_equal(all_of[0][first], all_of[1][first])

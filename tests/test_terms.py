@@ -1,0 +1,288 @@
+"""The terms of a reduction: what they mean, and which are refused. Without other ranks."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import keras_dist
+from keras_dist import _backends, _engine, errors, runtime
+from keras_dist._engine import Compression, ReduceOp
+from keras_dist.terms import (
+    Terms,
+    parse_groups,
+    parse_layers,
+    parse_passes,
+    parse_predivide,
+    parse_terms,
+)
+
+
+class Variable:
+    """What a variable of Keras or TensorFlow is known by."""
+
+    def assign(self, value):
+        raise NotImplementedError
+
+
+class Parameter:
+    """What a parameter of torch is known by."""
+
+    requires_grad = True
+
+
+class Without:
+    """No backend: none is needed to tell which terms are right."""
+
+    def pin_device(*args):
+        pass
+
+    def limit_threads(*args, **kwargs):
+        pass
+
+    def finish_calls():
+        pass
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """`parse_terms` with the usual op, set and compression, in a job of one rank."""
+    monkeypatch.setattr(_backends, "active", lambda: Without)
+    was_initialized = runtime.is_initialized()
+
+    def parse(op="average", process_set=None, compression="none", **others):
+        return parse_terms(op, process_set, compression, **others)
+
+    yield parse
+    if not was_initialized:
+        keras_dist.shutdown()
+
+
+# --- What they mean
+
+OTHERS = {
+    "op": ReduceOp.SUM,
+    "process_set": keras_dist.ProcessSet([0]),
+    "sets": ((0,),),
+    "compression": Compression.fp16,
+    "predivide": 2.0,
+    "sparse_as_dense": True,
+    "groups": 2,
+    "passes": 2,
+    "averages": True,
+    "scale_local": False,
+}
+
+
+def test_terms_are_told_apart_by_each_of_them():
+    others = [dataclasses.replace(Terms(), **{field: other}) for field, other in OTHERS.items()]
+    assert len({terms.key for terms in [Terms(), *others]}) == len(OTHERS) + 1
+    assert set(OTHERS) == {field.name for field in dataclasses.fields(Terms)}
+    assert dataclasses.replace(Terms(), **OTHERS).key == dataclasses.replace(Terms(), **OTHERS).key
+    assert Terms() != Terms()  # variables of groups may not be compared
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Terms().op = ReduceOp.SUM
+
+
+def test_groups_are_told_apart_by_their_very_variables():
+    one, other = np.zeros(1), np.zeros(1)
+    keys = [Terms(groups=groups).key for groups in (((one,),), ((other,),), ((one,),))]
+    assert keys[0] == keys[2] != keys[1]
+    hash(keys[0])
+
+
+def test_usual_terms(parsed):
+    for terms in (Terms(), parsed()):
+        assert vars(terms) == {
+            "op": ReduceOp.AVERAGE,
+            "process_set": None,
+            "sets": (),
+            "compression": Compression.none,
+            "predivide": 1.0,
+            "sparse_as_dense": False,
+            "groups": (),
+            "passes": 1,
+            "averages": False,
+            "scale_local": True,
+        }
+
+
+@pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM])
+def test_rows_become_dense_where_they_are_to_and_under_adasum(op):
+    assert Terms(op, sparse_as_dense=True).dense is True
+    assert Terms(op).dense is (op is ReduceOp.ADASUM)
+
+
+def test_passes_are_added_up_unless_they_are_averaged():
+    factors = [
+        Terms(passes=passes, averages=averages).factor
+        for passes, averages in ((1, False), (1, True), (3, False), (3, True))
+    ]
+    assert factors == [1.0, 1.0, 3.0, 1.0] and {type(one) for one in factors} == {float}
+
+
+def test_a_predivided_average_is_a_sum_between_two_factors():
+    assert Terms().scaling(4) == (ReduceOp.AVERAGE, 1.0, 1.0)
+    assert Terms(ReduceOp.SUM).scaling(4) == (ReduceOp.SUM, 1.0, 1.0)
+    assert Terms(predivide=2.0).scaling(8) == (ReduceOp.SUM, 0.5, 0.25)
+    assert Terms(predivide=0.5).scaling(8) == (ReduceOp.SUM, 2.0, 0.0625)
+
+
+def test_groups_are_positions_of_variables():
+    a, b, c, d, e = variables = [np.zeros(1) for _ in range(5)]
+    assert Terms().grouped(variables) == []
+    assert Terms(groups=1).grouped(variables) == [[0, 1, 2, 3, 4]]
+    assert Terms(groups=2).grouped(variables) == [[0, 1, 2], [3, 4]]
+    assert Terms(groups=7).grouped(variables) == [[0], [1], [2], [3], [4]]
+    assert Terms(groups=((e, a), (c,), ())).grouped(variables) == [[0, 4], [2]]
+    assert Terms(groups=((a, b), (c, d))).grouped([d, e, a]) == [[2], [0]]
+
+
+# --- What a user may ask for
+
+
+def test_every_argument_comes_to_its_place(parsed):
+    variable = Variable()
+    terms = parsed(
+        "SUM",
+        compression="fp16",
+        backward_passes_per_step=np.int64(3),
+        average_aggregated_gradients=1,
+        sparse_as_dense=1,
+        groups=[[variable], []],
+        scale_local_gradients=0,
+    )
+    assert vars(terms) == {
+        "op": ReduceOp.SUM,
+        "process_set": None,
+        "sets": (),
+        "compression": Compression.fp16,
+        "predivide": 1.0,
+        "sparse_as_dense": True,
+        "groups": ((variable,), ()),
+        "passes": 3,
+        "averages": True,
+        "scale_local": False,
+    }
+    flags = (terms.sparse_as_dense, terms.averages, terms.scale_local, terms.passes)
+    assert [type(one) for one in flags] == [bool, bool, bool, int]
+    assert parsed(gradient_predivide_factor=2).predivide == 2.0
+    assert parsed("adasum").op is ReduceOp.ADASUM
+    everyone = parsed(process_set=keras_dist.global_process_set)
+    assert (everyone.process_set, everyone.sets) == (keras_dist.global_process_set, ())
+
+
+def test_options_are_passed_by_name():
+    with pytest.raises(TypeError, match="positional"):
+        parse_terms("average", None, "none", 2)
+
+
+def test_adasum_alone_asks_how_many_ranks_there_are(parsed, monkeypatch):
+    asked = []
+    monkeypatch.setattr(_engine, "check_power_of_two", asked.append)
+    for op in ("average", "sum"):
+        parsed(op)
+    assert asked == []
+    parsed("adasum")
+    assert asked == [runtime.communicator()]
+
+
+def test_gradients_are_averaged_or_added_up(parsed):
+    for op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+        with pytest.raises(errors.ArgumentError, match=f"for gradients. Received: {op.value}. Use"):
+            parsed(op)
+    with pytest.raises(errors.ArgumentError, match=r"where average_aggregated.* Received: adasum"):
+        parsed("adasum", average_aggregated_gradients=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (0, errors.ArgumentError),
+        (-1, errors.ArgumentError),
+        (1.0, errors.ArgumentTypeError),
+        ("1", errors.ArgumentTypeError),
+        (True, errors.ArgumentTypeError),
+        (None, errors.ArgumentTypeError),
+    ],
+)
+def test_numbers_of_passes_and_groups_are_whole_and_positive(number, kind):
+    received = repr(number) if kind is errors.ArgumentError else f"{number!r} of type"
+    with pytest.raises(kind, match=rf"\[here\] Expected .* to be 1 or more. Received: {received}"):
+        parse_passes(number, "[here]")
+    if number is not None:
+        with pytest.raises(kind, match=rf"\[here\] Expected groups .* Received: {received}"):
+            parse_groups(number, "[here]")
+
+
+def test_one_pass_and_one_group_are_enough():
+    for parse in (parse_passes, parse_groups):
+        assert [parse(number, "[here]") for number in (1, 2, np.int8(3))] == [1, 2, 3]
+        assert type(parse(np.int8(3), "[here]")) is int
+
+
+@pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM])
+def test_the_division_of_an_average_alone_can_be_split(op):
+    assert parse_predivide(1, op, "[here]") == 1.0
+    for factor in (0.5, 2.0):
+        if op is ReduceOp.AVERAGE:
+            assert parse_predivide(factor, op, "[here]") == factor
+            continue
+        text = f"op to be Average where there is .* Received: {op.value}"
+        with pytest.raises(errors.ArgumentError, match=text):
+            parse_predivide(factor, op, "[here]")
+
+
+@pytest.mark.parametrize("factor", [0, 0.0, -1, -0.5])
+def test_a_factor_before_the_sum_is_above_0(factor):
+    text = rf"\[here\] Expected .* to be above 0. Received: {factor!r}\."
+    with pytest.raises(errors.ArgumentError, match=text):
+        parse_predivide(factor, ReduceOp.AVERAGE, "[here]")
+
+
+def test_groups_are_lists_of_variables():
+    a, b = Variable(), Parameter()
+    assert parse_groups(None, "[here]") == ()
+    assert parse_groups([], "[here]") == ()
+    assert parse_groups([(a,), [b]], "[here]") == parse_groups(([a], (b,)), "[here]")
+    assert parse_groups([(a,), [b]], "[here]") == ((a,), (b,))
+
+
+@pytest.mark.parametrize(
+    ("groups", "received"),
+    [
+        ([1, 2], r"\[1, 2\] of type list"),
+        ([[Variable()], "kernel"], r".*'kernel'\] of type list"),
+        ([["kernel"], [3]], "'kernel' of type str"),
+        ([[Variable(), 3]], "3 of type int"),
+    ],
+)
+def test_other_groups_are_refused(groups, received):
+    with pytest.raises(errors.ArgumentTypeError, match=rf"Expected groups .* Received: {received}"):
+        parse_groups(groups, "[here]")
+
+
+def test_a_variable_is_in_one_group():
+    a, b = Variable(), Variable()
+    for groups in ([[a, b], [a]], [[a, a]]):
+        with pytest.raises(errors.ArgumentError, match=r"Received: one twice among \d\."):
+            parse_groups(groups, "[here]")
+
+
+def test_layers_come_alone_or_together(parsed):
+    import keras
+
+    a, b = keras.layers.Dense(1), keras.layers.Dense(1)
+    assert parse_layers(None) == ()
+    assert parse_layers(a) == (a,)
+    for kind in (list, tuple):
+        assert parse_layers(kind([a, b])) == (a, b)
+    for kind in (set, frozenset):
+        assert set(parse_layers(kind([a, b]))) == {a, b}
+    for wrong, received in (
+        ("dense", "'dense' of type str"),
+        ([a, 3, "b"], "3 of type int"),
+        (0, "0"),
+    ):
+        with pytest.raises(errors.ArgumentTypeError, match=f"list of layers. Received: {received}"):
+            parse_layers(wrong)
