@@ -69,7 +69,7 @@ def work(path):
     from mpi4py import MPI
 
     from keras_dist import _engine
-    from keras_dist.measuring import compare
+    from keras_dist.launch.microbench import compare
 
     task = json.loads(Path(path).read_text())
     world = MPI.COMM_WORLD

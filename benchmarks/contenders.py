@@ -6,7 +6,7 @@ import time
 import numpy as np
 from ranks import barrier, everyones, total
 
-from keras_dist.measuring import in_turn
+from keras_dist.launch.microbench import in_turn
 
 BATCH = 128
 WARM_STEPS = 4

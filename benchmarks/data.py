@@ -30,7 +30,7 @@ from common import (
     table,
 )
 
-from keras_dist.measuring import in_turn
+from keras_dist.launch.microbench import in_turn
 
 GRID, BATCH = 1024, 256  # a row has 4 KiB, a batch 1 MiB
 READ_AT_ONCE = 16 * MIB

@@ -30,7 +30,7 @@ from common import (
 )
 from contenders import BATCH, time_fits
 
-from keras_dist.measuring import in_turn
+from keras_dist.launch.microbench import in_turn
 
 CONTENDERS = {
     "none": "no communication",

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from ranks import barrier, everyones
 
-from keras_dist.measuring import in_turn
+from keras_dist.launch.microbench import in_turn
 
 
 def resnet_shapes():
@@ -28,13 +28,15 @@ def time_graph(rounds):
     """Returns milliseconds of reducing through a TensorFlow graph, and of one numpy copy."""
     import tensorflow as tf
 
-    from keras_dist import _engine, bucket_size, reduction, runtime, terms
+    from keras_dist import _engine, runtime
+    from keras_dist.ops import bucket_size, reduction_options
+    from keras_dist.training import gradient_reduction
 
     random = np.random.default_rng(runtime.rank())
     arrays = [random.random(shape, np.float32) for shape in resnet_shapes()]
     gradients = [tf.constant(array) for array in arrays]
     variables = [tf.Variable(tf.zeros(shape)) for shape in resnet_shapes()]
-    reduce = reduction.GradientReduction(terms.Terms())
+    reduce = gradient_reduction.GradientReduction(reduction_options.ReductionOptions())
 
     @tf.function(autograph=False)
     def step(gradients):

@@ -25,10 +25,10 @@ from common import (
     write,
 )
 
-from keras_dist.measuring import in_turn
+from keras_dist.launch.microbench import in_turn
 
 SCRIPT = Path(sys.executable).with_name("keras-dist")
-PROGRAM = [SCRIPT] if SCRIPT.exists() else [sys.executable, "-m", "keras_dist.cli"]
+PROGRAM = [SCRIPT] if SCRIPT.exists() else [sys.executable, "-m", "keras_dist.launch.cli"]
 COMMANDS = {
     "help": [*PROGRAM, "--help"],
     "run": [*PROGRAM, "run", "-np", "2", "true"],

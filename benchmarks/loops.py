@@ -28,7 +28,7 @@ from common import (
 from contenders import BATCH, WARM_STEPS, check_equal, compiled, synthetic
 from ranks import barrier, time_calls, total
 
-from keras_dist.measuring import in_turn
+from keras_dist.launch.microbench import in_turn
 
 SMALL = 160  # tensors, of
 SMALL_NBYTES = 64 * 1024

@@ -73,9 +73,9 @@ def make_switch():
     """Returns a callback that switches recording, and takes the times when it does."""
     import keras
 
-    from keras_dist._engine import timeline
+    from keras_dist._engine.tracing import spans
 
-    recorder = timeline.recorder
+    recorder = spans.recorder
 
     class Switch(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
@@ -87,12 +87,12 @@ def make_switch():
             self.take()
 
         def on_train_end(self, logs=None):
-            timeline.recorder = recorder
+            spans.recorder = recorder
 
         def take(self):
             step = len(self.times)
             self.times.append([time.perf_counter(), time.process_time()])
-            timeline.recorder = recorder if ORDER[(step - WARM_STEPS) % len(ORDER)] else None
+            spans.recorder = recorder if ORDER[(step - WARM_STEPS) % len(ORDER)] else None
 
     return Switch()
 
@@ -100,32 +100,32 @@ def make_switch():
 def recording_alone(count=5000):
     """Returns the milliseconds of the processor that it takes to record a step and to write it."""
     from keras_dist import _engine
-    from keras_dist._engine import part, timeline
+    from keras_dist._engine.tracing import spans, trace_writer
 
     lock, spent = threading.RLock(), []
     gradients = _engine.entries_of(["kernel", "bias"] * 2, [((64, 256), np.dtype("f4"))] * 4)
-    call = _engine.Call("the reduction of gradients", gradients)
+    call = _engine.CollectiveSignature("the reduction of gradients", gradients)
     for records in (True, False):
         with tempfile.TemporaryDirectory() as directory:
             if records:
-                part.start_part(f"{directory}/part", {"rank": 0}, (0, 10**9), 10**9)
-            recorder = timeline.recorder
-            lane = timeline.Lane("communication", recorder) if records else None
+                trace_writer.start_trace(f"{directory}/part", {"rank": 0}, (0, 10**9), 10**9)
+            recorder = spans.recorder
+            lane = spans.Lane("communication", recorder) if records else None
             began = time.process_time()
             for number in range(count):
                 with (
-                    timeline.step(1),
-                    timeline.held(lock, lane) if records else lock,
+                    spans.step(1),
+                    spans.held(lock, lane) if records else lock,
                 ):
-                    with timeline.phase("copy in"):
+                    with spans.phase("copy in"):
                         pass
-                    with timeline.meeting(call, number):
+                    with spans.meeting(call, number):
                         pass
-                    with timeline.phase("reduce"):
+                    with spans.phase("reduce"):
                         pass
-                    with timeline.phase("wait for slices"):
+                    with spans.phase("wait for slices"):
                         pass
-            part.stop_part()
+            trace_writer.stop_trace()
             spent.append((time.process_time() - began) / count * 1e3)
     return spent[0] - spent[1]
 

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from common import answer, conclude, load, options_of, parser, ratio, start, surroundings, table
 
-from keras_dist.measuring import in_turn
+from keras_dist.launch.microbench import in_turn
 
 CONTENDERS = {"off": "KERAS_DIST_TOP=0", "on": "nobody looks", "watched": "keras-dist top reads"}
 BOUND = 0.01  # of a step
-TOP = "import sys; from keras_dist.cli import main; sys.exit(main(['top', '--json']))"
+TOP = "import sys; from keras_dist.launch.cli import main; sys.exit(main(['top', '--json']))"
 SETTLE_SECONDS = 2.0  # for keras-dist top to start
 
 
@@ -79,13 +79,13 @@ def watched(name):
     from ranks import barrier
 
     from keras_dist import runtime
-    from keras_dist.watching.attend import Watching
+    from keras_dist.monitor.endpoints import Endpoints
 
     if name == "off":
         yield
         return
     comm = runtime.communicator()
-    attendant, reader = Watching(comm), None
+    attendant, reader = Endpoints(comm), None
     if name == "watched":
         if comm.rank == 0:
             reader = subprocess.Popen([sys.executable, "-c", TOP], stdout=subprocess.DEVNULL)

@@ -10,7 +10,7 @@ import keras
 from keras import ops
 
 from keras_dist import runtime
-from keras_dist.reduction import sum_over_ranks
+from keras_dist.training.gradient_reduction import sum_over_ranks
 
 __all__ = ["SyncBatchNormalization"]
 

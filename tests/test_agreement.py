@@ -4,9 +4,17 @@ import dataclasses
 
 import pytest
 
-from keras_dist._engine.agreement import Absence, Call, Entry, difference, entries_of
+from keras_dist._engine.collectives.signature import (
+    CollectiveSignature,
+    Entry,
+    JoinedRanks,
+    difference,
+    entries_of,
+)
 
-CALL = Call("allreduce", (Entry("a", (3, 5), "float32"), Entry("b", (2,), "float32")), op="sum")
+CALL = CollectiveSignature(
+    "allreduce", (Entry("a", (3, 5), "float32"), Entry("b", (2,), "float32")), op="sum"
+)
 
 
 def changed(**fields):
@@ -25,7 +33,7 @@ def test_names_of_arrays_are_shown_but_not_compared():
 @pytest.mark.parametrize(
     ("other", "expected", "received"),
     [
-        (Call("barrier"), "allreduce('a', 'b') as on rank 0", "barrier"),
+        (CollectiveSignature("barrier"), "allreduce('a', 'b') as on rank 0", "barrier"),
         (changed(op="max"), "op='sum' in allreduce('a', 'b') as on rank 0", "op='max'"),
         (changed(root=1), "root_rank=None in allreduce('a', 'b') as on rank 0", "root_rank=1"),
         (
@@ -74,8 +82,8 @@ def test_names_of_arrays_are_shown_but_not_compared():
             "'b' with dtype float32 as on rank 0",
             "bfloat16",
         ),
-        (Call("adasum"), "allreduce('a', 'b') as on rank 0", "adasum"),
-        (Call("send"), "allreduce('a', 'b') as on rank 0", "send"),
+        (CollectiveSignature("adasum"), "allreduce('a', 'b') as on rank 0", "adasum"),
+        (CollectiveSignature("send"), "allreduce('a', 'b') as on rank 0", "send"),
         (
             changed(prescale=2.0),
             "prescale_factor=1.0 in allreduce('a', 'b') as on rank 0",
@@ -100,7 +108,7 @@ def test_a_call_with_fewer_buckets_is_named():
 
 
 def test_ranks_are_called_as_they_are_known():
-    found = difference([CALL, Call("barrier"), CALL], [4, 5, 7])
+    found = difference([CALL, CollectiveSignature("barrier"), CALL], [4, 5, 7])
     assert found == (5, "allreduce('a', 'b') as on rank 4", "barrier")
 
 
@@ -136,12 +144,16 @@ def test_a_digest_tells_apart_what_ranks_must_know_of_each_other():
     assert len({call.digest for call in calls}) == len(calls)
     assert {len(call.digest) for call in calls} == {16}
     assert changed(spares=True, remedy="Look.").digest == CALL.digest
-    assert {field.name for field in dataclasses.fields(Call)} == {*OTHER_VALUES, "spares", "remedy"}
+    assert {field.name for field in dataclasses.fields(CollectiveSignature)} == {
+        *OTHER_VALUES,
+        "spares",
+        "remedy",
+    }
 
 
 def test_a_call_is_what_it_was_when_it_was_digested():
-    plain = Call("allreduce")
-    assert plain == Call(
+    plain = CollectiveSignature("allreduce")
+    assert plain == CollectiveSignature(
         "allreduce",
         (),
         op=None,
@@ -160,10 +172,10 @@ def test_a_call_is_what_it_was_when_it_was_digested():
         spares=False,
         remedy="Call the same operations in the same order on every rank.",
     )
-    for thing, field in ((plain, "op"), (CALL.entries[0], "name"), (Absence((), ()), "here")):
+    for thing, field in ((plain, "op"), (CALL.entries[0], "name"), (JoinedRanks((), ()), "here")):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(thing, field, "other")
-    assert Absence((1,), (0,)) == Absence((1,), (0,)) != Absence((1,), (2,))
+    assert JoinedRanks((1,), (0,)) == JoinedRanks((1,), (0,)) != JoinedRanks((1,), (2,))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +189,14 @@ def test_a_call_is_what_it_was_when_it_was_digested():
     ],
 )
 def test_three_arrays_are_named(count, text):
-    assert str(Call("allreduce", entries_of(map(str, range(count)), [((), "i4")] * count))) == text
+    assert (
+        str(
+            CollectiveSignature(
+                "allreduce", entries_of(map(str, range(count)), [((), "i4")] * count)
+            )
+        )
+        == text
+    )
 
 
 @pytest.mark.parametrize(

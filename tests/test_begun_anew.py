@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data.begun_anew import begun_anew
+from keras_dist.data.restarted_iterators import begun_anew
 
 X = np.zeros((8, 2), "float32")
 

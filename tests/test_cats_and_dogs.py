@@ -204,7 +204,7 @@ def test_the_notebook_runs_on_two_ranks(run_ranks, tmp_path):
     executed = tmp_path / "executed.ipynb"
     command = ["run-notebook", str(EXAMPLE / "cats_vs_dogs.ipynb"), "-o", str(executed), *values]
     job = run_ranks(
-        *(2, "-m", "keras_dist.cli", *command),
+        *(2, "-m", "keras_dist.launch.cli", *command),
         timeout=600,
         env={**os.environ, "KERAS_HOME": str(tmp_path / "cache")},
     )

@@ -12,7 +12,7 @@ from keras_dist import errors
 from keras_dist.data import epochs
 from keras_dist.data.array_dataset import ArrayDataset
 from keras_dist.data.arrays import ArraySource
-from keras_dist.data.terms import Terms
+from keras_dist.data.shard_options import ShardOptions
 from keras_dist.data.tf_arrays import pipeline_of
 
 FORMS = [ArrayDataset, pipeline_of]
@@ -21,7 +21,7 @@ FORMS = [ArrayDataset, pipeline_of]
 def parts_of(data, size, form=ArrayDataset, **arguments):
     """The parts that the ranks of a job would get, as one or the other kind of data set."""
     return [
-        form(ArraySource(data, Terms(**arguments, rank=rank, size=size, where="")).batches)
+        form(ArraySource(data, ShardOptions(**arguments, rank=rank, size=size, where="")).batches)
         for rank in range(size)
     ]
 
@@ -86,7 +86,7 @@ def test_two_iterations_at_once_do_not_disturb_each_other():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_data_lives_as_long_as_somebody_reads_it_and_no_longer(form):
-    batches = ArraySource(np.arange(20), Terms(batch_size=3)).batches
+    batches = ArraySource(np.arange(20), ShardOptions(batch_size=3)).batches
     data = weakref.ref(batches)
     part = form(batches)
     if form is pipeline_of:
@@ -286,7 +286,7 @@ def test_fit_in_a_graph_takes_class_weights(form):
 )
 def test_bad_input_is_refused_on_every_rank(data, arguments, error, culprit):
     for rank in range(4):
-        terms = Terms(**arguments, rank=rank, size=4, where=f"[rank {rank} of 4]")
+        terms = ShardOptions(**arguments, rank=rank, size=4, where=f"[rank {rank} of 4]")
         with pytest.raises(error, match=rf"^\[rank {rank} of 4\] Expected .* Received: ") as caught:
             ArraySource(data, terms)
         assert culprit in str(caught.value)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_dist.data.blocks import (
-    GlobalShare,
-    Share,
+    BlockShard,
+    GlobalBlockShard,
     block_length,
     left_over,
     line_of_blocks,
@@ -25,7 +25,7 @@ keys = st.one_of(st.none(), st.tuples(st.integers(0, 9), st.integers(0, 9)))
 def shares_of(total, size, batch_size, block, align, remainder, key):
     line = line_of_blocks(total, block * align, align, key)
     return [
-        Share(line, block * align, plan_samples(total, size, rank, batch_size, remainder), key)
+        BlockShard(line, block * align, plan_samples(total, size, rank, batch_size, remainder), key)
         for rank in range(size)
     ]
 
@@ -109,7 +109,7 @@ def test_the_order_of_blocks_is_one_for_any_number_of_ranks(case, key):
 
 def global_shares_of(total, size, batch_size, block, remainder, key=(1, 2)):
     return [
-        GlobalShare(
+        GlobalBlockShard(
             line_of_blocks(total, block, 1, key),
             block,
             plan_samples(total, size, rank, batch_size, remainder),

@@ -7,11 +7,11 @@ import tensorflow as tf
 from keras_dist import errors
 from keras_dist.data.files import are_files, source_of_files
 from keras_dist.data.record_files import tfrecord
-from keras_dist.data.terms import Terms
+from keras_dist.data.shard_options import ShardOptions
 
 
 def terms_of(rank, size, arguments):
-    return Terms(**arguments, rank=rank, size=size, where=f"[rank {rank} of {size}]")
+    return ShardOptions(**arguments, rank=rank, size=size, where=f"[rank {rank} of {size}]")
 
 
 def parts_of(names, size, **arguments):

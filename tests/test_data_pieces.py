@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from keras_dist import errors
-from keras_dist.data import pieces
+from keras_dist.data import file_shards
 from keras_dist.data.array_dataset import ArrayDataset
 from keras_dist.data.decoding import Decoder
 from keras_dist.data.epochs import go_on_with, numbers
@@ -21,9 +21,9 @@ from keras_dist.data.image_files import ImageFiles
 from keras_dist.data.image_labels import Classes, labels_of, listed
 from keras_dist.data.npz_files import NpzFiles
 from keras_dist.data.parquet_files import ParquetFiles, parquet
-from keras_dist.data.piece_source import PieceSource
+from keras_dist.data.shard_options import Fact, ShardOptions
+from keras_dist.data.shard_source import ShardSource
 from keras_dist.data.tar_files import TarFiles
-from keras_dist.data.terms import Fact, Terms
 
 # --- Index arithmetic
 
@@ -33,12 +33,12 @@ LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 4), st.none() | st.integers(0, 99))
 @settings(max_examples=100)
 def test_shares_are_the_whole_and_share_no_row(lengths, size, mixed, seed):
-    shares = [pieces.share_of(lengths, rank, size) for rank in range(size)]
+    shares = [file_shards.share_of(lengths, rank, size) for rank in range(size)]
     keys = [None if seed is None else [seed, rank] for rank in range(size)]
     orders = [share.order(key, mixed) for share, key in zip(shares, keys, strict=True)]
     rows = [row for order in orders for row in zip(*(a.tolist() for a in order), strict=True)]
     assert sorted(rows) == [(p, row) for p, length in enumerate(lengths) for row in range(length)]
-    assert pieces.counts_of(lengths, size) == [len(order[0]) for order in orders]
+    assert file_shards.counts_of(lengths, size) == [len(order[0]) for order in orders]
     if len(lengths) < size:
         assert len({len(order[0]) for order in orders}) <= 2
     assert all(
@@ -50,7 +50,7 @@ def test_shares_are_the_whole_and_share_no_row(lengths, size, mixed, seed):
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))
 def test_only_so_many_pieces_are_mixed(lengths, mixed):
-    share = pieces.whole(lengths)
+    share = file_shards.whole(lengths)
     drawn, _ = share.order([1], mixed)
     # Memory is bounded by the pieces that are open: once one is left it does not come again.
     first = {piece: int(np.argmax(drawn == piece)) for piece in range(len(lengths))}
@@ -60,7 +60,7 @@ def test_only_so_many_pieces_are_mixed(lengths, mixed):
 
 
 def test_epochs_differ_and_runs_do_not():
-    share = pieces.whole([50, 50])
+    share = file_shards.whole([50, 50])
     one, again, two = (share.order([3, 0, epoch], 1)[1].tolist() for epoch in (0, 0, 1))
     assert one == again != two
 
@@ -69,7 +69,9 @@ def test_epochs_differ_and_runs_do_not():
 
 
 def terms_of(rank, size, **arguments):
-    return Terms(**{"batch_size": 4} | arguments, rank=rank, size=size, where=f"[rank {rank}]")
+    return ShardOptions(
+        **{"batch_size": 4} | arguments, rank=rank, size=size, where=f"[rank {rank}]"
+    )
 
 
 def write_npz(folder, name, numbers):
@@ -118,7 +120,7 @@ def sources_of(kind, paths, size, policy="raise", **arguments):
     for rank in range(size):
         terms = terms_of(rank, size, **arguments)
         files = KINDS[kind][1](terms, policy)
-        made.append(PieceSource(files, list(map(str, paths)), terms, policy, []))
+        made.append(ShardSource(files, list(map(str, paths)), terms, policy, []))
     return made
 
 
@@ -277,7 +279,7 @@ def test_what_is_not_there_is_named(kind, names, said, write):
     paths = write("npz" if kind is NpzFiles else "parquet")
     with pytest.raises(errors.DataError, match=r"^\[rank 0\] Expected .* Received: ") as caught:
         terms = terms_of(0, 1)
-        source = PieceSource(kind(names, terms), list(map(str, paths)), terms, "skip", [])
+        source = ShardSource(kind(names, terms), list(map(str, paths)), terms, "skip", [])
         source.batches([source.held])
     assert said in str(caught.value)
 
@@ -287,7 +289,7 @@ def test_whole_numbers_that_are_missing_are_not_made_up(missing, tmp_path):
     lists = pa.array([missing(n) for n in range(8)], pa.list_(pa.int64(), 2))
     pa.parquet.write_table(pa.table({"x": lists}), tmp_path / "0.parquet")
     terms = terms_of(0, 1)
-    source = PieceSource(
+    source = ShardSource(
         ParquetFiles("x", terms), [str(tmp_path / "0.parquet")], terms, "raise", []
     )
     with pytest.raises(errors.DataError, match="column x has empty"):
@@ -327,7 +329,7 @@ def images_of(images, size, mode="int", policy="raise", own=False, frame=None, *
     made = [Classes(each, mode, None, own, its) for each, its in zip(found, terms, strict=True)]
     parts = [each.part([other.held for other in made]) for each in made]
     sources = [
-        PieceSource(
+        ShardSource(
             ImageFiles(each, labels_of(each, classes, mode), (4, 6), "rgb", policy, its),
             each.paths,
             its,

@@ -345,15 +345,15 @@ def test_no_rank_waits_for_one_that_has_gone(run_ranks, folder, rank, how):
 
 ASKS = """
 from keras_dist import _engine
-from keras_dist._engine import service
+from keras_dist._engine import rpc
 def twice(number):
     if number[0] < 0:
         raise OSError("no file data-\\udcff.npy")  # a name that is no text, as os.fsdecode gives it
     return [2.0 * number]
 def end(): print("served", flush=True)
-served = _engine.Service(runtime.communicator(), [0] * size, twice, end)
+served = _engine.RpcService(runtime.communicator(), [0] * size, twice, end)
 if rank:
-    answer, said = np.empty(1), service.note
+    answer, said = np.empty(1), rpc.note
     try:
         served.ask(np.array([-1]), [answer])
     except errors.DataError as error:
@@ -361,7 +361,7 @@ if rank:
     def note(*words):
         said(*words)
         served.leave()  # as the garbage collector may at any moment
-    service.note = note
+    rpc.note = note
     served.ask(np.array([rank]), [answer])
     assert answer[0] == 2 * rank, answer
     assert served._has_said_so

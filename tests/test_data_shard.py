@@ -10,8 +10,8 @@ import tensorflow as tf
 
 import keras_dist
 from keras_dist import errors
-from keras_dist.data import agreement, shard
-from keras_dist.data.terms import Fact, Terms
+from keras_dist.data import consistency, shard
+from keras_dist.data.shard_options import Fact, ShardOptions
 
 pytestmark = pytest.mark.skipif(keras_dist.size() > 1, reason="for one process")
 
@@ -82,7 +82,7 @@ def test_other_arguments_are_checked():
 
 
 def test_terms_are_the_arguments_that_ranks_compare():
-    facts = {fact.label: fact.value for fact in Terms(batch_size=3).facts()}
+    facts = {fact.label: fact.value for fact in ShardOptions(batch_size=3).facts()}
     assert facts["batch_size"] == 3
     named = {
         "the use of a reader",
@@ -94,9 +94,9 @@ def test_terms_are_the_arguments_that_ranks_compare():
 
 def test_the_first_difference_is_told_in_one_text():
     same, other = Fact("the number of samples", 8), Fact("the number of samples", 9, "Mend it.")
-    agreement._compare([[same], [same]])
+    consistency._compare([[same], [same]])
     with pytest.raises(errors.MismatchError) as caught:
-        agreement._compare([[same], [same], [other]])
+        consistency._compare([[same], [same], [other]])
     assert str(caught.value) == (
         "[rank 2 of 3] Expected the number of samples to be 8 as on rank 0. Received: 9. "
         "Pass the same arguments to shard() on every rank."
@@ -108,7 +108,7 @@ def test_an_error_that_is_not_ours_comes_through():
         raise FileNotFoundError("gone")
 
     with pytest.raises(FileNotFoundError, match="gone"):
-        agreement.prepare(survey)
+        consistency.prepare(survey)
 
 
 def test_importing_costs_no_framework():

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import keras_dist
 from keras_dist import data, errors
-from keras_dist.data import epochs
+from keras_dist.data import epochs, sharding
 from keras_dist.data.order import Order
 from keras_dist.data.partition import plan_samples
-from keras_dist.data.terms import Terms
+from keras_dist.data.shard_options import ShardOptions
 
 pytestmark = pytest.mark.skipif(keras_dist.size() > 1, reason="for one process")
 
@@ -94,8 +94,8 @@ def batch_size_of(kind):
 def sources_of(made, size, **arguments):
     """The source of each rank of a job."""
     for rank in range(size):
-        terms = Terms(**arguments, rank=rank, size=size, where=f"[rank {rank} of {size}]")
-        yield data._source(made, terms)
+        terms = ShardOptions(**arguments, rank=rank, size=size, where=f"[rank {rank} of {size}]")
+        yield sharding._source(made, terms)
 
 
 def parts_of(made, size, **arguments):

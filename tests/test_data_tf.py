@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from keras_dist import errors
 from keras_dist.data import tf_order
-from keras_dist.data.terms import Terms
+from keras_dist.data.shard_options import ShardOptions
 from keras_dist.data.tf_dataset import TfSource
 
 SIZES = [1, 3, 4]
@@ -17,7 +17,7 @@ def numbers(count):
 
 
 def terms_of(rank, size, arguments):
-    return Terms(**arguments, rank=rank, size=size, where=f"[rank {rank} of {size}]")
+    return ShardOptions(**arguments, rank=rank, size=size, where=f"[rank {rank} of {size}]")
 
 
 def parts_of(dataset, size, **arguments):

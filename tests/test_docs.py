@@ -102,5 +102,9 @@ def public_names():
 
 
 def names_in(path):
+    stub = path.with_suffix(".pyi")
+    if stub.exists():
+        imported = ast.parse(stub.read_text()).body
+        return sorted(alias.name for node in imported for alias in node.names)
     found = re.search(r"^__all__ = (\[.*?\])", path.read_text(), re.MULTILINE | re.DOTALL)
     return ast.literal_eval(found[1])

@@ -13,7 +13,7 @@ import subprocess
 import pages
 import pytest
 
-from keras_dist.cli import main
+from keras_dist.launch.cli import main
 
 ROOT = pages.ROOT
 SHELL = ("sh", "bash")

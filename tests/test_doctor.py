@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keras_dist.cli import bench, findings, main
+from keras_dist.launch.cli import bench, findings, main
 
 MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
 

@@ -23,7 +23,7 @@ def without_network(monkeypatch, tmp_path_factory):
 def keras_dist(*words):
     """Runs the command line in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "keras_dist.cli", *map(str, words)],
+        [sys.executable, "-m", "keras_dist.launch.cli", *map(str, words)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

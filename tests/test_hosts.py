@@ -9,10 +9,10 @@ import time
 import pytest
 
 from keras_dist import errors
-from keras_dist.cli import discovery, mpiexec
-from keras_dist.cli.command import job_command
-from keras_dist.cli.hosts import parse_hosts, read_hostfile
-from keras_dist.cli.options import add_places
+from keras_dist.launch.cli import discovery, mpiexec
+from keras_dist.launch.cli.command import job_command
+from keras_dist.launch.cli.hosts import parse_hosts, read_hostfile
+from keras_dist.launch.cli.options import add_places
 
 OPEN_MPI = mpiexec.Library("Open MPI", (5, 0), "Open MPI v5.0")
 MPICH = mpiexec.Library("MPICH", (4, 2), "MPICH 4.2")
@@ -128,7 +128,7 @@ def test_names_that_are_no_names_of_hosts_are_refused(text):
 
 
 def test_a_host_that_nobody_knows_is_named_before_the_start(monkeypatch):
-    from keras_dist.cli import hosts
+    from keras_dist.launch.cli import hosts
 
     hosts.check_names(["localhost"])
     for name in ("nowhere.invalid", "a..b", "x" * 64):

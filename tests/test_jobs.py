@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 import yaml
 
-from keras_dist.cli.hosts import read_hostfile
-from keras_dist.cli.options import add_options
+from keras_dist.launch.cli.hosts import read_hostfile
+from keras_dist.launch.cli.options import add_options
 
 JOBS = Path(__file__).parents[1] / "examples" / "jobs"
 SCRIPTS = sorted(JOBS.glob("*.sh"))

@@ -10,7 +10,7 @@ import sys
 import pytest
 from jobs import BARE
 
-from keras_dist import launched
+from keras_dist.launch import rank_wrapper
 
 PRINTING = r"""
 import os, sys
@@ -27,7 +27,7 @@ print("the end", end="")
 def start(*words, **options):
     """Runs the command line in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "keras_dist.cli", *words],
+        [sys.executable, "-m", "keras_dist.launch.cli", *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -54,11 +54,11 @@ def test_output_is_marked_and_kept(tmp_path):
 
 def test_the_last_words_of_a_rank_are_told_once_and_marked(tmp_path):
     text = f"""{BARE}
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
 if runtime.rank() == 1:
     raise ValueError("too much")
-collectives.barrier()
+ops.barrier()
 """
     (tmp_path / "fails.py").write_text(text)
     job = start("run", "-np", "2", "fails.py", cwd=tmp_path)
@@ -91,7 +91,7 @@ def test_in_a_terminal_the_bar_of_the_root_is_live(tmp_path):
     (tmp_path / "bars.py").write_text(BARS)
     theirs, ours = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, "-m", "keras_dist.cli", "run", "-np", "2", "bars.py"],
+        [sys.executable, "-m", "keras_dist.launch.cli", "run", "-np", "2", "bars.py"],
         stdin=subprocess.DEVNULL,
         stdout=ours,
         stderr=ours,
@@ -113,7 +113,7 @@ def test_in_a_terminal_the_bar_of_the_root_is_live(tmp_path):
 def stream(tmp_path):
     """A function that returns what comes of some chunks of output of rank 1, not in a terminal."""
     with open(tmp_path / "out", "w+b", buffering=0) as file:
-        passed_on = launched._Stream(file.fileno(), b"[1] ", live=False, log=None)
+        passed_on = rank_wrapper._Stream(file.fileno(), b"[1] ", live=False, log=None)
 
         def run(*chunks):
             begin = file.tell()
@@ -134,8 +134,8 @@ def test_lines_are_whole_and_as_a_terminal_shows_them_in_the_end(stream):
 
 def test_a_line_that_does_not_end_is_shown_after_a_while(stream, monkeypatch):
     assert stream(b"1/9\r2/9") == b""
-    monkeypatch.setattr(launched, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(rank_wrapper, "PATIENCE_SECONDS", 0.0)
     assert stream(b"\r3/9") == b"[1] 3/9\n"
-    monkeypatch.setattr(launched, "PATIENCE_SECONDS", 10.0)
-    assert stream(b"x" * (launched.CHUNK_NBYTES + 1)) == b"[1] " + b"x" * 65537 + b"\n"
-    assert stream(b"y\r" * launched.CHUNK_NBYTES) == b""
+    monkeypatch.setattr(rank_wrapper, "PATIENCE_SECONDS", 10.0)
+    assert stream(b"x" * (rank_wrapper.CHUNK_NBYTES + 1)) == b"[1] " + b"x" * 65537 + b"\n"
+    assert stream(b"y\r" * rank_wrapper.CHUNK_NBYTES) == b""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_dist import launcher
+from keras_dist.runtime import launch_environment
 
 
 @pytest.mark.parametrize(
@@ -17,15 +17,15 @@ from keras_dist import launcher
     ],
 )
 def test_the_number_of_ranks_is_read(environment, size):
-    announced = launcher.announced_size(environment)
+    announced = launch_environment.announced_size(environment)
     assert announced is not None
     assert announced.size == size
     assert announced.variable in environment
 
 
 def test_no_launcher_says_nothing():
-    assert launcher.announced_size({"HOME": "/", "PMI_SIZE": "many"}) is None
-    assert launcher.announced_local_size({}) == 1
+    assert launch_environment.announced_size({"HOME": "/", "PMI_SIZE": "many"}) is None
+    assert launch_environment.announced_local_size({}) == 1
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_no_launcher_says_nothing():
     ],
 )
 def test_the_number_of_ranks_on_the_node_is_read(environment, size):
-    assert launcher.announced_local_size(environment) == size
+    assert launch_environment.announced_local_size(environment) == size
 
 
 @pytest.mark.parametrize(
@@ -52,5 +52,5 @@ def test_the_number_of_ranks_on_the_node_is_read(environment, size):
     ],
 )
 def test_the_place_of_this_process_is_read(environment, rank, local_rank):
-    assert launcher.announced_rank(environment) == rank
-    assert launcher.announced_local_rank(environment) == local_rank
+    assert launch_environment.announced_rank(environment) == rank
+    assert launch_environment.announced_local_rank(environment) == local_rank

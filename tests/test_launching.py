@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from keras_dist import config
-from keras_dist.cli.horovodrun import REFUSED
-from keras_dist.cli.options import OPTIONS
+from keras_dist.launch.cli.horovodrun import REFUSED
+from keras_dist.launch.cli.options import OPTIONS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "launching.md"
 BEGIN, END = "<!-- made by tests/test_launching.py -->\n", "<!-- end -->\n"

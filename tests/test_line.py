@@ -7,15 +7,15 @@ import weakref
 
 import pytest
 
+from keras_dist._engine.collectives.queue import CollectiveQueue
+from keras_dist._engine.collectives.ticket import Reordered
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.line import Line
-from keras_dist._engine.place import OtherFirst
-from keras_dist._engine.recovery import Recovery
+from keras_dist._engine.faults.retry import Retry
 
 
 @pytest.fixture
 def line():
-    made = Line(threading.RLock())
+    made = CollectiveQueue(threading.RLock())
     yield made
     made.close()
 
@@ -53,7 +53,7 @@ def test_what_the_ranks_agree_on_goes_to_the_front(line):
 
     def take(name):
         if not done and name != "b":
-            raise OtherFirst("b")
+            raise Reordered("b")
         done.append(name)
 
     with line:
@@ -88,7 +88,7 @@ def test_no_more_will_come_once_every_thread_of_the_script_waits(line):
 
 
 def test_a_place_that_has_left_is_not_waited_for(line):
-    told = [OtherFirst("gone"), OtherFirst("gone")]
+    told = [Reordered("gone"), Reordered("gone")]
 
     def work():
         if len(told) > before:
@@ -105,10 +105,10 @@ def test_a_place_that_has_left_is_not_waited_for(line):
 
 def test_that_another_comes_first_is_no_sign_of_a_loss():
     def work():
-        raise OtherFirst("b")
+        raise Reordered("b")
 
-    with pytest.raises(OtherFirst):
-        Recovery(Communicator()).run(work)  # without MPI nobody can be asked who has died
+    with pytest.raises(Reordered):
+        Retry(Communicator()).run(work)  # without MPI nobody can be asked who has died
 
 
 def test_who_is_interrupted_holds_up_nobody(line, monkeypatch):
@@ -132,7 +132,7 @@ def test_who_is_interrupted_holds_up_nobody(line, monkeypatch):
 def test_the_lock_may_be_held_when_the_line_takes_its_place():
     lock, done = threading.RLock(), []
     with lock:
-        line = Line(lock)
+        line = CollectiveQueue(lock)
         line.queue(lambda: done.append("queued"), "append")
         with line:  # a part of the collective that held the lock
             done.append("part")
@@ -160,7 +160,7 @@ def test_results_and_values_are_let_go(line):
 
 
 def test_a_line_that_is_closed_takes_nothing():
-    line = Line(threading.RLock())
+    line = CollectiveQueue(threading.RLock())
     line.close()
     with pytest.raises(RuntimeError, match="allreduce was queued for ranks that have been left"):
         line.queue(lambda: None, "allreduce")

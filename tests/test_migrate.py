@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from keras_dist.cli import main
+from keras_dist.launch.cli import main
 
 KERAS = """\
 import tensorflow as tf
@@ -216,7 +216,7 @@ def test_a_script_is_written_in_utf_8_whatever_the_locale(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import horovod.keras  # é\n", encoding="utf-8")
     script.chmod(0o750)
-    command = [sys.executable, "-m", "keras_dist.cli", "migrate", "--write", str(script)]
+    command = [sys.executable, "-m", "keras_dist.launch.cli", "migrate", "--write", str(script)]
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run(command, env={**os.environ, **plain, "PYTHONIOENCODING": "utf-8"}, check=True)
     assert script.read_bytes() == "import keras_dist  # é\n".encode()

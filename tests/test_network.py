@@ -24,7 +24,7 @@ SCRIPT = """
 
     from keras_dist import _engine
     from keras_dist._engine.compression import Compression
-    from keras_dist._engine.reduce import ReduceOp
+    from keras_dist._engine.arithmetic import ReduceOp
 
     def sent():
         lines = [line.split() for line in open("/proc/self/net/dev")]

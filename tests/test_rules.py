@@ -13,166 +13,72 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Who may import whom. Own rooms begin with a dot, and `.room.*` is the room with everything in
-# it; `.room` alone is its face. The last column may be imported inside functions only, so that
-# it costs nothing until it is used. The first row that fits counts.
-ENGINE = "numpy .config .errors ._engine.*"
-ON_KERAS = (
-    "keras numpy .runtime .bucket_size .built_optimizers ._backends ._engine .config .errors "
-    ".launcher "
-    ".callbacks .collectives .distributed .layers .model_state .optimizer .process_sets .reduce_op "
-    ".loss_scales .reduction .replicas .update_check "
-    ".fit_plan .gradient_plans .keeping.* .saved_terms .terms "
-    ".trainer .whole_files"
-)
-DATA = (
-    "numpy .runtime .collectives .errors "
-    ".data .data.agreement .data.arrays .data.batches .data.block_batches .data.blocks "
-    ".data.decoding .data.epochs .data.fetching .data.files .data.image_labels .data.indexed "
-    ".data.kinds .data.nested .data.order .data.partition .data.paths .data.piece_batches "
-    ".data.piece_source .data.pieces .data.readers .data.row_source .data.samples .data.segments "
-    ".data.streams .data.survey .data.terms .data.whole_pieces"
-)
-DOCUMENTS = "IPython nbformat traitlets"
-BESIDE = ".timeline.recording .watching.attend"
-SETS = "numpy ._engine .errors .process_sets"
-TF = "tensorflow numpy .errors ._backends.tensorflow_host ._backends.tensorflow_step"
-TORCH = "torch numpy ._backends.torch_tensors"
-FACE = "numpy .runtime ._backends ._engine .errors"
-LOOPS = (
-    f"{ON_KERAS} .gradient_plans .arguments .builds .compression .optimizer .telling "
-    ".tensor_compression .timeline.control"
-)
-BY_HAND = (
-    ".arguments .asynchronous .builds .collectives .compression .gradient_plans .process_sets "
-    ".reduce_op .telling .tensor_compression .terms .timeline.control"
-)
-TABLE = [
-    # room                     may import                                     inside functions
-    (".",                      ".ending .launcher ._version",                         ".*"),
-    ("._version",              "",                                            ""),
-    (".errors",                "",                                            ""),
-    (".config",                ".errors",                                     ""),
-    (".launcher",              ".errors",                                     ""),
-    (".whole_files",           "",                                            ""),
-    (".tensor_compression",    ".compression",                                ""),
-    (".telling",               "._engine .errors .runtime",                   ""),
-    (".ownership",             "",                                            ""),
-    (".rank_log",              "",                                            ""),
-    (".interactive.view",      ".interactive.exchange",               "IPython rich"),
-    (".interactive.launch", "cloudpickle .errors .launcher .cli.job .cli.hosts .interactive.*", ""),
-    (".interactive.rank", "cloudpickle .errors .launcher .rank_log .interactive.exchange",
-     ".runtime .watching.report"),
-    (".interactive.*", "cloudpickle .errors .launcher .rank_log .interactive.*", ""),
-    (".notebook.*", f"{DOCUMENTS} .errors .launcher .rank_log .whole_files .notebook.*", ""),
-    (".ending",     ".errors", ".launcher .runtime ._engine .timeline.recording"),
-    (".runtime", f"{SETS} .config .ending .set_table .startup {BESIDE}",      ""),
-    (".startup",     "._backends ._engine ._version .config .errors .launcher", ""),
-    (".process_sets",          "numpy ._engine .errors",                      ""),
-    (".set_table",             SETS,                                          ""),
-    ("._engine.mpi_library",   "",                                            "mpi4py"),
-    ("._engine.compression",   ENGINE,                                        "ml_dtypes"),
-    ("._engine.*",             ENGINE,                                        ""),
-    ("._backends",             "numpy .errors",                               "keras ._backends.*"),
-    ("._backends.tensorflow",  TF,                                           ""),
-    ("._backends.tensorflow_host", "tensorflow numpy",                   "keras"),
-    ("._backends.tensorflow_step", "tensorflow",                         "keras"),
-    ("._backends.jax", "jax numpy .errors ._backends.jax_devices ._backends.jax_split", "keras"),
-    ("._backends.jax_devices", "jax",                                         ""),
-    ("._backends.jax_split",   "jax",                                         ""),
-    ("._backends.torch",       f"{TORCH} .errors ._backends.torch_overlap",   ""),
-    ("._backends.torch_overlap", TORCH,                                       ""),
-    ("._backends.torch_tensors", "torch numpy",                      "ml_dtypes"),
-    (".data.readers",          f"{DATA} ._engine",                            ""),
-    (".data.contents",         "",                                            ""),
-    (".data.fetching",         ".data.contents .ownership",           "filelock"),
-    (".data.array_dataset",    f"{DATA} keras",                               ""),
-    (".data.stream_dataset",   f"{DATA} keras .data.array_dataset",           ""),
-    (".data.tf_arrays",        f"{DATA} tensorflow",                          ""),
-    (".data.tf_dataset",
-        f"{DATA} tensorflow .data.tf_order .data.tf_remainder .data.tf_shuffle", ""),
-    (".data.tf_order",         f"{DATA} tensorflow",                          ""),
-    (".data.tf_remainder",     f"{DATA} tensorflow",                          ""),
-    (".data.tf_shuffle",       f"{DATA} tensorflow",                          ""),
-    (".data.torch_loader",     f"{DATA} torch",                               ""),
-    (".data.prefetching",      f"{DATA} keras",               "jax tensorflow torch"),
-    (".data.*", DATA, "keras tensorflow h5py mpi4py pyarrow PIL filelock rich .data.*"),
-    (".watching",              "",                                            ""),
-    (".watching.gpu",          "",                                            "pynvml"),
-    (".watching.report",       ".watching.gpu",                       ".runtime ._engine"),
-    (".watching.job",          ".watching.report",                            ""),
-    (".watching.sockets",      ".watching.job .errors .ownership",            ""),
-    (".watching.token",        ".errors .ownership .whole_files",             ""),
-    (".watching.http",         ".watching.token",                             ""),
-    (".watching.web",   ".watching.http .watching.job .watching.token .errors", ""),
-    (".watching.publish", ".ownership .watching.job .watching.sockets .watching.token", ""),
-    (".watching.prometheus",   ".watching.http .watching.job",                ""),
-    (".watching.gather",       "._engine .watching.job .watching.report",     ""),
-    (".watching.attend",  "._engine .config .errors .watching.*",             ""),
-    (".tensorflow", f"tensorflow {LOOPS} ._backends.tensorflow .elastic .tensorflow.*", ""),
-    (".tensorflow.*",          f"tensorflow {LOOPS} ._backends.tensorflow .tensorflow.*", ""),
-    (".torch", f"{TORCH} {FACE} {BY_HAND} .elastic .torch.*",                     ""),
-    (".torch.direct", "torch .config .runtime ._engine .reduce_op",           ""),
-    (".torch.*", f"{TORCH} ._backends.torch_overlap {FACE} {BY_HAND} .torch.*",   ""),
-    (".jax.*",                 f"jax {FACE} ._backends.jax {BY_HAND} .jax.*", ""),
-    (".migration.*",           "libcst .errors .migration.*",                 ""),
-    (".cli.migrate",           ".errors .whole_files",               ".migration.*"),
-    (".cli.run_notebook",      ".errors",                            "yaml .notebook"),
-    (".timeline.control",      ".runtime .errors .timeline.recording",        ""),
-    (".timeline.recording", "._engine .config .errors .timeline.parts .timeline.trace", ""),
-    (".timeline.trace",        ".errors .whole_files .timeline.*",            ""),
-    (".timeline.report",       "rich .timeline.summary",                      ""),
-    (".timeline.figure",       ".timeline.*",                                 "matplotlib"),
-    (".timeline.*",            ".errors .timeline.*",                         ""),
-    (".cli.timeline",          ".errors",                                     ".timeline.*"),
-    (".launched",              ".launcher",                                   ""),
-    (".measuring",             "numpy ._engine",                  "keras mpi4py"),
-    (".cli.top",  ".errors .watching.job .watching.sockets", ".cli.drawing .watching.web"),
-    (".cli.drawing",           ".watching.job rich",                          ""),
-    (".cli.bench",   ".errors .cli.*",                                 ".measuring"),
-    (".cli.*",       ".config .ending .errors .launcher ._version .cli.*",  "mpi4py yaml"),
-    (".callbacks.batches",     f"{ON_KERAS} .callbacks.* .data.epochs .data.nested", ""),
-    (".callbacks.backup", f"{ON_KERAS} .callbacks.* .data.begun_anew .data.epochs", ""),
-    (".callbacks.random_numbers", f"{ON_KERAS} .data.epochs .generators",     ""),
-    (".callbacks.survival",    f"{ON_KERAS} .callbacks.* .data.epochs",       ""),
-    (".callbacks.preemption",  f"{ON_KERAS} .callbacks.* .ending",            ""),
-    (".callbacks.scalars",  f"{ON_KERAS} .watching.attend .watching.job",   "tensorflow"),
-    (".callbacks.*",           f"{ON_KERAS} .callbacks.*",                    ""),
-    (".collectives.*",
-     f"{FACE} .arguments .bucket_size .config .process_sets .reduce_op .telling .collectives.*",
-     ""),
-    (".asynchronous",          ".runtime ._engine .collectives .errors",      ""),
-    (".elastic",               ".elastic.*",                            ".torch"),
-    (".elastic.running",       ".runtime ._engine .errors",                   ""),
-    (".elastic.callbacks",     "keras",                                       ""),
-    (".elastic.state",         f"{FACE} .elastic.running .keeping.*",         ""),
-    (".elastic.models",  f"{FACE} .elastic.state", "torch .built_optimizers .model_state"),
-    (".keeping.*",  ".runtime ._engine .errors .whole_files .keeping.*",      ""),
-    (".point_to_point",        f"{FACE} .collectives.values",                 ""),
-    (".pipeline",              f"{FACE} keras .distributed",                  ""),
-    (".optimizer",             f"{ON_KERAS} .arguments",                      ""),
-    (".built_optimizers",      "keras .model_state",                          ""),
-    (".generators",            "keras numpy .data.kinds",                     ""),
-    (".model_state",           "keras numpy",                                 ""),
-    (".distributed",           ON_KERAS,                                      ""),
-    (".fit_plan",              f"{ON_KERAS} .data.epochs",                    ""),
-    (".layers",                ON_KERAS,                                      ""),
-    (".loss_scales",           "keras .distributed",                          ""),
-    (".optimizers",            "keras .errors",                               ""),
-    (".builds",                ".runtime ._engine .errors",                   ""),
-    (".arguments",             ".runtime .errors .reduce_op",                 ""),
-    (".compression",           "._engine",                                    ""),
-    (".reduce_op",             "._engine",                                    ""),
-    (".reduction",             ON_KERAS,                                      ""),
-    (".update_check",          "keras .errors .runtime",                      ""),
-    (".replicas",              ON_KERAS,                                      ""),
-    (".saved_terms",           ON_KERAS,                                      ""),
-    (".saving",                f"{ON_KERAS} h5py",                            ""),
-    (".gradient_plans",        "numpy .bucket_size ._engine .config .terms",  ""),
-    (".bucket_size",           "._engine .config",                            ""),
-    (".terms",                 f"{FACE} .process_sets",                       "keras"),
-    (".trainer",               f"{ON_KERAS} .data.epochs",                    ""),
-]  # fmt: skip
+# The packages of keras_dist, lowest first. A package imports those of lines above its own, inside
+# functions as well, and for types.
+LAYERS = [
+    "errors _version",
+    "config",
+    "_compat",
+    "_engine _backends",
+    "runtime",
+    "storage",
+    "monitor ops",
+    "data",
+    "training",
+    "layers optimizers",
+    "callbacks",
+    "elastic",
+    "tensorflow torch jax",
+    "migrate",
+    "launch",
+    "",
+]
+
+# Libraries that a package imports at the top of a module, and those that only functions import, so
+# that they cost nothing until they are used. Further rows are for modules whose names begin so.
+LIBRARIES = {
+    "": ("lazy_loader", ""),
+    "runtime": ("lazy_loader numpy", ""),
+    "_engine": ("numpy", "ml_dtypes"),
+    "_engine.mpi.library": ("", "mpi4py"),
+    "_backends": ("numpy", "keras ml_dtypes"),
+    "_backends.tensorflow": ("tensorflow", ""),
+    "_backends.torch": ("torch", ""),
+    "_backends.jax": ("jax", ""),
+    "_compat": ("keras", ""),
+    "_compat.tensorflow": ("tensorflow", ""),
+    "_compat.torch": ("torch", ""),
+    "_compat.jax": ("jax", ""),
+    "ops": ("numpy", "keras"),
+    "monitor": ("", "pynvml matplotlib"),
+    "monitor.prometheus": ("prometheus_client", ""),
+    "monitor.timeline.tables": ("rich", ""),
+    "data": ("lazy_loader numpy", "keras tensorflow h5py pyarrow PIL filelock rich"),
+    "data.array_dataset": ("keras", ""),
+    "data.stream_dataset": ("keras", ""),
+    "data.prefetching": ("keras", "jax tensorflow torch"),
+    "data.tf_": ("tensorflow", ""),
+    "data.torch_": ("torch", ""),
+    "training": ("keras numpy", ""),
+    "training.saving": ("h5py", ""),
+    "layers": ("keras", ""),
+    "optimizers": ("keras", ""),
+    "callbacks": ("keras numpy", "tensorflow"),
+    "elastic": ("numpy", "torch"),
+    "elastic.callbacks": ("keras", ""),
+    "elastic.torch_": ("torch", ""),
+    "tensorflow": ("tensorflow keras numpy", ""),
+    "torch": ("torch numpy", ""),
+    "jax": ("jax numpy", ""),
+    "migrate": ("libcst", ""),
+    "launch": ("numpy", "keras mpi4py rich yaml IPython"),
+    "launch.interactive": ("cloudpickle", "rich"),
+    "launch.cli.drawing": ("rich", ""),
+    "launch.notebook": ("IPython nbformat traitlets", ""),
+}
+
+# Modules of a package that modules outside of it do not import: its face alone.
+FACES = ["_engine"]
 
 COLLECTIVES = set(
     "adasum allgather allgather_async allgather_object allreduce allreduce_async alltoall "
@@ -180,7 +86,7 @@ COLLECTIVES = set(
     "broadcast_object broadcast_variables exchange exchange_among exchange_bytes "
     "exchange_or_raise exchange_rows gather gather_rows "
     "grouped_allgather grouped_allgather_async grouped_allreduce grouped_allreduce_async "
-    "grouped_reducescatter grouped_reducescatter_async meet reduce_slices reducescatter "
+    "grouped_reducescatter grouped_reducescatter_async rendezvous reduce_slices reducescatter "
     "reducescatter_async scatter stand_in sparse_allreduce sparse_allreduce_async verify_once "
     "verify_replicas verify_before_writing "
     "allgather_parts alltoall_parts broadcast_bytes reduce_through_mpi "
@@ -203,27 +109,54 @@ def sources():
 SOURCES = sources()
 
 
-# --- Rule 1: the import table
+# --- Rule 1: the imports
 
 
 def check_imports(tree, module):
-    row = next((row for row in TABLE if fits(module, row[0])), None)
-    if row is None:
-        yield 1, f"{module} has no row in the import table"
+    own = module.removeprefix(".")
+    if floor(own) is None:
+        yield 1, f"{module} is in no package of LAYERS"
         return
-    _, anywhere, in_functions = row
     for line, name, in_function in imports(tree, module):
-        allowed = f"{anywhere} {in_functions}".split() if in_function else anywhere.split()
-        if not name.startswith(".") and name in sys.stdlib_module_names:
-            continue
-        if not any(fits(name, pattern) for pattern in allowed):
-            place = "in a function" if in_function else "at the top"
-            yield line, f"{module} may not import {name} {place} (the import table)"
+        place = "in a function" if in_function else "at the top"
+        if name.startswith("."):
+            why = arrow_up(own, name.removeprefix("."))
+        elif name in sys.stdlib_module_names or name in libraries(own, in_function):
+            why = None
+        else:
+            why = "see LIBRARIES"
+        if why is not None:
+            yield line, f"{module} may not import {name} {place} ({why})"
 
 
-def fits(name, pattern):
-    room = pattern.removesuffix("*").removesuffix(".")
-    return name == pattern or (pattern.endswith("*") and f"{name}.".startswith(f"{room}."))
+def floor(module):
+    package = module.partition(".")[0]
+    return next((n for n, line in enumerate(LAYERS) if package in line.split(" ")), None)
+
+
+def arrow_up(module, imported):
+    """Returns why one module of keras_dist may not import another; `None` where it may."""
+    package, other = module.partition(".")[0], imported.partition(".")[0]
+    if package == other:
+        return None
+    if floor(other) is None or floor(other) >= floor(module):
+        return f"{other or 'keras_dist'} is not below {package or 'keras_dist'}, see LAYERS"
+    if any(imported.startswith(f"{face}.") for face in FACES):
+        return f"use the face of {other}, see FACES"
+    if imported.startswith("_backends.") and not imported.startswith(f"_backends.{package}"):
+        return "use the face of _backends, or the backend of the same name"
+    return None
+
+
+def libraries(module, in_function):
+    """Returns the libraries that a module may import."""
+    rows = [row for name, row in LIBRARIES.items() if is_row_of(name, module)]
+    return {name for row in rows for name in " ".join(row[: 1 + in_function]).split()}
+
+
+def is_row_of(name, module):
+    package = name.partition(".")[0]
+    return package == module.partition(".")[0] and module.startswith(name)
 
 
 def imports(node, module, in_function=False):
@@ -257,6 +190,35 @@ def relative(node, module):
 
 def for_types_only(node):
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def test_no_circle_of_imports():
+    graph = {module: own_imports(module) for module in SOURCES}
+    assert not (found := circle(graph)), " <- ".join(found)
+
+
+def own_imports(module):
+    tree = ast.parse(SOURCES[module].read_text())
+    return {name for _, name, _ in imports(tree, module) if name in SOURCES and name != module}
+
+
+def circle(graph):
+    """Returns modules of which each imports the next, and the last the first; or none."""
+    left = dict(graph)
+    while True:
+        leaves = {module for module, names in left.items() if not names & left.keys()}
+        if not leaves:
+            break
+        left = {module: names for module, names in left.items() if module not in leaves}
+    path = list(left)[:1]
+    while path and len(set(path)) == len(path):
+        path.append(min(left[path[-1]] & left.keys()))
+    return path[path.index(path[-1]) :] if path else []
+
+
+def test_a_circle_is_found():
+    assert not circle({".a": {".b", ".c"}, ".b": {".c"}, ".c": set()})
+    assert circle({".a": {".b"}, ".b": {".c"}, ".c": {".b"}}) == [".b", ".c", ".b"]
 
 
 # --- Rule 2: __all__ is exactly the public names, each with a docstring
@@ -388,22 +350,35 @@ def violations(rule, module, source):
         (".config", "import numpy as np", "numpy"),
         (".runtime", "import keras", "keras"),
         (".runtime", "from keras_dist import _engine, callbacks", ".callbacks"),
-        (".runtime", "from keras_dist._engine.reduce import reduce_rows", "._engine.reduce"),
-        (".runtime", "from keras_dist._engine import buckets", "._engine.buckets"),
-        (".runtime", "from . import optimizer", ".optimizer"),
-        ("._engine.reduce", "import tensorflow as tf", "tensorflow"),
-        ("._engine.reduce", "from mpi4py import MPI", "mpi4py"),
-        ("._engine.reduce", "from .. import runtime", ".runtime"),
+        (
+            ".runtime",
+            "from keras_dist._engine.arithmetic import reduce_rows",
+            "._engine.arithmetic",
+        ),
+        (".runtime", "from keras_dist._engine.collectives import buckets", "._engine.coll"),
+        (".runtime.job", "from ..training import optimizer", ".training.optimizer"),
+        ("._engine.arithmetic", "import tensorflow as tf", "tensorflow"),
+        ("._engine.arithmetic", "from mpi4py import MPI", "mpi4py"),
+        ("._engine.arithmetic", "from .. import runtime", ".runtime"),
         ("._backends.tensorflow", "import mpi4py.MPI", "mpi4py"),
         ("._backends", "import tensorflow.python.keras", "tensorflow"),
-        (".optimizer", "if True:\n    import tensorflow", "tensorflow"),
-        (".optimizer", "def f():\n    from keras_dist._backends import tensorflow", "._backends"),
-        (".data.arrays", "from keras_dist.data import tf_dataset", ".data.tf_dataset"),
+        (".training.optimizer", "if True:\n    import tensorflow", "tensorflow"),
+        (
+            ".training.optimizer",
+            "def f():\n    from keras_dist._backends import tensorflow",
+            "._backends",
+        ),
+        (".torch.layers", "from keras_dist._backends import jax_split", "._backends.jax_split"),
+        (".data.arrays", "from keras_dist import training", ".training"),
         (".data.arrays", "import tensorflow as tf", "tensorflow"),
-        (".cli", "import argparse\nfrom mpi4py import MPI", "mpi4py"),
-        (".cli", "def f():\n    import keras", "keras"),
-        (".", "from keras_dist import optimizer", ".optimizer"),
-        (".new_room", "", "no row"),
+        (".launch.cli", "import argparse\nfrom mpi4py import MPI", "mpi4py"),
+        (".launch.cli", "def f():\n    import tensorflow", "tensorflow"),
+        (
+            ".launch",
+            "from keras_dist.launch import cli\nimport keras_dist",
+            "not below",
+        ),
+        (".new_room", "", "no package"),
     ],
 )
 def test_import_is_refused(module, source, culprit):
@@ -417,11 +392,17 @@ def test_import_is_refused(module, source, culprit):
         (".config", "import os.path\nfrom keras_dist import errors"),
         (".runtime", "import numpy as np\nfrom keras_dist import _engine\n"),
         (".runtime", "from keras_dist._engine import Communicator\nfrom .errors import explain"),
-        ("._engine.mpi_library", "def f():\n    from mpi4py import MPI"),
-        ("._engine.collectives.barrier", "from keras_dist._engine.collectives.meet import meet"),
+        ("._engine.mpi.library", "def f():\n    from mpi4py import MPI"),
+        (
+            "._engine.collectives.barrier",
+            "from keras_dist._engine.collectives.rendezvous import rendezvous",
+        ),
         ("._backends.tensorflow", "import tensorflow as tf\nfrom keras_dist import errors"),
-        (".cli", "import argparse\ndef f():\n    from mpi4py import MPI"),
-        (".", "if TYPE_CHECKING:\n    from keras_dist.optimizer import DistributedOptimizer"),
+        (".launch.cli", "import argparse\ndef f():\n    from mpi4py import MPI"),
+        (
+            ".",
+            "if TYPE_CHECKING:\n    from keras_dist.training.optimizer import DistributedOptimizer",
+        ),
     ],
 )
 def test_import_is_allowed(module, source):

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from jobs import is_alive, launcher
 
-from keras_dist.cli import main
+from keras_dist.launch.cli import main
 
 IS_OPEN_MPI = len(launcher()) > 1
 HERE = str(Path(__file__))
 MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
-LAUNCHED = [sys.executable, "-P", "-m", "keras_dist.launched"]
+LAUNCHED = [sys.executable, "-P", "-m", "keras_dist.launch.rank_wrapper"]
 
 
-NOTEBOOK = [sys.executable, "-m", "keras_dist.cli", "run-notebook"]
+NOTEBOOK = [sys.executable, "-m", "keras_dist.launch.cli", "run-notebook"]
 
 
 @pytest.fixture

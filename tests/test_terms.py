@@ -8,8 +8,8 @@ import pytest
 import keras_dist
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._engine import Compression, ReduceOp
-from keras_dist.terms import (
-    Terms,
+from keras_dist.ops.reduction_options import (
+    ReductionOptions,
     parse_groups,
     parse_layers,
     parse_passes,
@@ -75,24 +75,29 @@ OTHERS = {
 
 
 def test_terms_are_told_apart_by_each_of_them():
-    others = [dataclasses.replace(Terms(), **{field: other}) for field, other in OTHERS.items()]
-    assert len({terms.key for terms in [Terms(), *others]}) == len(OTHERS) + 1
-    assert set(OTHERS) == {field.name for field in dataclasses.fields(Terms)}
-    assert dataclasses.replace(Terms(), **OTHERS).key == dataclasses.replace(Terms(), **OTHERS).key
-    assert Terms() != Terms()  # variables of groups may not be compared
+    others = [
+        dataclasses.replace(ReductionOptions(), **{field: other}) for field, other in OTHERS.items()
+    ]
+    assert len({terms.key for terms in [ReductionOptions(), *others]}) == len(OTHERS) + 1
+    assert set(OTHERS) == {field.name for field in dataclasses.fields(ReductionOptions)}
+    assert (
+        dataclasses.replace(ReductionOptions(), **OTHERS).key
+        == dataclasses.replace(ReductionOptions(), **OTHERS).key
+    )
+    assert ReductionOptions() != ReductionOptions()  # variables of groups may not be compared
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Terms().op = ReduceOp.SUM
+        ReductionOptions().op = ReduceOp.SUM
 
 
 def test_groups_are_told_apart_by_their_very_variables():
     one, other = np.zeros(1), np.zeros(1)
-    keys = [Terms(groups=groups).key for groups in (((one,),), ((other,),), ((one,),))]
+    keys = [ReductionOptions(groups=groups).key for groups in (((one,),), ((other,),), ((one,),))]
     assert keys[0] == keys[2] != keys[1]
     hash(keys[0])
 
 
 def test_usual_terms(parsed):
-    for terms in (Terms(), parsed()):
+    for terms in (ReductionOptions(), parsed()):
         assert vars(terms) == {
             "op": ReduceOp.AVERAGE,
             "process_set": None,
@@ -109,33 +114,33 @@ def test_usual_terms(parsed):
 
 @pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM])
 def test_rows_become_dense_where_they_are_to_and_under_adasum(op):
-    assert Terms(op, sparse_as_dense=True).dense is True
-    assert Terms(op).dense is (op is ReduceOp.ADASUM)
+    assert ReductionOptions(op, sparse_as_dense=True).dense is True
+    assert ReductionOptions(op).dense is (op is ReduceOp.ADASUM)
 
 
 def test_passes_are_added_up_unless_they_are_averaged():
     factors = [
-        Terms(passes=passes, averages=averages).factor
+        ReductionOptions(passes=passes, averages=averages).factor
         for passes, averages in ((1, False), (1, True), (3, False), (3, True))
     ]
     assert factors == [1.0, 1.0, 3.0, 1.0] and {type(one) for one in factors} == {float}
 
 
 def test_a_predivided_average_is_a_sum_between_two_factors():
-    assert Terms().scaling(4) == (ReduceOp.AVERAGE, 1.0, 1.0)
-    assert Terms(ReduceOp.SUM).scaling(4) == (ReduceOp.SUM, 1.0, 1.0)
-    assert Terms(predivide=2.0).scaling(8) == (ReduceOp.SUM, 0.5, 0.25)
-    assert Terms(predivide=0.5).scaling(8) == (ReduceOp.SUM, 2.0, 0.0625)
+    assert ReductionOptions().scaling(4) == (ReduceOp.AVERAGE, 1.0, 1.0)
+    assert ReductionOptions(ReduceOp.SUM).scaling(4) == (ReduceOp.SUM, 1.0, 1.0)
+    assert ReductionOptions(predivide=2.0).scaling(8) == (ReduceOp.SUM, 0.5, 0.25)
+    assert ReductionOptions(predivide=0.5).scaling(8) == (ReduceOp.SUM, 2.0, 0.0625)
 
 
 def test_groups_are_positions_of_variables():
     a, b, c, d, e = variables = [np.zeros(1) for _ in range(5)]
-    assert Terms().grouped(variables) == []
-    assert Terms(groups=1).grouped(variables) == [[0, 1, 2, 3, 4]]
-    assert Terms(groups=2).grouped(variables) == [[0, 1, 2], [3, 4]]
-    assert Terms(groups=7).grouped(variables) == [[0], [1], [2], [3], [4]]
-    assert Terms(groups=((e, a), (c,), ())).grouped(variables) == [[0, 4], [2]]
-    assert Terms(groups=((a, b), (c, d))).grouped([d, e, a]) == [[2], [0]]
+    assert ReductionOptions().grouped(variables) == []
+    assert ReductionOptions(groups=1).grouped(variables) == [[0, 1, 2, 3, 4]]
+    assert ReductionOptions(groups=2).grouped(variables) == [[0, 1, 2], [3, 4]]
+    assert ReductionOptions(groups=7).grouped(variables) == [[0], [1], [2], [3], [4]]
+    assert ReductionOptions(groups=((e, a), (c,), ())).grouped(variables) == [[0, 4], [2]]
+    assert ReductionOptions(groups=((a, b), (c, d))).grouped([d, e, a]) == [[2], [0]]
 
 
 # --- What a user may ask for

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from traces import EPOCH, HANDLE, STEP, bars, operation, write_part
 
 from keras_dist import _engine
-from keras_dist.cli import main
-from keras_dist.timeline.rank_events import BEHIND
-from keras_dist.timeline.summary import summarise
-from keras_dist.timeline.trace import begin_trace, complete
+from keras_dist.launch.cli import main
+from keras_dist.monitor.timeline.rank_events import BEHIND
+from keras_dist.monitor.timeline.summary import summarise
+from keras_dist.monitor.timeline.trace import begin_trace, complete
 
 MS = 1_000_000
 QUEUED = 2  # the lane of what runs behind the script
@@ -67,7 +67,7 @@ def test_a_link_where_files_are_made_is_not_followed(tmp_path):
     for link in (part, tmp_path / f"t.json.{os.getpid()}.tmp"):  # names that can be guessed
         link.symlink_to(other)
     begin_trace(str(path), "j")
-    os.close(_engine.open_part(str(part)))
+    os.close(_engine.open_trace(str(part)))
     assert other.read_text() == "mine"
     assert not path.is_symlink()
     assert not part.is_symlink()

@@ -18,19 +18,21 @@ from pathlib import Path
 import pytest
 from jobs import BARE, launcher, lean, script
 
-from keras_dist.watching.job import Job
+from keras_dist.monitor.job import Job
 
 CHROMIUM = shutil.which("chromium")
-COMMAND = "import sys; from keras_dist.cli import main; sys.exit(main(['top', *sys.argv[1:]]))"
+COMMAND = (
+    "import sys; from keras_dist.launch.cli import main; sys.exit(main(['top', *sys.argv[1:]]))"
+)
 
 # Rank 1 is slow, and the others wait for it.
 LOOP = """
 import os, pathlib, sys, time
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
 rank, folder = runtime.rank(), pathlib.Path(sys.argv[1])
 (folder / f"rank-{rank}").write_text(str(os.getpid()))
-while collectives.broadcast_object(not (folder / "end").exists()):
+while ops.broadcast_object(not (folder / "end").exists()):
     time.sleep(0.05 * rank)
 """
 FIT = """

@@ -16,13 +16,13 @@ import urllib.request
 import pytest
 
 from keras_dist import errors
-from keras_dist.watching import gpu
-from keras_dist.watching.job import Job
-from keras_dist.watching.prometheus import Endpoint
-from keras_dist.watching.publish import publish_at_port
-from keras_dist.watching.report import Report
-from keras_dist.watching.sockets import jobs_at
-from keras_dist.watching.token import token_in
+from keras_dist.monitor import gpu
+from keras_dist.monitor.job import Job
+from keras_dist.monitor.prometheus import Endpoint
+from keras_dist.monitor.publish import publish_at_port
+from keras_dist.monitor.report import Report
+from keras_dist.monitor.sockets import jobs_at
+from keras_dist.monitor.token import token_in
 
 
 def test_a_report_is_a_line_of_json_that_any_reader_takes():
@@ -103,7 +103,7 @@ def test_strangers_at_the_port_are_so_many_and_no_more(free_port, monkeypatch, t
 
 def test_a_token_that_comes_byte_by_byte_is_not_waited_for(free_port, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("keras_dist.watching.publish.CLIENT_SECONDS", 0.5)
+    monkeypatch.setattr("keras_dist.monitor.publish.CLIENT_SECONDS", 0.5)
     published = publish_at_port(a_job, free_port)
     began = time.monotonic()
     try:
@@ -174,7 +174,7 @@ def test_a_stranger_learns_nothing(endpoint, path, query, authorization):
 
 
 def test_a_request_that_comes_byte_by_byte_is_broken_off(endpoint, free_port, monkeypatch):
-    monkeypatch.setattr("keras_dist.watching.http.REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr("keras_dist.monitor.http.REQUEST_SECONDS", 0.5)
     address = ("127.0.0.1", free_port)
     with (
         socket.create_connection(address, 20) as slow,

@@ -7,11 +7,11 @@ import os
 import numpy as np
 import pytest
 
-from keras_dist._engine import windows
-from keras_dist._engine.windows import PAGE, Window, map_private
+from keras_dist._engine.shm import cow_mapping
+from keras_dist._engine.shm.cow_mapping import PAGE, CowMapping, map_private
 
 pytestmark = pytest.mark.skipif(
-    not windows._writes_are_seen(), reason="the kernel does not show who has written to a page"
+    not cow_mapping._writes_are_seen(), reason="the kernel does not show who has written to a page"
 )
 
 
@@ -26,7 +26,7 @@ def handle():
 def test_a_window_shows_what_others_write_but_not_where_it_was_written_to(handle):
     everyones = np.frombuffer(mmap.mmap(handle, 4 * PAGE), np.uint8)
     mapping = map_private(handle, 4 * PAGE)
-    window, other = Window(mapping, PAGE, PAGE + 1), Window(mapping, 3 * PAGE, 10)
+    window, other = CowMapping(mapping, PAGE, PAGE + 1), CowMapping(mapping, 3 * PAGE, 10)
     seen = np.frombuffer(window.memory, np.uint8)
     assert len(seen) == PAGE + 1
     everyones[:] = 1
@@ -42,14 +42,14 @@ def test_a_window_shows_what_others_write_but_not_where_it_was_written_to(handle
 
 
 def test_there_are_no_windows_where_writes_are_not_seen(handle, monkeypatch):
-    windows._writes_are_seen.cache_clear()
+    cow_mapping._writes_are_seen.cache_clear()
     with monkeypatch.context() as patched:
-        patched.setattr(windows.os, "preadv", lambda *_: 0)  # tells nothing of the pages
+        patched.setattr(cow_mapping.os, "preadv", lambda *_: 0)  # tells nothing of the pages
         assert map_private(handle, 4 * PAGE) is None
-        windows._writes_are_seen.cache_clear()
-        patched.setattr(windows, "_pagemap", lambda: os.open("/proc/self/nothing", os.O_RDONLY))
+        cow_mapping._writes_are_seen.cache_clear()
+        patched.setattr(cow_mapping, "_pagemap", lambda: os.open("/proc/self/nothing", os.O_RDONLY))
         assert map_private(handle, 4 * PAGE) is None
-    windows._writes_are_seen.cache_clear()
+    cow_mapping._writes_are_seen.cache_clear()
     assert map_private(handle, 4 * PAGE) is not None
 
 
@@ -57,9 +57,9 @@ def test_nothing_is_known_where_what_was_open_is_closed(handle, monkeypatch):
     def closed(*_):
         raise OSError(errno.EBADF, "closed")
 
-    window = Window(map_private(handle, PAGE), 0, PAGE)
+    window = CowMapping(map_private(handle, PAGE), 0, PAGE)
     assert not window.is_written()
-    monkeypatch.setattr(windows.os, "preadv", closed)
+    monkeypatch.setattr(cow_mapping.os, "preadv", closed)
     assert window.is_written()
 
 
@@ -68,5 +68,5 @@ def test_there_are_no_windows_where_there_is_no_room(handle, monkeypatch):
         raise OSError("no room")
 
     assert map_private(handle, PAGE) is not None
-    monkeypatch.setattr(windows, "_map", refused)
+    monkeypatch.setattr(cow_mapping, "_map", refused)
     assert map_private(handle, PAGE) is None

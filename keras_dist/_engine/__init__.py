@@ -3,30 +3,40 @@
 This is its face; other rooms import nothing from the modules behind it.
 """
 
-from keras_dist._engine.agreement import Absence, Call, entries_of
-from keras_dist._engine.attendants import Attendant
-from keras_dist._engine.buckets import plan_buckets
-from keras_dist._engine.clocks import clock_offset
+from keras_dist._engine.arithmetic import ReduceOp, parse_factor, parse_op
+from keras_dist._engine.background_services import BackgroundService
 from keras_dist._engine.collectives.adasum import adasum, check_power_of_two
 from keras_dist._engine.collectives.allgather import allgather, grouped_allgather
 from keras_dist._engine.collectives.allreduce import allreduce
 from keras_dist._engine.collectives.alltoall import alltoall
 from keras_dist._engine.collectives.barrier import barrier
 from keras_dist._engine.collectives.broadcast import broadcast, broadcast_into
-from keras_dist._engine.collectives.end import at_the_end
+from keras_dist._engine.collectives.buckets import plan_buckets
+from keras_dist._engine.collectives.end_of_script import at_the_end
 from keras_dist._engine.collectives.fused import FusedAllreduce
 from keras_dist._engine.collectives.in_place import allreduce_in_place, broadcast_in_place
 from keras_dist._engine.collectives.join import stand_in
-from keras_dist._engine.collectives.meet import tell_error, telling, times_met
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
+from keras_dist._engine.collectives.pending import wait_first
+from keras_dist._engine.collectives.piggyback import listen, notice, tell
 from keras_dist._engine.collectives.reducescatter import reducescatter
+from keras_dist._engine.collectives.rendezvous import tell_error, telling, times_met
+from keras_dist._engine.collectives.signature import CollectiveSignature, JoinedRanks, entries_of
 from keras_dist._engine.collectives.slices import reduce_slices
+from keras_dist._engine.collectives.ticket import Handle
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, parse_compression
-from keras_dist._engine.earlier import wait_first
-from keras_dist._engine.files import File
-from keras_dist._engine.mailbox import Mailbox
-from keras_dist._engine.mpi_library import (
+from keras_dist._engine.faults.progress import (
+    begin_epoch,
+    during,
+    is_during,
+    note_step,
+    progress,
+    say_progress,
+)
+from keras_dist._engine.faults.retry import Retry
+from keras_dist._engine.mpi.files import File
+from keras_dist._engine.mpi.library import (
     failed_process,
     is_communicator,
     is_cuda_aware,
@@ -38,49 +48,39 @@ from keras_dist._engine.mpi_library import (
     stop_mpi,
     take_names_away,
 )
-from keras_dist._engine.notice import listen, notice, tell
-from keras_dist._engine.part import (
-    Part,
-    flush_part,
-    forget_part,
-    is_recording,
-    open_part,
-    start_part,
-    stop_part,
-)
-from keras_dist._engine.place import Handle
+from keras_dist._engine.mpi.mailbox import Mailbox
+from keras_dist._engine.mpi.subsets import places_of, subset
 from keras_dist._engine.point_to_point import call_off, recv, send
-from keras_dist._engine.progress import (
-    begin_epoch,
-    during,
-    is_during,
-    note_step,
-    progress,
-    say_progress,
+from keras_dist._engine.rpc import RpcService
+from keras_dist._engine.shm.wait import waited_seconds, waits
+from keras_dist._engine.tracing.clocks import clock_offset
+from keras_dist._engine.tracing.spans import step
+from keras_dist._engine.tracing.trace_writer import (
+    TraceWriter,
+    flush_trace,
+    forget_trace,
+    is_recording,
+    open_trace,
+    start_trace,
+    stop_trace,
 )
-from keras_dist._engine.recovery import Recovery
-from keras_dist._engine.reduce import ReduceOp, parse_factor, parse_op
-from keras_dist._engine.service import Service
-from keras_dist._engine.subsets import places_of, subset
-from keras_dist._engine.timeline import step
 from keras_dist._engine.tuning import best_bucket_nbytes
-from keras_dist._engine.wait import waited_seconds, waits
 
 __all__ = [
-    "Absence",
-    "Attendant",
-    "Call",
+    "BackgroundService",
+    "CollectiveSignature",
     "Communicator",
     "Compression",
     "Compressor",
     "File",
     "FusedAllreduce",
     "Handle",
+    "JoinedRanks",
     "Mailbox",
-    "Part",
-    "Recovery",
     "ReduceOp",
-    "Service",
+    "Retry",
+    "RpcService",
+    "TraceWriter",
     "adasum",
     "allgather",
     "allgather_object",
@@ -101,8 +101,8 @@ __all__ = [
     "during",
     "entries_of",
     "failed_process",
-    "flush_part",
-    "forget_part",
+    "flush_trace",
+    "forget_trace",
     "grouped_allgather",
     "is_communicator",
     "is_cuda_aware",
@@ -114,7 +114,7 @@ __all__ = [
     "mpi_failure",
     "note_step",
     "notice",
-    "open_part",
+    "open_trace",
     "outlives_processes",
     "parse_compression",
     "parse_factor",
@@ -129,10 +129,10 @@ __all__ = [
     "send",
     "stand_in",
     "start_mpi",
-    "start_part",
+    "start_trace",
     "step",
     "stop_mpi",
-    "stop_part",
+    "stop_trace",
     "subset",
     "take_names_away",
     "tell",

@@ -16,20 +16,19 @@ from typing import Any, TypeVar
 import numpy as np
 
 from keras_dist import errors
-from keras_dist._engine import timeline
-from keras_dist._engine.agreement import Absence
-from keras_dist._engine.attendants import Attendant, Attendants
-from keras_dist._engine.earlier import let_earlier_end
-from keras_dist._engine.idle_memory import IdleMemory
-from keras_dist._engine.line import Line
-from keras_dist._engine.node import Node, join_node
-from keras_dist._engine.place import Handle, NameInFlightError, in_flight
-from keras_dist._engine.point_to_point import turn_away
-from keras_dist._engine.recovery import Recovery
-from keras_dist._engine.survivors import lost
-from keras_dist._engine.transfer import allgather_parts
-from keras_dist._engine.wait import blocked, waiting
-from keras_dist._engine.watch import Watch
+from keras_dist._engine.background_services import BackgroundService, BackgroundServices
+from keras_dist._engine.collectives.pending import let_earlier_end
+from keras_dist._engine.collectives.queue import CollectiveQueue
+from keras_dist._engine.collectives.signature import JoinedRanks
+from keras_dist._engine.collectives.ticket import Handle, NameInFlightError, in_flight
+from keras_dist._engine.faults.rank_lost import lost
+from keras_dist._engine.faults.stall_watchdog import StallWatchdog
+from keras_dist._engine.hello import turn_away
+from keras_dist._engine.mpi.transfer import allgather_parts
+from keras_dist._engine.shm.idle_memory import IdleMemory
+from keras_dist._engine.shm.node import Node, join_node
+from keras_dist._engine.shm.wait import blocked, waiting
+from keras_dist._engine.tracing import spans
 
 __all__ = ["Communicator"]
 
@@ -67,7 +66,7 @@ class Communicator:
         self.may_thread = mpi is None or mpi.Query_thread() >= mpi.THREAD_MULTIPLE
         self._stands_in = None if self.may_thread else job
         self._lock: Any = threading.RLock()
-        self._line: Line | None = None  # takes the lock's place once something is queued
+        self._line: CollectiveQueue | None = None  # takes the lock's place once something is queued
         self._explained = False
         self.rank, self.size = 0, 1
         self.local_rank, self.local_size = 0, 1
@@ -77,20 +76,20 @@ class Communicator:
         self.bucket_nbytes: int | None = None  # what has been measured on these ranks
         self.fewest_cores = 1  # of the cores of the ranks, those of the rank that has fewest
         self.mismatch: str | None = None  # the text of the last MismatchError
-        self.absence: Absence | None = None  # while some of the ranks have no more data
+        self.absence: JoinedRanks | None = None  # while some of the ranks have no more data
         self.when_missed: Callable[[], None] | None = None  # called where others miss them
         self.node: Node | None = None
-        self._attendants = Attendants()
+        self._attendants: BackgroundServices[Communicator] = BackgroundServices()
         self._neighbours: list[int] = []  # the ranks of this node
         self.first_here = 0  # the place here of the first rank of this node
         self.plans: dict[Any, Any] = {}  # of recent single calls, oldest first
         self.idle_memory = IdleMemory()
         self.ranks: Sequence[int] = ranks or (0,)
-        self.recovery: Recovery | None = None  # where ranks go on without those that die
+        self.recovery: Any = None  # a `Recovery` where ranks go on without those that die
         self.losses = 0  # how many ranks have died so far
         self.subsets = 0  # how many process sets there are, this rank in them or not
         self.meetings = 0  # how many there were, equal on all ranks
-        self._lane: timeline.Lane | None = None
+        self._lane: spans.Lane | None = None
         self.aside: Any | None = None  # a duplicate for what threads say to each other
         self.services: list[Any] = []  # what is closed when all ranks come to the end
         self.services_made = 0  # as many on all ranks
@@ -157,13 +156,13 @@ class Communicator:
     def lock(self) -> Any:
         """What a collective holds while it runs."""
         let_earlier_end()
-        lock, recorder = self._one_at_a_time._lock, timeline.recorder
-        return lock if recorder is None else timeline.held(lock, self._lane_of(recorder))
+        lock, recorder = self._one_at_a_time._lock, spans.recorder
+        return lock if recorder is None else spans.held(lock, self._lane_of(recorder))
 
-    def _lane_of(self, recorder: timeline.Recorder) -> timeline.Lane:
+    def _lane_of(self, recorder: spans.Recorder) -> spans.Lane:
         if self._lane is None or self._lane.recorder is not recorder:
             ranks = "" if self._job is None else f" of ranks {', '.join(map(str, self.ranks))}"
-            self._lane = timeline.Lane(f"communication{ranks}", recorder)
+            self._lane = spans.Lane(f"communication{ranks}", recorder)
         return self._lane
 
     @property
@@ -192,7 +191,7 @@ class Communicator:
                     if self.recovery is None:
                         raise  # else a rank has died, and nobody needs it any more
 
-    def attend(self, begin: "Callable[[Communicator], Attendant]") -> None:
+    def attend(self, begin: "Callable[[Communicator], BackgroundService]") -> None:
         """Lets something go on beside the ranks until they part. Collective: every rank; blocks.
 
         Args:
@@ -208,7 +207,7 @@ class Communicator:
             limit: seconds of waiting after which the job ends; 0: never.
         """
         if self.size > 1 and (period or limit):
-            self.attend(lambda comm: Watch(comm.mpi, comm.world, period, limit))
+            self.attend(lambda comm: StallWatchdog(comm.mpi, comm.world, period, limit))
 
     def dismiss(self) -> None:
         """Ends what attends. Collective: every rank; blocks."""
@@ -240,7 +239,7 @@ class Communicator:
             return self._one_at_a_time.queue(work, what)
         let_earlier_end()
         try:
-            return self._make_line().queue(timeline.queued(work), what, name)
+            return self._make_line().queue(spans.queued(work), what, name)
         except NameInFlightError as refused:
             raise self._in_flight(refused) from None
 
@@ -281,11 +280,11 @@ class Communicator:
         """Returns the names of what is called or queued, and whether any of it is waited for."""
         return self._line.standing() if self._line is not None else ((), False)
 
-    def _make_line(self) -> Line:
+    def _make_line(self) -> CollectiveQueue:
         if self._line is None:
             with self._lock:  # of two threads that come here one makes the line
                 if self._line is None:
-                    self._lock = self._line = Line(self._lock)
+                    self._lock = self._line = CollectiveQueue(self._lock)
         return self._line
 
     def finish_queued(self) -> None:
@@ -316,7 +315,7 @@ class Communicator:
     def _turn_away(self) -> None:
         # In a process set others may wait for this rank and be right to: it has a line of its own.
         if self._job is None:
-            turn_away(self)
+            turn_away(self.world, self.rank)
 
     def lives(self, rank: int) -> bool:
         """Tells whether a rank of the job lives, as far as is seen on this node."""

@@ -10,23 +10,24 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from keras_dist import errors
-from keras_dist._engine import timeline
-from keras_dist._engine.agreement import Call, Entry, difference
-from keras_dist._engine.mpi_library import failed_process
-from keras_dist._engine.transfer import as_bytes, receive_bytes, send_bytes, wait
-from keras_dist._engine.wait import PATIENCE_SECONDS, note, noted, waiting
+from keras_dist._engine.collectives.signature import CollectiveSignature, Entry, difference
+from keras_dist._engine.hello import HELLO, Hello
+from keras_dist._engine.mpi.library import failed_process
+from keras_dist._engine.mpi.transfer import as_bytes, receive_bytes, send_bytes, wait
+from keras_dist._engine.shm.wait import PATIENCE_SECONDS, note, waiting
+from keras_dist._engine.tracing import spans
 
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
 
-__all__ = ["call_off", "recv", "send", "turn_away"]
+__all__ = ["call_off", "recv", "send"]
 
-HELLO, DATA = 1, 2  # tags of MPI; what collectives send from rank to rank has 0
+DATA = 2  # a tag of MPI
 SPIN_SECONDS = 100e-6
 NAP_SECONDS = 50e-6
 
@@ -37,25 +38,6 @@ IN_TURN = (
     "What one rank sends the other receives: let the two call send and recv in the same order, and "
     "what all ranks call before or after both."
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Hello:
-    """What one of two ranks tells the other.
-
-    Args:
-        rank: who tells it.
-        call: what it is about to do.
-        dtype: what it sends.
-        goes: whether it sends or receives; not where it is in a meeting of all ranks.
-        why: why it does not, though it should: what the other raises, as a whole message.
-    """
-
-    rank: int
-    call: Any
-    dtype: np.dtype | None = None
-    goes: bool = True
-    why: str | None = None
 
 
 def send(
@@ -81,9 +63,9 @@ def send(
         raise errors.ArgumentTypeError(
             errors.explain(comm.where(), expected, str(array.dtype), remedy)
         )
-    call = Call(SEND, (Entry(name, array.shape, str(array.dtype)),), key=key)
+    call = CollectiveSignature(SEND, (Entry(name, array.shape, str(array.dtype)),), key=key)
     with _together(comm, peer, "destination", call):
-        _meet(comm, peer, _Hello(comm.rank, call, array.dtype))
+        _meet(comm, peer, Hello(comm.rank, call, array.dtype))
         send_bytes(comm.world, as_bytes(array), peer, DATA)
 
 
@@ -112,9 +94,9 @@ def recv(
         RankLostError: a rank has died.
     """
     entries = () if spec is None else (Entry(name, spec[0], str(spec[1])),)
-    call = Call(RECV, entries, key=key)
+    call = CollectiveSignature(RECV, entries, key=key)
     with _together(comm, peer, "source", call):
-        sent = _meet(comm, peer, _Hello(comm.rank, call))
+        sent = _meet(comm, peer, Hello(comm.rank, call))
         array = np.empty(sent.call.entries[0].shape, sent.dtype)
         receive_bytes(comm.world, array.reshape(-1).view(np.uint8), peer, DATA)
     return array
@@ -134,26 +116,15 @@ def call_off(comm: "Communicator", peer: int, why: str) -> None:
         ArgumentError: there is no such rank.
         RankLostError: a rank has died.
     """
-    call = Call("a call that has failed")
+    call = CollectiveSignature("a call that has failed")
     with _together(comm, peer, "peer", call):
-        _meet(comm, peer, _Hello(comm.rank, call, goes=False, why=why))
-
-
-def turn_away(comm: "Communicator") -> None:
-    """Tells ranks that wait here for this one that it has come to a meeting of all ranks.
-
-    They hold what that meeting needs, and this rank waits there: neither would ever go on.
-
-    Args:
-        comm: the ranks of the job.
-    """
-    while (message := comm.world.improbe(tag=HELLO)) is not None:
-        hello = message.recv()
-        comm.world.send(_Hello(comm.rank, str(noted()), goes=False), hello.rank, HELLO)
+        _meet(comm, peer, Hello(comm.rank, call, goes=False, why=why))
 
 
 @contextlib.contextmanager
-def _together(comm: "Communicator", peer: int, role: str, call: Call) -> Iterator[None]:
+def _together(
+    comm: "Communicator", peer: int, role: str, call: CollectiveSignature
+) -> Iterator[None]:
     """Holds the line of this rank while it is with another, and notes with whom."""
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     if not isinstance(peer, int | np.integer) or peer not in others:
@@ -170,7 +141,7 @@ def _together(comm: "Communicator", peer: int, role: str, call: Call) -> Iterato
             raise
 
 
-def _meet(comm: "Communicator", peer: int, mine: _Hello) -> _Hello:
+def _meet(comm: "Communicator", peer: int, mine: Hello) -> Hello:
     """Waits for the other rank; returns what the one of the two that sends has told.
 
     Raises:
@@ -178,7 +149,7 @@ def _meet(comm: "Communicator", peer: int, mine: _Hello) -> _Hello:
         RankLostError: the other rank has died.
     """
     telling = comm.world.isend(mine, peer, HELLO)
-    with timeline.meeting(mine.call), waiting:
+    with spans.meeting(mine.call), waiting:
         start = looked = time.perf_counter()
         while (message := comm.world.improbe(peer, HELLO)) is None:
             now = time.perf_counter()
@@ -216,7 +187,7 @@ def _mismatch(
     return errors.MismatchError(comm.mismatch)
 
 
-def _lost(comm: "Communicator", peer: int, call: Call) -> errors.RankLostError:
+def _lost(comm: "Communicator", peer: int, call: CollectiveSignature) -> errors.RankLostError:
     expected, received = f"rank {peer} to come to {call}", "it, or another rank, has died"
     remedy = (
         "Nobody else has what that rank had: start the job anew, which keras-dist run "

@@ -14,14 +14,14 @@ import time
 
 import numpy as np
 
-from keras_dist._engine.agreement import Call
+from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.collectives.fused import FusedAllreduce
-from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
+from keras_dist._engine.collectives.rendezvous import rendezvous
+from keras_dist._engine.collectives.signature import CollectiveSignature
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.mpi_library import library
-from keras_dist._engine.recovery import again
-from keras_dist._engine.reduce import ReduceOp
+from keras_dist._engine.faults.retry import retry
+from keras_dist._engine.mpi.library import library
 
 __all__ = ["best_bucket_nbytes"]
 
@@ -33,7 +33,9 @@ PASSES, ROUNDS = 2, 3
 USUAL, CLEARLY = CANDIDATES[1], 0.9
 
 
-def best_bucket_nbytes(comm: Communicator, call: Call, nbytes: int) -> tuple[int, str]:
+def best_bucket_nbytes(
+    comm: Communicator, call: CollectiveSignature, nbytes: int
+) -> tuple[int, str]:
     """Returns the bucket size to use among these ranks. Collective: every rank; blocks.
 
     It takes the time of some 25 reductions of at most 64 MiB, the first time on a machine.
@@ -48,7 +50,7 @@ def best_bucket_nbytes(comm: Communicator, call: Call, nbytes: int) -> tuple[int
     """
     ranks = f"{comm.size} ranks, {comm.cross_size} nodes"
     place = f"{platform.node()}, {os.cpu_count()} cores, {ranks}, {_way(comm)}"
-    again(comm, lambda: meet(comm, call))
+    retry(comm, lambda: rendezvous(comm, call))
     root = comm.ranks[0]
     known = broadcast_object(comm, _recall().get(place) if comm.rank == 0 else None, root)
     if known is not None:

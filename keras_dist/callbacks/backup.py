@@ -13,21 +13,21 @@ import numpy as np
 
 from keras_dist import _engine, errors, runtime
 from keras_dist.callbacks import fit_state, model_arrays, rank_states
-from keras_dist.callbacks.files import NEEDS_ROOM
+from keras_dist.callbacks.background_writer import NEEDS_ROOM
+from keras_dist.callbacks.callback_list import ListMember
 from keras_dist.callbacks.fit_state import FitState
-from keras_dist.callbacks.forgotten_state import ForgottenState
-from keras_dist.callbacks.random_numbers import RandomNumbers
+from keras_dist.callbacks.random_state import RandomState
 from keras_dist.callbacks.resumed_epoch import ResumedEpoch, end_at_once
 from keras_dist.callbacks.stopping import is_stopped
+from keras_dist.callbacks.unsaved_state import UnsavedState
 from keras_dist.callbacks.verification import ENDING, verify_before_writing
-from keras_dist.callbacks.whole_list import ListMember
 from keras_dist.data import epochs
-from keras_dist.data.begun_anew import begun_anew
-from keras_dist.keeping import generations
-from keras_dist.keeping.attempts import Attempts
-from keras_dist.keeping.root import on_root
-from keras_dist.model_state import accumulators, has_weights, optimizers_of
-from keras_dist.replicas import broadcast_state, build_optimizers_alike
+from keras_dist.data.restarted_iterators import begun_anew
+from keras_dist.storage import versioned_backups
+from keras_dist.storage.retry_policy import RetryPolicy
+from keras_dist.storage.root_action import on_root
+from keras_dist.training.model_state import accumulators, has_weights, optimizers_of
+from keras_dist.training.replicas import broadcast_state, build_optimizers_alike
 
 __all__ = ["BackupAndRestore"]
 
@@ -98,22 +98,22 @@ class BackupAndRestore(ListMember, keras.callbacks.BackupAndRestore):
         runtime.communicator().place_of_root(root_rank)
         self.root_rank = root_rank
         self._directory = pathlib.Path(self.backup_dir)
-        self._attempts = Attempts()
+        self._attempts = RetryPolicy()
         self._whole: pathlib.Path | None = None  # on the root: the last one that is known to be
         self._data: dict[str, int] = {}
         # Batches of this epoch that have been learnt; whether callbacks have been told of it.
         self._step, self._has_begun = 0, False
         self._written: tuple[int, int] | None = None
-        self._random = RandomNumbers()
+        self._random = RandomState()
         self._of_ranks: list[Any] = []
         self._fit, self._parts = FitState([], root_rank), list[fit_state.Packed]()
-        self._forgotten: ForgottenState | None = None
+        self._forgotten: UnsavedState | None = None
         self._resumed: ResumedEpoch | None = None
 
     def before_training(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Finds the backup, while the files of other callbacks are as they were left."""
         self._fit = FitState(callbacks, self.root_rank)
-        self._fit.agree(self._on_root(self._find, "to find the backup in", generations.ANEW))
+        self._fit.agree(self._on_root(self._find, "to find the backup in", versioned_backups.ANEW))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Gives all ranks what the root finds in the directory, if anything."""
@@ -207,7 +207,7 @@ class BackupAndRestore(ListMember, keras.callbacks.BackupAndRestore):
 
     def _take_up(self) -> dict[str, Any] | None:
         """Gives all ranks the model of the backup; returns what else is in it, if there is one."""
-        found = self._on_root(self._restore, "to restore the backup in", generations.ANEW)
+        found = self._on_root(self._restore, "to restore the backup in", versioned_backups.ANEW)
         if found is None:
             return None
         self._fit.found(found["parts"])
@@ -229,7 +229,7 @@ class BackupAndRestore(ListMember, keras.callbacks.BackupAndRestore):
 
     def _write(self) -> bool:
         def write() -> bool:
-            self._whole = generations.add(self._directory, self._save, self._whole)
+            self._whole = versioned_backups.add(self._directory, self._save, self._whole)
             return True
 
         return self._attempts.make(write, f"to write a backup into {self.backup_dir}")
@@ -252,8 +252,8 @@ class BackupAndRestore(ListMember, keras.callbacks.BackupAndRestore):
 
     def _find(self) -> bool:
         _warn_of_forgetful_data()
-        self._forgotten = ForgottenState(self._fit.callbacks)
-        self._whole = generations.newest_whole(self._directory)
+        self._forgotten = UnsavedState(self._fit.callbacks)
+        self._whole = versioned_backups.newest_whole(self._directory)
         return self._whole is not None
 
     def _restore(self) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import keras
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.data import epochs
 from keras_dist.data.nested import as_array
-from keras_dist.trainer import watch_models
+from keras_dist.training.trainer import watch_models
 
 __all__ = ["VerifyBatches"]
 

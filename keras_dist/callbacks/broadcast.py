@@ -7,9 +7,9 @@ from typing import Any
 import keras
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist.distributed import distributed_optimizers
-from keras_dist.model_state import keep_local
-from keras_dist.replicas import broadcast_state, build_optimizers_alike, separate_seeds
+from keras_dist.training.distributed import distributed_optimizers
+from keras_dist.training.model_state import keep_local
+from keras_dist.training.replicas import broadcast_state, build_optimizers_alike, separate_seeds
 
 __all__ = ["BroadcastGlobalVariablesCallback"]
 

@@ -8,11 +8,11 @@ import keras
 import numpy as np
 
 from keras_dist import errors, runtime
-from keras_dist.callbacks.files import NEEDS_ROOM, BackgroundWriter, write_beside
+from keras_dist.callbacks.background_writer import NEEDS_ROOM, BackgroundWriter, write_beside
 from keras_dist.callbacks.verification import verify_before_writing
-from keras_dist.keeping.attempts import Attempts
-from keras_dist.keeping.root import on_root
-from keras_dist.model_state import state
+from keras_dist.storage.retry_policy import RetryPolicy
+from keras_dist.storage.root_action import on_root
+from keras_dist.training.model_state import state
 
 __all__ = ["BestModelCheckpoint", "ModelCheckpoint"]
 
@@ -66,7 +66,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         runtime.communicator().place_of_root(root_rank)
         self.root_rank = root_rank
         self._behind = BackgroundWriter() if asynchronous else None
-        self._attempts = Attempts()
+        self._attempts = RetryPolicy()
         if runtime.rank() != root_rank:
             self.verbose = 0
 

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_dist import errors, runtime
-from keras_dist.model_state import MULTI_OPTIMIZER
+from keras_dist.training.model_state import MULTI_OPTIMIZER
 
 __all__ = ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]
 

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
-from keras_dist.bucket_size import bucket_nbytes
-from keras_dist.model_state import RESULT
+from keras_dist.ops.bucket_size import bucket_nbytes
+from keras_dist.training.model_state import RESULT
 
 __all__ = ["MetricAverageCallback"]
 

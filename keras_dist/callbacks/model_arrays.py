@@ -8,9 +8,16 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import built_optimizers, errors, runtime
-from keras_dist.keeping import generations
-from keras_dist.model_state import bytes_of, has_weights, random_states, to_numpy, variable_name
+from keras_dist import errors, runtime
+from keras_dist.storage import versioned_backups
+from keras_dist.training import built_optimizers
+from keras_dist.training.model_state import (
+    bytes_of,
+    has_weights,
+    random_states,
+    to_numpy,
+    variable_name,
+)
 
 __all__ = ["restore", "write"]
 
@@ -86,7 +93,7 @@ def _check(mine: Sequence[Any], written: Sequence[Any], path: pathlib.Path) -> N
             f"with {expected!r} of shape {kind[0]} and dtype {kind[1]}",
             f"{len(written)} variables, with {received!r} of shape {other[0]} and dtype "
             f"{other[1]} in that place",
-            generations.ANEW,
+            versioned_backups.ANEW,
         )
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist.model_state import bytes_of
+from keras_dist.training.model_state import bytes_of
 
 __all__ = ["pack", "unpack"]
 

@@ -9,11 +9,11 @@ import keras
 
 from keras_dist import _engine, runtime
 from keras_dist.callbacks.backup import BackupAndRestore
+from keras_dist.callbacks.callback_list import ListMember
 from keras_dist.callbacks.signals import Signals
 from keras_dist.callbacks.stopping import STOPS_JOB
-from keras_dist.callbacks.whole_list import ListMember
-from keras_dist.ending import PREEMPTED_EXIT_CODE
-from keras_dist.model_state import RESULT
+from keras_dist.runtime.exit_hooks import PREEMPTED_EXIT_CODE
+from keras_dist.training.model_state import RESULT
 
 __all__ = ["PreemptionCallback"]
 

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 
 from keras_dist import runtime
-from keras_dist.model_state import random_states, to_numpy
-from keras_dist.replicas import separate_seeds
+from keras_dist.training.model_state import random_states, to_numpy
+from keras_dist.training.replicas import separate_seeds
 
 __all__ = ["RankState", "of_rank", "restore_metrics", "restore_random", "state"]
 

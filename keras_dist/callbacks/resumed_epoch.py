@@ -8,11 +8,11 @@ import keras
 
 from keras_dist import _backends, _engine, runtime
 from keras_dist.callbacks import rank_states
+from keras_dist.callbacks.callback_list import SharedCallbackList
 from keras_dist.callbacks.fit_state import FitState
-from keras_dist.callbacks.random_numbers import RandomNumbers
-from keras_dist.callbacks.whole_list import WholeList
-from keras_dist.keeping.generations import ANEW
-from keras_dist.model_state import SKIPPING
+from keras_dist.callbacks.random_state import RandomState
+from keras_dist.storage.versioned_backups import ANEW
+from keras_dist.training.model_state import SKIPPING
 
 __all__ = ["ResumedEpoch", "end_at_once"]
 
@@ -51,9 +51,9 @@ class ResumedEpoch:
         self,
         model: keras.Model,
         fit: FitState,
-        random: RandomNumbers,
+        random: RandomState,
         found: Mapping[str, Any],
-        callbacks: WholeList | None,
+        callbacks: SharedCallbackList | None,
     ):
         self._model, self._fit, self._callbacks = model, fit, callbacks
         self._random = random

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_dist import errors, runtime
-from keras_dist.keeping.root import on_root
+from keras_dist.storage.root_action import on_root
 
 __all__ = ["RootOnly", "overrides"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import keras
 
 from keras_dist import _engine, errors, runtime
-from keras_dist.watching import attend
-from keras_dist.watching.job import Job
+from keras_dist.monitor import endpoints
+from keras_dist.monitor.job import Job
 
 __all__ = ["WriteScalars"]
 
@@ -43,7 +43,7 @@ class WriteScalars(keras.callbacks.Callback):
     def __init__(self, directory: str | os.PathLike[str], seconds: float = 10.0):
         super().__init__()
         runtime.communicator()
-        if attend.current() is None:
+        if endpoints.current() is None:
             _refuse("a job that can be watched", "KERAS_DIST_TOP=0", "Leave that variable out.")
         if importlib.util.find_spec("tensorflow") is None:
             _refuse(
@@ -89,7 +89,7 @@ class WriteScalars(keras.callbacks.Callback):
             last = False
             while not last and _engine.is_during("fit"):
                 last = self._ends.wait(self.seconds)
-                watching = attend.current()
+                watching = endpoints.current()
                 if watching is None:
                     return
                 job = watching.gathering.job()

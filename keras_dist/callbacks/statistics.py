@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_dist.replicas import average_statistics
+from keras_dist.training.replicas import average_statistics
 
 __all__ = ["AverageStatisticsCallback"]
 
@@ -15,7 +15,7 @@ class AverageStatisticsCallback(keras.callbacks.Callback):
     Each rank normalises by its own batches and so gathers its own statistics. They are
     averaged before each validation and at the end of each epoch, so every rank validates
     and saves the same model. Any other weight that is not trained and differs is treated
-    alike, see `keras_dist.replicas.average_statistics`.
+    alike, see `keras_dist.training.replicas.average_statistics`.
 
     Collective: every rank must pass it to `fit`.
     """

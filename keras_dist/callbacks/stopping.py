@@ -7,8 +7,8 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
-from keras_dist.bucket_size import bucket_nbytes
 from keras_dist.callbacks.root import RootOnly, overrides
+from keras_dist.ops.bucket_size import bucket_nbytes
 
 __all__ = [
     "STOPS_EPOCH",

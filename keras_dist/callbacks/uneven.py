@@ -7,9 +7,9 @@ import keras
 
 from keras_dist import _engine, errors, runtime
 from keras_dist.callbacks.stopping import STOPS_EPOCH
-from keras_dist.distributed import distributed_optimizers
-from keras_dist.model_state import RESULT, accumulators, optimizers_inside, trained_by
-from keras_dist.replicas import broadcast_variables
+from keras_dist.training.distributed import distributed_optimizers
+from keras_dist.training.model_state import RESULT, accumulators, optimizers_inside, trained_by
+from keras_dist.training.replicas import broadcast_variables
 
 __all__ = ["UnevenDataCallback"]
 
@@ -114,7 +114,7 @@ class UnevenDataCallback(keras.callbacks.Callback):
         if self.uneven == "error":
             self._raise_if(out)
 
-    def _root(self, absence: _engine.Absence | None, steps: Sequence[int]) -> int:
+    def _root(self, absence: _engine.JoinedRanks | None, steps: Sequence[int]) -> int:
         """Returns the place of the rank whose state all receive: it made the steps that count."""
         everywhere = tuple(range(len(steps)))
         if self.uneven == "continue":

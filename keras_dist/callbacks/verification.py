@@ -6,8 +6,8 @@ from typing import Any
 import keras
 
 from keras_dist import errors, runtime
-from keras_dist.distributed import distributed_optimizers
-from keras_dist.replicas import average_statistics, broadcast_state, verify_once
+from keras_dist.training.distributed import distributed_optimizers
+from keras_dist.training.replicas import average_statistics, broadcast_state, verify_once
 
 __all__ = ["ENDING", "VerifyReplicas", "verify_before_writing"]
 

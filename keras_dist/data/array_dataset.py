@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_dist.data.batches import Batched
+from keras_dist.data.rank_batches import RankBatches
 
 __all__ = ["ArrayDataset", "InOrder"]
 
@@ -50,7 +50,7 @@ class ArrayDataset(InOrder):
         source: a data set whose workers these are, and that is told of epochs. Defaults to none.
     """
 
-    def __init__(self, batches: Batched, source: keras.utils.PyDataset | None = None):
+    def __init__(self, batches: RankBatches, source: keras.utils.PyDataset | None = None):
         names = ("workers", "use_multiprocessing", "max_queue_size")
         super().__init__(**{name: getattr(source, name) for name in names if source is not None})
         self._batches = batches

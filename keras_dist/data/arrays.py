@@ -8,7 +8,7 @@ from keras_dist import errors
 from keras_dist.data.indexed import WHOLE, IndexedSource
 from keras_dist.data.kinds import is_tensor
 from keras_dist.data.nested import as_array, described, leaves, mapped
-from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.shard_options import Fact, ShardOptions
 
 __all__ = ["ArrayRows", "ArraySource", "no_reader"]
 
@@ -25,7 +25,7 @@ class ArraySource(IndexedSource):
         DataError: lengths differ, or there are fewer samples than ranks or steps.
     """
 
-    def __init__(self, data: Any, terms: Terms):
+    def __init__(self, data: Any, terms: ShardOptions):
         no_reader("arrays", terms)
         if terms.batched:
             terms.refuse("arrays", {"batched": "Rows of arrays are single samples; leave it out."})
@@ -41,7 +41,7 @@ class ArrayRows:
         terms: for messages.
     """
 
-    def __init__(self, data: Any, terms: Terms):
+    def __init__(self, data: Any, terms: ShardOptions):
         while isinstance(data, tuple) and len(data) > 1 and data[-1] is None:
             data = data[:-1]
         for path, leaf in leaves(data):
@@ -59,7 +59,7 @@ class ArrayRows:
         return mapped(lambda array: np.asarray(array[indices]), self.example)
 
 
-def no_reader(data: str, terms: Terms) -> None:
+def no_reader(data: str, terms: ShardOptions) -> None:
     """Refuses the arguments that mean nothing for data whose samples are known by number."""
     terms.refuse(
         data,
@@ -70,7 +70,7 @@ def no_reader(data: str, terms: Terms) -> None:
     )
 
 
-def _check(path: str, leaf: Any, terms: Terms) -> None:
+def _check(path: str, leaf: Any, terms: ShardOptions) -> None:
     expected, kind = f"{path} to be a numpy array", f"an object of type {type(leaf).__name__}"
     if not is_tensor(leaf):
         remedy = "Convert it with numpy.asarray, or give shard() a tf.data.Dataset."
@@ -85,7 +85,7 @@ def _check(path: str, leaf: Any, terms: Terms) -> None:
     raise errors.ArgumentTypeError(terms.explain(expected, kind, remedy))
 
 
-def _common_length(found: list[tuple[str, Any]], terms: Terms) -> int:
+def _common_length(found: list[tuple[str, Any]], terms: ShardOptions) -> int:
     lengths = {path: len(array) if array.ndim else None for path, array in found}
     if len(set(lengths.values())) != 1 or None in lengths.values():
         text = ", ".join(f"{path} {length}" for path, length in lengths.items())

@@ -1,38 +1,13 @@
 """Batches of a rank in the form that suits the backend of Keras."""
 
-from typing import Any, Protocol
+from typing import Any
 
-from keras_dist.data.epochs import Epochs
-from keras_dist.data.partition import Plan, Spread
+from keras_dist.data.rank_batches import RankBatches
 
-__all__ = ["Batched", "for_keras"]
-
-
-class Batched(Protocol):
-    """One rank's batches, for any epoch."""
-
-    epochs: Epochs
-
-    @property
-    def plan(self) -> Plan | Spread:
-        """How many steps an epoch has, and what they take."""
-
-    @property
-    def example(self) -> Any:
-        """What has the dtypes of a batch and its shapes but for the first axis, nested like it.
-
-        `None` where batches may differ in them.
-        """
-
-    @property
-    def sizes(self) -> set[int]:
-        """The numbers of samples that batches may have; none where they may change."""
-
-    def batch(self, epoch: int, step: int) -> Any:
-        """Returns new arrays with the samples of a step, nested like the data."""
+__all__ = ["for_keras"]
 
 
-def for_keras(batches: Batched, ahead: bool = True) -> Any:
+def for_keras(batches: RankBatches, ahead: bool = True) -> Any:
     """Returns batches as data for `fit`.
 
     A `keras.utils.PyDataset` serves all backends, but on TensorFlow Keras turns it into

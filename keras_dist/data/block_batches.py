@@ -10,7 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist.data.blocks import GlobalShare, Share, left_over, line_of_blocks, share_of_rest
+from keras_dist.data.blocks import (
+    BlockShard,
+    GlobalBlockShard,
+    left_over,
+    line_of_blocks,
+    share_of_rest,
+)
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.nested import leaves, mapped
 from keras_dist.data.partition import Plan
@@ -40,11 +46,11 @@ class Cut:
     seed: int | None
     is_global: bool = False
 
-    def share(self, plan: Plan, epoch: int) -> Share:
+    def share(self, plan: Plan, epoch: int) -> BlockShard:
         """Returns the part of a rank in an epoch."""
         key = None if self.seed is None else (self.seed, epoch)
         line = line_of_blocks(self.total, self.block, self.align, key)
-        return (GlobalShare if self.is_global else Share)(line, self.block, plan, key)
+        return (GlobalBlockShard if self.is_global else BlockShard)(line, self.block, plan, key)
 
 
 class BlockBatches:
@@ -81,7 +87,7 @@ class BlockBatches:
         self._together = reader if isinstance(reader, TogetherReader) else None
         self._columns: list[Column] = [column for _, column in leaves(data, "")]
         self._pid = os.getpid()
-        self._shares: dict[int, Share] = {}  # by epoch: the last one, or what was left of one
+        self._shares: dict[int, BlockShard] = {}  # by epoch: the last one, or what was left of one
         # By epoch, the step at which the part begins, and number.
         self._windows: dict[tuple[int, int, int], concurrent.futures.Future] = {}
         if hasattr(reader, "close"):
@@ -123,7 +129,7 @@ class BlockBatches:
             self._shares = shares
             self._windows.clear()
 
-    def _share_of(self, rank: int, epoch: int) -> Share:
+    def _share_of(self, rank: int, epoch: int) -> BlockShard:
         """Returns the part of one of the ranks that there were, perhaps dead now."""
         share = self._share(epoch)
         if not share.first_step:
@@ -131,12 +137,14 @@ class BlockBatches:
             return dataclasses.replace(share, plan=plan)
         return share_of_rest(share, share.line, rank, self.plan.size, share.first_step)
 
-    def _share(self, epoch: int) -> Share:
+    def _share(self, epoch: int) -> BlockShard:
         if epoch not in self._shares:
             self._shares = {epoch: self._cut.share(self.plan, epoch)}
         return self._shares[epoch]
 
-    def _taken(self, epoch: int, share: Share, window: int, places: np.ndarray) -> list[np.ndarray]:
+    def _taken(
+        self, epoch: int, share: BlockShard, window: int, places: np.ndarray
+    ) -> list[np.ndarray]:
         """Returns rows of a window, by their places in its order."""
         arrays, order = self._window(epoch, share, window)
         if order is None and len(places) == places[-1] - places[0] + 1:
@@ -145,7 +153,7 @@ class BlockBatches:
         return [array.take(rows, axis=0) for array in arrays]
 
     def _window(
-        self, epoch: int, share: Share, window: int
+        self, epoch: int, share: BlockShard, window: int
     ) -> tuple[Sequence[np.ndarray], np.ndarray | None]:
         if os.getpid() != self._pid:  # a fork has none of the threads that were reading
             self._pid, self._windows = os.getpid(), {}
@@ -161,7 +169,7 @@ class BlockBatches:
         }
         return self._windows[*place, window].result()
 
-    def _begin(self, share: Share, window: int) -> concurrent.futures.Future:
+    def _begin(self, share: BlockShard, window: int) -> concurrent.futures.Future:
         """Begins to read a window."""
         future: concurrent.futures.Future = concurrent.futures.Future()
         read = self._reader.read

@@ -16,9 +16,9 @@ import numpy as np
 from keras_dist.data.partition import EvenPlan, Plan
 
 __all__ = [
-    "GlobalShare",
+    "BlockShard",
+    "GlobalBlockShard",
     "Pieces",
-    "Share",
     "block_length",
     "left_over",
     "line_of_blocks",
@@ -67,7 +67,7 @@ def line_of_blocks(total: int, block: int, align: int, key: Sequence[int] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class BlockShard:
     """One rank's part of an epoch, or of what is left of one.
 
     Args:
@@ -86,9 +86,9 @@ class Share:
     plan: Plan
     key: tuple[int, ...] | None
     first_step: int = 0
-    earlier: "Share | None" = None
+    earlier: "BlockShard | None" = None
 
-    def at(self, step: int) -> "Share":
+    def at(self, step: int) -> "BlockShard":
         """Returns the part that holds a step: this one, or the one before it."""
         return self if self.earlier is None or step >= self.first_step else self.earlier.at(step)
 
@@ -176,7 +176,7 @@ class Share:
         return pieces[np.argsort(pieces[:, 0], kind="stable")]
 
 
-class GlobalShare(Share):
+class GlobalBlockShard(BlockShard):
     """One rank's part of an epoch whose order is the same for any number of ranks.
 
     The windows follow each other, each shuffled in itself; all ranks go through all of them, and
@@ -224,7 +224,7 @@ def rows_of(pieces: Pieces) -> np.ndarray:
     return np.concatenate([np.empty(0, np.int64), *(np.arange(*piece) for piece in pieces)])
 
 
-def left_over(shares: Sequence[Share], step: int) -> Pieces:
+def left_over(shares: Sequence[BlockShard], step: int) -> Pieces:
     """Returns the rows that nobody has handed out before a step, as a line of pieces.
 
     Args:
@@ -235,14 +235,14 @@ def left_over(shares: Sequence[Share], step: int) -> Pieces:
     return np.concatenate([piece for window in windows for piece in _left_of(window, shares, step)])
 
 
-def _left_of(window: int, shares: Sequence[Share], step: int) -> list[Pieces]:
+def _left_of(window: int, shares: Sequence[BlockShard], step: int) -> list[Pieces]:
     left = [share.rows_left(window, step) for share in shares]
     # What ranks took turns in lies side by side.
-    together = isinstance(shares[0], GlobalShare)
+    together = isinstance(shares[0], GlobalBlockShard)
     return [_as_pieces(np.sort(rows_of(np.concatenate(left))))] if together else left
 
 
-def share_of_rest(last: Share, line: Pieces, rank: int, size: int, step: int) -> Share:
+def share_of_rest(last: BlockShard, line: Pieces, rank: int, size: int, step: int) -> BlockShard:
     """Returns a rank's part of what is left of an epoch, in the steps that are left.
 
     Args:

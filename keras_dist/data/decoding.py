@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from keras_dist import errors, runtime
+from keras_dist.data.file_index import Found, Unreadable
 from keras_dist.data.nested import leaves, mapped
-from keras_dist.data.survey import Found, Unreadable
 
 __all__ = ["Decoder", "found_of"]
 

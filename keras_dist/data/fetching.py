@@ -25,13 +25,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from keras_dist.data.contents import Contents, contents_of, find_others, size_of
-from keras_dist.ownership import (
-    describe,
-    find_unsafe,
-    is_private_directory,
-    private_name,
-)
+from keras_dist.data.content_digests import Contents, contents_of, find_others, size_of
+from keras_dist.storage.ownership import describe, find_unsafe, is_private_directory, private_name
 
 __all__ = ["Fetch", "NotOwnError", "hold", "is_url"]
 

@@ -8,10 +8,10 @@ from pathlib import PurePath
 from typing import Any
 
 from keras_dist import errors
-from keras_dist.data.agreement import Source
+from keras_dist.data.consistency import Source
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
 from keras_dist.data.partition import Spread, plan_spread
-from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.shard_options import Fact, ShardOptions
 
 __all__ = [
     "FileNames",
@@ -35,7 +35,7 @@ def are_files(data: Any) -> bool:
     )
 
 
-def source_of_files(data: Sequence[str | os.PathLike[str]], terms: Terms) -> Source:
+def source_of_files(data: Sequence[str | os.PathLike[str]], terms: ShardOptions) -> Source:
     """Returns how these files are shared out: as names, file by file, or by their elements.
 
     Args:
@@ -66,7 +66,7 @@ class FileNames:
 
     held = None
 
-    def __init__(self, names: Sequence[str], terms: Terms):
+    def __init__(self, names: Sequence[str], terms: ShardOptions):
         remedy = "Pass reader, a function from a list of file names to a tf.data.Dataset."
         reading = "batch_size global_batch_size batched shuffle steps shuffle_buffer draws".split()
         terms.refuse("files without a reader", dict.fromkeys(reading, remedy))
@@ -95,7 +95,7 @@ class FileSource:
         terms: the terms on which to share them out, with a reader and a batch size.
     """
 
-    def __init__(self, names: Sequence[str], terms: Terms):
+    def __init__(self, names: Sequence[str], terms: ShardOptions):
         from keras_dist.data.tf_dataset import count_elements
         from keras_dist.data.tf_shuffle import epochs_of
 
@@ -127,7 +127,7 @@ class FileSource:
         return spread_batches(self._dataset, self.held, spread, terms, self.epochs)
 
 
-def _no_global_order(terms: Terms) -> None:
+def _no_global_order(terms: ShardOptions) -> None:
     if terms.shuffle != "global" and not terms.draws:
         return
     raise errors.ArgumentError(
@@ -139,7 +139,7 @@ def _no_global_order(terms: Terms) -> None:
     )
 
 
-def _source_of_elements(names: Sequence[str], terms: Terms) -> Source:
+def _source_of_elements(names: Sequence[str], terms: ShardOptions) -> Source:
     from keras_dist.data import tf_dataset
 
     dataset = _read(names, terms)
@@ -150,7 +150,7 @@ def _source_of_elements(names: Sequence[str], terms: Terms) -> Source:
     return source
 
 
-def _read(names: Sequence[str], terms: Terms) -> Any:
+def _read(names: Sequence[str], terms: ShardOptions) -> Any:
     import tensorflow as tf
 
     dataset = terms.reader(list(names)) if terms.reader is not None else None
@@ -159,7 +159,7 @@ def _read(names: Sequence[str], terms: Terms) -> Any:
     return dataset
 
 
-def agreed_spread(counts: Sequence[int], batch_size: int, terms: Terms) -> Spread:
+def agreed_spread(counts: Sequence[int], batch_size: int, terms: ShardOptions) -> Spread:
     """Returns the plan of this rank's batches from the numbers of elements that all ranks hold.
 
     Args:

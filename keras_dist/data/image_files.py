@@ -8,15 +8,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from keras_dist import errors
-from keras_dist.data import agreement
+from keras_dist.data import consistency
 from keras_dist.data.decoding import Decoder, found_of
+from keras_dist.data.file_index import Found, Unreadable
 from keras_dist.data.files import facts_of_names
 from keras_dist.data.image_labels import Classes, Images, LabelMode, labels_of, listed
 from keras_dist.data.order import Shuffle
 from keras_dist.data.partition import Remainder
-from keras_dist.data.piece_source import PieceSource, Place
-from keras_dist.data.survey import Found, Unreadable
-from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.shard_options import Fact, ShardOptions
+from keras_dist.data.shard_source import Location, ShardSource
 
 __all__ = ["ColorMode", "ImageFiles", "ImageReader", "image_dataset"]
 
@@ -97,14 +97,14 @@ def image_dataset(
     """
 
     def look() -> Classes:
-        terms = Terms(batch_size, shuffle, seed, remainder, steps)
+        terms = ShardOptions(batch_size, shuffle, seed, remainder, steps)
         found = listed(images, directory, x_col, y_col, label_mode, terms)
         return Classes(found, label_mode, class_names, own, terms)
 
-    found, classes = agreement.prepare(look)
+    found, classes = consistency.prepare(look)
 
-    def survey() -> PieceSource:
-        terms = Terms(batch_size, shuffle, seed, remainder, steps)
+    def survey() -> ShardSource:
+        terms = ShardOptions(batch_size, shuffle, seed, remainder, steps)
         labels = labels_of(found, classes, label_mode)
         kind = ImageFiles(found, labels, image_size, color_mode, unreadable, terms)
         facts = [Fact("image_size", tuple(image_size)), Fact("color_mode", color_mode)]
@@ -112,9 +112,9 @@ def image_dataset(
             facts += facts_of_names(found.names)
             facts.append(Fact("the labels", labels is not None and _digest(labels)))
         # Where a rank looks into its own images, it need not reach those of others.
-        return PieceSource(kind, found.paths, terms, unreadable, facts, own, visible=False)
+        return ShardSource(kind, found.paths, terms, unreadable, facts, own, visible=False)
 
-    part = agreement.prepare(survey)
+    part = consistency.prepare(survey)
     part.class_names = classes
     return part
 
@@ -143,7 +143,7 @@ class ImageFiles:
         image_size: tuple[int, int],
         color_mode: ColorMode,
         unreadable: Unreadable,
-        terms: Terms,
+        terms: ShardOptions,
     ):
         for holds, expected, received in (
             (
@@ -174,11 +174,11 @@ class ImageFiles:
         with Image.open(path):
             return self._found  # the same for all: a million of them travel as one
 
-    def reader(self, places: Sequence[Place], found: Found) -> "ImageReader":
+    def reader(self, places: Sequence[Location], found: Found) -> "ImageReader":
         """Returns what decodes the images."""
         return ImageReader(places, self._decode, found, self._unreadable)
 
-    def _decode(self, place: Place) -> Any:
+    def _decode(self, place: Location) -> Any:
         from PIL import Image
 
         height, width = self._size
@@ -199,7 +199,9 @@ class ImageReader:
         unreadable: what becomes of images that cannot be decoded.
     """
 
-    def __init__(self, places: Sequence[Place], decode: Any, found: Found, unreadable: Unreadable):
+    def __init__(
+        self, places: Sequence[Location], decode: Any, found: Found, unreadable: Unreadable
+    ):
         self.example = found.example
         self._places = places
         self._decoder = Decoder(decode, lambda place: place.path, unreadable)

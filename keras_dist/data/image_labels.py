@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from keras_dist import errors
-from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.shard_options import Fact, ShardOptions
 
 __all__ = ["Classes", "Images", "LabelMode", "labels_of", "listed"]
 
@@ -56,7 +56,7 @@ class Classes:
         mode: LabelMode | None,
         class_names: Sequence[str] | None,
         own: bool,
-        terms: Terms,
+        terms: ShardOptions,
     ):
         found = sorted(set(images.said)) if mode not in (None, "raw") else []
         unknown = set(found) - set(class_names if class_names is not None else found)
@@ -92,7 +92,7 @@ def listed(
     x_col: str,
     y_col: str | Sequence[str],
     mode: LabelMode | None,
-    terms: Terms,
+    terms: ShardOptions,
 ) -> Images:
     """Returns the images of a directory, or of a DataFrame.
 
@@ -116,7 +116,7 @@ def listed(
     return found
 
 
-def _of_directory(directory: Path, mode: LabelMode | None, terms: Terms) -> Images:
+def _of_directory(directory: Path, mode: LabelMode | None, terms: ShardOptions) -> Images:
     if mode == "raw":
         remedy = "Pass a DataFrame that names a value for each image."
         raise errors.ArgumentError(
@@ -142,7 +142,7 @@ def _of_frame(
     x_col: str,
     y_col: str | Sequence[str],
     mode: LabelMode | None,
-    terms: Terms,
+    terms: ShardOptions,
 ) -> Images:
     wanted = [y_col] if isinstance(y_col, str) else list(y_col)
     for column in [x_col, *(wanted if mode is not None else ())]:

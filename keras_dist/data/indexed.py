@@ -15,7 +15,7 @@ from keras_dist.data.batches import for_keras
 from keras_dist.data.epochs import Epochs, kind_of
 from keras_dist.data.order import Order
 from keras_dist.data.partition import Plan, Rest, plan_for_fewer, plan_samples
-from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.shard_options import Fact, ShardOptions
 
 __all__ = ["DEFAULT_BATCH_SIZE", "Batches", "IndexedSource", "Rows", "plan_among"]
 
@@ -65,7 +65,7 @@ class IndexedSource:
     def __init__(
         self,
         rows: Rows,
-        terms: Terms,
+        terms: ShardOptions,
         batch_size: int = DEFAULT_BATCH_SIZE,
         of: str = "samples",
     ):
@@ -182,7 +182,9 @@ class Batches:
         return order
 
 
-def plan_among(total: int, terms: Terms, batch_size: int, steps: int, rank: int, size: int) -> Plan:
+def plan_among(
+    total: int, terms: ShardOptions, batch_size: int, steps: int, rank: int, size: int
+) -> Plan:
     """Returns the plan of a rank among so many, of which others may have died."""
     first_rank = rank if size == terms.size else 0
     first = plan_samples(total, terms.size, first_rank, batch_size, terms.remainder).limited(steps)
@@ -191,7 +193,7 @@ def plan_among(total: int, terms: Terms, batch_size: int, steps: int, rank: int,
     return plan_for_fewer(first, total, size, rank, terms.remainder)
 
 
-def _plan_of_draws(total: int, batch_size: int, terms: Terms, of: str) -> Plan:
+def _plan_of_draws(total: int, batch_size: int, terms: ShardOptions, of: str) -> Plan:
     """Returns the plan of a rank that draws from the whole: by default as many as an epoch has."""
     if total == 0:
         terms.need_samples(total, of)

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from keras_dist import collectives, errors, runtime
-from keras_dist.data import agreement
+from keras_dist import errors, ops, runtime
+from keras_dist.data import consistency
 from keras_dist.data.fetching import Fetch, NotOwnError, hold, is_url
-from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.shard_options import Fact, ShardOptions
 
 __all__ = ["cached"]
 
@@ -70,11 +70,11 @@ def cached(
     dataset = keras_dist.data.image_dataset(train, image_size=(224, 224))
     ```
     """
-    fetch = agreement.prepare(lambda: _Wanted(source, cache_dir, sha256, unpack))
+    fetch = consistency.prepare(lambda: _Wanted(source, cache_dir, sha256, unpack))
     began = time.monotonic()
     with _working(fetch if runtime.local_rank() == 0 else None) as work, _bar(fetch) as show:
         while True:
-            reports = collectives.allgather_object(work.report(), name="data.cached")
+            reports = ops.allgather_object(work.report(), name="data.cached")
             show(reports)
             failures = [report.failure for report in reports if report.failure is not None]
             if failures or all(report.ended for report in reports):
@@ -101,7 +101,7 @@ class _Wanted:
         sha256: str | None,
         unpack: bool,
     ):
-        terms = Terms()
+        terms = ShardOptions()
         for what, path in (("source", source), ("cache_dir", cache_dir)):
             if not isinstance(path, str | os.PathLike):
                 raise terms.wrong_kind(f"{what} to be a path", path)

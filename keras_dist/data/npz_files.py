@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from keras_dist import errors
-from keras_dist.data import agreement
+from keras_dist.data import consistency
+from keras_dist.data.cached_shards import MIXED, CachedShards, named, names_in
+from keras_dist.data.file_index import Found, Unreadable
 from keras_dist.data.files import facts_of_files
 from keras_dist.data.order import Shuffle
 from keras_dist.data.partition import Remainder
 from keras_dist.data.paths import Paths, expanded
-from keras_dist.data.piece_source import PieceSource, Place
-from keras_dist.data.survey import Found, Unreadable
-from keras_dist.data.terms import Fact, Terms
-from keras_dist.data.whole_pieces import MIXED, WholePieces, named, names_in
+from keras_dist.data.shard_options import Fact, ShardOptions
+from keras_dist.data.shard_source import Location, ShardSource
 
 __all__ = ["NpzFiles", "npz"]
 
@@ -76,14 +76,14 @@ def npz(
     ```
     """
 
-    def survey() -> PieceSource:
-        terms = Terms(batch_size, shuffle, seed, remainder, steps)
+    def survey() -> ShardSource:
+        terms = ShardOptions(batch_size, shuffle, seed, remainder, steps)
         paths = expanded(files, terms)
         names = named(x, y)
         facts = [*facts_of_files(paths), Fact("the names of the arrays", repr(names))]
-        return PieceSource(NpzFiles(names, terms), paths, terms, unreadable, facts)
+        return ShardSource(NpzFiles(names, terms), paths, terms, unreadable, facts)
 
-    return agreement.prepare(survey)
+    return consistency.prepare(survey)
 
 
 class NpzFiles:
@@ -96,7 +96,7 @@ class NpzFiles:
 
     mixed = MIXED
 
-    def __init__(self, names: Any, terms: Terms):
+    def __init__(self, names: Any, terms: ShardOptions):
         self._names, self._terms = names, terms
 
     def look(self, path: str) -> Found:
@@ -117,11 +117,11 @@ class NpzFiles:
         layout = tuple((name, dtype.str, shape[1:]) for name, (shape, dtype) in headers.items())
         return Found(lengths.pop(), layout, self._names)
 
-    def reader(self, places: Sequence[Place], found: Found) -> WholePieces:
+    def reader(self, places: Sequence[Location], found: Found) -> CachedShards:
         """Returns what reads the files."""
-        return WholePieces(self._load, places, found, self.mixed)
+        return CachedShards(self._load, places, found, self.mixed)
 
-    def _load(self, place: Place) -> dict[str, np.ndarray]:
+    def _load(self, place: Location) -> dict[str, np.ndarray]:
         with np.load(place.path) as arrays:
             return {name: arrays[name] for name in names_in(self._names)}
 

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 
 from keras_dist import errors
-from keras_dist.data import agreement
+from keras_dist.data import consistency
+from keras_dist.data.cached_shards import MIXED, CachedShards, named, names_in
+from keras_dist.data.file_index import Found, Unreadable
 from keras_dist.data.files import facts_of_files
 from keras_dist.data.order import Shuffle
 from keras_dist.data.partition import Remainder
 from keras_dist.data.paths import Paths, expanded
-from keras_dist.data.piece_source import PieceSource, Place
-from keras_dist.data.survey import Found, Unreadable
-from keras_dist.data.terms import Fact, Terms
-from keras_dist.data.whole_pieces import MIXED, WholePieces, named, names_in
+from keras_dist.data.shard_options import Fact, ShardOptions
+from keras_dist.data.shard_source import Location, ShardSource
 
 __all__ = ["ParquetFiles", "parquet"]
 
@@ -73,14 +73,14 @@ def parquet(
     ```
     """
 
-    def survey() -> PieceSource:
-        terms = Terms(batch_size, shuffle, seed, remainder, steps)
+    def survey() -> ShardSource:
+        terms = ShardOptions(batch_size, shuffle, seed, remainder, steps)
         paths = expanded(files, terms)
         names = _with_matrices(named(x, y))
         facts = [*facts_of_files(paths), Fact("the names of the columns", repr(names))]
-        return PieceSource(ParquetFiles(names, terms), paths, terms, unreadable, facts)
+        return ShardSource(ParquetFiles(names, terms), paths, terms, unreadable, facts)
 
-    return agreement.prepare(survey)
+    return consistency.prepare(survey)
 
 
 class ParquetFiles:
@@ -93,7 +93,7 @@ class ParquetFiles:
 
     mixed = MIXED
 
-    def __init__(self, names: Any, terms: Terms):
+    def __init__(self, names: Any, terms: ShardOptions):
         self._names, self._terms = names, terms
 
     def look(self, path: str) -> Found:
@@ -124,11 +124,11 @@ class ParquetFiles:
         dtype = np.result_type(*(kind[0] for kind in kinds if kind is not None))
         return name, dtype.str, shape
 
-    def reader(self, places: Sequence[Place], found: Found) -> WholePieces:
+    def reader(self, places: Sequence[Location], found: Found) -> CachedShards:
         """Returns what reads the row groups."""
         dtypes = {name: dtype for name, dtype, _ in found.layout}
 
-        def load(place: Place) -> dict[str, np.ndarray]:
+        def load(place: Location) -> dict[str, np.ndarray]:
             import pyarrow.parquet
 
             columns = [column for name in dtypes for column in _columns_in(name)]
@@ -136,7 +136,7 @@ class ParquetFiles:
                 table = file.read_row_group(place.inner, columns=columns)
             return {name: _array(table, name, dtype) for name, dtype in dtypes.items()}
 
-        return WholePieces(load, places, found, self.mixed)
+        return CachedShards(load, places, found, self.mixed)
 
     def _error(self, expected: str, received: str, remedy: str) -> errors.DataError:
         return errors.DataError(self._terms.explain(expected, received, remedy))

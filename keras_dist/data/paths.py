@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 
 from keras_dist import errors
-from keras_dist.data.terms import Terms
+from keras_dist.data.shard_options import ShardOptions
 
 __all__ = ["Path", "Paths", "expanded"]
 
@@ -13,7 +13,7 @@ Path = str | os.PathLike[str]
 Paths = Path | Sequence[Path]
 
 
-def expanded(paths: Paths, terms: Terms) -> list[str]:
+def expanded(paths: Paths, terms: ShardOptions) -> list[str]:
     """Returns the paths that are meant, those of a pattern in sorted order.
 
     Args:

@@ -11,7 +11,7 @@ import keras
 from keras_dist import errors
 from keras_dist.data import epochs
 from keras_dist.data.nested import mapped
-from keras_dist.data.terms import Terms
+from keras_dist.data.shard_options import ShardOptions
 
 __all__ = ["Ahead", "prefetch"]
 
@@ -41,7 +41,7 @@ def prefetch(data: Any, count: int = 2) -> Any:
     train = keras_dist.data.prefetch(keras_dist.data.npz("train/*.npz", x="images", y="labels"))
     ```
     """
-    terms = Terms()
+    terms = ShardOptions()
     if not isinstance(count, int) or count < 1:
         raise errors.ArgumentError(
             terms.explain("count to be at least 1", repr(count), "Leave it out.")

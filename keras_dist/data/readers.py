@@ -238,7 +238,7 @@ class AskingReader:
         serving = FileReader(columns)
         comm = runtime.communicator()
         self._asks = servers[comm.rank] != comm.rank
-        self._service = _engine.Service(
+        self._service = _engine.RpcService(
             comm, servers, lambda question: serving.read(question.reshape(-1, 2)), serving.close
         )
 

@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from keras_dist import data
-from keras_dist.data import agreement
+from keras_dist.data import consistency
+from keras_dist.data.file_index import FileIndex, Found, Unreadable
 from keras_dist.data.files import facts_of_files
 from keras_dist.data.order import Shuffle
 from keras_dist.data.partition import Remainder
 from keras_dist.data.paths import Paths, expanded
-from keras_dist.data.survey import Found, Survey, Unreadable
-from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.shard_options import Fact, ShardOptions
+from keras_dist.data.sharding import shard
 
 __all__ = ["tfrecord"]
 
@@ -76,7 +76,9 @@ def tfrecord(
     """
 
     def survey() -> _RecordSurvey:
-        terms = Terms(batch_size, shuffle, seed, remainder, steps, shuffle_buffer=shuffle_buffer)
+        terms = ShardOptions(
+            batch_size, shuffle, seed, remainder, steps, shuffle_buffer=shuffle_buffer
+        )
         if not callable(parse):
             raise terms.wrong_kind("parse to be a function of a record", parse)
         paths = expanded(files, terms)
@@ -84,7 +86,7 @@ def tfrecord(
         look = functools.partial(_look, compression)
         return _RecordSurvey(look, paths, terms, unreadable, facts)
 
-    found = agreement.prepare(survey)
+    found = consistency.prepare(survey)
     counts = dict(found)
 
     def reader(names: Sequence[str]) -> Any:
@@ -97,7 +99,7 @@ def tfrecord(
 
     names = [name for name, _ in found]
     whole = shuffle == "global"  # one order, for which every rank reads all of them
-    return data.shard(
+    return shard(
         reader(names) if whole else names,
         batch_size,
         shuffle=shuffle,
@@ -109,7 +111,7 @@ def tfrecord(
     )
 
 
-class _RecordSurvey(Survey):
+class _RecordSurvey(FileIndex):
     """Files of records, checked."""
 
     def part(self, held: Sequence[Any]) -> list[tuple[str, int]]:

@@ -20,9 +20,9 @@ from keras_dist.data.nested import leaves, mapped
 from keras_dist.data.partition import plan_samples
 from keras_dist.data.readers import AskingReader, FileReader, Reader, TogetherReader, through_mpi
 from keras_dist.data.segments import Column, Segment
-from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.shard_options import Fact, ShardOptions
 
-__all__ = ["MpiIo", "RowSource", "Unreadable", "Way"]
+__all__ = ["MpiIo", "ReadMethod", "RowSource", "Unreadable"]
 
 BLOCK_NBYTES = 16 << 20
 MOST_NBYTES = 1 << 30  # what MPI reads or sends at once
@@ -36,7 +36,7 @@ WHOLE = "Bring the same files to all nodes."
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class ReadMethod:
     """How rows are to be read: arguments of `hdf5`, checked.
 
     Args:
@@ -55,7 +55,7 @@ class Way:
     mpi_io: MpiIo | None
     readers: int | None
     unreadable: Unreadable
-    terms: Terms
+    terms: ShardOptions
 
     def __post_init__(self) -> None:
         terms = self.terms
@@ -115,7 +115,7 @@ class RowSource:
         DataError: a file cannot be read.
     """
 
-    def __init__(self, look: Look, files: Sequence[Any], data: Any, way: Way):
+    def __init__(self, look: Look, files: Sequence[Any], data: Any, way: ReadMethod):
         terms = way.terms
         named = list(leaves(data, "data"))
         for what, name in [*named, *((f"file {n}", file) for n, file in enumerate(files))]:

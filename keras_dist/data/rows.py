@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
-from keras_dist.data import agreement
+from keras_dist.data import consistency
 from keras_dist.data.nested import leaves
 from keras_dist.data.order import Shuffle
 from keras_dist.data.partition import Remainder
-from keras_dist.data.row_source import MpiIo, RowSource, Unreadable, Way
+from keras_dist.data.row_source import MpiIo, ReadMethod, RowSource, Unreadable
 from keras_dist.data.segments import Segment, segment_of_npy, segments_of_hdf5
-from keras_dist.data.terms import Terms
+from keras_dist.data.shard_options import ShardOptions
 
 __all__ = ["hdf5", "npy"]
 
@@ -92,12 +92,12 @@ def hdf5(
     """
 
     def survey() -> RowSource:
-        terms = Terms(batch_size, shuffle, seed, remainder, steps)
-        way = Way(block, mpi_io, readers, unreadable, terms)
+        terms = ShardOptions(batch_size, shuffle, seed, remainder, steps)
+        way = ReadMethod(block, mpi_io, readers, unreadable, terms)
         paths = [files] if isinstance(files, str | PathLike) else list(files)
         return RowSource(segments_of_hdf5, paths, x if y is None else (x, y), way)
 
-    return agreement.prepare(survey)
+    return consistency.prepare(survey)
 
 
 def npy(
@@ -142,13 +142,13 @@ def npy(
     """
 
     def survey() -> RowSource:
-        terms = Terms(batch_size, shuffle, seed, remainder, steps)
-        way = Way(block, mpi_io, readers, "raise", terms)
+        terms = ShardOptions(batch_size, shuffle, seed, remainder, steps)
+        way = ReadMethod(block, mpi_io, readers, "raise", terms)
         data = x if y is None else (x, y)
         paths = [path for _, path in leaves(data, "data")]
         return RowSource(_look, paths[:1], data, way)
 
-    return agreement.prepare(survey)
+    return consistency.prepare(survey)
 
 
 def _look(_: str, paths: Sequence[str]) -> list[Segment]:

@@ -9,7 +9,7 @@ from keras_dist import errors
 from keras_dist.data.arrays import no_reader
 from keras_dist.data.indexed import WHOLE, IndexedSource
 from keras_dist.data.nested import as_array, concatenated, described, mapped, stacked
-from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.shard_options import Fact, ShardOptions
 
 __all__ = ["PyDatasetSource", "SampleRows", "SampleSource"]
 
@@ -22,7 +22,7 @@ class SampleSource(IndexedSource):
         terms: the terms on which to share it out.
     """
 
-    def __init__(self, data: Any, terms: Terms):
+    def __init__(self, data: Any, terms: ShardOptions):
         no_reader("data of single samples", terms)
         batched = bool(terms.batched)
         if batched:
@@ -42,7 +42,7 @@ class PyDatasetSource(IndexedSource):
         terms: the terms on which to share it out.
     """
 
-    def __init__(self, data: Any, terms: Terms):
+    def __init__(self, data: Any, terms: ShardOptions):
         no_reader("a PyDataset", terms)
         _no_batch_size("a PyDataset", terms)
         if terms.batched is False:
@@ -73,7 +73,7 @@ class SampleRows:
         terms: for messages.
     """
 
-    def __init__(self, data: Any, batched: bool, terms: Terms):
+    def __init__(self, data: Any, batched: bool, terms: ShardOptions):
         self._data = data
         self._joined: Any = concatenated if batched else stacked
         self.total = _length(data, terms)
@@ -92,7 +92,7 @@ class SampleRows:
         return self._joined([self._data[int(index)] for index in indices])
 
 
-def _length(data: Any, terms: Terms) -> int:
+def _length(data: Any, terms: ShardOptions) -> int:
     total = getattr(data, "num_batches", None) if not hasattr(data, "__len__") else len(data)
     # Data without an end has none, or the largest number there is.
     if total is None or total >= np.iinfo(np.int64).max:
@@ -106,6 +106,6 @@ def _length(data: Any, terms: Terms) -> int:
     return int(total)
 
 
-def _no_batch_size(data: str, terms: Terms) -> None:
+def _no_batch_size(data: str, terms: ShardOptions) -> None:
     remedy = "It makes the batches of a rank itself; let it make them as large as they are to be."
     terms.refuse(data, {"global_batch_size": remedy, "batch_size": remedy})

@@ -6,7 +6,7 @@ from typing import Any
 
 from keras_dist.data.array_dataset import InOrder
 from keras_dist.data.epochs import Epochs
-from keras_dist.data.streams import StreamBatches
+from keras_dist.data.stream_batches import StreamBatches
 
 __all__ = ["StreamDataset"]
 

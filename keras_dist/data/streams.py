@@ -3,23 +3,19 @@
 Each rank reads all of it. Generators, and whatever else gives an iterator.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-import numpy as np
 
 from keras_dist import errors
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
-from keras_dist.data.nested import as_array, concatenated, leaves, mapped, stacked
 from keras_dist.data.partition import plan_deal, plan_samples
-from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.shard_options import Fact, ShardOptions
+from keras_dist.data.stream_batches import StreamBatches
 
-__all__ = ["StreamBatches", "StreamSource"]
+__all__ = ["StreamSource"]
 
 AGAIN = "Give shard() a function that makes the same generator on every rank."
-Round = list[Any]  # elements that follow each other, for one step of all ranks
 
 
 class StreamSource:
@@ -38,7 +34,7 @@ class StreamSource:
 
     held = None
 
-    def __init__(self, data: Any, terms: Terms):
+    def __init__(self, data: Any, terms: ShardOptions):
         remedy = "What is read one after another keeps its order; shuffle it in the generator."
         own = {"shuffle": remedy, "shuffle_buffer": remedy, "reader": "Only files have one."}
         own["draws"] = "To draw at random needs samples by number; draw in the generator."
@@ -92,86 +88,7 @@ class StreamSource:
         return StreamDataset(batches, self._opened, self._is_one, self.epochs)
 
 
-class StreamBatches:
-    """Which elements of a stream make up the batches of this rank.
-
-    Args:
-        terms: the terms on which it is shared out.
-        batch_size: single samples in each step on a rank; `None`: elements are batches.
-        steps: batches in an epoch.
-    """
-
-    def __init__(self, terms: Terms, batch_size: int | None, steps: int):
-        self.terms, self.steps = terms, steps
-        self._batch_size = batch_size
-
-    def of(self, elements: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches of an epoch.
-
-        Raises:
-            DataError: the stream has ended before.
-        """
-        made = 0
-        for each in itertools.islice(self._rounds(elements), self.steps):
-            yield self._share(each)
-            made += 1
-        if made < self.steps:
-            raise errors.DataError(
-                self.terms.explain(
-                    f"data for {self.steps} steps on each of {self.terms.size} ranks",
-                    f"data that ended after {made}",
-                    "Lower steps, or let the generator give as much each time.",
-                )
-            )
-
-    def skip(self, elements: Iterator[Any], epochs: int) -> None:
-        """Reads over what some epochs have taken."""
-        count = epochs * self.steps * self.terms.size * (self._batch_size or 1)
-        next(itertools.islice(elements, count, count), None)
-
-    def _rounds(self, elements: Iterator[Any]) -> Iterator[Round]:
-        """Yields the elements of each step of all ranks."""
-        size, width = self.terms.size, self.terms.size * (self._batch_size or 1)
-        windows = iter(lambda: list(itertools.islice(elements, width)), [])
-        if self.terms.steps is not None:
-            # Nothing is read before it is needed: the rest is that of the next epoch.
-            yield from itertools.takewhile(lambda each: len(each) == width, windows)
-            return
-        before: Round = []
-        for each in windows:
-            if self.terms.remainder == "drop" and before and len(each) < width:
-                break
-            if self.terms.remainder == "uneven" and len(each) < size:
-                before = before + each
-                break
-            if before:
-                yield before
-            before = each
-        if self.terms.remainder == "drop":
-            before = before[: len(before) // size * size]
-        yield before
-
-    def _share(self, each: Round) -> Any:
-        rank, size = self.terms.rank, self.terms.size
-        mine = each[rank::size]
-        if self.terms.remainder == "pad" and len(mine) < -(-len(each) // size):
-            mine = [*mine, each[rank % len(each)]]
-        if self._batch_size is not None:
-            return stacked(mine)
-        if len(each) > size:
-            return _share_of_rows(each, rank, size)
-        return mapped(as_array, mine[0])
-
-
-def _share_of_rows(batches: Round, rank: int, size: int) -> Any:
-    """Returns an even share of the rows of several batches."""
-    pooled = concatenated([mapped(as_array, batch) for batch in batches])
-    count = len(next(leaves(pooled))[1])
-    rows = np.arange(count * rank // size, count * (rank + 1) // size)
-    return mapped(lambda array: array[rows], pooled)
-
-
-def _batch_size(terms: Terms) -> int | None:
+def _batch_size(terms: ShardOptions) -> int | None:
     if terms.batched:
         remedy = "Batches of a generator stay as they are: leave out one of the two."
         terms.refuse("batches of a generator", {"batch_size": remedy, "global_batch_size": remedy})

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_dist.data import agreement
+from keras_dist.data import consistency
+from keras_dist.data.cached_shards import MIXED
 from keras_dist.data.decoding import Decoder, found_of
+from keras_dist.data.file_index import Found, Unreadable
 from keras_dist.data.files import facts_of_files
 from keras_dist.data.order import Shuffle
 from keras_dist.data.partition import Remainder
 from keras_dist.data.paths import Paths, expanded
-from keras_dist.data.piece_source import PieceSource, Place
-from keras_dist.data.survey import Found, Unreadable
-from keras_dist.data.terms import Terms
-from keras_dist.data.whole_pieces import MIXED
+from keras_dist.data.shard_options import ShardOptions
+from keras_dist.data.shard_source import Location, ShardSource
 
 __all__ = ["Sample", "TarFiles", "TarReader", "bytes_of", "samples_of", "tar"]
 
@@ -101,15 +101,15 @@ def tar(
     ```
     """
 
-    def survey() -> PieceSource:
-        terms = Terms(batch_size, shuffle, seed, remainder, steps)
+    def survey() -> ShardSource:
+        terms = ShardOptions(batch_size, shuffle, seed, remainder, steps)
         if not callable(decode):
             raise terms.wrong_kind("decode to be a function of a sample", decode)
         paths = expanded(files, terms)
         kind = TarFiles(decode, unreadable)
-        return PieceSource(kind, paths, terms, unreadable, facts_of_files(paths))
+        return ShardSource(kind, paths, terms, unreadable, facts_of_files(paths))
 
-    return agreement.prepare(survey)
+    return consistency.prepare(survey)
 
 
 class TarFiles:
@@ -140,7 +140,7 @@ class TarFiles:
                 return found_of(len(samples), decoded)
         raise failure
 
-    def reader(self, places: Sequence[Place], found: Found) -> "TarReader":
+    def reader(self, places: Sequence[Location], found: Found) -> "TarReader":
         """Returns what reads the samples."""
         return TarReader([place.path for place in places], self._decode, self._unreadable, found)
 

@@ -6,12 +6,12 @@ from typing import Any, cast
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data.batches import Batched
+from keras_dist.data.rank_batches import RankBatches
 
 __all__ = ["pipeline_of"]
 
 
-def pipeline_of(batches: Batched, ahead: bool = True) -> tf.data.Dataset:
+def pipeline_of(batches: RankBatches, ahead: bool = True) -> tf.data.Dataset:
     """Returns a pipeline of the batches; each iteration over it is the next epoch.
 
     The batches are gathered by numpy: arrays that lie in a file are read as they are needed,
@@ -32,7 +32,7 @@ def pipeline_of(batches: Batched, ahead: bool = True) -> tf.data.Dataset:
     held = weakref.ref(batches)
 
     def gather(epoch: np.int64, step: np.int64) -> Any:
-        return tf.nest.flatten(cast(Batched, held()).batch(int(epoch), int(step)))
+        return tf.nest.flatten(cast(RankBatches, held()).batch(int(epoch), int(step)))
 
     def load(epoch: tf.Tensor, step: tf.Tensor) -> Any:
         tensors = tf.numpy_function(gather, [epoch, step], dtypes)

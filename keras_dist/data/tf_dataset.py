@@ -15,7 +15,7 @@ from keras_dist.data import tf_order
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
 from keras_dist.data.partition import Plan, Spread, plan_deal, plan_samples
-from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.shard_options import Fact, ShardOptions
 from keras_dist.data.tf_remainder import counted, dealt, with_remainder
 from keras_dist.data.tf_shuffle import epochs_of, shuffled
 
@@ -50,7 +50,7 @@ class TfSource:
 
     held = None
 
-    def __init__(self, dataset: tf.data.Dataset, terms: Terms):
+    def __init__(self, dataset: tf.data.Dataset, terms: ShardOptions):
         terms.refuse("a tf.data.Dataset", {"reader": "Only a list of files has one."})
         dataset, terms = _of_samples(dataset, terms)
         if terms.batch_size is None:
@@ -117,7 +117,7 @@ def with_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def batches_of_samples(
-    dataset: tf.data.Dataset, total: int, terms: Terms, epochs: Epochs
+    dataset: tf.data.Dataset, total: int, terms: ShardOptions, epochs: Epochs
 ) -> tf.data.Dataset:
     """Returns this rank's batches of a pipeline of `total` single samples."""
     batch_size = terms.batch_size or DEFAULT_BATCH_SIZE
@@ -138,7 +138,7 @@ def batches_of_samples(
 
 
 def limited_batches(
-    dataset: tf.data.Dataset, terms: Terms, epochs: Epochs, whole: bool = True
+    dataset: tf.data.Dataset, terms: ShardOptions, epochs: Epochs, whole: bool = True
 ) -> tf.data.Dataset:
     """Returns `terms.steps` full batches of a pipeline whose length is not known.
 
@@ -157,7 +157,7 @@ def limited_batches(
 
 
 def spread_batches(
-    part: tf.data.Dataset, held: int, spread: Spread, terms: Terms, epochs: Epochs
+    part: tf.data.Dataset, held: int, spread: Spread, terms: ShardOptions, epochs: Epochs
 ) -> tf.data.Dataset:
     """Returns batches of the planned sizes of a part with `held` elements."""
     sizes = spread.sizes
@@ -174,7 +174,9 @@ def spread_batches(
 # --- What is told, and what can be seen
 
 
-def _of_samples(dataset: tf.data.Dataset, terms: Terms) -> tuple[tf.data.Dataset, Terms]:
+def _of_samples(
+    dataset: tf.data.Dataset, terms: ShardOptions
+) -> tuple[tf.data.Dataset, ShardOptions]:
     """Returns the pipeline before it is shuffled and batched, where that can be seen or told."""
     if terms.batched is False and terms.batch_size is None:
         terms = dataclasses.replace(terms, batch_size=DEFAULT_BATCH_SIZE)
@@ -199,7 +201,7 @@ def _of_samples(dataset: tf.data.Dataset, terms: Terms) -> tuple[tf.data.Dataset
 # --- Checks
 
 
-def _check_batches(dataset: tf.data.Dataset, terms: Terms) -> None:
+def _check_batches(dataset: tf.data.Dataset, terms: ShardOptions) -> None:
     terms.refuse(
         "a tf.data.Dataset of batches",
         {
@@ -219,7 +221,7 @@ def _check_batches(dataset: tf.data.Dataset, terms: Terms) -> None:
             )
 
 
-def _length(dataset: tf.data.Dataset, terms: Terms) -> int | None:
+def _length(dataset: tf.data.Dataset, terms: ShardOptions) -> int | None:
     """Returns the number of elements; `None` when it is not known and `steps` stands in."""
     total = int(dataset.cardinality())
     if total >= 0:
@@ -237,7 +239,7 @@ def _length(dataset: tf.data.Dataset, terms: Terms) -> int | None:
     raise errors.DataError(terms.explain("data of a known length, or steps", received, remedy))
 
 
-def _in_order(dataset: tf.data.Dataset, terms: Terms) -> tf.data.Dataset:
+def _in_order(dataset: tf.data.Dataset, terms: ShardOptions) -> tf.data.Dataset:
     """Returns the pipeline with the same order on all ranks."""
     reason = tf_order.unordered(dataset) if terms.size > 1 else None
     if reason is not None:
@@ -254,14 +256,14 @@ def _in_order(dataset: tf.data.Dataset, terms: Terms) -> tf.data.Dataset:
 # --- Single samples
 
 
-def _plan(total: int, terms: Terms, batch_size: int) -> Plan:
+def _plan(total: int, terms: ShardOptions, batch_size: int) -> Plan:
     return plan_samples(total, terms.size, terms.rank, batch_size, terms.remainder)
 
 
 # --- The end of an epoch
 
 
-def _ending_after(batches: tf.data.Dataset, terms: Terms) -> tf.data.Dataset:
+def _ending_after(batches: tf.data.Dataset, terms: ShardOptions) -> tf.data.Dataset:
     """Returns the first `terms.steps` batches; iterating raises when there are fewer."""
     text = terms.explain(
         f"data for steps={terms.steps} on each of {terms.size} ranks",

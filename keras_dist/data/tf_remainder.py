@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.partition import Deal, Plan
-from keras_dist.data.terms import Terms
+from keras_dist.data.shard_options import ShardOptions
 
 __all__ = ["counted", "dealt", "with_remainder"]
 
@@ -49,7 +49,7 @@ def _with_first_again(rows: Any) -> Any:
 # --- Batches made by the user
 
 
-def dealt(dataset: tf.data.Dataset, deal: Deal, terms: Terms) -> tf.data.Dataset:
+def dealt(dataset: tf.data.Dataset, deal: Deal, terms: ShardOptions) -> tf.data.Dataset:
     """Returns this rank's batches; the last step is made of what does not come out even.
 
     A window of batches for each step: a round, and under the last one the pool as well.
@@ -70,7 +70,9 @@ def dealt(dataset: tf.data.Dataset, deal: Deal, terms: Terms) -> tf.data.Dataset
     return windows.enumerate().flat_map(hand_out)
 
 
-def _share_of_rows(batches: tf.data.Dataset, wanted: tf.Tensor, terms: Terms) -> tf.data.Dataset:
+def _share_of_rows(
+    batches: tf.data.Dataset, wanted: tf.Tensor, terms: ShardOptions
+) -> tf.data.Dataset:
     """Returns one batch of this rank's even share of the rows; none unless it is wanted."""
     rows = batches.unbatch()
     count = tf.cond(wanted, lambda: counted(rows), lambda: np.int64(0))

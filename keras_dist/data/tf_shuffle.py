@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.epochs import Epochs, kind_of
-from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.shard_options import Fact, ShardOptions
 
 __all__ = ["epochs_of", "shuffled"]
 
@@ -19,7 +19,7 @@ BUFFER_COUNT = 1 << 16
 SAMPLE_NBYTES = 256 << 10  # assumed of samples whose shape is not known
 
 
-def epochs_of(facts: Sequence[Fact], terms: Terms) -> Epochs:
+def epochs_of(facts: Sequence[Fact], terms: ShardOptions) -> Epochs:
     """Returns the epochs of a pipeline that is shared out on these terms."""
     epochs = Epochs(kind_of(terms.lasting(facts)))
     if terms.way in (None, "global") and terms.batch_size is not None:
@@ -29,7 +29,7 @@ def epochs_of(facts: Sequence[Fact], terms: Terms) -> Epochs:
 
 def shuffled(
     dataset: tf.data.Dataset,
-    terms: Terms,
+    terms: ShardOptions,
     epochs: Epochs,
     batched: Callable[[tf.data.Dataset], tf.data.Dataset],
     total: int | None = None,

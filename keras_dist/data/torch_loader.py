@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from keras_dist import errors
 from keras_dist.data.arrays import no_reader
 from keras_dist.data.indexed import WHOLE, Batches, IndexedSource
-from keras_dist.data.terms import Fact, Terms
+from keras_dist.data.shard_options import Fact, ShardOptions
 
 __all__ = ["PartSampler", "TorchSource"]
 
@@ -31,7 +31,7 @@ class TorchSource(IndexedSource):
         ArgumentError: the loader has a sampler that shard() does not know.
     """
 
-    def __init__(self, data: Any, terms: Terms):
+    def __init__(self, data: Any, terms: ShardOptions):
         no_reader("a torch Dataset", terms)
         if terms.batched:
             remedy = "Its elements are single samples; leave it out."
@@ -81,7 +81,7 @@ class _Samples:
         raise NotImplementedError("The loader takes samples by their numbers.")
 
 
-def _as_loaded(loader: DataLoader, terms: Terms) -> Terms:
+def _as_loaded(loader: DataLoader, terms: ShardOptions) -> ShardOptions:
     """Returns the terms with what the loader says where they are silent."""
     sampler = loader.sampler
     known = isinstance(sampler, RandomSampler | SequentialSampler)

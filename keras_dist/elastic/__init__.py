@@ -54,7 +54,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "ElasticSampler":  # torch alone has it
-        return importlib.import_module("keras_dist.torch").ElasticSampler
+        return importlib.import_module("keras_dist.elastic.torch_sampler").ElasticSampler
     if name in __all__:
         return getattr(importlib.import_module("keras_dist.elastic.callbacks"), name)
     raise AttributeError(f"module 'keras_dist.elastic' has no attribute {name!r}")

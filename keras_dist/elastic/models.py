@@ -36,12 +36,12 @@ class _VariablesState(ObjectState):
         return {str(place) for place, one in enumerate(self._variables()) if id(one) in own}
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        from keras_dist.model_state import bytes_of
+        from keras_dist.training.model_state import bytes_of
 
         return {str(place): bytes_of(one) for place, one in enumerate(self._variables())}
 
     def _put_arrays(self, arrays: dict[str, np.ndarray], of_file: bool = False) -> None:
-        from keras_dist.model_state import to_numpy
+        from keras_dist.training.model_state import to_numpy
 
         own = self._places_of_own()
         for place, one in enumerate(self._variables()):
@@ -70,7 +70,7 @@ class KerasState(_VariablesState):
     _described: Any = None  # the optimizers of what is put, while it is
 
     def __init__(self, model: Any, optimizer: Any = None, directory: Any = None, **attributes: Any):
-        from keras_dist.model_state import has_weights
+        from keras_dist.training.model_state import has_weights
 
         if not has_weights(model):
             expected, received = "a model that is built", f"{model.name!r}, which is not"
@@ -82,19 +82,19 @@ class KerasState(_VariablesState):
         super().__init__(directory=directory, **attributes)
 
     def _variables(self) -> list[Any]:
-        from keras_dist.built_optimizers import describe, held_by
+        from keras_dist.training.built_optimizers import describe, held_by
 
         own = [] if self.optimizer is None else self.optimizer.variables
         held = held_by(self.model, self._described or describe(self.model))
         return list({id(one): one for one in [*held, *own]}.values())
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        from keras_dist.built_optimizers import describe
+        from keras_dist.training.built_optimizers import describe
 
         return {**super()._arrays(), OPTIMIZERS: np.array(json.dumps(describe(self.model)))}
 
     def _put_arrays(self, arrays: dict[str, np.ndarray], of_file: bool = False) -> None:
-        from keras_dist import built_optimizers
+        from keras_dist.training import built_optimizers
 
         self._described = json.loads(str(arrays[OPTIMIZERS])) if OPTIMIZERS in arrays else None
         described = self._described or built_optimizers.describe(self.model)
@@ -104,7 +104,7 @@ class KerasState(_VariablesState):
         built_optimizers.begin_anew(self.model, described)
 
     def _own(self) -> list[Any]:
-        from keras_dist.model_state import accumulators, optimizers_inside
+        from keras_dist.training.model_state import accumulators, optimizers_inside
 
         if self.optimizer is None:
             return []

@@ -14,9 +14,9 @@ import numpy as np
 
 from keras_dist import _engine, errors, runtime
 from keras_dist.elastic.running import HostsUpdatedInterrupt
-from keras_dist.keeping import generations
-from keras_dist.keeping.attempts import Attempts
-from keras_dist.keeping.root import on_root
+from keras_dist.storage import versioned_backups
+from keras_dist.storage.retry_policy import RetryPolicy
+from keras_dist.storage.root_action import on_root
 
 __all__ = ["ObjectState", "State"]
 
@@ -138,7 +138,7 @@ class ObjectState(State):
             text = errors.explain(runtime.where(), expected, repr(bcast_object), remedy)
             raise errors.ArgumentTypeError(text)
         self._directory = None if directory is None else pathlib.Path(directory)
-        self._attempts = Attempts()
+        self._attempts = RetryPolicy()
         self._names = list(attributes)
         for name, value in attributes.items():
             setattr(self, name, value)
@@ -178,7 +178,7 @@ class ObjectState(State):
         """
         if self._directory is not None:
             read = functools.partial(self._read, self._directory)
-            self._on_root(read, "to read the newest state in", generations.ANEW)
+            self._on_root(read, "to read the newest state in", versioned_backups.ANEW)
             self._directory_is_read = True
         self._gather()
         comm = runtime.communicator()
@@ -231,7 +231,7 @@ class ObjectState(State):
     def _add(self, directory: pathlib.Path, text: str) -> None:
         def write() -> bool:
             save = functools.partial(self._write, text)
-            self._whole = generations.add(directory, save, self._whole)
+            self._whole = versioned_backups.add(directory, save, self._whole)
             return True
 
         self._attempts.make(write, f"{WRITE} {directory}")
@@ -246,7 +246,7 @@ class ObjectState(State):
     def _read(self, directory: pathlib.Path) -> None:
         if self._directory_is_read:
             return
-        self._whole = generations.newest_whole(directory)
+        self._whole = versioned_backups.newest_whole(directory)
         if self._whole is not None:
             with np.load(self._whole, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files if name != ABOUT}

@@ -23,28 +23,14 @@ has no derivative forwards, no `vmap` and no place in `jax.checkpoint`, so neith
 """
 
 from keras_dist import _backends
-from keras_dist.builds import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from keras_dist.collectives import allgather_object, barrier, broadcast_object, join
-from keras_dist.compression import Compression, Compressor
-from keras_dist.jax.exchanges import (
+from keras_dist.jax.exchange_ops import (
     allgather,
     alltoall,
     broadcast,
     broadcast_parameters,
     grouped_allgather,
 )
-from keras_dist.jax.reductions import (
+from keras_dist.jax.reduce_ops import (
     allreduce,
     average_gradients,
     grouped_allreduce,
@@ -53,8 +39,10 @@ from keras_dist.jax.reductions import (
     psum,
     reducescatter,
 )
-from keras_dist.process_sets import ProcessSet, global_process_set
-from keras_dist.reduce_op import Adasum, Average, Max, Min, Product, Sum
+from keras_dist.monitor.timeline.control import start_timeline, stop_timeline
+from keras_dist.ops import allgather_object, barrier, broadcast_object, join
+from keras_dist.ops.compression import Compression, Compressor
+from keras_dist.ops.reduce_op import Adasum, Average, Max, Min, Product, Sum
 from keras_dist.runtime import (
     add_process_set,
     cross_rank,
@@ -69,7 +57,19 @@ from keras_dist.runtime import (
     shutdown,
     size,
 )
-from keras_dist.timeline.control import start_timeline, stop_timeline
+from keras_dist.runtime.build_info import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 
 __all__ = [
     "Adasum",

@@ -23,21 +23,9 @@ import sys
 from keras_dist import _backends
 from keras_dist import elastic as elastic
 from keras_dist._backends import tensorflow as _own
-from keras_dist.builds import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
 from keras_dist.errors import LaunchError, explain
-from keras_dist.process_sets import ProcessSet, global_process_set
-from keras_dist.reduce_op import Adasum, Average, Max, Min, Product, Sum
+from keras_dist.monitor.timeline.control import start_timeline, stop_timeline
+from keras_dist.ops.reduce_op import Adasum, Average, Max, Min, Product, Sum
 from keras_dist.runtime import (
     add_process_set,
     cross_rank,
@@ -52,8 +40,21 @@ from keras_dist.runtime import (
     shutdown,
     size,
 )
-from keras_dist.tensorflow.compression import Compression, Compressor
-from keras_dist.tensorflow.exchanges import (
+from keras_dist.runtime.build_info import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from keras_dist.runtime.process_sets import ProcessSet, global_process_set
+from keras_dist.tensorflow.compressors import Compression, Compressor
+from keras_dist.tensorflow.exchange_ops import (
     allgather,
     alltoall,
     broadcast,
@@ -62,7 +63,7 @@ from keras_dist.tensorflow.exchanges import (
     grouped_allgather,
 )
 from keras_dist.tensorflow.layers import SyncBatchNormalization
-from keras_dist.tensorflow.objects import (
+from keras_dist.tensorflow.object_ops import (
     allgather_object,
     barrier,
     broadcast_global_variables,
@@ -78,14 +79,13 @@ from keras_dist.tensorflow.ranks import (
     rank_op,
     size_op,
 )
-from keras_dist.tensorflow.reductions import (
+from keras_dist.tensorflow.reduce_ops import (
     allreduce,
     grouped_allreduce,
     grouped_reducescatter,
     reducescatter,
 )
 from keras_dist.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
-from keras_dist.timeline.control import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",

@@ -4,9 +4,9 @@ from typing import Any
 
 import keras
 
-from keras_dist import optimizer as own
-from keras_dist.process_sets import ProcessSet, global_process_set
-from keras_dist.reduce_op import Average, ReduceOp
+from keras_dist.ops.reduce_op import Average, ReduceOp
+from keras_dist.runtime.process_sets import ProcessSet, global_process_set
+from keras_dist.training import optimizer as own
 
 __all__ = ["DistributedOptimizer"]
 

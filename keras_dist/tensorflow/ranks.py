@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import runtime
-from keras_dist.tensorflow.host import collective, operation
+from keras_dist.tensorflow.host_callback import collective, operation
 
 __all__ = ["local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op"]
 

@@ -11,13 +11,13 @@ import keras
 import tensorflow as tf
 
 from keras_dist import errors, runtime
-from keras_dist.arguments import chosen_groups
-from keras_dist.process_sets import ProcessSet, global_process_set
-from keras_dist.reduce_op import Average, ReduceOp
-from keras_dist.reduction import GradientReduction, mark_reduced
-from keras_dist.tensor_compression import compressed, decompressed, wire_of
-from keras_dist.tensorflow.host import operation
-from keras_dist.terms import Terms, parse_layers, parse_terms
+from keras_dist.ops.arguments import chosen_groups
+from keras_dist.ops.reduce_op import Average, ReduceOp
+from keras_dist.ops.reduction_options import ReductionOptions, parse_layers, parse_terms
+from keras_dist.ops.tensor_compression import compressed, decompressed, wire_of
+from keras_dist.runtime.process_sets import ProcessSet, global_process_set
+from keras_dist.tensorflow.host_callback import operation
+from keras_dist.training.gradient_reduction import GradientReduction, mark_reduced
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
@@ -170,7 +170,7 @@ def PartialDistributedGradientTape(
 class _DistributedTape:
     """What makes a tape distributed. Comes before the tape's own class."""
 
-    _keras_dist_terms: Terms
+    _keras_dist_terms: ReductionOptions
     _keras_dist_compression: Any
     _keras_dist_registered: list[Any]
     _keras_dist_layers: Sequence[keras.Layer]

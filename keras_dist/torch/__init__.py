@@ -22,22 +22,11 @@ import sys
 
 from keras_dist import _backends
 from keras_dist import elastic as elastic
-from keras_dist.asynchronous import Handle, poll, synchronize
-from keras_dist.builds import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from keras_dist.collectives import barrier
-from keras_dist.process_sets import ProcessSet, global_process_set
-from keras_dist.reduce_op import Adasum, Average, Max, Min, Product, Sum
+from keras_dist.elastic.torch_sampler import ElasticSampler
+from keras_dist.monitor.timeline.control import start_timeline, stop_timeline
+from keras_dist.ops import barrier
+from keras_dist.ops.asynchronous import Handle, poll, synchronize
+from keras_dist.ops.reduce_op import Adasum, Average, Max, Min, Product, Sum
 from keras_dist.runtime import (
     add_process_set,
     cross_rank,
@@ -52,20 +41,20 @@ from keras_dist.runtime import (
     shutdown,
     size,
 )
-from keras_dist.timeline.control import start_timeline, stop_timeline
-from keras_dist.torch.compression import Compression, Compressor
-from keras_dist.torch.exchanges import allgather, alltoall, broadcast, grouped_allgather
-from keras_dist.torch.layers import SyncBatchNorm
-from keras_dist.torch.objects import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    join,
+from keras_dist.runtime.build_info import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
 )
-from keras_dist.torch.optimizer import DistributedOptimizer
-from keras_dist.torch.plain import allreduce_, broadcast_, grouped_allreduce_
-from keras_dist.torch.queued import (
+from keras_dist.runtime.process_sets import ProcessSet, global_process_set
+from keras_dist.torch.async_ops import (
     allgather_async,
     allreduce_async,
     allreduce_async_,
@@ -79,13 +68,24 @@ from keras_dist.torch.queued import (
     reducescatter_async,
     sparse_allreduce_async,
 )
-from keras_dist.torch.reductions import (
+from keras_dist.torch.compressors import Compression, Compressor
+from keras_dist.torch.exchange_ops import allgather, alltoall, broadcast, grouped_allgather
+from keras_dist.torch.layers import SyncBatchNorm
+from keras_dist.torch.optimizer import DistributedOptimizer
+from keras_dist.torch.reduce_ops import (
     allreduce,
     grouped_allreduce,
     grouped_reducescatter,
     reducescatter,
 )
-from keras_dist.torch.sampler import ElasticSampler
+from keras_dist.torch.state import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    join,
+)
+from keras_dist.torch.sync_ops import allreduce_, broadcast_, grouped_allreduce_
 
 __all__ = [
     "Adasum",

@@ -17,10 +17,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from keras_dist import _engine, errors, runtime
 from keras_dist._backends.torch_overlap import Arrivals, mark_of
 from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch, write_into
-from keras_dist.gradient_plans import GradientPlans
-from keras_dist.tensor_compression import compressed, decompressed, is_done_here
-from keras_dist.terms import Terms
-from keras_dist.torch import plain
+from keras_dist.ops.gradient_plans import GradientPlans
+from keras_dist.ops.reduction_options import ReductionOptions
+from keras_dist.ops.tensor_compression import compressed, decompressed, is_done_here
+from keras_dist.torch import sync_ops
 
 __all__ = ["Gradients"]
 
@@ -34,7 +34,7 @@ class Gradients:
         names: what parameters are called in messages, by their ids.
     """
 
-    def __init__(self, terms: Terms, compression: Any, names: dict[int, str]):
+    def __init__(self, terms: ReductionOptions, compression: Any, names: dict[int, str]):
         self.passes = terms.passes
         self.are_reduced = False  # and nothing has come since
         self._terms = terms
@@ -140,7 +140,7 @@ class Gradients:
             self._take(parameter, array)
         for parameter in sparse:
             how = None, self._terms.op, self.process_set
-            parameter.grad = plain.sparse_allreduce(parameter.grad, *how)
+            parameter.grad = sync_ops.sparse_allreduce(parameter.grad, *how)
         return anywhere
 
     def _come(self, parameter: torch.Tensor) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from keras_dist import errors, runtime
-from keras_dist.reduce_op import Sum
-from keras_dist.torch.reductions import allreduce
+from keras_dist.ops.reduce_op import Sum
+from keras_dist.torch.reduce_ops import allreduce
 
 __all__ = ["SyncBatchNorm"]
 

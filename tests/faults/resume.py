@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from jobs import lean
 
 TRAINING = Path(__file__).with_name("resume_training.py")
-LAUNCHER = "import sys; from keras_dist.cli import main; sys.exit(main())"
+LAUNCHER = "import sys; from keras_dist.launch.cli import main; sys.exit(main())"
 BACKENDS = ("tensorflow", "jax", "torch")
 LIMIT_SECONDS = 300
 NAMES = ("weights", "files", "history")

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from keras_dist.ownership import private_name
+from keras_dist.storage.ownership import private_name
 
 STRANGER = 54321
 

@@ -8,7 +8,7 @@ import keras, numpy as np
 import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import BackupAndRestore, ModelCheckpoint
-from keras_dist.keeping import generations
+from keras_dist.storage import versioned_backups
 
 folder = pathlib.Path(os.environ["FOLDER"])
 rank = keras_dist.rank()

@@ -7,7 +7,7 @@ GO_ON = {"KERAS_DIST_ON_FAILURE": "continue"}
 BEGIN = """
 import signal
 import numpy as np
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
 me = runtime.rank()
 def die():
@@ -184,7 +184,7 @@ assert collectives.allreduce(2.0**me, op="sum") == 11
 def test_a_rank_dies_when_it_has_been_waited_for(go_on):
     text = """
 from keras_dist import _engine
-from keras_dist._engine import shared
+from keras_dist._engine.shm import segments
 comm = runtime.communicator()
 specs = [((1000,), np.dtype("float64"))]
 plan = _engine.FusedAllreduce(comm, ["g"], specs, _engine.ReduceOp.SUM, 2**20, updates=True)
@@ -192,11 +192,11 @@ for step in range(3):
     plan([np.full(1000, 2.0**me)])
 collectives.barrier()
 if me == 3:
-    come = shared.Counter.raise_to
+    come = segments.Counter.raise_to
     def come_and_die(*args):
         come(*args)
         die()
-    shared.Counter.raise_to = come_and_die
+    segments.Counter.raise_to = come_and_die
 if me in (0, 2):
     time.sleep(1.5)
 total = plan([np.full(1000, 2.0**me)])[0]
@@ -214,9 +214,9 @@ assert (total == 15).all(), total
 )
 def test_a_rank_dies_while_memory_is_made(go_on):
     text = """
-from keras_dist._engine import shared
+from keras_dist._engine.shm import segments
 if me == 1:
-    shared.Segment.__init__ = lambda *args: die()
+    segments.Segment.__init__ = lambda *args: die()
 total = collectives.allreduce(np.full(100_000, 2.0**me), op="sum")
 assert (total == 5).all()
 made = [name for name in os.listdir("/dev/shm") if name.startswith(f"keras_dist-{os.getuid()}-")]
@@ -483,7 +483,7 @@ def test_the_rest_of_an_epoch_is_shared_out_at_once(job, open_mpi):
 def test_the_next_root_is_watched(go_on, tmp_path):
     text = """
 import contextlib
-from keras_dist.watching import sockets
+from keras_dist.monitor import sockets
 def watch():
     found = []
     for path in sockets.find_sockets():

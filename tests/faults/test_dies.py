@@ -10,13 +10,13 @@ def dying(text):
     """A text in which rank 1 dies while the others wait for it, again and again."""
     return f"""
 import ctypes, signal
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
 for turn in range(10**9):
     if runtime.rank() == 1 and turn == 20:
         fault()
         {text}
-    collectives.allreduce([1.0] * 100_000)
+    ops.allreduce([1.0] * 100_000)
 """
 
 
@@ -117,15 +117,15 @@ def telling_mpiexec(name):
     """A text in which mpiexec gets a signal while the ranks wait for each other now and then."""
     return f"""
 import signal
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
-collectives.barrier()
+ops.barrier()
 if runtime.rank() == 1:
     {FIND_MPIEXEC.strip()}
     fault()
     os.kill(pid, signal.{name})
 while True:
-    collectives.barrier()
+    ops.barrier()
     time.sleep(0.01)
 """
 

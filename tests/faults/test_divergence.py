@@ -64,7 +64,8 @@ def test_updates_that_no_reduction_sees(job):
     text = """
 import keras, numpy as np
 import keras_dist
-from keras_dist import distributed, errors
+from keras_dist.training import distributed
+from keras_dist import errors
 
 def trained(optimizer, quantized=False):
     keras.utils.set_random_seed(1)

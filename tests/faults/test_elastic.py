@@ -9,7 +9,7 @@ from jobs import lean
 IN_PLACE = """
 import signal
 import numpy as np
-from keras_dist import collectives, elastic
+from keras_dist import ops, elastic
 runtime.init()
 me = runtime.rank()
 resets = []
@@ -23,7 +23,7 @@ def train(state):
         if me == 1 and state.step == 3:
             fault()
             os.kill(os.getpid(), signal.SIGKILL)
-        state.total += float(collectives.allreduce(1.0, op="sum"))
+        state.total += float(ops.allreduce(1.0, op="sum"))
         state.step += 1
         state.commit()
     return "done"
@@ -53,7 +53,7 @@ KEPT = """
 import os, resource
 import keras_dist
 from keras_dist import elastic, errors
-from keras_dist.keeping import generations
+from keras_dist.storage import versioned_backups
 keras_dist.init()
 root = keras_dist.rank() == 0
 folder = pathlib.Path(os.environ["FOLDER"])
@@ -177,7 +177,7 @@ def test_a_restart_takes_the_hosts_that_there_are_then(tmp_path):
     asks = ["--host-discovery-script", f"{script} {answers}"]
     train = tmp_path / "train.py"
     train.write_text(RESTARTED.format(directory=str(tmp_path / "state")))
-    command = [sys.executable, "-m", "keras_dist.cli", "run", "--max-restarts", "1"]
+    command = [sys.executable, "-m", "keras_dist.launch.cli", "run", "--max-restarts", "1"]
     command += [*asks, "--min-np", "1", "--max-np", "4", str(train)]
     ended = subprocess.run(
         command,

@@ -16,14 +16,14 @@ def assert_fine(ended, ranks):
 
 FORKED = f"""
 import multiprocessing
-from keras_dist import collectives, errors
+from keras_dist import ops, errors
 def use(queue):
     try:
         queue.put(str(runtime.rank()))
     except errors.LaunchError as error:
         queue.put(str(error))
 runtime.init()
-collectives.barrier()
+ops.barrier()
 fault()
 # os.fork: a child that uses us, one that raises, one that leaves, one that ends like a rank.
 for code, act in [(1, "runtime.rank()"), (1, "1 / 0"), (3, "raise SystemExit(3)"), (0, "pass")]:
@@ -41,7 +41,7 @@ for worker in workers:
     assert "before the end of its script. Received: process" in queue.get()
     worker.join()
     assert worker.exitcode == 0
-assert collectives.allreduce(1.0, op="sum") == runtime.size()
+assert ops.allreduce(1.0, op="sum") == runtime.size()
 {FINE}
 """
 
@@ -70,7 +70,7 @@ def test_a_spawned_child_is_no_rank(job, tmp_path, way):
 import multiprocessing
 from jobs import BARE
 exec(BARE)
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
 if __name__ == "__main__":
     child = multiprocessing.get_context("{way}").Process(target=print)
@@ -80,7 +80,7 @@ if __name__ == "__main__":
         assert child.exitcode == 1
     except (EOFError, ConnectionError):  # the server of forks has ended
         pass
-    collectives.barrier()
+    ops.barrier()
     {FINE}
 """)
     # As a file: what is given by -c is not run again.
@@ -101,13 +101,13 @@ def test_threads_stand_in_line(job):
     text = f"""
 import threading
 import numpy as np
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
 fault()
 wrong = []
 def work():
     for _ in range(100):
-        total = collectives.allreduce(np.full(1000, 1.0 + runtime.rank()), op="sum")
+        total = ops.allreduce(np.full(1000, 1.0 + runtime.rank()), op="sum")
         if (total != 3).any():
             wrong.append(total)
 threads = [threading.Thread(target=work) for _ in range(4)]
@@ -129,12 +129,12 @@ assert not wrong
 @pytest.mark.parametrize("last", ["init", "shutdown"])
 def test_init_and_shutdown_in_turn(job, last):
     text = f"""
-from keras_dist import collectives
+from keras_dist import ops
 fault()
 for _ in range(3):
     runtime.init()
     runtime.init()
-    assert collectives.allreduce(1.0, op="sum") == runtime.size()
+    assert ops.allreduce(1.0, op="sum") == runtime.size()
     runtime.shutdown()
     runtime.shutdown()
 runtime.{last}()
@@ -153,13 +153,13 @@ def test_the_order_of_handlers_at_exit(job, loads):
     text = f"""
 import atexit, sys
 def early():
-    print("early", collectives.allreduce(1.0, op="sum"))
+    print("early", ops.allreduce(1.0, op="sum"))
 def late():
-    print(f"late {{collectives.allreduce(1.0, op='sum')}}\\n", end="", flush=True)
+    print(f"late {{ops.allreduce(1.0, op='sum')}}\\n", end="", flush=True)
 atexit.register(early)
 {loads}
 {BARE}
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
 atexit.register(late)
 fault()
@@ -206,13 +206,13 @@ fault()
 def test_waiting_ranks_leave_their_cores(job, way):
     text = """
 import atexit
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
 began = time.process_time()
 if runtime.rank() == 1:
     fault()
     time.sleep(2)
-collectives.barrier()
+ops.barrier()
 middle = time.process_time()
 assert middle - began < 0.6, middle - began
 if runtime.rank() == 1:
@@ -223,8 +223,8 @@ else:
         print("fine" if used < 0.6 else used, flush=True)
     atexit._clear()
     atexit.register(check)
-    from keras_dist import ending
-    atexit.register(ending._leave, os.getpid())
+    from keras_dist.runtime import exit_hooks
+    atexit.register(exit_hooks._leave, os.getpid())
 """
     ended = job(2, text, bare=True, KERAS_DIST_REDUCE=way)
     assert_fine(ended, 1)

@@ -102,12 +102,12 @@ LEFT = (
 @pytest.mark.parametrize("ending", ["pass", "raise SystemExit(0)", "raise SystemExit(3)"])
 def test_a_rank_that_leaves_early(job, ending):
     text = f"""
-from keras_dist import collectives
+from keras_dist import ops
 if runtime.rank() == 1:
     fault()
     {ending}
 else:
-    collectives.allreduce(1.0, name="loss")
+    ops.allreduce(1.0, name="loss")
 """
     ended = job(2, text, bare=True)
     assert ended.returncode != 0
@@ -117,7 +117,7 @@ else:
 @pytest.mark.fault("a rank leaves while others have more queued", ENDS, within=5)
 def test_a_rank_that_leaves_while_others_have_more_queued(job):
     text = """
-from keras_dist import asynchronous
+from keras_dist.ops import asynchronous
 asynchronous.allreduce_async(1.0)
 fault()
 if runtime.rank() == 0:
@@ -132,13 +132,13 @@ if runtime.rank() == 0:
 @pytest.mark.parametrize("way", ["copy", "mpi"])
 def test_a_rank_that_leaves_while_others_call_on_a_process_set(job, way):
     text = """
-from keras_dist import collectives
-from keras_dist.process_sets import ProcessSet
+from keras_dist import ops
+from keras_dist.runtime.process_sets import ProcessSet
 first, last = ProcessSet([0, 1]), ProcessSet([1, 2])
 runtime.init(process_sets=[first, last])
 fault()
 if runtime.rank() == 1:
-    collectives.allreduce(1.0, name="loss", process_set=last)
+    ops.allreduce(1.0, name="loss", process_set=last)
 """
     ended = job(3, text, bare=True, KERAS_DIST_REDUCE=way)
     assert ended.returncode != 0
@@ -201,13 +201,13 @@ def test_a_rank_in_evaluate_or_after_training_is_named_as_such(job):
 def test_a_process_set_calls_different_things_while_another_rank_computes(job):
     text = """
 import time
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
 two = runtime.add_process_set([0, 1])
 if runtime.rank() == 2:
     time.sleep(60)
 fault()
-collectives.allreduce([0.0] * (3 + runtime.rank()), process_set=two)
+ops.allreduce([0.0] * (3 + runtime.rank()), process_set=two)
 """
     ended = job(3, text, bare=True)
     assert ended.returncode != 0
@@ -223,7 +223,8 @@ collectives.allreduce([0.0] * (3 + runtime.rank()), process_set=two)
 def test_two_operations_of_one_name(job):
     text = """
 import threading
-from keras_dist import asynchronous, collectives, errors
+from keras_dist.ops import asynchronous
+from keras_dist import ops, errors
 runtime.init()
 gate = threading.Event()
 if runtime.rank() == 1:
@@ -237,7 +238,7 @@ try:
 except errors.ArgumentError as error:
     print(f"{runtime.rank()}: {error}\\n", end="", flush=True)
 gate.set()
-found = float(first.wait()), float(collectives.allreduce(3.0, "sum", "loss"))
+found = float(first.wait()), float(ops.allreduce(3.0, "sum", "loss"))
 print(f"{runtime.rank()}: {found}\\n", end="", flush=True)
 """
     ended = job(2, text, bare=True)

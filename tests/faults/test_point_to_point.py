@@ -5,8 +5,8 @@ import pytest
 CALLS = """
 import signal
 import numpy as np
-from keras_dist import collectives, errors
-from keras_dist.point_to_point import recv, send
+from keras_dist import ops, errors
+from keras_dist.ops.point_to_point import recv, send
 runtime.init()
 me, other = runtime.rank(), 1 - runtime.rank()
 x = np.arange(6.0).reshape(2, 3)

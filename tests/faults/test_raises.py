@@ -19,14 +19,14 @@ def on_rank_1(text):
     """A text in which rank 1 does something while the others wait in a collective."""
     return f"""
 import signal
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
-collectives.barrier()
+ops.barrier()
 if runtime.rank() == 1:
     fault()
     {text}
     time.sleep(60)
-collectives.allreduce(1.0, name="loss")
+ops.allreduce(1.0, name="loss")
 """
 
 
@@ -83,8 +83,8 @@ def test_a_rank_without_memory(job):
 def test_a_rank_without_memory_within_a_reduction(job):
     text = """
 import numpy as np
-from keras_dist import collectives, errors
-from keras_dist._engine import bucket_reduction
+from keras_dist import ops, errors
+from keras_dist._engine.shm import bucket_reduction
 runtime.init()
 mine, reduce_each = np.full(2**20, 1.0, np.float32), bucket_reduction.reduce_each
 def without_memory(*_):
@@ -94,10 +94,10 @@ def without_memory(*_):
 if runtime.rank() == 1:
     bucket_reduction.reduce_each = without_memory
 try:
-    collectives.allreduce(mine)
+    ops.allreduce(mine)
 except errors.RankError as error:
     os.write(1, f"{error}\\n".encode())
-assert collectives.allreduce(mine, op="sum").max() == 3
+assert ops.allreduce(mine, op="sum").max() == 3
 """
     ended = job(3, text, bare=True)
     assert ended.returncode == 0, ended.stdout
@@ -117,7 +117,7 @@ def test_an_interrupt_of_one_rank(job):
 @pytest.mark.parametrize("handles", ["dropped", "kept"])
 def test_an_exception_whatever_is_queued(job, handles):
     text = f"""
-from keras_dist import asynchronous
+from keras_dist.ops import asynchronous
 if runtime.rank() == 1:
     handle = asynchronous.allreduce_async(1.0)
     {"handle.wait()" if handles == "kept" else ""}
@@ -139,13 +139,13 @@ asynchronous.synchronize(asynchronous.allreduce_async(1.0))
 def test_an_exception_in_a_thread(job):
     text = """
 import threading
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
 def work():
     if runtime.rank() == 1:
         fault()
         raise ValueError("broken on purpose")
-    collectives.allreduce(1.0, name="loss")
+    ops.allreduce(1.0, name="loss")
 thread = threading.Thread(target=work, name="loader")
 thread.start()
 thread.join()
@@ -165,7 +165,7 @@ def test_a_compressor_raises(job):
     text = """
 import numpy as np
 import keras_dist
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
 class Broken(keras_dist.Compressor):
     def compress(self, array):
@@ -175,7 +175,7 @@ class Broken(keras_dist.Compressor):
         return array.astype(np.float16)
     def decompress(self, array, dtype):
         return array.astype(dtype)
-collectives.allreduce(np.ones(100_000, np.float32), compression=Broken())
+ops.allreduce(np.ones(100_000, np.float32), compression=Broken())
 """
     ended = job(2, text, bare=True, MPIR_CVAR_NUM_CLIQUES="2")
     assert_told_once(ended, 1, "broken on purpose")

@@ -4,13 +4,13 @@ import pytest
 import traces
 from test_continue import GO_ON, ULFM
 
-from keras_dist.cli import main
+from keras_dist.launch.cli import main
 
 # The ranks reduce until one of them dies, at a moment that nobody has chosen.
 KILLED = """
 import random, signal, threading
 import numpy as np
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
 def die():
     fault()
@@ -18,7 +18,7 @@ def die():
 if runtime.rank() == 1:
     threading.Timer(random.uniform(0, 1.5), die).start()
 while True:
-    collectives.allreduce(np.ones(20_000), name="gradients")
+    ops.allreduce(np.ones(20_000), name="gradients")
 """
 
 
@@ -41,7 +41,7 @@ def test_a_trace_is_whole_after_a_kill_at_any_moment(job, tmp_path, capsys):
 # Ranks whose directories are not the same, as on nodes that share no file system.
 APART = """
 import numpy as np
-from keras_dist import collectives
+from keras_dist import ops
 directory = pathlib.Path(WHERE, os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
 pathlib.Path(directory, "deep").mkdir(parents=True)
 os.chdir(directory)
@@ -54,7 +54,7 @@ if directory.name == "1":
 runtime.init()
 if directory.name == "0":
     link.symlink_to(other.absolute())
-collectives.allreduce(np.ones(1_000_000), name="by hand")
+ops.allreduce(np.ones(1_000_000), name="by hand")
 fault()
 """
 
@@ -86,13 +86,13 @@ def test_a_timeline_that_cannot_be_written_is_an_error_on_every_rank(job):
 GOES_ON = """
 import signal
 import numpy as np
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
 for step in range(20):
     if (runtime.rank(), step) == (1, 10) and runtime.size() == 3:
         fault()
         os.kill(os.getpid(), signal.SIGKILL)
-    collectives.allreduce(np.ones(20_000), name="gradients")
+    ops.allreduce(np.ones(20_000), name="gradients")
 """
 
 

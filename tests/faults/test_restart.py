@@ -10,7 +10,12 @@ import pytest
 from conftest import PREAMBLE, all_gone, left_in_shared_memory
 from jobs import BARE, lean
 
-RUN = [sys.executable, "-c", "import sys; from keras_dist.cli import main; sys.exit(main())", "run"]
+RUN = [
+    sys.executable,
+    "-c",
+    "import sys; from keras_dist.launch.cli import main; sys.exit(main())",
+    "run",
+]
 
 
 @pytest.fixture
@@ -155,14 +160,14 @@ def test_a_launcher_that_is_told_to_end_before_a_restart_says_that_another_may_g
 
 WAITING = f"""{BARE}
 import time
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
-collectives.barrier()
+ops.barrier()
 fault()
 print("ready", flush=True)
 if runtime.rank() == 0:
     time.sleep(100)
-collectives.barrier()
+ops.barrier()
 """
 
 

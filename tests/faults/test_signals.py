@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from keras_dist.ending import PREEMPTED_EXIT_CODE
+from keras_dist.runtime.exit_hooks import PREEMPTED_EXIT_CODE
 
 TRAIN = """
 import json, pathlib, signal, sys

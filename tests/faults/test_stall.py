@@ -7,7 +7,7 @@ import pytest
 
 BEGIN = """
 import os, signal, time
-from keras_dist import collectives
+from keras_dist import ops
 runtime.init()
 rank = runtime.rank()
 fault()
@@ -155,9 +155,9 @@ if rank == 3:
 def test_a_rank_is_stopped_while_memory_is_made(run_watched):
     text = """
 import numpy as np
-from keras_dist._engine import shared
+from keras_dist._engine.shm import segments
 if rank == 1:
-    shared.Segment.__init__ = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
+    segments.Segment.__init__ = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
 collectives.allreduce(np.ones(100_000))
 """
     job, _ = run_watched(2, text)
@@ -221,7 +221,7 @@ if rank == 0:
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_a_rank_that_is_stuck_is_told_of_while_others_are_at_the_end(run_watched, stuck):
     text = f"""
-from keras_dist._engine import wait
+from keras_dist._engine.shm import wait
 collectives.barrier()
 if rank == {stuck}:
     wait.note(runtime.communicator().ranks, "a transfer")
@@ -251,7 +251,7 @@ collectives.allreduce(1.0, name=f"loss of {rank}")
 def test_what_is_queued_is_watched_and_the_watch_ends_with_shutdown(run_watched):
     text = """
 import threading
-from keras_dist import asynchronous
+from keras_dist.ops import asynchronous
 if rank == 1:
     time.sleep(2.2)
 asynchronous.allreduce_async(1.0, name="loss").wait()
@@ -339,7 +339,7 @@ if rank == 1:
 def test_a_difference_names_the_places_in_training(run_watched):
     text = """
 from keras_dist import _engine
-from keras_dist._engine.progress import count_update
+from keras_dist._engine.faults.progress import count_update
 with _engine.during("fit"):
     _engine.begin_epoch(2)
     for _ in range(5 - rank):

@@ -90,7 +90,7 @@ def test_the_plan_of_the_newest_call_is_kept_whatever_its_size(monkeypatch):
 
 
 def measured(some):
-    call = _engine.Call("the reduction of gradients")
+    call = _engine.CollectiveSignature("the reduction of gradients")
     return _engine.best_bucket_nbytes(runtime.communicator(some), call, 2**20)[0]
 
 

@@ -140,12 +140,14 @@ def test_tensors_of_every_float_come_back_as_they_went(dtype):
 def test_sparse_gradients_travel_as_rows():
     import torch
 
-    from keras_dist import _backends, reduction, terms
+    from keras_dist import _backends
+    from keras_dist.ops import reduction_options
+    from keras_dist.training import gradient_reduction
 
     rank, size = keras_dist.rank(), keras_dist.size()
     gradient = torch.sparse_coo_tensor([[rank, rank, 7]], [[1.0, 2], [3, 4], [6, 6]], (9, 2))
     table = keras.Variable(np.zeros((9, 2)), name="table")
-    reduce = reduction.GradientReduction(terms.Terms())
+    reduce = gradient_reduction.GradientReduction(reduction_options.ReductionOptions())
     (result,) = reduce([gradient], [table])
     expected = np.zeros((9, 2))
     expected[:size] = [4 / size, 6 / size]
@@ -178,8 +180,8 @@ def test_a_model_that_torch_distributes_is_refused(shared_tmp_path):
 @pytest.fixture
 def queued(monkeypatch):
     """Counts the buckets that are queued; each gradient has one of its own."""
-    from keras_dist import gradient_plans
     from keras_dist._engine import FusedAllreduce
+    from keras_dist.ops import gradient_plans
 
     counted = []
     queue = FusedAllreduce.queue_bucket

@@ -15,11 +15,12 @@ from training import (
 )
 
 import keras_dist
-from keras_dist import errors, model_state
+from keras_dist import errors
 from keras_dist.callbacks import BackupAndRestore
-from keras_dist.callbacks.whole_list import ListMember
+from keras_dist.callbacks.callback_list import ListMember
 from keras_dist.data import epochs
-from keras_dist.keeping.generations import newest_first
+from keras_dist.storage.versioned_backups import newest_first
+from keras_dist.training import model_state
 
 
 class Interrupted(Exception):

@@ -13,7 +13,7 @@ from training import agreed, distributed, make_data, weights_of
 
 import keras_dist
 from keras_dist import errors
-from keras_dist.callbacks import BestModelCheckpoint, ModelCheckpoint, files
+from keras_dist.callbacks import BestModelCheckpoint, ModelCheckpoint, background_writer
 
 
 @pytest.mark.parity("`ModelCheckpoint`: the root writes, the others wait")
@@ -181,8 +181,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(shared_tmp_path, tempora
         waited.append(release.event.wait(20))
         copy(*arguments)
 
-    copy = files._copy
-    monkeypatch.setattr(files, "_copy", slow)
+    copy = background_writer._copy
+    monkeypatch.setattr(background_writer, "_copy", slow)
     path = shared_tmp_path / "{epoch}.keras"
     model = fit_behind(ModelCheckpoint(path, asynchronous=True), release)
     keras_dist.barrier()
@@ -203,7 +203,7 @@ def test_a_write_that_fails_behind_is_an_error_on_every_rank(
         Path(beside).write_bytes(content.read(100))
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(files, "_copy", fail)
+    monkeypatch.setattr(background_writer, "_copy", fail)
     path = shared_tmp_path / "{epoch}.keras"
     with pytest.raises(errors.CheckpointError, match="Permission denied") as caught:
         fit_behind(ModelCheckpoint(path, asynchronous=True), epochs=epochs)

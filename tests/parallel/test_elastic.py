@@ -8,7 +8,7 @@ import pytest
 
 import keras_dist
 from keras_dist import elastic, errors
-from keras_dist.model_state import accumulators
+from keras_dist.training.model_state import accumulators
 
 RANK = keras_dist.rank()
 

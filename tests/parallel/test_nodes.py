@@ -11,8 +11,9 @@ from mpi4py import MPI
 
 import keras_dist
 from keras_dist import _engine, errors, runtime
-from keras_dist._engine import bucket_reduction, mpi_reduction
-from keras_dist._engine.reduce import ReduceOp
+from keras_dist._engine.arithmetic import ReduceOp
+from keras_dist._engine.mpi import reduction
+from keras_dist._engine.shm import bucket_reduction
 
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int32]
 LARGE = bucket_reduction.READ_NBYTES // 4
@@ -214,7 +215,7 @@ def test_compressed_results_are_rounded_as_told(dtype, compression, count):
 def test_pieces_between_nodes_do_not_change_bits(monkeypatch):
     mine = contribution(keras_dist.rank(), 100_000, np.float32)
     whole = [keras_dist.allreduce(mine, compression=each).tobytes() for each in ("none", "bf16")]
-    monkeypatch.setattr(mpi_reduction, "PIECE_NBYTES", 3000)
+    monkeypatch.setattr(reduction, "PIECE_NBYTES", 3000)
     cut = [keras_dist.allreduce(mine, compression=each).tobytes() for each in ("none", "bf16")]
     assert cut == whole
 

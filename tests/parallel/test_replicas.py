@@ -6,7 +6,8 @@ import pytest
 from training import agreed, distributed, make_data, make_model
 
 import keras_dist
-from keras_dist import errors, replicas
+from keras_dist import errors
+from keras_dist.training import replicas
 
 
 def several():

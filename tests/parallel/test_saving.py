@@ -9,7 +9,8 @@ import pytest
 from training import CLASSES, FEATURES, compiled, make_data
 
 import keras_dist
-from keras_dist import distributed, errors, model_state, saved_terms
+from keras_dist import errors
+from keras_dist.training import distributed, model_state, saved_options
 
 BACKEND = keras.backend.backend()
 
@@ -294,7 +295,7 @@ def test_files_that_cannot_be_read_are_refused(shared_tmp_path):
     path.write_bytes(whole[: len(whole) // 2])
     assert str(path) in wrong(path)
     path.write_bytes(whole)
-    name = f"assets/optimizer/{saved_terms.FILE}"
+    name = f"assets/optimizer/{saved_options.FILE}"
     for text in ("{half", "[]", '{"version": 2}', '{"version": 1}'):
         rewrite(path, lambda contents, text=text: {**contents, name: text})
         assert f"a model that can be loaded, with the state of its optimizer, in {path}" in wrong(

@@ -16,9 +16,9 @@ from mpi4py import MPI
 
 import keras_dist
 from keras_dist import _engine, errors
-from keras_dist._engine import bucket_reduction as limits
-from keras_dist._engine import idle_memory, shared, windows
-from keras_dist._engine.reduce import ReduceOp
+from keras_dist._engine.arithmetic import ReduceOp
+from keras_dist._engine.shm import bucket_reduction as limits
+from keras_dist._engine.shm import cow_mapping, idle_memory, segments
 
 WAYS = ("copy", "read", "mpi")
 DTYPES = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16, np.int8, np.int64, np.complex64]
@@ -193,7 +193,7 @@ def test_nothing_is_lent_where_it_cannot_be_seen_who_writes(monkeypatch):
     mine = np.full(2**20, keras_dist.rank(), np.float32)
     with monkeypatch.context() as patched:
         if keras_dist.rank() == 0:
-            patched.setattr(windows, "_writes_are_seen", lambda: False)
+            patched.setattr(cow_mapping, "_writes_are_seen", lambda: False)
         fused = reduced(comm, [mine], ReduceOp.SUM, lend=True)
         results = [fused([mine])[0] for _ in range(2)]
     if keras_dist.rank() == 0:
@@ -245,7 +245,7 @@ def test_memory_that_one_rank_cannot_map_is_left_alone_by_all(monkeypatch, caplo
     fused = reduced(comm, [mine], ReduceOp.SUM)
     with monkeypatch.context() as patched:
         if keras_dist.rank() == keras_dist.size() - 1:
-            patched.setattr(shared.mmap, "mmap", refused)
+            patched.setattr(segments.mmap, "mmap", refused)
         result = fused([mine])[0]
     assert (result == sum(range(keras_dist.size()))).all()
     if keras_dist.rank() == 0:
@@ -358,7 +358,7 @@ def test_a_difference_is_an_error_on_every_rank_and_turns_stay_in_step(comms, wa
 
 
 def entries():
-    return [name for name in os.listdir(shared.DIRECTORY) if name.startswith(shared.PREFIX)]
+    return [name for name in os.listdir(segments.DIRECTORY) if name.startswith(segments.PREFIX)]
 
 
 def test_no_name_is_left_while_the_job_runs(comms):
@@ -373,13 +373,13 @@ def test_no_name_is_left_while_the_job_runs(comms):
 def seen_while_mapping(monkeypatch):
     """Returns a list to which is added which of our files have a name when memory is mapped."""
     seen = []
-    map_it = shared.Segment.__init__
+    map_it = segments.Segment.__init__
 
     def look(segment, *arguments):
         seen.extend(name for name in entries() if f"-{os.getuid()}-" in name)
         map_it(segment, *arguments)
 
-    monkeypatch.setattr(shared.Segment, "__init__", look)
+    monkeypatch.setattr(segments.Segment, "__init__", look)
     return seen
 
 
@@ -398,13 +398,13 @@ def no_such_files(monkeypatch):
 
 def hidden_processes(monkeypatch):
     """Lets each rank find another file under /proc, or none, as in a container of its own."""
-    nameless = shared._create_nameless
+    nameless = segments._create_nameless
 
     def create(nbytes):
         path, handle, trouble = nameless(nbytes)
         return path.replace(str(os.getpid()), "self"), handle, trouble
 
-    monkeypatch.setattr(shared, "_create_nameless", create)
+    monkeypatch.setattr(segments, "_create_nameless", create)
 
 
 @pytest.mark.parametrize("hinder", [no_such_files, hidden_processes])
@@ -424,13 +424,13 @@ def test_memory_that_cannot_be_found_without_a_name_gets_one(monkeypatch, hinder
 
 def test_what_a_dead_job_left_is_removed():
     dead = 2**22 + 7  # above the largest process number
-    left = f"{shared.DIRECTORY}/{shared.PREFIX}-{os.getuid()}-{dead}-{keras_dist.rank():016x}"
-    alive = f"{shared.DIRECTORY}/{shared.PREFIX}-{os.getuid()}-{os.getpid()}-{0:016x}"
+    left = f"{segments.DIRECTORY}/{segments.PREFIX}-{os.getuid()}-{dead}-{keras_dist.rank():016x}"
+    alive = f"{segments.DIRECTORY}/{segments.PREFIX}-{os.getuid()}-{os.getpid()}-{0:016x}"
     for path in (left, alive):
         with open(path, "w"):
             pass
     try:
-        shared.clean_up()
+        segments.clean_up()
         assert not os.path.exists(left)
         assert os.path.exists(alive)
     finally:
@@ -465,7 +465,7 @@ def test_without_room_data_goes_through_mpi_with_one_notice(comms, little_room, 
 
 def test_without_shared_memory_data_goes_through_mpi(monkeypatch, caplog):
     several()
-    monkeypatch.setattr(shared, "DIRECTORY", "/nowhere/shm")
+    monkeypatch.setattr(segments, "DIRECTORY", "/nowhere/shm")
     comm = _engine.Communicator(MPI)
     assert comm.node is None
     mine = np.full(200_000, keras_dist.rank(), np.float32)

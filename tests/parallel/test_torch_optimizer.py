@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import keras_dist.torch as hvd
-from keras_dist import errors, gradient_plans
+from keras_dist import errors
+from keras_dist.ops import gradient_plans
 
 BATCH, STEPS = 4, 5
 

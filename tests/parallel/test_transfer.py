@@ -7,9 +7,9 @@ from mpi4py import MPI
 
 import keras_dist
 from keras_dist import _engine, errors, runtime
-from keras_dist._engine import mpi_reduction, transfer
+from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.compression import wire_for
-from keras_dist._engine.reduce import ReduceOp
+from keras_dist._engine.mpi import reduction, transfer
 
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int8, np.int64, np.complex64]
 WIRES = ["none", "fp16", "bf16"]
@@ -75,7 +75,7 @@ class Limited:
 def test_no_call_of_mpi_needs_more_than_its_limit(comm, monkeypatch, dtype):
     unlimited = everything(comm, dtype)
     monkeypatch.setattr(transfer, "MAX_NBYTES", 1000)
-    monkeypatch.setattr(mpi_reduction, "SMALL_NBYTES", 128)
+    monkeypatch.setattr(reduction, "SMALL_NBYTES", 128)
     monkeypatch.setattr(comm, "world", Limited(comm.world, 1000))
     assert everything(comm, dtype) == unlimited
 
@@ -83,7 +83,7 @@ def test_no_call_of_mpi_needs_more_than_its_limit(comm, monkeypatch, dtype):
 def reduced(comm, compression, op=ReduceOp.AVERAGE, dtype=np.float32, count=10_007, scale=1):
     flat = draw(comm.rank, count, dtype) * np.dtype(dtype).type(scale)
     wire = wire_for(_engine.parse_compression(compression, comm.where()), flat.dtype, "[test]")
-    mpi_reduction.reduce_through_mpi(comm.world, flat, op, wire)
+    reduction.reduce_through_mpi(comm.world, flat, op, wire)
     assert len(set(keras_dist.allgather_object(flat.tobytes()))) == 1
     return flat
 
@@ -94,9 +94,9 @@ def test_pieces_of_any_size_give_the_same_bits(comm, monkeypatch, compression, d
     if comm.size == 1:
         pytest.skip("one rank sends nothing")
     whole = reduced(comm, compression, dtype=dtype)
-    monkeypatch.setattr(mpi_reduction, "SMALL_NBYTES", 0)
+    monkeypatch.setattr(reduction, "SMALL_NBYTES", 0)
     for nbytes in (5000, 1000):
-        monkeypatch.setattr(mpi_reduction, "PIECE_NBYTES", nbytes)
+        monkeypatch.setattr(reduction, "PIECE_NBYTES", nbytes)
         assert reduced(comm, compression, dtype=dtype).tobytes() == whole.tobytes()
 
 
@@ -106,7 +106,7 @@ def test_pieces_of_any_size_give_the_same_bits(comm, monkeypatch, compression, d
     ("compression", "narrow"), [("fp16", np.float16), ("bf16", ml_dtypes.bfloat16)]
 )
 def test_contributions_and_result_are_rounded(comm, monkeypatch, compression, narrow, dtype, small):
-    monkeypatch.setattr(mpi_reduction, "SMALL_NBYTES", small)
+    monkeypatch.setattr(reduction, "SMALL_NBYTES", small)
     total = np.zeros(10_007, dtype)
     for rank in range(comm.size):
         total += draw(rank, total.size, dtype).astype(narrow).astype(dtype)

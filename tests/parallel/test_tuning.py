@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import keras_dist
-from keras_dist import _engine, bucket_size, errors, runtime
+from keras_dist import _engine, errors, runtime
 from keras_dist._engine import tuning
+from keras_dist.ops import bucket_size
 
-CALL = _engine.Call("the reduction of gradients")
+CALL = _engine.CollectiveSignature("the reduction of gradients")
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ import pytest
 from training import agreed, assert_close
 
 import keras_dist
-from keras_dist import _engine, errors, model_state, runtime
-from keras_dist.reduce_op import ReduceOp
+from keras_dist import _engine, errors, runtime
+from keras_dist.ops.reduce_op import ReduceOp
+from keras_dist.training import model_state
 
 BATCH, RATE, MOMENTUM = 4, 0.1, 0.5
 backend = keras.backend.backend()

@@ -16,8 +16,8 @@ from training import (
 )
 
 import keras_dist
-from keras_dist import distributed as mixins
 from keras_dist import errors
+from keras_dist.training import distributed as mixins
 
 BACKEND = keras.backend.backend()
 
@@ -64,13 +64,15 @@ def test_an_apply_of_ones_own_sees_the_gradients_of_all_ranks(kind):
 
 def test_an_apply_of_ones_own_reduces_once_and_under_a_loss_scale(monkeypatch):
     calls = []
-    reduced = keras_dist.reduction.GradientReduction.__call__
+    reduced = keras_dist.training.gradient_reduction.GradientReduction.__call__
 
     def counted(self, *given):
         calls.append(self)
         return reduced(self, *given)
 
-    monkeypatch.setattr(keras_dist.reduction.GradientReduction, "__call__", counted)
+    monkeypatch.setattr(
+        keras_dist.training.gradient_reduction.GradientReduction, "__call__", counted
+    )
     x, y = make_data(BATCH, seed=keras_dist.rank())
     for wrap in (lambda one: one, keras.optimizers.LossScaleOptimizer):
         calls.clear()

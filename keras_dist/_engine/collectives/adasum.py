@@ -14,19 +14,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_dist import errors
-from keras_dist._engine.agreement import Call, Entry
+from keras_dist._engine.arithmetic import ReduceOp, check_dtype, scaled
 from keras_dist._engine.collectives.matching import by_name
-from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.collectives.rows import exchange_rows, gather_rows, row_bounds
+from keras_dist._engine.collectives.signature import CollectiveSignature, Entry
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.recovery import survives
-from keras_dist._engine.reduce import ReduceOp, check_dtype, scaled
+from keras_dist._engine.faults.retry import retried
 
 __all__ = ["adasum", "check_power_of_two"]
 
 
 @by_name
-@survives
+@retried
 def adasum(
     comm: Communicator,
     arrays: Sequence[np.ndarray],
@@ -49,7 +49,7 @@ def adasum(
         key: a name under which the ranks must meet; `None` for none.
         prescale: factor for the contributions.
         postscale: factor for the results.
-        tells: see `meet`.
+        tells: see `rendezvous`.
 
     Returns:
         New arrays of the same shapes and dtypes, bit-equal on all ranks.
@@ -67,9 +67,11 @@ def adasum(
         for name, array in zip(names, arrays, strict=True)
     )
     op = ReduceOp.ADASUM.value
-    call = Call("allreduce", entries, op=op, key=key, prescale=prescale, postscale=postscale)
+    call = CollectiveSignature(
+        "allreduce", entries, op=op, key=key, prescale=prescale, postscale=postscale
+    )
     with comm.lock:
-        meet(comm, call, tells)
+        rendezvous(comm, call, tells)
         # Behind the meeting: what the ranks agree on is wrong on all, so all raise.
         check_power_of_two(comm)
         for name, array in zip(names, arrays, strict=True):

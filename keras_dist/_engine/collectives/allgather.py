@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.collectives.matching import by_name
-from keras_dist._engine.collectives.meet import meet, telling
+from keras_dist._engine.collectives.rendezvous import rendezvous, telling
 from keras_dist._engine.collectives.rows import check_rows, gather_rows
+from keras_dist._engine.collectives.signature import CollectiveSignature, Entry
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.recovery import survives
+from keras_dist._engine.faults.retry import retried
 
 __all__ = ["allgather", "grouped_allgather"]
 
@@ -37,7 +37,7 @@ def allgather(
 
 
 @by_name
-@survives
+@retried
 def grouped_allgather(
     comm: Communicator, arrays: Sequence[np.ndarray], names: Sequence[str], key: str | None = None
 ) -> list[np.ndarray]:
@@ -65,7 +65,7 @@ def grouped_allgather(
         for name, array in zip(names, arrays, strict=True)
     )
     with comm.lock:
-        meet(comm, Call("allgather", entries, key=key))
+        rendezvous(comm, CollectiveSignature("allgather", entries, key=key))
         if not arrays:
             return []
         mine = np.array([len(array) for array in arrays], np.int64)

@@ -6,17 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.agreement import Call
+from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.collectives.fused import FusedAllreduce
 from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.matching import by_name
-from keras_dist._engine.collectives.meet import meet, telling
+from keras_dist._engine.collectives.rendezvous import rendezvous, telling
+from keras_dist._engine.collectives.signature import CollectiveSignature
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor
-from keras_dist._engine.recovery import survives
-from keras_dist._engine.reduce import (
-    ReduceOp,
-)
+from keras_dist._engine.faults.retry import retried
 
 __all__ = ["allreduce"]
 
@@ -28,7 +26,7 @@ _spec_of = operator.attrgetter("shape", "dtype")
 
 
 @by_name
-@survives
+@retried
 def allreduce(
     comm: Communicator,
     arrays: Sequence[np.ndarray],
@@ -65,7 +63,10 @@ def allreduce(
     if not arrays:
         name = compression.name
         factors = (prescale, postscale)
-        meet(comm, Call("allreduce", (), op.value, None, key, *factors, name, spares=True))
+        rendezvous(
+            comm,
+            CollectiveSignature("allreduce", (), op.value, None, key, *factors, name, spares=True),
+        )
         if comm.absence is not None:
             exchange_among(comm, None)
         return []

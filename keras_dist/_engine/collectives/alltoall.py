@@ -5,20 +5,20 @@ from typing import Any
 import numpy as np
 
 from keras_dist import errors
-from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.collectives.matching import by_name
-from keras_dist._engine.collectives.meet import meet
 from keras_dist._engine.collectives.objects import exchange_or_raise
+from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.collectives.rows import check_rows, exchange_bytes
+from keras_dist._engine.collectives.signature import CollectiveSignature, Entry
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.recovery import survives
-from keras_dist._engine.transfer import as_bytes
+from keras_dist._engine.faults.retry import retried
+from keras_dist._engine.mpi.transfer import as_bytes
 
 __all__ = ["alltoall"]
 
 
 @by_name
-@survives
+@retried
 def alltoall(
     comm: Communicator, array: np.ndarray, splits: Any, name: str, key: str | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -45,7 +45,7 @@ def alltoall(
     rest = array.shape[1:]
     entry = Entry(name, (-1, *rest), str(array.dtype))
     with comm.lock:
-        meet(comm, Call("alltoall", (entry,), key=key))
+        rendezvous(comm, CollectiveSignature("alltoall", (entry,), key=key))
         table = _share_splits(comm, array, splits, name)
         width = array.itemsize * int(np.prod(rest))
         received = table[:, comm.rank].copy()

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_dist._engine.agreement import Call, Entry
 from keras_dist._engine.collectives.matching import by_name
-from keras_dist._engine.collectives.meet import meet, telling
+from keras_dist._engine.collectives.rendezvous import rendezvous, telling
 from keras_dist._engine.collectives.rows import check_numbers
+from keras_dist._engine.collectives.signature import CollectiveSignature, Entry
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.recovery import survives
-from keras_dist._engine.transfer import as_bytes, broadcast_bytes
+from keras_dist._engine.faults.retry import retried
+from keras_dist._engine.mpi.transfer import as_bytes, broadcast_bytes
 
 __all__ = ["broadcast", "broadcast_into"]
 
 
 @by_name
-@survives
+@retried
 def broadcast(
     comm: Communicator,
     arrays: Sequence[np.ndarray],
@@ -24,7 +24,7 @@ def broadcast(
     root: int,
     operation: str = "broadcast",
     key: str | None = None,
-    remedy: str = Call.remedy,
+    remedy: str = CollectiveSignature.remedy,
 ) -> list[np.ndarray]:
     """Copies the root's arrays to every rank. Collective: every rank; blocks.
 
@@ -51,7 +51,9 @@ def broadcast(
             check_numbers(comm, array, name, "broadcast_object")
     entries = _entries(names, arrays)
     with comm.lock:
-        meet(comm, Call(operation, entries, root=int(root), key=key, remedy=remedy))
+        rendezvous(
+            comm, CollectiveSignature(operation, entries, root=int(root), key=key, remedy=remedy)
+        )
         copies = [np.array(array, order="C") for array in arrays]
         _send(comm, copies, source)
     return copies
@@ -84,7 +86,7 @@ def broadcast_into(
 
 
 @by_name
-@survives
+@retried
 def _broadcast_into(
     comm: Communicator,
     arrays: Sequence[np.ndarray],
@@ -96,7 +98,7 @@ def _broadcast_into(
         source = comm.place_of_root(root)
     entries = _entries(names, arrays)
     with comm.lock:
-        meet(comm, Call("broadcast_", entries, root=int(root), key=key))
+        rendezvous(comm, CollectiveSignature("broadcast_", entries, root=int(root), key=key))
         # What lies in one piece is received where it lies, unless it may be needed once more.
         in_place = comm.recovery is None
         buffers = [

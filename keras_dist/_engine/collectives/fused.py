@@ -7,26 +7,26 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from keras_dist import errors
-from keras_dist._engine import timeline
-from keras_dist._engine.agreement import Call, entries_of
-from keras_dist._engine.bucket_reduction import (
+from keras_dist._engine.arithmetic import ReduceOp, check_dtype, check_factors, reduce_into, scaled
+from keras_dist._engine.collectives.adasum import adasum
+from keras_dist._engine.collectives.buckets import aligned_array, plan_buckets
+from keras_dist._engine.collectives.join import exchange_among
+from keras_dist._engine.collectives.rendezvous import rendezvous
+from keras_dist._engine.collectives.signature import CollectiveSignature, entries_of
+from keras_dist._engine.collectives.ticket import Handle
+from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
+from keras_dist._engine.faults.progress import count_update
+from keras_dist._engine.faults.retry import retry
+from keras_dist._engine.mpi.reduction import SMALL_NBYTES, reduce_through_mpi
+from keras_dist._engine.mpi.transfer import wait
+from keras_dist._engine.shm.bucket_reduction import (
     BucketReduction,
     Finish,
     SliceError,
     bucket_reduction,
 )
-from keras_dist._engine.buckets import aligned_array, plan_buckets
-from keras_dist._engine.collectives.adasum import adasum
-from keras_dist._engine.collectives.join import exchange_among
-from keras_dist._engine.collectives.meet import meet
-from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
-from keras_dist._engine.mpi_reduction import SMALL_NBYTES, reduce_through_mpi
-from keras_dist._engine.place import Handle
-from keras_dist._engine.progress import count_update
-from keras_dist._engine.recovery import again
-from keras_dist._engine.reduce import ReduceOp, check_dtype, check_factors, reduce_into, scaled
-from keras_dist._engine.transfer import wait
+from keras_dist._engine.tracing import spans
 
 __all__ = ["FusedAllreduce"]
 
@@ -47,8 +47,8 @@ class FusedAllreduce:
         key: a name under which the ranks must meet; `None` for none.
         remedy: what a user should do when the ranks differ.
         lend: whether results may lie in memory that all ranks share, see
-            `keras_dist._engine.lending`. Where somebody keeps one, or writes to it, they are copied
-            from then on, as they are otherwise.
+            `keras_dist._engine.shm.zero_copy`. Where somebody keeps one, or writes to it, they are
+            copied from then on, as they are otherwise.
         prescale: factor for the contributions.
         postscale: factor for the results.
         first_nbytes: the size at which the first bucket is closed, where it is less.
@@ -76,7 +76,7 @@ class FusedAllreduce:
         bucket_nbytes: int,
         operation: str = "allreduce",
         key: str | None = None,
-        remedy: str = Call.remedy,
+        remedy: str = CollectiveSignature.remedy,
         lend: bool = False,
         prescale: float = 1.0,
         postscale: float = 1.0,
@@ -101,7 +101,7 @@ class FusedAllreduce:
         self._compression = compression
         self._wires: dict[int, Wire] = {}
         self.buckets = plan_buckets(specs, bucket_nbytes, first_nbytes, groups)
-        self.call = Call(
+        self.call = CollectiveSignature(
             operation,
             entries_of(names, specs),
             op.value,
@@ -144,7 +144,7 @@ class FusedAllreduce:
         if self._updates and number == 0:
             count_update()
         work = functools.partial(self._reduce_bucket, number, arrays, lend)
-        return again(
+        return retry(
             self.comm,
             work,
             needs_no_mpi=lambda: self._needs_no_mpi,
@@ -177,11 +177,11 @@ class FusedAllreduce:
             reduction = (self._shared or {}).get(number)
             call = self._calls[number]
             if reduction is not None:
-                with timeline.phase("copy in"):
+                with spans.phase("copy in"):
                     reduction.publish(arrays)
                 if reduction.is_held:
                     call = dataclasses.replace(call, holds=True)
-            is_held = meet(self.comm, call, tells=self._updates)
+            is_held = rendezvous(self.comm, call, tells=self._updates)
             if self.comm.absence is not None:
                 return bucket.unpack(self._reduce_among(bucket.pack(arrays)))
             if self._updates and number == 0:
@@ -190,10 +190,10 @@ class FusedAllreduce:
                 # What has been lent stays as it is: from now on nobody writes there.
                 self.lend, self._shared = False, None
             if reduction is None:
-                with timeline.phase("copy in"):
+                with spans.phase("copy in"):
                     flat = bucket.pack(arrays)
                 if self.comm.size > 1:
-                    with timeline.phase("reduce through MPI"):
+                    with spans.phase("reduce through MPI"):
                         self._reduce_flat(number, flat)
             else:
                 flat = self._reduce_on_node(number, reduction)
@@ -201,7 +201,7 @@ class FusedAllreduce:
                 if lent is not None:
                     self._everyones, flat = flat, lent
                 elif reduction.is_shared:
-                    with timeline.phase("copy out"):
+                    with spans.phase("copy out"):
                         shared, flat = flat, aligned_array(flat.size, flat.dtype)
                         np.copyto(flat, shared)
         factor = self._postscale(self.comm.size)
@@ -252,7 +252,7 @@ class FusedAllreduce:
         node = self.comm.node
         if node is None:
             return {}
-        meet(self.comm, self._start)
+        rendezvous(self.comm, self._start)
         if self.comm.absence is not None:
             exchange_among(self.comm, None)
             return None
@@ -329,7 +329,7 @@ class FusedAllreduce:
             everywhere = np.array([is_there], np.uint8)
             # On its way beside the data, of which nothing is used where a slice is missing.
             answer = across.Iallreduce(everywhere.copy(), everywhere, self.comm.mpi.MIN)
-            with timeline.phase("cross-node"):
+            with spans.phase("cross-node"):
                 reduce_through_mpi(across, part, op, wire, divisor)
                 wait(answer)
             return bool(everywhere[0])

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from keras_dist._engine import timeline
-from keras_dist._engine.agreement import Call, Entry
+from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.collectives.matching import by_name
-from keras_dist._engine.collectives.meet import meet, telling
+from keras_dist._engine.collectives.rendezvous import rendezvous, telling
+from keras_dist._engine.collectives.signature import CollectiveSignature, Entry
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.reduce import ReduceOp
-from keras_dist._engine.wait import blocked
+from keras_dist._engine.shm.wait import blocked
+from keras_dist._engine.tracing import spans
 
 __all__ = ["allreduce_in_place", "broadcast_in_place"]
 
@@ -40,8 +40,8 @@ def allreduce_in_place(
         MismatchError: the ranks differ.
     """
     with comm.lock:
-        meet(comm, Call("allreduce by MPI", tuple(entries), op.value, key=key))
-        with blocked, timeline.phase("reduce through MPI"):
+        rendezvous(comm, CollectiveSignature("allreduce by MPI", tuple(entries), op.value, key=key))
+        with blocked, spans.phase("reduce through MPI"):
             for buffer in buffers:
                 comm.world.Allreduce(comm.mpi.IN_PLACE, buffer, getattr(comm.mpi, OPS[op]))
 
@@ -72,7 +72,9 @@ def broadcast_in_place(
     with telling(comm, "broadcast by MPI", key):
         place = comm.place_of_root(root)
     with comm.lock:
-        meet(comm, Call("broadcast by MPI", tuple(entries), root=int(root), key=key))
-        with blocked, timeline.phase("transfer"):
+        rendezvous(
+            comm, CollectiveSignature("broadcast by MPI", tuple(entries), root=int(root), key=key)
+        )
+        with blocked, spans.phase("transfer"):
             for buffer in buffers:
                 comm.world.Bcast(buffer, root=place)

@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_dist import errors
-from keras_dist._engine import timeline
-from keras_dist._engine.agreement import JOINED, Absence, Call
-from keras_dist._engine.collectives.meet import tell_difference
 from keras_dist._engine.collectives.objects import exchange_or_raise
+from keras_dist._engine.collectives.rendezvous import tell_difference
+from keras_dist._engine.collectives.signature import JOINED, CollectiveSignature, JoinedRanks
 from keras_dist._engine.communicator import SPIN_SECONDS, Communicator
-from keras_dist._engine.recovery import again
-from keras_dist._engine.survivors import assure
-from keras_dist._engine.wait import note, waiting
+from keras_dist._engine.faults.retry import retry
+from keras_dist._engine.faults.ulfm import assure
+from keras_dist._engine.shm.wait import note, waiting
+from keras_dist._engine.tracing import spans
 
 __all__ = ["exchange_among", "stand_in"]
 
 LONGEST_NAP_SECONDS = 1e-3
 
 
-def stand_in(comms: Sequence[Communicator]) -> dict[Communicator, Absence | None]:
+def stand_in(comms: Sequence[Communicator]) -> dict[Communicator, JoinedRanks | None]:
     """Takes part, with nothing, in the reductions of others until all ranks have come here.
 
     Collective: every rank of each communicator; blocks. Others still reduce in one of them,
@@ -36,17 +36,17 @@ def stand_in(comms: Sequence[Communicator]) -> dict[Communicator, Absence | None
         MismatchError: other ranks call what has no meaning without this one; raised on every
             rank. The further communicators are of no use then: this rank has come there.
     """
-    absences = again(comms[0], lambda: _stand_in(comms), joins=True)
+    absences = retry(comms[0], lambda: _stand_in(comms), joins=True)
     return dict(zip(comms, absences, strict=True))
 
 
-def _stand_in(comms: Sequence[Communicator]) -> list[Absence | None]:
-    call = Call(JOINED)
-    found: dict[Communicator, Absence | None] = dict.fromkeys(comms)
+def _stand_in(comms: Sequence[Communicator]) -> list[JoinedRanks | None]:
+    call = CollectiveSignature(JOINED)
+    found: dict[Communicator, JoinedRanks | None] = dict.fromkeys(comms)
     with contextlib.ExitStack() as locks:
         for comm in comms:
             locks.enter_context(comm.lock)
-        locks.enter_context(timeline.meeting(call))
+        locks.enter_context(spans.meeting(call))
         answers = {comm: comm.come(call.digest) for comm in comms if comm.size > 1}
         while answers:
             note(comms[0].ranks, call)

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-from keras_dist._engine.agreement import Call
+from keras_dist._engine.collectives.signature import CollectiveSignature
+from keras_dist._engine.collectives.ticket import Reordered
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.place import OtherFirst
-from keras_dist._engine.survivors import assure
-from keras_dist._engine.wait import waiting
+from keras_dist._engine.faults.ulfm import assure
+from keras_dist._engine.shm.wait import waiting
 
 __all__ = ["by_name", "find_by_name"]
 
@@ -39,7 +39,9 @@ def by_name(operation: Operation) -> Operation:
     return cast(Operation, run)
 
 
-def find_by_name(comm: Communicator, calls: Sequence[Call], standing: Sequence[Standing]) -> None:
+def find_by_name(
+    comm: Communicator, calls: Sequence[CollectiveSignature], standing: Sequence[Standing]
+) -> None:
     """Lets the ranks agree on the operation that comes first, where their names differ.
 
     Collective: every rank of `comm`, behind a meeting; returns where the calls have no names, or
@@ -69,7 +71,7 @@ def _wait_for_a_name(comm: Communicator, standing: Sequence[Standing]) -> None:
         nap = min(LONGEST_NAP_SECONDS, 2 * nap + 1e-4)
         standing = comm.world.allgather(comm.standing())
         assure(comm)
-    raise OtherFirst(name)
+    raise Reordered(name)
 
 
 def _first_of_all(held: Sequence[Sequence[str]]) -> str | None:

@@ -4,17 +4,17 @@ import pickle
 from typing import Any
 
 from keras_dist import errors
-from keras_dist._engine.agreement import Call
 from keras_dist._engine.collectives.matching import by_name
-from keras_dist._engine.collectives.meet import meet, telling
+from keras_dist._engine.collectives.rendezvous import rendezvous, telling
+from keras_dist._engine.collectives.signature import CollectiveSignature
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.recovery import survives
+from keras_dist._engine.faults.retry import retried
 
 __all__ = ["allgather_object", "broadcast_object", "exchange_or_raise"]
 
 
 @by_name
-@survives
+@retried
 def broadcast_object(comm: Communicator, value: Any, root: int, key: str | None = None) -> Any:
     """Returns the root's object on every rank. Collective: every rank; blocks.
 
@@ -33,13 +33,13 @@ def broadcast_object(comm: Communicator, value: Any, root: int, key: str | None 
         source = comm.place_of_root(root)
         payload = pickle.dumps(value) if comm.rank == source else b""
     with comm.lock:
-        meet(comm, Call("broadcast_object", root=int(root), key=key))
+        rendezvous(comm, CollectiveSignature("broadcast_object", root=int(root), key=key))
         parts = comm.allgather_bytes(payload)
     return value if comm.rank == source else pickle.loads(parts[source].tobytes())
 
 
 @by_name
-@survives
+@retried
 def allgather_object(
     comm: Communicator, value: Any, key: str | None = None, operation: str = "allgather_object"
 ) -> list[Any]:
@@ -58,7 +58,7 @@ def allgather_object(
     with telling(comm, operation, key):
         payload = pickle.dumps(value)
     with comm.lock:
-        meet(comm, Call(operation, key=key))
+        rendezvous(comm, CollectiveSignature(operation, key=key))
         parts = comm.allgather_bytes(payload)
     return [pickle.loads(part.tobytes()) for part in parts]
 

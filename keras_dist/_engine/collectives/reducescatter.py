@@ -4,19 +4,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_dist._engine.agreement import Call, Entry
+from keras_dist._engine.arithmetic import ReduceOp, check_dtype, check_sum, reduce_rows, scaled
 from keras_dist._engine.collectives.matching import by_name
-from keras_dist._engine.collectives.meet import meet
+from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.collectives.rows import check_rows, exchange_rows
+from keras_dist._engine.collectives.signature import CollectiveSignature, Entry
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.recovery import survives
-from keras_dist._engine.reduce import ReduceOp, check_dtype, check_sum, reduce_rows, scaled
+from keras_dist._engine.faults.retry import retried
 
 __all__ = ["reducescatter"]
 
 
 @by_name
-@survives
+@retried
 def reducescatter(
     comm: Communicator,
     arrays: Sequence[np.ndarray],
@@ -52,11 +52,11 @@ def reducescatter(
         Entry(name, array.shape, str(array.dtype))
         for name, array in zip(names, arrays, strict=True)
     )
-    call = Call(
+    call = CollectiveSignature(
         "reducescatter", entries, op=op.value, key=key, prescale=prescale, postscale=postscale
     )
     with comm.lock:
-        meet(comm, call)
+        rendezvous(comm, call)
         # Behind the meeting: what the ranks agree on is wrong on all, so all raise.
         _check(comm, arrays, names, op)
         if not arrays:

@@ -9,10 +9,10 @@ again, for what it had come for. Where nobody waits for it, nothing is said.
 from collections.abc import Sequence
 
 from keras_dist import errors
-from keras_dist._engine.agreement import Call
 from keras_dist._engine.collectives.matching import Standing
+from keras_dist._engine.collectives.signature import CollectiveSignature
+from keras_dist._engine.collectives.ticket import Reordered, in_flight
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.place import OtherFirst, in_flight
 
 __all__ = ["MeetAgain", "settle_refused"]
 
@@ -21,7 +21,9 @@ class MeetAgain(Exception):
     """This rank is to come to the same meeting again: others have gone out of it by an error."""
 
 
-def settle_refused(comm: Communicator, calls: Sequence[Call], standing: Sequence[Standing]) -> None:
+def settle_refused(
+    comm: Communicator, calls: Sequence[CollectiveSignature], standing: Sequence[Standing]
+) -> None:
     """Lets the ranks agree on what becomes of operations that some of them have refused.
 
     Collective: every rank of `comm`, behind a meeting; returns where nobody waits for one.
@@ -49,7 +51,7 @@ def settle_refused(comm: Communicator, calls: Sequence[Call], standing: Sequence
                 comm.forget_refused(name)
             raise MeetAgain
         if not come:
-            raise OtherFirst(name)
+            raise Reordered(name)
         first = next(place for place in range(comm.size) if place not in others)
         where = f"[rank {comm.ranks[first]} of {comm.job.size}]"
         raise errors.ArgumentError(in_flight(where, name))

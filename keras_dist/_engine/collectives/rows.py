@@ -6,7 +6,7 @@ import numpy as np
 
 from keras_dist import errors
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.transfer import alltoall_parts, as_bytes
+from keras_dist._engine.mpi.transfer import alltoall_parts, as_bytes
 
 __all__ = [
     "check_numbers",

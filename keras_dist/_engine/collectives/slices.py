@@ -5,15 +5,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist import errors
-from keras_dist._engine.agreement import Call, Entry
-from keras_dist._engine.collectives.join import exchange_among
-from keras_dist._engine.collectives.matching import by_name
-from keras_dist._engine.collectives.meet import meet
-from keras_dist._engine.collectives.objects import exchange_or_raise
-from keras_dist._engine.collectives.rows import check_rows, gather_rows
-from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.recovery import survives
-from keras_dist._engine.reduce import (
+from keras_dist._engine.arithmetic import (
     ReduceOp,
     accumulator,
     check_dtype,
@@ -23,12 +15,20 @@ from keras_dist._engine.reduce import (
     mean_of_halves,
     needs_halves,
 )
+from keras_dist._engine.collectives.join import exchange_among
+from keras_dist._engine.collectives.matching import by_name
+from keras_dist._engine.collectives.objects import exchange_or_raise
+from keras_dist._engine.collectives.rendezvous import rendezvous
+from keras_dist._engine.collectives.rows import check_rows, gather_rows
+from keras_dist._engine.collectives.signature import CollectiveSignature, Entry
+from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.faults.retry import retried
 
 __all__ = ["reduce_slices"]
 
 
 @by_name
-@survives
+@retried
 def reduce_slices(
     comm: Communicator,
     values: np.ndarray,
@@ -52,7 +52,7 @@ def reduce_slices(
         op: `ReduceOp.SUM` or `ReduceOp.AVERAGE`.
         name: what the table is called in messages.
         key: a name under which the ranks must meet; `None` for none.
-        tells: see `meet`.
+        tells: see `rendezvous`.
 
     Returns:
         The rows and their indices, new, each index once, in ascending order.
@@ -76,7 +76,11 @@ def reduce_slices(
     except errors.KerasDistError as error:
         mine = error
     with comm.lock:
-        meet(comm, Call("sparse_allreduce", entries, op=op.value, key=key, spares=True), tells)
+        rendezvous(
+            comm,
+            CollectiveSignature("sparse_allreduce", entries, op=op.value, key=key, spares=True),
+            tells,
+        )
         if comm.absence is not None:
             brought = mine if isinstance(mine, errors.KerasDistError) else (rows, places)
             parts = exchange_among(comm, brought)

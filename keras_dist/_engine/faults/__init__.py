@@ -1,0 +1,1 @@
+"""Failures of ranks: stalls, deaths, and operations that are retried without the dead ranks."""

@@ -1,0 +1,86 @@
+"""Where ranks are: what they wait for, how far training is, their Python stacks; in words."""
+
+import contextlib
+import dataclasses
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+from keras_dist._engine.faults.progress import say_progress
+from keras_dist._engine.shm.wait import waits
+
+__all__ = ["MAX_NAMED", "RankState", "Ranks", "is_stopped", "say_ranks", "say_what", "state_here"]
+
+MAX_STACKS = 16_000  # characters from one rank
+MAX_NAMED = 16  # ranks
+
+Ranks = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RankState:
+    """Where a rank is.
+
+    Args:
+        waits: with which ranks its threads wait, in what, and for how many seconds.
+        progress: its place in training, in words.
+        stacks: those of its Python threads.
+    """
+
+    waits: tuple[tuple[Ranks, str, float], ...]
+    progress: str
+    stacks: str
+
+    def waiting_with(self, ranks: Ranks) -> tuple[str, float] | None:
+        """Returns what it waits for among these ranks and for how many seconds, if it does."""
+        return next((wait[1:] for wait in self.waits if wait[0] == ranks), None)
+
+
+def state_here() -> RankState:
+    """Returns where this rank is."""
+    now = time.perf_counter()
+    found = tuple((tuple(ranks), _say_call(what), now - began) for ranks, what, began in waits())
+    return RankState(found, say_progress(), _stacks())
+
+
+def _stacks() -> str:
+    """Returns the Python stacks of this process' threads, the main thread's first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    mine = threading.get_ident()
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != mine}
+    parts = []
+    for ident in sorted(frames, key=lambda ident: (ident != main, names.get(ident, ""))):
+        stack = "".join(traceback.format_stack(frames[ident]))
+        parts.append(f"  Thread {names.get(ident, ident)}:\n{stack}")
+    return "".join(parts)[:MAX_STACKS].rstrip()
+
+
+def _say_call(call: Any) -> str:
+    several = len(getattr(call, "buckets", ())) > 1 and call.bucket is not None
+    return f"{call}, bucket {call.bucket}" if several else str(call)
+
+
+def say_what(what: Any, progress: str) -> str:
+    """Says what is waited for, and when."""
+    return f"{_say_call(what)} ({progress})" if progress else _say_call(what)
+
+
+def say_ranks(ranks: Iterable[int]) -> str:
+    """Names ranks in words, such as `ranks 0, 2`; at most the first of many."""
+    every = list(ranks)
+    more = f" and {len(every) - MAX_NAMED} more" if len(every) > MAX_NAMED else ""
+    named = ", ".join(map(str, every[:MAX_NAMED]))
+    return f"rank{'s' if len(every) > 1 else ''} {named}{more}"
+
+
+def is_stopped(node: str, pid: int) -> bool:
+    """Tells whether a process is known to be stopped; only of processes of this node."""
+    if node == os.uname().nodename:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "tT"
+    return False

@@ -1,0 +1,134 @@
+"""Bytes between ranks, as many as there are: MPI's counts may end at 2**31.
+
+A count, or the place where a part begins, is an `int` in MPI before version 4, so also for
+mpi4py over such a library. What is larger goes in chunks, each addressed by its own memory.
+Knows MPI's communicators and requests, by what they can do.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from keras_dist._engine.shm.wait import blocked, waiting
+from keras_dist._engine.tracing import spans
+
+__all__ = [
+    "MAX_NBYTES",
+    "allgather_parts",
+    "alltoall_parts",
+    "as_bytes",
+    "broadcast_bytes",
+    "receive_bytes",
+    "send_bytes",
+    "wait",
+]
+
+MAX_NBYTES = 2**30  # in one call; under 2**31, with room for what a library adds up itself
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """Returns the bytes of an array in C order: MPI knows no bfloat16, but it knows bytes."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def wait(request: Any) -> None:
+    """Waits for data.
+
+    It moves only while MPI is called, so there is no nap: over TCP naps took several times as
+    long. But another rank gets the core in between, as it may be the one that is waited for.
+    """
+    with waiting:
+        while not request.Test():
+            os.sched_yield()
+
+
+def broadcast_bytes(world: Any, buffer: np.ndarray, root: int) -> None:
+    """Sends the root's bytes into the buffers of the others. Collective; blocks.
+
+    Args:
+        world: the MPI communicator.
+        buffer: uint8 array, of the same size on every rank.
+        root: the rank whose bytes count.
+    """
+    for chunk in _chunks(buffer):
+        with blocked, spans.phase("transfer"):
+            world.Bcast(chunk, root=root)
+
+
+def allgather_parts(
+    world: Any, mine: np.ndarray, everything: np.ndarray, counts: np.ndarray
+) -> None:
+    """Gives every rank the bytes of all. Collective; blocks.
+
+    Args:
+        world: the MPI communicator.
+        mine: uint8 array: the bytes of this rank.
+        everything: uint8 array, written: the bytes of rank 0, then those of rank 1, and so on.
+        counts: how many bytes each rank has.
+    """
+    if everything.size <= MAX_NBYTES:
+        with blocked, spans.phase("transfer"):
+            world.Allgatherv(mine, [everything, counts, "B"])
+        return
+    for owner, part in enumerate(_parts(everything, counts)):
+        if owner == world.Get_rank():
+            part[...] = mine
+        broadcast_bytes(world, part, owner)
+
+
+def alltoall_parts(world: Any, payload: np.ndarray, result: np.ndarray, table: np.ndarray) -> None:
+    """Sends each rank its part of a buffer. Collective; blocks.
+
+    Args:
+        world: the MPI communicator.
+        payload: uint8 array: the part for rank 0, then that for rank 1, and so on.
+        result: uint8 array, written: the part from rank 0, then that from rank 1, and so on.
+        table: how many bytes each rank (first axis) sends to each rank; equal on all ranks,
+            so that all choose the same way.
+    """
+    rank = world.Get_rank()
+    sent, received = table[rank], table[:, rank]
+    if max(table.sum(axis=0).max(), table.sum(axis=1).max()) <= MAX_NBYTES:
+        with blocked, spans.phase("transfer"):
+            world.Alltoallv([payload, sent, "B"], [result, received, "B"])
+        return
+    # Chunks between two ranks arrive in the order in which they are sent.
+    requests = [
+        world.Irecv(chunk, peer, tag=0)
+        for peer, part in enumerate(_parts(result, received))
+        for chunk in _chunks(part)
+    ]
+    requests += [
+        world.Isend(chunk, peer)
+        for peer, part in enumerate(_parts(payload, sent))
+        for chunk in _chunks(part)
+    ]
+    with spans.phase("transfer"):
+        for request in requests:
+            wait(request)
+
+
+def send_bytes(world: Any, payload: np.ndarray, peer: int, tag: int) -> None:
+    """Sends bytes to a rank that receives as many by `receive_bytes`; blocks."""
+    with spans.phase("transfer"):
+        for chunk in _chunks(payload):
+            wait(world.Isend(chunk, peer, tag))
+
+
+def receive_bytes(world: Any, buffer: np.ndarray, peer: int, tag: int) -> None:
+    """Receives as many bytes as a buffer has from a rank that calls `send_bytes`; blocks."""
+    with spans.phase("transfer"):
+        for chunk in _chunks(buffer):
+            wait(world.Irecv(chunk, peer, tag))
+
+
+def _chunks(buffer: np.ndarray) -> Iterator[np.ndarray]:
+    return (buffer[low : low + MAX_NBYTES] for low in range(0, buffer.size, MAX_NBYTES))
+
+
+def _parts(buffer: np.ndarray, counts: np.ndarray) -> Iterator[np.ndarray]:
+    ends = itertools.accumulate(counts.tolist(), initial=0)
+    return (buffer[low:high] for low, high in itertools.pairwise(ends))

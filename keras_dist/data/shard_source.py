@@ -1,0 +1,120 @@
+"""Files that are shared out by pieces."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from keras_dist.data.batches import for_keras
+from keras_dist.data.epochs import Epochs, kind_of
+from keras_dist.data.file_index import FileIndex, Found, Unreadable
+from keras_dist.data.file_shards import RankShard, Turns, counts_of, share_of, whole
+from keras_dist.data.files import agreed_spread
+from keras_dist.data.partition import Spread, plan_samples
+from keras_dist.data.shard_batches import ShardBatches, ShardReader
+from keras_dist.data.shard_options import Fact, ShardOptions
+
+__all__ = ["Location", "ShardFiles", "ShardSource"]
+
+
+class Location(NamedTuple):
+    """Where a piece lies.
+
+    Args:
+        file: the number of its file.
+        inner: its number there.
+        path: the path of its file.
+    """
+
+    file: int
+    inner: int
+    path: str
+
+
+class ShardFiles(Protocol):
+    """A kind of files."""
+
+    mixed: int  # how many pieces are shuffled together
+
+    def look(self, path: str) -> Found:
+        """Looks into a file; raises whatever it may when the file is damaged."""
+
+    def reader(self, places: Sequence[Location], found: Found) -> ShardReader:
+        """Returns what reads the pieces."""
+
+
+class ShardSource(FileIndex):
+    """Files of one kind, shared out by pieces.
+
+    Args:
+        files: the kind.
+        paths: see `FileIndex`; so are all that follow.
+        terms: see `FileIndex`; with a batch size.
+        unreadable: see `FileIndex`.
+        facts: see `FileIndex`.
+        own: see `FileIndex`.
+        visible: see `FileIndex`.
+
+    Raises:
+        ArgumentError: one order of the whole was asked for, and ranks have files of their own.
+        DataError: see `FileIndex`.
+    """
+
+    def __init__(
+        self,
+        files: ShardFiles,
+        paths: Sequence[str],
+        terms: ShardOptions,
+        unreadable: Unreadable,
+        facts: Sequence[Fact],
+        own: bool = False,
+        visible: bool = True,
+    ):
+        if own:
+            terms.refuse_global_order("files, of which each rank has its own")
+        super().__init__(files.look, paths, terms, unreadable, facts, own, visible)
+        self._files = files
+        self.epochs = Epochs(kind_of(terms.lasting(self.facts)))
+        if terms.shuffle == "global":
+            self.epochs.global_batch = terms.size * (terms.batch_size or 1)
+
+    def part(self, held: Sequence[Any]) -> Any:
+        """Returns this rank's batches as data for `fit`, given what all ranks have seen."""
+        return for_keras(self.batches(held))
+
+    def batches(self, held: Sequence[Any]) -> ShardBatches:
+        """Returns this rank's batches, given what all ranks have seen."""
+        terms = self.terms
+        by_rank = self.found(held)
+        mine = by_rank[terms.rank if self.own else 0]
+        places = [
+            (Location(number, inner, self.paths[number]), length)
+            for number, found in mine.items()
+            for inner, length in enumerate(found.lengths)
+            if length
+        ]
+        lengths = [length for _, length in places]
+        if not self.own:
+            terms.need_samples(sum(lengths))
+        share, plan = self._share(lengths, by_rank)
+        terms.need_steps(plan.steps)
+        plan = plan.limited(terms.steps or plan.steps)
+        first = next(found for each in by_rank for found in each.values())
+        reader = self._files.reader([place for place, _ in places], first)
+        key = {"rank": (terms.seed, terms.rank), "global": (terms.seed,)}.get(terms.way or "")
+        return ShardBatches(reader, share, plan, key, self._files.mixed, self.epochs)
+
+    def _share(
+        self, lengths: Sequence[int], by_rank: Sequence[dict[int, Found]]
+    ) -> tuple[RankShard | Turns, Spread]:
+        """Returns the rows of this rank, and the sizes of its batches."""
+        terms, batch_size = self.terms, self.terms.batch_size or 1
+        rank, size = terms.rank, terms.size
+        if terms.shuffle == "global":
+            plan = plan_samples(sum(lengths), size, rank, batch_size, terms.remainder)
+            return Turns(whole(lengths), rank, size), Spread(plan.count, tuple(plan.sizes()))
+        if self.own:
+            counts = [sum(sum(found.lengths) for found in each.values()) for each in by_rank]
+            share = whole(lengths)
+        else:
+            counts = counts_of(lengths, size)
+            share = share_of(lengths, rank, size)
+        return share, agreed_spread(counts, batch_size, terms)

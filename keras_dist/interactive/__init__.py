@@ -1,5 +1,0 @@
-"""A function on many ranks, called from one process: Python, a notebook, a console."""
-
-from keras_dist.interactive.launch import run
-
-__all__ = ["run"]

@@ -1,0 +1,221 @@
+"""Arrays that go from rank to rank as they are, with gradients, in and out of `jax.jit`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_dist import errors, ops, runtime
+from keras_dist.jax.differentiable_host_callback import differentiable, on_host
+from keras_dist.ops.shared_errors import raises_on_all
+from keras_dist.runtime.process_sets import ProcessSet, global_process_set
+
+__all__ = ["allgather", "alltoall", "broadcast", "broadcast_parameters", "grouped_allgather"]
+
+
+@raises_on_all
+def allgather(
+    array: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Joins the arrays of all ranks along their first dimension, in rank order.
+
+    Collective: every rank; dtype, `name` and all dimensions but the first must agree; blocks.
+
+    Inside of `jax.jit` the lengths must be equal. The gradient is, as in Horovod, this rank's rows
+    of the average of the ranks' gradients.
+
+    Args:
+        array: an array with at least one dimension.
+        name: a name, by which calls that ranks make in different orders find each other.
+        process_set: the ranks that take part. Defaults to all.
+
+    Returns:
+        New array whose length is the sum of the ranks' lengths.
+    """
+    return grouped_allgather([array], name, process_set)[0]
+
+
+@raises_on_all
+def grouped_allgather(
+    arrays: Sequence[Any],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    lengths: Sequence[int] | None = None,
+) -> list[Any]:
+    """Does `allgather` for a list of arrays at once: they travel together.
+
+    Collective: as `allgather`.
+
+    Args:
+        arrays: list of arrays; dtypes may differ.
+        name: as for `allgather`.
+        process_set: as for `allgather`.
+        lengths: of the results inside of `jax.jit`. Defaults to those of equal lengths.
+
+    Returns:
+        List of new arrays.
+    """
+    comm = runtime.communicator(process_set)
+
+    def gather(given: list[Any]) -> list[Any]:
+        return ops.grouped_allgather(given, name, process_set)
+
+    def run(given: list[Any]) -> list[Any]:
+        equal = [comm.size * one.shape[0] if one.ndim else 0 for one in given]
+        pairs = zip(given, equal if lengths is None else lengths, strict=True)
+        shapes = [(length, *one.shape[1:]) if one.ndim else () for one, length in pairs]
+        return on_host(gather, given, shapes)
+
+    def back(mine: list[int], gradients: list[Any]) -> tuple[list[Any]]:
+        wanted = [place for place, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
+        lengths = [mine[place] for place in wanted]
+
+        def rows(given: list[np.ndarray]) -> list[np.ndarray]:
+            averaged = ops.grouped_allreduce(given, name=name, process_set=process_set)
+            before = ops.allgather([lengths], name, process_set)[: comm.rank].sum(0)
+            pairs = zip(averaged, before, lengths, strict=True)
+            return [one[begin : begin + length] for one, begin, length in pairs]
+
+        shapes = [(length, *one.shape[1:]) for length, one in zip(mine, gradients, strict=True)]
+        found: list[Any] = [np.zeros(shape, jax.dtypes.float0) for shape in shapes]
+        given, kept = [gradients[place] for place in wanted], [shapes[place] for place in wanted]
+        for place, one in zip(wanted, on_host(rows, given, kept), strict=True):
+            found[place] = one
+        return (found,)
+
+    def forward(given: list[Any]) -> tuple[list[Any], list[int]]:
+        return run(given), [one.shape[0] for one in given]
+
+    return differentiable(run, forward, back, list(map(jax.numpy.asarray, arrays)))
+
+
+@raises_on_all
+def alltoall(
+    array: Any,
+    splits: Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Sends some rows of each rank to each rank. Its gradient sends their gradients back.
+
+    Collective: every rank; dtype, `name` and all dimensions but the first must agree; blocks.
+
+    Args:
+        array: an array with at least one dimension: its first rows go to rank 0, and so on.
+        splits: how many rows each rank gets, whole numbers; outside of `jax.jit` alone. Defaults
+            to equal numbers, for which the length must divide by the number of ranks.
+        name: as for `allgather`.
+        process_set: as for `allgather`.
+
+    Returns:
+        New array. With `splits` a pair: that array, and how many rows came from each rank; this
+        form has no gradient.
+
+    Raises:
+        ArgumentError: `splits` inside of `jax.jit`, or where a gradient is asked for.
+    """
+    if splits is not None:
+        _check_is_known(array)
+        rows, received = ops.alltoall(np.asarray(array), splits, name, process_set)
+        return jax.numpy.asarray(rows), received
+
+    def run(given: Any) -> Any:
+        def exchange(arrays: list[Any]) -> list[Any]:
+            return [ops.alltoall(arrays[0], None, name, process_set)]
+
+        return on_host(exchange, [given], [given.shape])[0]
+
+    forward, backward = lambda given: (run(given), None), lambda _, gradient: (run(gradient),)
+    return differentiable(run, forward, backward, jax.numpy.asarray(array))
+
+
+@raises_on_all
+def broadcast(
+    array: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Returns the root's array on every rank.
+
+    Collective: every rank; shape, dtype, `root_rank` and `name` must agree; blocks.
+
+    The gradient is, as in Horovod, the average of the ranks' gradients on the root, 0 elsewhere.
+
+    Args:
+        array: an array; only the root's values count.
+        root_rank: the rank whose array all receive, by its number in the job. Defaults to 0.
+        name: as for `allgather`.
+        process_set: as for `allgather`.
+    """
+
+    def run(given: Any) -> Any:
+        def send(arrays: list[Any]) -> list[Any]:
+            return [ops.broadcast(arrays[0], root_rank, name, process_set)]
+
+        return on_host(send, [given], [given.shape])[0]
+
+    def back(_: None, gradient: Any) -> tuple[Any]:
+        def average(arrays: list[Any]) -> list[Any]:
+            return [ops.allreduce(arrays[0], name=name, process_set=process_set)]
+
+        averaged = on_host(average, [gradient], [gradient.shape])[0]
+        return (averaged if runtime.rank() == root_rank else jax.numpy.zeros_like(averaged),)
+
+    return differentiable(run, lambda given: (run(given), None), back, jax.numpy.asarray(array))
+
+
+@raises_on_all
+def broadcast_parameters(
+    tree: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Returns the root's tree of arrays on every rank: weights, or the state of an optimizer.
+
+    Collective: every rank; the trees must be alike; blocks. Not for `jax.jit`.
+
+    Args:
+        tree: arrays and numbers in any containers, keys of `jax.random` among them; it stays as it
+            is.
+        root_rank: the rank whose values all receive. Defaults to 0.
+        process_set: the ranks that take part. Defaults to all.
+
+    Returns:
+        A tree of the same structure. Arrays of JAX, arrays of numpy and numbers stay what they are,
+        of their own dtypes.
+    """
+    named, structure = jax.tree_util.tree_flatten_with_path(tree)
+    # What a structure prints differs from rank to rank where it holds functions.
+    name = " ".join(jax.tree_util.keystr(path) for path, _ in named)
+    leaves = [leaf for _, leaf in named]
+    copies = [np.array(jax.random.key_data(leaf) if _is_key(leaf) else leaf) for leaf in leaves]
+    if copies:
+        ops.broadcast_(copies, root_rank, name, process_set)
+    return jax.tree.unflatten(structure, map(_like, leaves, copies))
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _like(leaf: Any, array: np.ndarray) -> Any:
+    """Returns an array as what a leaf is."""
+    if _is_key(leaf):
+        return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=jax.random.key_impl(leaf))
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(array, leaf.sharding if leaf.committed else None)
+    if isinstance(leaf, np.generic):
+        return array[()]
+    return type(leaf)(array.item()) if isinstance(leaf, int | float | complex) else array
+
+
+def _check_is_known(array: Any) -> None:
+    if isinstance(array, jax.core.Tracer):
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                "no splits in an alltoall of jax.jit or jax.grad, where lengths must be known",
+                f"splits for {array}",
+                "Leave splits out, or call it outside.",
+            )
+        )

@@ -1,0 +1,154 @@
+"""The command that starts a job: on which hosts, how many ranks, with what environment."""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+
+from keras_dist import errors
+from keras_dist.launch.cli.hosts import (
+    Allocation,
+    allocation,
+    check_names,
+    parse_hosts,
+    read_hostfile,
+)
+from keras_dist.launch.cli.mpiexec import Library, find_mpiexec, mpiexec_options
+from keras_dist.runtime import launch_environment
+
+__all__ = ["job_command", "number_of_ranks", "settings_of"]
+
+OWN = "KERAS_"  # ranks need these wherever they are
+# What says something about this host, this terminal or this process, and nothing of another.
+LOCAL = tuple(
+    "OMPI_ PMIX_ PRTE_ PMI_ SLURM PBS_ LSB_ LSF_ SSH_ XDG_ DBUS_ BASH_FUNC_ "
+    "HOSTNAME PWD OLDPWD DISPLAY TERM SHLVL LS_COLORS TMPDIR CUDA_VISIBLE_DEVICES".split()
+)
+LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, str]:
+    """Returns the variables of `--env` that have a value of their own."""
+    return dict(word.split("=", 1) for word in options.env if "=" in word)
+
+
+def number_of_ranks(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Returns how many ranks a job has: as it is said, or as the hosts or a batch system say.
+
+    Raises:
+        ArgumentError: nothing says it.
+    """
+    return _ranks(options.np, _named_hosts(options), allocation(environment))
+
+
+def job_command(
+    options: argparse.Namespace,
+    library: Library,
+    program: Sequence[str],
+    environment: Mapping[str, str],
+    goes_on: bool = False,
+    binds: bool = True,
+) -> list[str]:
+    """Returns mpiexec and all its words, the program last.
+
+    Args:
+        options: where the ranks run, as `add_places` parses it; with `dry_run` names of hosts are
+            not looked up.
+        library: the MPI library of the ranks.
+        program: what each rank runs.
+        environment: that of mpiexec; ranks on other hosts get what means something there.
+        goes_on: whether ranks go on when one has died.
+        binds: whether mpiexec may bind ranks to cores.
+
+    Raises:
+        ArgumentError: the number of ranks is missing, or there is no room for it.
+        LaunchError: no mpiexec, or no such host; or this process is a rank itself.
+    """
+    _check_not_a_rank(environment)
+    given = allocation(environment)
+    hosts = _named_hosts(options)
+    if hosts and not getattr(options, "dry_run", False):
+        check_names(hosts)
+    ranks = _ranks(options.np, hosts, given)
+    if not hosts and given is not None and given.hosts:
+        slots = _slots(given, ranks)
+        _check_room(ranks, slots, f"that {given.system} has given")
+        # The others' mpiexec asks the batch system itself; Open MPI's may be built without it.
+        hosts = slots if library.is_open_mpi else {}
+    elif hosts:
+        _check_room(ranks, hosts, "named")
+    elsewhere = bool(hosts) or given is not None
+    words = mpiexec_options(
+        library, ranks, _passed(options, environment, elsewhere), goes_on, hosts, binds
+    )
+    return [find_mpiexec(library), *words, *(options.mpi_args or []), *program]
+
+
+def _named_hosts(options: argparse.Namespace) -> dict[str, int]:
+    if options.hosts is not None and options.hostfile is not None:
+        raise _error("--hosts or --hostfile", "both", "Leave one of them out.")
+    if options.hosts is not None:
+        return parse_hosts(options.hosts)
+    return {} if options.hostfile is None else read_hostfile(options.hostfile)
+
+
+def _ranks(wanted: int | None, hosts: Mapping[str, int], given: Allocation | None) -> int:
+    if wanted is not None:
+        return wanted
+    if hosts:
+        return sum(hosts.values())
+    if given is not None and given.ranks is not None:
+        return given.ranks
+    raise _error("the number of ranks", "none", "Say -np 2, for example.")
+
+
+def _slots(given: Allocation, ranks: int) -> dict[str, int]:
+    """Returns how many ranks each host of an allocation gets; shared out evenly if it is open."""
+    if given.ranks is not None:
+        return dict(given.hosts)
+    share = -(-ranks // len(given.hosts))
+    return dict.fromkeys(given.hosts, share)
+
+
+def _check_room(ranks: int, hosts: Mapping[str, int], whose: str) -> None:
+    if ranks > sum(hosts.values()):
+        places = ", ".join(f"{name}:{slots}" for name, slots in hosts.items())
+        raise _error(
+            f"no more ranks than there is room for on the hosts {whose} ({places})",
+            f"-np {ranks}",
+            "Start fewer, or name the hosts with more for each: --hosts h1:4,h2:4.",
+        )
+
+
+def _passed(
+    options: argparse.Namespace, environment: Mapping[str, str], elsewhere: bool
+) -> list[str]:
+    """Returns the names of the variables that ranks on other hosts get."""
+    asked = {word.partition("=")[0] for word in options.env}
+    if missing := sorted(asked - set(environment)):
+        raise _error(
+            "variables that are set", f"--env {missing[0]}", f"Say --env {missing[0]}=VALUE."
+        )
+    meant = {
+        name
+        for name in environment
+        if name.startswith(OWN)
+        or (elsewhere and name.isidentifier() and not name.startswith(LOCAL) and name != "_")
+    }
+    return sorted(asked | meant)
+
+
+def _check_not_a_rank(environment: Mapping[str, str]) -> None:
+    announced = launch_environment.announced_size(environment)
+    if announced is not None and announced.variable in LAUNCHERS and announced.size > 1:
+        raise errors.LaunchError(
+            errors.explain(
+                "[keras-dist]",
+                "a process that is not itself a rank",
+                f"one of {announced.size}, started by {announced.launcher} ({announced.variable})",
+                f"Leave one of the two launchers out: either {sys.argv[0]}, or the one around it.",
+            )
+        )
+
+
+def _error(expected: str, received: str, remedy: str) -> errors.ArgumentError:
+    return errors.ArgumentError(errors.explain("[keras-dist]", expected, received, remedy))

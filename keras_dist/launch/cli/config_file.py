@@ -1,0 +1,53 @@
+"""A YAML file with options of `keras-dist run`, by their names without dashes in front."""
+
+from pathlib import Path
+
+from keras_dist import errors
+from keras_dist.launch.cli.options import OPTIONS
+
+__all__ = ["words_of_file"]
+
+
+def words_of_file(path: str) -> list[str]:
+    """Returns the options in a YAML file as words of a command line.
+
+    Raises:
+        ArgumentError: it cannot be read, or holds something else.
+    """
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = " ".join(str(error).split())
+        raise _bad_file("a YAML file with options", f"{path}: {text}") from None
+    if not isinstance(found, dict):
+        raise _bad_file(f"{path} to hold lines like 'max-restarts: 3'", repr(found))
+    known = {
+        name.lstrip("-"): (name, option)
+        for option in OPTIONS
+        for name in f"{option.names} {option.horovod}".split()
+        if option.field != "config_file"
+    }
+    words = []
+    for key, value in found.items():
+        name, option = known.get(str(key).replace("_", "-"), (None, None))
+        if name is None or option is None:
+            raise _bad_file(f"options in {path} that keras-dist run has", repr(key))
+        if isinstance(value, bool) != (not option.metavar):
+            expected = "a value" if option.metavar else "true or false"
+            raise _bad_file(f"{key} in {path} to have {expected}", repr(value))
+        if isinstance(value, bool):
+            words += [name] if value else []
+        elif isinstance(value, list) and option.repeated:
+            words += [f"{name}={one}" for one in value]
+        elif isinstance(value, str | int | float):
+            words += [f"{name}={value}"]
+        else:
+            raise _bad_file(f"{key} in {path} to have one value", repr(value))
+    return words
+
+
+def _bad_file(expected: str, received: str) -> errors.ArgumentError:
+    remedy = "Its names are those of the options without dashes in front; see keras-dist run -h."
+    return errors.ArgumentError(errors.explain("[keras-dist run]", expected, received, remedy))

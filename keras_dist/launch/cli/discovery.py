@@ -1,0 +1,92 @@
+"""Which hosts there are at this moment: a script of the user's is asked at each start of a job."""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+
+from keras_dist import errors
+from keras_dist.launch.cli.hosts import parse_lines
+from keras_dist.launch.cli.job import end_with_parent
+
+__all__ = ["with_hosts"]
+
+PAUSE_SECONDS = 1.0
+ANSWER_SECONDS = 10.0  # that a script has in any case
+
+
+def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse.Namespace:
+    """Returns options of `keras-dist run` with the hosts that the script names, if there is one.
+
+    While there are fewer places than `--min-np` it is asked again, at most for
+    `--elastic-timeout` seconds.
+
+    Args:
+        options: the options.
+        again: whether the job has been started before; a script that fails then, or says
+            something else, is asked again.
+        end: when the time of the job is over, by `time.monotonic`.
+
+    Raises:
+        ArgumentError: the script failed, said something else, or has named too few places.
+        TimeoutError: the time of the job is over.
+    """
+    script = options.host_discovery_script
+    if script is None:
+        return options
+    waits_until = time.monotonic() + options.elastic_timeout
+    least = options.min_np or options.np or 1
+    while True:
+        answers_until = max(waits_until, time.monotonic() + ANSWER_SECONDS)
+        hosts, trouble = _ask(script, min(end, answers_until) - time.monotonic())
+        places = sum(hosts.values())
+        if trouble is None and places >= least:
+            ranks = min(places, options.max_np or options.np or places)
+            named = ",".join(f"{name}:{slots}" for name, slots in hosts.items())
+            return argparse.Namespace(**{**vars(options), "hosts": named, "np": ranks})
+        if time.monotonic() >= end:
+            raise TimeoutError
+        if (trouble is not None and not again) or time.monotonic() > waits_until:
+            received = trouble or f"{places}, after {options.elastic_timeout} s"
+            remedy = "It prints a host a line, such as h1:2, and ends with 0."
+            expected = f"{shlex.join(script)} to name {least} places for ranks or more"
+            raise errors.ArgumentError(
+                errors.explain("[keras-dist run]", expected, received, remedy)
+            )
+        time.sleep(max(0.0, min(PAUSE_SECONDS, end - time.monotonic())))
+
+
+def _ask(script: Sequence[str], seconds: float) -> tuple[dict[str, int], str | None]:
+    """Returns the places for ranks by host, or why there is no answer."""
+    try:
+        said, code = _output(script, seconds)
+    except subprocess.TimeoutExpired:
+        return {}, f"nothing within {seconds:.0f} s"
+    except OSError as error:
+        return {}, f"{error.strerror}: it is no program that can be started"
+    if code != 0:
+        return {}, f"exit code {code}"
+    hosts, wrong = parse_lines(said)
+    return hosts, None if wrong is None else repr(wrong)
+
+
+def _output(script: Sequence[str], seconds: float) -> tuple[str, int]:
+    """Returns what a program prints and its exit code; nothing of it is left, whatever happens."""
+    with subprocess.Popen(
+        script,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        errors="replace",  # what is no text names no host
+        start_new_session=True,
+        preexec_fn=end_with_parent,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=seconds)
+        except BaseException:  # an interrupt as well
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return said, process.returncode

@@ -1,0 +1,179 @@
+"""What `keras-dist doctor` looks at, and what to do about what it finds. Imports no framework."""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from keras_dist._version import __version__
+from keras_dist.launch.cli.hosts import allocation
+from keras_dist.launch.cli.mpiexec import Library, find_mpiexec, load_library
+
+__all__ = ["Finding", "of_a_job", "of_the_launcher", "of_the_machine", "of_the_packages"]
+
+GIB = 2**30
+BACKENDS = {"tensorflow": ("tensorflow", "tensorflow-cpu"), "jax": ("jax",), "torch": ("torch",)}
+SHARED_MEMORY = Path("/dev/shm")
+ENOUGH_GIB = 1  # for the gradients of four ranks of a model of 50 million parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was found.
+
+    Args:
+        what: what was looked at.
+        text: what was found.
+        remedy: what to do, or could be done; empty when all is well.
+        is_trouble: whether no job can run until it is done.
+    """
+
+    what: str
+    text: str
+    remedy: str = ""
+    is_trouble: bool = False
+
+
+def of_the_packages() -> Iterator[Finding]:
+    """Yields what is installed, and whether the backend that Keras would take is."""
+    yield Finding("keras_dist", __version__)
+    yield Finding("Python", f"{platform.python_version()} ({sys.executable})")
+    libraries = {name: _version((name,)) for name in ("keras", "numpy", "mpi4py")}
+    yield Finding("Packages", ", ".join(f"{name} {text}" for name, text in libraries.items()))
+    found = {name: _version(packages) for name, packages in BACKENDS.items()}
+    there = {name: text for name, text in found.items() if text is not None}
+    text = ", ".join(f"{name} {version}" for name, version in there.items()) or "none"
+    wanted = _wanted_backend()
+    if wanted in there:
+        yield Finding("Backends", f"{text}; Keras takes {wanted}")
+        return
+    ways = [f"pip install 'keras_dist[{wanted}]'"] if wanted in BACKENDS else []
+    ways += [f"set KERAS_BACKEND={name}" for name in there or BACKENDS]
+    remedy = f"{', or '.join(ways)}."
+    yield Finding("Backends", f"{text}; Keras would take {wanted}", remedy, is_trouble=True)
+
+
+def of_the_machine() -> Iterator[Finding]:
+    """Yields cores, memory, GPUs and batch system of this host.
+
+    Raises:
+        ArgumentError: the batch system names hosts in a way that cannot be read.
+    """
+    yield Finding("Host", f"{os.uname().nodename}, {platform.system()} {platform.release()}")
+    yield _cores()
+    if SHARED_MEMORY.is_dir():
+        room = os.statvfs(SHARED_MEMORY)
+        size, free = (n * room.f_frsize / GIB for n in (room.f_blocks, room.f_bavail))
+        remedy = "Give it more: docker run --shm-size=8g, or a larger tmpfs on /dev/shm."
+        text = f"{size:.1f} GiB in {SHARED_MEMORY}, {free:.1f} GiB free"
+        yield Finding("Shared memory", text, remedy if free < ENOUGH_GIB else "")
+    yield _gpus()
+    given = allocation(os.environ)
+    if given is not None:
+        hosts = ", ".join(f"{name}:{slots}" for name, slots in given.hosts.items())
+        text = f"{given.system}, {given.ranks or 'any number of'} ranks on {hosts or 'its hosts'}"
+        yield Finding("Batch system", text)
+
+
+def of_the_launcher() -> Iterator[Finding]:
+    """Yields the MPI library and its mpiexec.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    library = load_library()
+    yield Finding("MPI library", library.text)
+    yield Finding("Launcher", f"{find_mpiexec(library)}, which belongs to it")
+    yield _survival(library)
+
+
+def of_a_job(found: Mapping[str, Any], seconds: float) -> Iterator[Finding]:
+    """Yields what a small job has found.
+
+    Args:
+        found: by `keras_dist.launch.microbench`.
+        seconds: how long it took.
+    """
+    hosts = ", ".join(found["hosts"])
+    yield Finding("Two ranks", f"join, reduce rightly and end, in {seconds:.1f} s, on {hosts}")
+    if found["several_threads"]:
+        yield Finding("Threads", "MPI takes calls from several at once")
+    elif found["from_other_threads"]:
+        remedy = "Stalls are told without who is missing; an MPI built for MPI_THREAD_MULTIPLE can."
+        yield Finding("Threads", "MPI takes calls from one at a time", remedy)
+    else:
+        remedy = "Take an MPI library built for MPI_THREAD_SERIALIZED or more."
+        yield Finding("Threads", "MPI takes calls from the main thread alone", remedy, True)
+    ((size, time),) = found["seconds"].items()
+    nbytes = int(size)
+    speed = f"{nbytes >> 20} MiB are reduced in {1e3 * time:.1f} ms, {nbytes / time / 1e9:.1f} GB/s"
+    if found["shares_memory"]:
+        yield Finding("Speed", f"{speed}, in shared memory")
+    else:
+        remedy = "Ranks of one node share memory on x86 under Linux, with room in /dev/shm."
+        yield Finding("Speed", f"{speed}, through MPI", remedy)
+    may = "may" if found["reads_memory"] else "may not"
+    yield Finding("Reading", f"ranks {may} read each other's memory (KERAS_DIST_REDUCE=read)")
+    says = {True: "yes", False: "no", None: "it does not say"}[found["cuda_aware"]]
+    yield Finding("CUDA-aware", f"{says}; gradients of GPUs travel through host memory, no NCCL")
+
+
+def _cores() -> Finding:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    places = set()
+    for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology"):
+        with contextlib.suppress(OSError):
+            places.add(tuple((path / f"{n}_id").read_text() for n in ("physical_package", "core")))
+    packages = len({package for package, _ in places}) or 1
+    nodes = len([*Path("/sys/devices/system/node").glob("node[0-9]*")]) or 1
+    text = f"{len(places) or os.cpu_count()} cores in {packages} package(s), {nodes} NUMA node(s)"
+    return Finding("Cores", f"{text}; this process may use {allowed} of {os.cpu_count()} threads")
+
+
+def _gpus() -> Finding:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(
+            query, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return Finding("GPUs", "none that nvidia-smi knows")
+    if told.returncode != 0:
+        remedy = "Ask the administrator: driver and nvidia-smi do not work together."
+        return Finding("GPUs", " ".join((told.stdout + told.stderr).split())[:200], remedy)
+    gpus = told.stdout.splitlines()
+    text = f"{len(gpus)}: {'; '.join(gpus)}"
+    if _version(("tensorflow-cpu",)) is not None and _wanted_backend() == "tensorflow":
+        return Finding("GPUs", text, "tensorflow-cpu does not use them: pip install tensorflow.")
+    return Finding("GPUs", text)
+
+
+def _survival(library: Library) -> Finding:
+    if library.goes_on:
+        return Finding("Dead ranks", "others can go on without: --on-failure continue (ULFM)")
+    return Finding("Dead ranks", "end the job; --max-restarts starts it anew (no ULFM)")
+
+
+def _wanted_backend() -> str:
+    """Returns the backend that Keras takes: as the environment or its own file says."""
+    if name := os.environ.get("KERAS_BACKEND"):
+        return name
+    file = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras")) / "keras.json"
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return str(json.loads(file.read_text()).get("backend", "tensorflow"))
+    return "tensorflow"
+
+
+def _version(packages: tuple[str, ...]) -> str | None:
+    """Returns the version of the first that is installed."""
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None

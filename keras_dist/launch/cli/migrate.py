@@ -1,0 +1,101 @@
+"""`keras-dist migrate`: what a script for Horovod has to become, as a diff."""
+
+import argparse
+import difflib
+import importlib.util
+import io
+import pathlib
+import shutil
+import sys
+import tokenize
+from collections.abc import Iterator
+from typing import Any
+
+from keras_dist import errors
+from keras_dist.storage import atomic_write
+
+__all__ = ["add_to"]
+
+PROPOSED = 1
+BY_HAND = 3  # 2 is for what is no script
+
+DESCRIPTION = """Shows as a diff what a script for Horovod has to become to use keras_dist, and by
+line what has to be looked at by hand. Exit code 0: there is nothing to change, or it has been
+written; 1: changes are proposed; 3: there are none, or they have been written, and lines are left
+to look at by hand; 2: a file is no script."""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the subparsers of the command line."""
+    parser = commands.add_parser("migrate", description=DESCRIPTION)
+    parser.set_defaults(act=_migrate)
+    parser.add_argument("scripts", type=pathlib.Path, nargs="+", metavar="script.py")
+    parser.add_argument("--write", action="store_true", help="change the scripts themselves")
+
+
+def _migrate(options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("libcst") is None:
+        expected, remedy = "libcst", "Install it: pip install 'keras_dist[migrate]'"
+        raise errors.ArgumentError(
+            errors.explain("[keras-dist migrate]", expected, "no such package", remedy)
+        )
+    from keras_dist.migrate import rewrite
+
+    read = {path: _read(path) for path in options.scripts}
+    rewritten = {path: rewrite(source, str(path)) for path, (source, _) in read.items()}
+    proposed = False
+    for path, (wanted, notes) in rewritten.items():
+        source, encoding = read[path]
+        sys.stdout.writelines(_diff(source, wanted, str(path)))
+        for note in notes:
+            print(f"{path}:{note.line}: {note.text}", file=sys.stderr)
+        if wanted != source:
+            proposed = True
+            if options.write:
+                _write(path, wanted, encoding)
+    by_hand = sum(len({note.line for note in notes}) for _, notes in rewritten.values())
+    _say_how_many(by_hand)
+    if proposed and not options.write:
+        return PROPOSED
+    return BY_HAND if by_hand else 0
+
+
+def _diff(before: str, after: str, name: str) -> Iterator[str]:
+    """Makes the lines of a unified diff, also of a file whose last line does not end."""
+    # Not by splitlines, for which a form feed ends a line too.
+    old, new = (io.StringIO(text).readlines() for text in (before, after))
+    for line in difflib.unified_diff(old, new, name, name):
+        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+
+
+def _say_how_many(by_hand: int) -> None:
+    if by_hand:
+        lines = "1 line is" if by_hand == 1 else f"{by_hand} lines are"
+        print(f"keras-dist migrate: {lines} left to look at by hand.", file=sys.stderr)
+
+
+def _read(path: pathlib.Path) -> tuple[str, str]:
+    """Returns a script, with its byte order mark if there is one, and the encoding it is in."""
+    try:
+        content = path.read_bytes()
+        encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0].removesuffix("-sig")
+        return content.decode(encoding), encoding
+    except OSError as error:
+        raise _error(f"{path}: {error}", "Name a file.") from None
+    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
+        remedy = "Save it as UTF-8, or say in its first line what it is: # -*- coding: latin-1 -*-"
+        raise _error(f"{path}: {error}", remedy) from None
+
+
+def _error(received: str, remedy: str) -> errors.ArgumentError:
+    return errors.ArgumentError(
+        errors.explain("[keras-dist migrate]", "a script", received, remedy)
+    )
+
+
+def _write(path: pathlib.Path, text: str, encoding: str) -> None:
+    target = path.resolve()  # a link stays one
+    with atomic_write.beside(target) as new:
+        new.write_bytes(text.encode(encoding))
+        shutil.copymode(target, new)
+        atomic_write.move(new, target)

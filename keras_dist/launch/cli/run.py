@@ -1,0 +1,239 @@
+"""`keras-dist run`: starts a job, and starts it anew when it fails."""
+
+import argparse
+import math
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from keras_dist import config, errors
+from keras_dist.launch.cli.command import job_command, settings_of
+from keras_dist.launch.cli.config_file import words_of_file
+from keras_dist.launch.cli.discovery import with_hosts
+from keras_dist.launch.cli.horovodrun import refuse
+from keras_dist.launch.cli.hosts import allocation
+from keras_dist.launch.cli.job import Ended, run_job
+from keras_dist.launch.cli.mpiexec import Library, load_library
+from keras_dist.launch.cli.options import OPTIONS, add_options
+from keras_dist.launch.cli.restart_signals import EndRequested, told_between_tries
+from keras_dist.runtime import exit_hooks
+
+__all__ = ["add_to"]
+
+TIMED_OUT = 124  # as timeout(1) ends
+NEVER_AGAIN = (2, 128 + signal.SIGINT)  # wrong usage, as of most programs; Ctrl-C
+MAX_PAUSE_SECONDS = 30
+RESTART = "KERAS_DIST_RESTART"
+NOTEBOOK = ("-m", "keras_dist.launch.cli", "run-notebook")
+
+DESCRIPTION = """Starts a program on many ranks, by the mpiexec of the MPI library that mpi4py
+loads, and passes on signals. With --max-restarts a job that fails is started anew; a script that
+trains with keras_dist.callbacks.BackupAndRestore goes on from its last checkpoint."""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the subparsers of the command line."""
+    parser = commands.add_parser(
+        "run",
+        description=DESCRIPTION,
+        usage="keras-dist run [options] -np N "
+        "(python train.py | train.py | notebook.ipynb | -m module) ...",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(act=lambda options: _run_in_time(_with_file(parser, options)))
+    add_options(parser)
+    refuse(parser)
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _with_file(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
+    """Returns the options with those of the configuration file, which stand first and lose."""
+    if options.config_file is None:
+        return options
+    return parser.parse_args([*words_of_file(options.config_file), *options.words])
+
+
+def _run_in_time(options: argparse.Namespace) -> int:
+    seconds = math.inf if options.timeout is None else options.timeout
+    try:
+        return _run(options, time.monotonic() + seconds)
+    except TimeoutError:
+        _say("no hosts have been found before the time of the job was over (--timeout).")
+        return TIMED_OUT
+
+
+def _run(options: argparse.Namespace, end: float) -> int:
+    program = _program(options)
+    _check(options)
+    library = load_library()
+    added = {**settings_of(options), **_variables(options)}
+    environment = {**os.environ, **added, RESTART: "0"}
+    config.parse(environment)
+    goes_on = options.on_failure == "continue" and library.goes_on
+    words = [*_launched(options), *program]
+    binds = options.bind == "mpiexec"
+
+    def command_of(restart: int) -> list[str]:
+        found = with_hosts(options, restart > 0, end)
+        return job_command(found, library, words, environment, goes_on, binds)
+
+    command = command_of(0)
+    if options.dry_run or options.verbose:
+        settings = [f"{name}={text}" for name, text in added.items()]
+        print(shlex.join([*(["env", *settings] if settings else []), *command]), flush=True)
+    if options.dry_run:
+        return 0
+    if options.on_failure == "continue" and not library.goes_on:
+        _say(_cannot_go_on(library, options.max_restarts))
+    if "--allow-run-as-root" in command:
+        _say("running as root, so mpiexec is told --allow-run-as-root.")
+    try:
+        with told_between_tries():
+            return _try_again_and_again(command, command_of, environment, options.max_restarts, end)
+    except EndRequested as told:
+        _say(f"told to end ({told.name}) while no try of the job was running.")
+        return told.code
+
+
+def _launched(options: argparse.Namespace) -> list[str]:
+    """Returns the words that start what marks a rank's output and shares out the cores."""
+    words = [sys.executable, "-P", "-m", "keras_dist.launch.rank_wrapper"]
+    if options.bind == "cores" or (options.bind == "auto" and allocation(os.environ) is not None):
+        words.append("--bind")
+    if sys.stdout.isatty() and sys.stderr.isatty():
+        words.append("--live")
+    if options.log_dir is not None:
+        words += ["--log-dir", os.path.abspath(options.log_dir)]
+    return words
+
+
+def _try_again_and_again(
+    command: list[str],
+    command_of: Callable[[int], list[str]],
+    environment: dict[str, str],
+    max_restarts: int,
+    end: float,
+) -> int:
+    for restart in range(max_restarts + 1):
+        environment[RESTART] = str(restart)
+        if restart:
+            command = command_of(restart)
+        left = None if end == math.inf else max(0.01, end - time.monotonic())
+        ended = run_job(command, environment, left)
+        code = _exit_code(ended)
+        if ended.timed_out:
+            _say("the job has been ended, as its time is over (--timeout).")
+        if code == 0 or ended.signal is not None or code in NEVER_AGAIN:
+            return code
+        if code == exit_hooks.PREEMPTED_EXIT_CODE:
+            _say(f"the job was asked to end and has kept its state (exit code {code}).")
+            return code
+        if restart < max_restarts:
+            pause = min(2**restart, MAX_PAUSE_SECONDS)
+            if time.monotonic() + pause >= end:
+                _say(f"the job failed with exit code {code}, and its time is over (--timeout).")
+                return code
+            _say(
+                f"the job failed with exit code {code}. Restart {restart + 1} of {max_restarts} "
+                f"in {pause} s."
+            )
+            time.sleep(pause)
+    if max_restarts:
+        _say(f"the job failed with exit code {code}, after {max_restarts} restarts.")
+    return code
+
+
+def _exit_code(ended: Ended) -> int:
+    """Returns the launcher's exit code: that of the job, unless it was told to end."""
+    if ended.timed_out:
+        return TIMED_OUT
+    if ended.code in (0, exit_hooks.PREEMPTED_EXIT_CODE):
+        return ended.code
+    return ended.code if ended.signal is None else 128 + ended.signal
+
+
+def _program(options: argparse.Namespace) -> list[str]:
+    """Returns the program and its arguments, as each rank is to start them."""
+    words = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if options.module is not None:
+        words = [sys.executable, "-m", *options.module] if options.module else []
+    elif words and words[0].endswith(".py"):
+        words = [sys.executable, *words]
+    elif words and words[0].endswith(".ipynb"):
+        words = [sys.executable, *NOTEBOOK, *words]
+    if (missing := _missing(words)) is None:
+        return words
+    raise errors.ArgumentError(
+        errors.explain(
+            "[keras-dist run]",
+            "a program to start",
+            missing,
+            "Name it behind the options, for example: "
+            "keras-dist run -np 4 python train.py --epochs 3",
+        )
+    )
+
+
+def _missing(words: list[str]) -> str | None:
+    """Returns what there is in place of a program; `None` when there is one."""
+    if not words:
+        return "none"
+    if shutil.which(words[0]) is None:
+        return repr(words[0])
+    if os.path.basename(words[0]).startswith("python"):
+        behind = len(NOTEBOOK) if tuple(words[1 : 1 + len(NOTEBOOK)]) == NOTEBOOK else 0
+        script = next((word for word in words[1 + behind :] if not word.startswith("-")), "")
+        if script.endswith((".py", ".ipynb")) and not os.path.isfile(script):
+            return f"{script!r}, which does not exist"
+    return None
+
+
+def _check(options: argparse.Namespace) -> None:
+    asks = options.host_discovery_script is not None
+    if options.on_failure == "restart" and not options.max_restarts:
+        expected, received = "the number of restarts", "--on-failure restart with --max-restarts 0"
+        remedy = "Say --max-restarts 3, for example."
+    elif options.on_failure == "stop" and options.max_restarts:
+        expected = "no restarts where a failure stops the job"
+        received = f"--on-failure stop with --max-restarts {options.max_restarts}"
+        remedy = "Leave one of them out."
+    elif asks and (options.hosts or options.hostfile):
+        expected, received = "--host-discovery-script alone to name hosts", "others beside it"
+        remedy = "Leave out --hosts and --hostfile."
+    elif (options.min_np or options.max_np) and not asks:
+        expected, received = "--min-np and --max-np with --host-discovery-script", "no such script"
+        remedy = "Say -np N, or name a script that prints hosts, such as h1:2, a line each."
+    elif options.max_np and options.max_np < (options.min_np or 1):
+        expected, received = "--max-np of --min-np or more", f"{options.max_np}"
+        remedy = f"--min-np is {options.min_np}."
+    else:
+        return
+    raise errors.ArgumentError(errors.explain("[keras-dist run]", expected, received, remedy))
+
+
+def _variables(options: argparse.Namespace) -> dict[str, str]:
+    """Returns what the options put into the environment of the ranks."""
+    values = {option.variable: getattr(options, option.field) for option in OPTIONS}
+    wanted = {name: text for name, text in values.items() if name and text is not None}
+    if options.on_failure == "continue":
+        wanted["KERAS_DIST_ON_FAILURE"] = "continue"
+    return wanted
+
+
+def _cannot_go_on(library: Library, max_restarts: int) -> str:
+    instead = (
+        f"the job is started anew instead, at most {max_restarts} times."
+        if max_restarts
+        else "the job ends instead; --max-restarts N would start it anew."
+    )
+    return f"{library.text} cannot go on without a rank that has died: {instead}"
+
+
+def _say(text: str) -> None:
+    print(f"keras-dist: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,99 @@
+"""`keras-dist run-notebook`: a notebook on the ranks that a launcher has started."""
+
+import argparse
+import ast
+import importlib.util
+import pathlib
+from typing import Any
+
+from keras_dist import errors
+
+__all__ = ["add_to"]
+
+NEEDED = ("IPython", "nbformat", "yaml")
+
+DESCRIPTION = """Runs the cells of a notebook on this rank, in one process: mpirun -np 4 keras-dist
+run-notebook nb.ipynb, or keras-dist run -np 4 nb.ipynb. The root writes the executed notebook after
+each cell; what other ranks print goes to a log beside it. An exception on any rank ends all."""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the subparsers of the command line."""
+    parser = commands.add_parser("run-notebook", description=DESCRIPTION)
+    parser.set_defaults(act=_run)
+    parser.add_argument("notebook", type=pathlib.Path)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="the executed notebook (NOTEBOOK.executed.ipynb, beside it)",
+    )
+    for flags, what in (
+        (("-p", "--parameters"), "a parameter, put behind the cell tagged `parameters`"),
+        (("-r", "--parameters-raw"), "the same, as text whatever it looks like"),
+    ):
+        parser.add_argument(
+            *flags, nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help=what
+        )
+    parser.add_argument(
+        "-y",
+        "-f",
+        "--parameters-file",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="parameters in YAML; -p and -r go before them",
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise errors.LaunchError(
+            errors.explain(
+                "[keras-dist run-notebook]",
+                "what runs notebooks to be installed",
+                f"no {' and no '.join(missing)}",
+                "pip install 'keras_dist[notebook]'",
+            )
+        )
+    from keras_dist.launch import notebook
+
+    path = options.notebook
+    return notebook.run_notebook(
+        path, options.output or notebook.executed_path(path), _parameters(options)
+    )
+
+
+def _parameters(options: argparse.Namespace) -> dict[str, Any]:
+    values = {} if options.parameters_file is None else _read(options.parameters_file)
+    values.update({name: _value(text) for name, text in options.parameters})
+    values.update(options.parameters_raw)
+    return values
+
+
+def _value(text: str) -> Any:
+    """Returns what Python would read, text where it would read nothing."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text())
+        if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+            raise ValueError(f"{type(values).__name__}, not names with values")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise errors.ArgumentError(
+            errors.explain(
+                "[keras-dist run-notebook]",
+                f"{path} to hold parameters in YAML, `name: value` on each line",
+                " ".join(str(error).split()),
+                "Correct it, or pass parameters by -p NAME VALUE.",
+            )
+        ) from None
+    return values

@@ -1,0 +1,43 @@
+"""`keras-dist timeline`: where the time of a job went."""
+
+import argparse
+from typing import Any
+
+from keras_dist import errors
+
+__all__ = ["add_to"]
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the subparsers of the command line."""
+    parser = commands.add_parser(
+        "timeline",
+        description="Says where the time of a job went whose timeline was recorded "
+        "(KERAS_DIST_TIMELINE). Of a job that was killed it first puts the parts together.",
+    )
+    parser.set_defaults(act=_summarise)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="timelines, one job each")
+    parser.add_argument("--html", metavar="FILE", help="write the tables as a page")
+    parser.add_argument("--png", metavar="FILE", help="draw where the time went (matplotlib)")
+
+
+def _summarise(options: argparse.Namespace) -> int:
+    from keras_dist.monitor.timeline.summary import summarise
+
+    summaries = [(path, summarise(path)) for path in options.files]
+    try:
+        from keras_dist.monitor.timeline.figure import save_png
+        from keras_dist.monitor.timeline.tables import print_report, save_html
+
+        print_report(summaries)
+        if options.html:
+            save_html(summaries, options.html)
+        if options.png:
+            save_png(summaries, options.png)
+    except (OSError, ImportError) as error:
+        remedy = "Name another file; what is missing comes with: pip install 'keras_dist[timeline]'"
+        expected = "to print the timeline, and to write what --html and --png name"
+        raise errors.ArgumentError(
+            errors.explain("[keras-dist timeline]", expected, str(error), remedy)
+        ) from None
+    return 0

@@ -1,0 +1,199 @@
+"""`keras-dist top`: the jobs of this user as they run, drawn in a terminal."""
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from keras_dist import errors
+from keras_dist.monitor.job import Job
+from keras_dist.monitor.sockets import find_sockets, is_of_this_node, jobs_at, jobs_of, remove
+
+__all__ = ["add_to"]
+
+NONE_FOUND = 1
+REDRAWS_PER_SECOND = 2
+PLAIN_WIDTH = 160  # characters, where there is no terminal
+
+DESCRIPTION = """Shows the jobs of this user whose root is on this node: ranks, step, loss, samples
+a second, the share of time in which ranks wait for others, memory, GPUs. The rank that waits least
+is the one that the others wait for."""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the subparsers of the command line."""
+    parser = commands.add_parser("top", description=DESCRIPTION, allow_abbrev=False)
+    parser.set_defaults(act=_top)
+    parser.add_argument("pid", nargs="?", type=int, help="of the job's root; all jobs without it")
+    parser.add_argument("--once", action="store_true", help="print what is now, and end")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--json", action="store_true", help="print lines of JSON, a line a job")
+    ways.add_argument("--web", action="store_true", help="serve a page for a browser")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="of the page (any free)")
+    parser.add_argument(
+        "--address",
+        type=_address,
+        metavar="HOST:PORT",
+        help="a job that listens on KERAS_DIST_TOP_PORT",
+    )
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="its token")
+
+
+class _Watched:
+    """Jobs, each read by a thread of its own for as long as it lives.
+
+    Args:
+        streams: of each job, the first job read already.
+    """
+
+    def __init__(self, streams: Sequence[tuple[Job, Iterator[Job]]]):
+        self._jobs = [job for job, _ in streams]
+        self._threads = []
+        for number, (_, stream) in enumerate(streams):
+            thread = threading.Thread(target=self._read, args=(number, stream), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def jobs(self) -> list[Job]:
+        """Returns each job as it was last."""
+        return list(self._jobs)
+
+    def live(self) -> bool:
+        """Tells whether one of them lives."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def _read(self, number: int, stream: Iterator[Job]) -> None:
+        with contextlib.suppress(OSError, errors.ArgumentError):  # the job has ended
+            for job in stream:
+                self._jobs[number] = job
+
+
+def _top(options: argparse.Namespace) -> int:
+    found = list(_find(options))
+    if not found:
+        which = "No job of yours" if options.pid is None else f"No job with process {options.pid}"
+        print(
+            f"keras-dist top: {which} runs on {os.uname().nodename}. A job is seen on the node of "
+            "its rank 0, by the user who started it, unless KERAS_DIST_TOP=0 is set.",
+            file=sys.stderr,
+        )
+        return NONE_FOUND
+    if options.web:
+        return _serve(_Watched(found), options.port)
+    if options.json:
+        return _print_json(found, options.once)
+    if options.once or not sys.stdout.isatty():
+        return _draw_once([job for job, _ in found])
+    return _draw_live(_Watched(found))
+
+
+def _find(options: argparse.Namespace) -> Iterator[tuple[Job, Iterator[Job]]]:
+    """Yields the jobs that were asked for, each with what tells how it goes on."""
+    if options.address is not None:
+        host, port = options.address
+        stream = jobs_at(host, port, _token(options.token_file))
+        try:
+            yield next(stream), stream
+        except (OSError, StopIteration) as error:
+            raise errors.LaunchError(
+                errors.explain(
+                    "[keras-dist top]",
+                    f"a job at {host}:{port}",
+                    str(error) or "no answer",
+                    "Start it with KERAS_DIST_TOP_PORT, and open the tunnel to the node of rank 0.",
+                )
+            ) from None
+        return
+    for path in find_sockets():
+        stream = jobs_of(path)
+        try:
+            job = next(stream)
+        except ConnectionRefusedError:  # its root was killed, or the node went down
+            if is_of_this_node(path):
+                remove(path)
+            continue
+        except (OSError, StopIteration, errors.ArgumentError) as error:
+            _say(f"{path.name}: {error or 'ended'}")
+            continue
+        if options.pid in (None, job.pid):
+            yield job, stream
+
+
+def _token(path: Path | None) -> str:
+    try:
+        return "" if path is None else path.read_text().strip()
+    except OSError as error:
+        raise errors.ArgumentError(
+            errors.explain(
+                "[keras-dist top]",
+                "--token-file to be the file that lies beside the job's socket",
+                str(error),
+                "Copy it from the node of rank 0.",
+            )
+        ) from None
+
+
+def _print_json(found: Sequence[tuple[Job, Iterator[Job]]], once: bool) -> int:
+    if once:
+        for job, _ in found:
+            print(job.to_json())
+        return 0
+    watched = _Watched(found)
+    while watched.live():
+        for job in watched.jobs():
+            print(job.to_json(), flush=True)
+        time.sleep(1)
+    return 0
+
+
+def _serve(watched: _Watched, port: int) -> int:
+    from keras_dist.monitor.web import Page  # loads what the other ways do not need
+
+    with Page(watched.jobs, port) as page:
+        print(f"Watch at {page.url} (Ctrl-C ends this, not the job)", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            while watched.live():
+                time.sleep(1)
+            print("The job has ended.")
+    return 0
+
+
+def _draw_once(jobs: Sequence[Job]) -> int:
+    from keras_dist.launch.cli import (
+        drawing,  # rich takes its time, which other ways need not spend
+    )
+
+    console = drawing.console(None if sys.stdout.isatty() else PLAIN_WIDTH)
+    for job in jobs:
+        console.print(drawing.table(job))
+    return 0
+
+
+def _draw_live(watched: _Watched) -> int:
+    from keras_dist.launch.cli import (
+        drawing,  # rich takes its time, which other ways need not spend
+    )
+
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        drawing.live(lambda: map(drawing.table, watched.jobs()), REDRAWS_PER_SECOND),
+    ):
+        while watched.live():
+            time.sleep(1 / REDRAWS_PER_SECOND)
+    return 0
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected an address and a port: {text!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def _say(text: str) -> None:
+    print(f"keras-dist top: {text}", file=sys.stderr, flush=True)

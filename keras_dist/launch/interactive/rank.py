@@ -1,0 +1,97 @@
+"""What a rank does for its caller: it runs the function, and says what came of it.
+
+`python -m keras_dist.launch.interactive.rank FOLDER`, by an mpiexec.
+"""
+
+import linecache
+import os
+import pathlib
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import cloudpickle
+
+from keras_dist import errors
+from keras_dist.launch.interactive.exchange import Exchange, Failure, Value
+from keras_dist.launch.rank_log import printing_to
+from keras_dist.runtime import launch_environment
+
+__all__ = ["main"]
+
+REPORT_SECONDS = 0.5
+
+
+def main(folder: str) -> None:
+    """Runs the function of a call on this rank.
+
+    Args:
+        folder: that of the exchange with the caller.
+    """
+    exchange, rank = Exchange(pathlib.Path(folder)), launch_environment.announced_rank() or 0
+    with printing_to(exchange.log(rank)):
+        try:
+            environment, path, cells, work = exchange.call()
+            os.environ.update(environment)
+            linecache.cache.update(cells)
+            sys.path += [entry for entry in path if entry not in sys.path]
+            threading.Thread(
+                target=_go_on_reporting,
+                args=(exchange, rank),
+                name="keras_dist report",
+                daemon=True,
+            ).start()
+            function, args, kwargs = cloudpickle.loads(work)
+            value = function(*args, **kwargs)
+            _report(exchange, rank)
+            exchange.put_outcome(rank, _as_value(value, rank))
+        except BaseException as error:
+            exchange.put_outcome(rank, _as_failure(error))
+            raise
+
+
+def _go_on_reporting(exchange: Exchange, rank: int) -> None:
+    while True:
+        _report(exchange, rank)
+        time.sleep(REPORT_SECONDS)
+
+
+def _report(exchange: Exchange, rank: int) -> None:
+    from keras_dist import runtime
+    from keras_dist.monitor.report import of_this_process, of_this_rank
+
+    report = of_this_rank() if runtime.is_initialized() else of_this_process(rank)
+    exchange.put_report(rank, report.to_json())
+
+
+def _as_value(value: Any, rank: int) -> Value:
+    kind = type(value).__qualname__
+    try:
+        return Value(kind, cloudpickle.dumps(value))
+    except Exception as error:  # objects raise what they like
+        raise errors.ArgumentTypeError(
+            errors.explain(
+                f"[rank {rank}]",
+                "the function to return what can be pickled",
+                f"an object of type {kind} ({type(error).__name__}: {error})",
+                "Return numbers, arrays or the like, and keep the object within the function.",
+            )
+        ) from None
+
+
+def _as_failure(error: BaseException) -> Failure:
+    # The first frame is of this file.
+    frames = error.__traceback__ and error.__traceback__.tb_next
+    lines = traceback.format_exception(type(error), error, frames)
+    try:
+        pickled = cloudpickle.dumps(error)
+    except Exception:  # what it holds may be anything
+        pickled = b""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return Failure(text, "".join(lines), pickled, isinstance(error, errors.RankLostError))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

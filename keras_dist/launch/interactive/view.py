@@ -1,0 +1,166 @@
+"""What the caller sees while ranks run: what the root prints, and a table of all."""
+
+import codecs
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keras_dist.launch.interactive.exchange import Exchange
+
+__all__ = ["View", "open_view"]
+
+TABLE_SECONDS = 0.5
+
+
+def _as_gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"
+
+
+# Title, field of a report, what a cell shows of it. A column is there when one rank has something.
+COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("host", "host", str),
+    ("pid", "pid", str),
+    ("state", "state", lambda state: state or "running"),
+    ("step", "step", str),
+    ("samples/s", "samples_per_second", lambda speed: f"{speed:,.0f}"),
+    ("memory", "memory_nbytes", _as_gib),
+    ("GPU", "gpu", lambda gpu: f"{gpu['use']:.0%}, {_as_gib(gpu['memory_nbytes'])}"),
+)
+
+
+class View:
+    """Shows what the root prints.
+
+    Args:
+        exchange: where it is found.
+        np: the number of ranks.
+    """
+
+    def __init__(self, exchange: Exchange, np: int):
+        self._exchange, self._np = exchange, np
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._read = 0
+        self._next_table = 0.0
+
+    def show(self, last: bool = False) -> None:
+        """Shows what is new.
+
+        Args:
+            last: whether nothing will come any more, so that the table has to be up to date.
+        """
+        with contextlib.suppress(FileNotFoundError), self._exchange.log(0).open("rb") as log:
+            log.seek(self._read)
+            new = log.read()
+            self._read += len(new)
+            if new:
+                self.write(self._decoder.decode(new))
+        if last or time.monotonic() >= self._next_table:
+            self._next_table = time.monotonic() + TABLE_SECONDS
+            self.tabulate()
+
+    def write(self, text: str) -> None:
+        """Shows text."""
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def tabulate(self) -> None:
+        """Shows the table, where there is a place for it."""
+
+    def table(self) -> Any:
+        """Returns the table of ranks, for rich."""
+        from rich.table import Table
+
+        reports = [self._exchange.report(rank) for rank in range(self._np)]
+        shown = {
+            name: [_cell(show, report, key) for report in reports] for name, key, show in COLUMNS
+        }
+        table = Table(box=None, header_style="dim", pad_edge=False)
+        table.add_column("rank", justify="right")
+        filled = [name for name, cells in shown.items() if any(cells)]
+        for name in filled:
+            table.add_column(name)
+        for rank in range(self._np):
+            table.add_row(str(rank), *(shown[name][rank] for name in filled))
+        return table
+
+
+class _InNotebook(View):
+    """The table stands above the text and is changed in its place."""
+
+    def __init__(self, exchange: Exchange, np: int):
+        super().__init__(exchange, np)
+        self._handle: Any = None
+
+    def tabulate(self) -> None:
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display(self.table(), display_id=True)
+        else:
+            self._handle.update(self.table())
+
+
+class _InTerminal(View):
+    """The table stands below the text, with the line between them that has not ended yet."""
+
+    def __init__(self, exchange: Exchange, np: int, live: Any):
+        super().__init__(exchange, np)
+        self._live, self._line = live, ""
+
+    def write(self, text: str) -> None:
+        from rich.text import Text
+
+        *whole, rest = (self._line + text).split("\n")
+        for line in whole:
+            self._live.console.print(Text.from_ansi(_as_shown(line)), soft_wrap=True)
+        self._line = _as_shown(rest)
+        self.tabulate()
+
+    def tabulate(self) -> None:
+        from rich.console import Group
+        from rich.text import Text
+
+        line = [Text.from_ansi(self._line)] if self._line else []
+        self._live.update(Group(*line, self.table()), refresh=True)
+
+
+@contextlib.contextmanager
+def open_view(exchange: Exchange, np: int, verbose: bool) -> Iterator[View]:
+    """Gives the view that fits where this process prints to.
+
+    Args:
+        exchange: with the ranks.
+        np: the number of ranks.
+        verbose: whether anything is shown.
+    """
+    if not verbose:
+        yield _Nothing(exchange, np)
+        return
+    from rich import get_console
+    from rich.live import Live
+
+    console = get_console()
+    if console.is_jupyter:
+        yield _InNotebook(exchange, np)
+    elif console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            yield _InTerminal(exchange, np, live)
+    else:
+        yield View(exchange, np)
+
+
+class _Nothing(View):
+    def show(self, last: bool = False) -> None:
+        pass
+
+
+def _cell(show: Callable[[Any], str], report: dict[str, Any], key: str) -> str:
+    value = report.get(key)
+    return "" if value is None else show(value)
+
+
+def _as_shown(line: str) -> str:
+    """Returns what a terminal shows of a line that was written over."""
+    return line.rstrip("\r").rpartition("\r")[2]

@@ -1,0 +1,6 @@
+"""Notebooks whose cells each rank runs in its own process."""
+
+from keras_dist.launch.notebook.document import executed_path
+from keras_dist.launch.notebook.execution import run_notebook
+
+__all__ = ["executed_path", "run_notebook"]

@@ -1,0 +1,78 @@
+"""A notebook as a file: read and checked, written in one go or not at all."""
+
+import datetime
+import json
+import pathlib
+
+import nbformat
+
+from keras_dist import errors
+from keras_dist.storage import atomic_write
+
+__all__ = ["begin", "begun", "executed_path", "read", "write"]
+
+VERSION = 4  # of the format; older notebooks are converted
+NOTE = "keras_dist"  # in the metadata
+
+
+def read(path: pathlib.Path, where: str) -> nbformat.NotebookNode:
+    """Returns the notebook of a file.
+
+    Args:
+        path: the file.
+        where: this rank, for messages.
+
+    Raises:
+        ArgumentError: there is none, or it is no notebook, or one of another language.
+    """
+    try:
+        notebook = nbformat.read(path, VERSION)
+        nbformat.validate(notebook)
+    except Exception as error:  # of the file system, of JSON, of the format: each of its own kind
+        first = (str(error).splitlines() or [""])[0]
+        raise errors.ArgumentError(
+            errors.explain(
+                where,
+                f"{path} to be a notebook",
+                f"{type(error).__name__}: {first}",
+                "Name a file that Jupyter opens.",
+            )
+        ) from None
+    language = notebook.metadata.get("kernelspec", {}).get("language", "python")
+    if language != "python":
+        raise errors.ArgumentError(
+            errors.explain(
+                where,
+                f"{path} to be a notebook of Python",
+                f"one of {language}",
+                "Run notebooks of other languages by their own kernels.",
+            )
+        )
+    return notebook
+
+
+def write(notebook: nbformat.NotebookNode, path: pathlib.Path) -> None:
+    """Writes a notebook in place of what was at the path."""
+    with atomic_write.beside(path) as other:
+        nbformat.write(notebook, other)
+        atomic_write.move(other, path)
+
+
+def begin(notebook: nbformat.NotebookNode, ranks: int) -> str:
+    """Notes in a notebook when it began to run, and on how many ranks; returns the moment."""
+    moment = datetime.datetime.now(datetime.UTC).isoformat()
+    notebook.metadata[NOTE] = {"began": moment, "ranks": ranks}
+    return moment
+
+
+def begun(path: pathlib.Path) -> str | None:
+    """Returns when the notebook of a file began to run; `None` where none is that has."""
+    try:
+        return str(json.loads(path.read_text())["metadata"][NOTE]["began"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def executed_path(path: pathlib.Path) -> pathlib.Path:
+    """Returns where a notebook goes when it has run: `nb.executed.ipynb` for `nb.ipynb`."""
+    return path.with_name(f"{path.stem}.executed.ipynb")

@@ -1,0 +1,158 @@
+"""A notebook from its first cell to its last, on this rank."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import nbformat
+from nbformat.v4 import new_output
+
+from keras_dist import errors
+from keras_dist.launch.notebook import document, failure, parameters
+from keras_dist.launch.notebook.outputs import Outputs, Stream
+from keras_dist.launch.notebook.shell import Shell, start_shell
+from keras_dist.launch.rank_log import printing_to
+from keras_dist.runtime import launch_environment
+
+__all__ = ["run_notebook"]
+
+SKIPPED, MAY_FAIL = "skip-execution", "raises-exception"  # tags, as nbclient knows them
+
+
+class _Failed(NamedTuple):
+    place: int  # among all cells of the notebook
+    number: int  # as notebooks count cells that ran: In [number]
+    error: BaseException
+    output: dict[str, Any]
+
+
+def run_notebook(path: pathlib.Path, output: pathlib.Path, values: Mapping[str, Any]) -> int:
+    """Runs a notebook in this process, as one of the ranks a launcher has started.
+
+    The root writes what ran after every cell; each other rank what it prints to a log beside that.
+    When a cell fails, all ranks end.
+
+    Args:
+        path: the notebook; cells run in its directory.
+        output: where the executed notebook goes.
+        values: parameters by name.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ArgumentError: it is no notebook, or a parameter cannot be put into it.
+        SystemExit: a cell says so.
+    """
+    rank, announced = launch_environment.announced_rank() or 0, launch_environment.announced_size()
+    ranks = 1 if announced is None else announced.size
+    where = f"[rank {rank} of {ranks}]"
+    path, output = path.absolute(), output.absolute()
+    notebook = document.read(path, where)
+    parameters.inject(notebook, values, where)
+    _check_place(output, where)
+    log = output.with_suffix(f".rank{rank}.log")
+    os.chdir(path.parent)
+    sys.argv = [str(path)]
+    with printing_to(log) if rank else contextlib.nullcontext():
+        outputs = Outputs(sys.stdout)
+        save = _writer(notebook, output, outputs, ranks) if rank == 0 else lambda: None
+        with (
+            contextlib.redirect_stdout(Stream("stdout", outputs, sys.stdout)),
+            contextlib.redirect_stderr(Stream("stderr", outputs, sys.stderr)),
+            open(os.devnull) as nothing,
+        ):
+            sys.stdin = nothing
+            failed = _run_cells(notebook, start_shell(outputs), save)
+    if failed is None:
+        return 0
+    if isinstance(failed.error, SystemExit):
+        raise failed.error
+    if rank:
+        failed.output["traceback"].insert(0, where)
+        failure.tell(output, rank, {"cell": failed.place, "output": failed.output})
+    return _end(failed, notebook, where, log if rank else output)
+
+
+def _run_cells(
+    notebook: nbformat.NotebookNode, shell: Shell, save: Callable[[], None]
+) -> _Failed | None:
+    """Runs the cells, until one fails that may not."""
+    to_run = [
+        (place, cell)
+        for place, cell in enumerate(notebook.cells)
+        if cell.cell_type == "code" and cell.source.strip() and SKIPPED not in _tags(cell)
+    ]
+    for _, cell in to_run:
+        cell.update(outputs=[], execution_count=None)
+    save()
+    for place, cell in to_run:
+        cell.execution_count = shell.execution_count
+        shell.outputs.begin(cell)
+        result = shell.run_cell(cell.source, store_history=True)
+        save()
+        error = result.error_before_exec or result.error_in_exec
+        if error is not None and MAY_FAIL not in _tags(cell):
+            shown = [output for output in cell.outputs if output.output_type == "error"]
+            name, text = type(error).__name__, str(error)
+            output = shown[-1] if shown else new_output("error", name, text, traceback=[])
+            return _Failed(place, cell.execution_count, error, dict(output))
+    return None
+
+
+def _tags(cell: nbformat.NotebookNode) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+def _writer(
+    notebook: nbformat.NotebookNode, output: pathlib.Path, outputs: Outputs, ranks: int
+) -> Callable[[], None]:
+    """Returns what writes the notebook, with what other ranks tell."""
+    run = document.begin(notebook, ranks)
+
+    def save() -> None:
+        with outputs.lock:
+            document.write(notebook, output)
+
+    def hear(told: dict[str, Any]) -> None:
+        with outputs.lock:
+            notebook.cells[told["cell"]].outputs.append(nbformat.from_dict(told["output"]))
+            save()
+
+    save()
+    failure.listen(output, run, hear)
+    return save
+
+
+def _check_place(output: pathlib.Path, where: str) -> None:
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        raise errors.ArgumentError(
+            errors.explain(
+                where,
+                "a directory to write the executed notebook to",
+                str(output.parent),
+                "Name a place by --output.",
+            )
+        )
+
+
+def _end(failed: _Failed, notebook: nbformat.NotebookNode, where: str, place: pathlib.Path) -> int:
+    """Says what has failed and ends all ranks; returns where there is no other."""
+    if isinstance(failed.error, KeyboardInterrupt):
+        sys.excepthook(KeyboardInterrupt, failed.error, None)
+        return 128 + signal.SIGINT
+    lines = notebook.cells[failed.place].source.strip().splitlines()
+    error = errors.CellError(
+        errors.explain(
+            where,
+            f"cell [{failed.number}] of the notebook, `{lines[0]}`, to succeed",
+            f"{type(failed.error).__name__}: {failed.error}",
+            f"The traceback is in {place}.",
+        )
+    )
+    sys.excepthook(errors.CellError, error, None)
+    return 1

@@ -1,5 +1,0 @@
-"""Scripts for Horovod, made scripts for keras_dist: what is proposed, and what is left to say."""
-
-from keras_dist.migration.rewriting import Note, rewrite
-
-__all__ = ["Note", "rewrite"]

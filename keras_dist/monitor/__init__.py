@@ -1,0 +1,46 @@
+"""Watching a job from outside: what each rank says of itself, and how others come to see it.
+
+```
+ rank 1 ── report ──┐ MPI, when somebody asks
+ rank 0 ── report ──┴─ gather ── publish: Unix socket, TCP port ── keras-dist top, --web
+                          ├───── prometheus: HTTP
+                          └───── callbacks.WriteScalars: TensorBoard
+```
+"""
+
+from typing import TYPE_CHECKING
+
+from keras_dist import config
+from keras_dist.runtime import events
+
+if TYPE_CHECKING:
+    from keras_dist._engine import Communicator
+
+__all__ = ["follow"]
+
+
+def follow() -> None:
+    """Subscribes to the events of the job: the timeline and the endpoints begin and end with it."""
+    events.subscribe(events.JOB_JOINED, _begin_timeline)
+    events.subscribe(events.JOB_STARTED, _open_endpoints)
+    events.subscribe(events.JOB_ENDING, _end_timeline)
+
+
+def _begin_timeline(comm: "Communicator") -> None:
+    if config.settings().timeline:
+        from keras_dist.monitor.timeline.recording import begin_recording
+
+        begin_recording(comm, config.settings().timeline)
+
+
+def _open_endpoints(comm: "Communicator") -> None:
+    if config.settings().top:
+        from keras_dist.monitor.endpoints import Endpoints
+
+        comm.attend(Endpoints)
+
+
+def _end_timeline(comm: "Communicator") -> None:
+    from keras_dist.monitor.timeline.recording import end_recording
+
+    end_recording(comm)

@@ -1,0 +1,112 @@
+"""What is known of a job: its ranks' reports, and what follows from them taken together.
+
+Knows neither how reports come here nor how they are shown. Loads no engine.
+"""
+
+import dataclasses
+import json
+
+from keras_dist.monitor.report import Report
+
+__all__ = ["Job", "Row"]
+
+SLOW_SHARE = 0.05  # a rank that waits less than others by so much is the slowest
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A rank.
+
+    Args:
+        report: what it said last; little more than its place before it has said anything.
+        age: seconds since it was asked for that; `None` when it has never answered.
+    """
+
+    report: Report
+    age: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A job at a moment.
+
+    Args:
+        name: the script.
+        host: the node of its root.
+        pid: the process of its root.
+        started: when the ranks joined, seconds since 1970.
+        time: the moment, by the clock of the root.
+        rows: the ranks, in their order.
+        note: what whoever watches should know besides. Defaults to nothing.
+    """
+
+    name: str
+    host: str
+    pid: int
+    started: float
+    time: float
+    rows: list[Row]
+    note: str = ""
+
+    @property
+    def nodes(self) -> int:
+        """On how many nodes its ranks are."""
+        return len({row.report.host for row in self.rows})
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Of all ranks together, where all say theirs."""
+        speeds = [row.report.samples_per_second for row in self.rows]
+        known = [speed for speed in speeds if speed is not None]
+        return sum(known) if len(known) == len(speeds) else None
+
+    @property
+    def waiting(self) -> float | None:
+        """The mean share of time in which ranks wait for others."""
+        known = self._waiting().values()
+        return sum(known) / len(known) if known else None
+
+    @property
+    def slowest(self) -> int | None:
+        """The rank that waits least, where others wait clearly more: they wait for it."""
+        known = self._waiting()
+        if not known or max(known.values()) - min(known.values()) < SLOW_SHARE:
+            return None
+        return min(known, key=lambda rank: known[rank])
+
+    def to_json(self) -> str:
+        """Returns one line of JSON, with what follows from the reports."""
+        rows = [{**json.loads(row.report.to_json()), "age": row.age} for row in self.rows]
+        fields = {
+            "job": self.name,
+            "host": self.host,
+            "pid": self.pid,
+            "started": self.started,
+            "time": self.time,
+            "nodes": self.nodes,
+            "samples_per_second": self.samples_per_second,
+            "waiting": self.waiting,
+            "slowest": self.slowest,
+            "note": self.note,
+            "ranks": rows,
+        }
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Job":
+        """Returns the job that a line stands for.
+
+        Raises:
+            ValueError: it stands for none.
+        """
+        try:
+            found = json.loads(text)
+            rows = [Row(Report.from_json(json.dumps(row)), row["age"]) for row in found["ranks"]]
+            moments = found["started"], found["time"]
+            return cls(found["job"], found["host"], found["pid"], *moments, rows, found["note"])
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"no job: {error!r}") from None
+
+    def _waiting(self) -> dict[int, float]:
+        shares = {row.report.rank: row.report.waiting for row in self.rows}
+        return {rank: share for rank, share in shares.items() if share is not None}

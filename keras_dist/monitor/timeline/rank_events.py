@@ -1,0 +1,204 @@
+"""What one rank has recorded, as events of a trace. Pure."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from keras_dist.monitor.timeline.rank_traces import OPEN, OPERATION, lines_of
+
+__all__ = [
+    "BEHIND",
+    "COMMUNICATION",
+    "COMPUTE",
+    "EPOCH",
+    "HANDLE",
+    "WAIT",
+    "Meetings",
+    "RankEvents",
+]
+
+# Names of lanes and events that have a meaning.
+COMMUNICATION, BEHIND = "communication", ", behind the script"
+WAIT, HANDLE = "wait for ranks", "wait for what is queued"
+STEP, EPOCH, COMPUTE, QUEUE = "step", "epoch", "compute", "queue"
+
+QUEUED_NS = 20_000  # what is shorter is the way into the operation, and no queue
+AFTER_ALL_ELSE = 1000  # where lanes of communication are put
+
+Meeting = tuple[str, int]  # lane and number, equal on all ranks
+Meetings = dict[Meeting, tuple[int, int]]  # when the last rank came, and which
+
+
+class RankEvents:
+    """One part, and how its clock relates to that of the root.
+
+    Args:
+        path: the part.
+
+    Raises:
+        DataError: it is damaged.
+    """
+
+    def __init__(self, path: str):
+        self._path = path
+        self.head: dict[str, Any] = {}
+        self._lanes: dict[int, str] = {}
+        self._names: dict[int, dict[str, Any]] = {}
+        self._tail: dict[str, Any] = {}
+        self._until = 0  # the last time in it, by its own clock
+        for line in lines_of(path):
+            if isinstance(line, list):
+                self._until = max(self._until, line[5] if line[0] == OPERATION else line[4])
+            elif "job" in line:
+                self.head = line
+            elif "lane" in line:
+                self._lanes[line["lane"]] = line["name"]
+            elif "number" in line:
+                self._names[line["number"]] = line
+            else:
+                self._tail |= line
+        self._wait = self._number_of(WAIT)
+        self.rank: int = self.head["rank"]
+        self._on_root = self._aligner()
+        self.first = self._on_root(self.head["clock"][0])
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """Its rank, host and process; how its clock was aligned; what became of it."""
+        clocks = [self.head["clock"], *([self._tail["clock"]] if "clock" in self._tail else [])]
+        return {
+            "rank": self.rank,
+            "host": self.head["host"],
+            "pid": self.head["pid"],
+            "clock_offset_us": [clock[1] / 1e3 for clock in clocks],
+            "clock_error_us": [clock[2] / 1e3 for clock in clocks],
+            "ended": "end" in self._tail,
+            "full_at_step": self._tail.get("full"),
+        }
+
+    def arrivals(self) -> Iterator[tuple[Meeting, int]]:
+        """Yields each meeting, and when this rank came to it, by the clock of the root."""
+        for line in self._records():
+            if line[0] == OPERATION:
+                for phase, came, _, number in _phases(line):
+                    if phase == self._wait and number:
+                        yield self._meeting(line[1], number), self._on_root(came)
+
+    def events(self, start: int, last: Meetings) -> Iterator[str]:
+        """Yields events as JSON.
+
+        Args:
+            start: when the trace begins, by the clock of the root.
+            last: who came last to each meeting, and when.
+        """
+        yield from self._metadata()
+
+        def bar(lane: int, name: str, low: int, high: int, args: Any = None) -> str:
+            began, ended = self._on_root(low) - start, self._on_root(high) - start
+            times = {"ts": began / 1e3, "dur": (ended - began) / 1e3}
+            return self._event(name, "X", lane, **times, **({"args": args} if args else {}))
+
+        numbers = itertools.count()
+        busy: list[tuple[int, int]] = []  # when the script did not compute, since the last step
+        opened: dict[tuple[int, ...], list[int]] = {}
+        for line in self._records():
+            kind, lane, what, *times = line
+            name = self._names[what]["name"]
+            if kind == OPEN:
+                opened[lane, what, times[0]] = line
+            elif kind == OPERATION:
+                came, began, ended = times[:3]
+                if not self._lanes[lane].endswith(BEHIND):
+                    busy.append((began, ended))
+                if began - came > QUEUED_NS:
+                    # Others may overlap it, so it is no bar on the lane.
+                    known = {"cat": QUEUE, "id": f"{self.rank}.{next(numbers)}"}
+                    for end, at in (("b", came), ("e", began)):
+                        at = self._on_root(at) - start
+                        yield self._event(QUEUE, end, lane, ts=at / 1e3, **known)
+                yield bar(lane, name, began, ended, self._about(what, line))
+                for phase, low, high, number in _phases(line):
+                    at, rank = last.get(self._meeting(lane, number), (0, 0))
+                    late = {"last": rank, "late_us": max(0, at - self._on_root(low)) / 1e3}
+                    yield bar(lane, self._names[phase]["name"], low, high, late if at else None)
+            else:
+                began, ended, number = times
+                opened.pop((lane, what, began), None)
+                if name == STEP:
+                    for low, high in _gaps(busy, began, ended):
+                        yield bar(lane, COMPUTE, low, high)
+                    busy.clear()
+                elif name == HANDLE:
+                    busy.append((began, ended))
+                numbered = {"number": number} if name in (STEP, EPOCH) else None
+                yield bar(lane, name, began, ended, numbered)
+        if "full" in self._tail:
+            text = f"rank {self.rank} records no more: the timeline has reached its size"
+            ended = self._on_root(self._until) - start
+            yield self._event(text, "i", 0, s="p", ts=ended / 1e3)
+        for (lane, what, began), line in opened.items():
+            args = {"number": line[5], "unfinished": True}
+            yield bar(lane, self._names[what]["name"], began, max(self._until, began), args)
+
+    def _records(self) -> Iterator[list[int]]:
+        return (line for line in lines_of(self._path) if isinstance(line, list))
+
+    def _meeting(self, lane: int, number: int) -> Meeting:
+        return self._lanes[lane].removesuffix(BEHIND), number
+
+    def _event(self, name: str, kind: str, lane: int, **more: Any) -> str:
+        event = {"name": name, "ph": kind, "pid": self.rank, "tid": lane, **more}
+        return json.dumps(event, separators=(",", ":"))
+
+    def _metadata(self) -> Iterator[str]:
+        of_rank = {"process_name": {"name": f"rank {self.rank} on {self.head['host']}"}}
+        of_rank |= {"process_sort_index": {"sort_index": self.rank}}  # type: ignore[dict-item]
+        for kind, args in of_rank.items():
+            yield self._event(kind, "M", 0, args=args)
+        for lane, name in self._lanes.items():
+            place = lane + AFTER_ALL_ELSE if name.startswith(COMMUNICATION) else lane
+            yield self._event("thread_name", "M", lane, args={"name": name})
+            yield self._event("thread_sort_index", "M", lane, args={"sort_index": place})
+
+    def _about(self, what: int, line: Sequence[int]) -> dict[str, Any]:
+        said = self._names[what]
+        waited = sum(high - low for phase, low, high, _ in _phases(line) if phase == self._wait)
+        busy = line[5] - line[4] - waited
+        about = {"bytes": said["bytes"], "arrays": said["arrays"]}
+        if said["bytes"]:
+            about["GB/s"] = float(f"{said['bytes'] / max(busy, 1):.3g}")
+        if line[4] - line[3] > QUEUED_NS:
+            about["queue_us"] = (line[4] - line[3]) / 1e3
+        return about
+
+    def _number_of(self, name: str) -> int | None:
+        return next((n for n, said in self._names.items() if said["name"] == name), None)
+
+    def _aligner(self) -> Callable[[int], int]:
+        """Returns what turns a time of this rank into one of the root.
+
+        Between the two measurements, at the start and at the end, the difference is interpolated.
+        """
+        began, offset, _ = self.head["clock"]
+        ended, later, _ = self._tail.get("clock", (began, offset, 0))
+        if later == offset:
+            return lambda time: time - offset
+        drift = (later - offset) / (ended - began)
+        return lambda time: time - offset - round((time - began) * drift)
+
+
+def _phases(line: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yields the phases of an operation: what, begin, end, and the number of the meeting."""
+    phases = line[6:]
+    return zip(phases[::4], phases[1::4], phases[2::4], phases[3::4], strict=True)
+
+
+def _gaps(busy: Sequence[tuple[int, int]], began: int, ended: int) -> Iterator[tuple[int, int]]:
+    """Yields what some intervals leave of another one."""
+    for low, high in sorted(busy):
+        if began < min(low, ended):
+            yield began, min(low, ended)
+        began = max(began, high)
+    if began < ended:
+        yield began, ended

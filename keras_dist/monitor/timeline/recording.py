@@ -1,0 +1,180 @@
+"""How the ranks of a job begin and end a timeline together, and how their parts meet."""
+
+import glob
+import itertools
+import logging
+import math
+import operator
+import os
+import platform
+import secrets
+import sys
+import time
+from typing import Any
+
+from keras_dist import _engine, config, errors
+from keras_dist.monitor.timeline.rank_traces import head_of, part_path, parts_of, path_of_restart
+from keras_dist.monitor.timeline.trace import begin_trace, complete
+
+__all__ = ["begin_recording", "end_recording"]
+
+CHUNK_NBYTES = 2**20
+MEGABYTE = 10**6
+
+_log = logging.getLogger("keras_dist")
+
+
+def begin_recording(
+    comm: _engine.Communicator,
+    path: str,
+    steps: tuple[int, int | None] | None = None,
+    mbytes: float | None = None,
+) -> None:
+    """Begins a timeline, after ending the one before. Collective: every rank; blocks.
+
+    Args:
+        comm: all ranks.
+        path: where the trace is written; a job that was started anew adds its number.
+        steps: the first step that is recorded and the one before which recording ends.
+        mbytes: the size of the whole trace, about, in MB.
+
+    Raises:
+        ArgumentError: a rank cannot write there; raised on every rank.
+    """
+    end_recording(comm)
+    settings = config.settings()
+    first, end = steps or settings.timeline_steps
+    share = int((mbytes or settings.timeline_mbytes) * MEGABYTE / comm.size)
+    path = path_of_restart(os.path.abspath(path), settings.restart)
+    job = _engine.broadcast_object(comm, secrets.token_hex(8), 0)
+    offset, error = _engine.clock_offset(comm)
+    head = {
+        "job": job,
+        "path": path,
+        "rank": comm.rank,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "started": time.time(),
+        "clock": [time.perf_counter_ns(), offset, error],
+    }
+    trouble = None
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if comm.rank == 0:
+            for old in glob.glob(f"{glob.escape(path)}.rank*.part"):
+                os.unlink(old)
+            begin_trace(path, job)
+    except OSError as failure:
+        trouble = failure
+    _raise_on_all(comm, path, trouble)
+    try:
+        _engine.start_trace(part_path(path, comm.rank), head, (first, end or sys.maxsize), share)
+    except OSError as failure:
+        trouble = failure
+    try:
+        _raise_on_all(comm, path, trouble)
+    except errors.ArgumentError:
+        _engine.stop_trace()
+        raise
+
+
+def end_recording(comm: _engine.Communicator) -> None:
+    """Ends the timeline, if there is one, and writes it. Collective: every rank; blocks.
+
+    What cannot be written is told by a warning; the parts stay.
+
+    Args:
+        comm: all ranks.
+    """
+    if not _engine.is_recording():
+        return
+    offset, error = _engine.clock_offset(comm)
+    part = _engine.stop_trace(clock=[time.perf_counter_ns(), offset, error])
+    if part is None:
+        return
+    path, job = part.head["path"], part.head["job"]
+    try:
+        is_mine = _bring_together(comm, part)
+        if comm.rank == 0:
+            _tell(path, complete(path, job))
+            for one in parts_of(path, job):
+                os.unlink(one)
+        elif not is_mine:
+            os.unlink(part.path)
+    except (OSError, errors.DataError) as failure:
+        _log.warning(
+            "keras_dist cannot write the timeline %s: %s. `keras-dist timeline %s` puts together "
+            "what the ranks have recorded.",
+            path,
+            failure,
+            path,
+        )
+
+
+def _bring_together(comm: _engine.Communicator, part: _engine.TraceWriter) -> bool:
+    """Gives the root the parts that it cannot see, chunk after chunk. Collective.
+
+    Returns:
+        Whether the root sees the part of this rank by itself.
+    """
+    path, job, me = part.head["path"], part.head["job"], part.head["rank"]
+    every = _engine.allgather_object(comm, (me, _size_of(part.path)))
+    seen = [head_of(part_path(path, owner)).get("job") == job for owner, _ in every]
+    seen = _engine.broadcast_object(comm, seen, 0)
+    trouble = None
+    for owner, size in itertools.compress(every, map(operator.not_, seen)):
+        for number in range(math.ceil(size / CHUNK_NBYTES)):
+            chunk = _read(part.path, number) if owner == me else b""
+            received = b"".join(_engine.allgather_object(comm, chunk))
+            if comm.rank == 0 and trouble is None:
+                trouble = _append(part_path(path, owner), received, anew=number == 0)
+    if trouble is not None:
+        raise trouble
+    return seen[comm.rank]
+
+
+def _raise_on_all(comm: _engine.Communicator, path: str, trouble: OSError | None) -> None:
+    said = None if trouble is None else f"{trouble} on {platform.node()}"
+    everyone = _engine.allgather_object(comm, said)
+    found = [(rank, text) for rank, text in enumerate(everyone) if text is not None]
+    if found:
+        rank, text = found[0]
+        where = f"[rank {rank} of {comm.size}]"
+        remedy = "Name a file in a directory that can be written to: KERAS_DIST_TIMELINE=..."
+        expected = f"to write a timeline to {path}"
+        raise errors.ArgumentError(errors.explain(where, expected, text, remedy))
+
+
+def _tell(path: str, ranks: list[dict[str, Any]]) -> None:
+    _log.info("keras_dist has written the timeline %s", path)
+    full = [rank for rank in ranks if rank["full_at_step"] is not None]
+    if full:
+        said = ", ".join(f"rank {rank['rank']} at step {rank['full_at_step']}" for rank in full)
+        _log.warning("keras_dist: the timeline %s reached its size and ends: %s.", path, said)
+
+
+def _size_of(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
+
+
+def _read(path: str, number: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(number * CHUNK_NBYTES)
+            return file.read(CHUNK_NBYTES)
+    except OSError:  # the others wait: they get nothing
+        return b""
+
+
+def _append(path: str, data: bytes, anew: bool) -> OSError | None:
+    try:
+        if anew:
+            os.close(_engine.open_trace(path))
+        with open(path, "ab") as file:
+            file.write(data)
+    except OSError as failure:
+        return failure
+    return None

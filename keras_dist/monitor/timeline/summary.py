@@ -1,0 +1,247 @@
+"""Where the time of a job went, computed from its trace. Pure."""
+
+import bisect
+import collections
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from keras_dist import errors
+from keras_dist.monitor.timeline.rank_events import (
+    BEHIND,
+    COMMUNICATION,
+    COMPUTE,
+    EPOCH,
+    HANDLE,
+    WAIT,
+)
+from keras_dist.monitor.timeline.rank_traces import damaged, parts_of
+from keras_dist.monitor.timeline.trace import KEY, complete
+
+__all__ = ["KINDS", "Operation", "Shares", "Summary", "load_trace", "summarise"]
+
+THE_END = "the end of the script"  # where waiting costs nobody anything
+KINDS = ("compute", "wait", "transfer", "queued", "other")
+
+
+@dataclasses.dataclass
+class Shares:
+    """What some time of a rank was spent on, in seconds.
+
+    Args:
+        total: all of it.
+        compute: in steps, but in no operation.
+        wait: for other ranks.
+        transfer: in operations, when all ranks had come: copying, reducing, sending.
+        queued: waiting for operations that run behind the script.
+    """
+
+    total: float = 0.0
+    compute: float = 0.0
+    wait: float = 0.0
+    transfer: float = 0.0
+    queued: float = 0.0
+
+    @property
+    def other(self) -> float:
+        """What is left: data, callbacks, evaluation, and scripts that train by themselves."""
+        return max(0.0, self.total - self.compute - self.wait - self.transfer - self.queued)
+
+    def part(self, kind: str) -> float:
+        """Returns one of `KINDS` as a share from 0 to 1."""
+        return getattr(self, kind) / self.total if self.total else 0.0
+
+
+@dataclasses.dataclass
+class Operation:
+    """The operations of one name, such as a bucket of gradients; times are sums, in seconds."""
+
+    name: str
+    calls: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    queued: float = 0.0
+    phases: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def wait(self) -> float:
+        """How long ranks waited for others."""
+        return self.phases.get(WAIT, 0.0)
+
+    @property
+    def speed(self) -> float:
+        """Bytes a second, in GB/s, once all ranks had come."""
+        busy = self.seconds - self.wait
+        return self.nbytes / busy / 1e9 if busy > 0 else 0.0
+
+
+@dataclasses.dataclass
+class Summary:
+    """What a trace tells.
+
+    Args:
+        ranks: by rank, where its time went.
+        epochs: number, counted from 1, and the mean of the ranks, in the order of training.
+        operations: by what all ranks together spent on them, most first.
+        last: by rank, to how many meetings it came last.
+        waited_for: by rank, how many seconds others waited for it, all together.
+        about: what the ranks say of themselves, see `RankEvents.said`.
+    """
+
+    ranks: dict[int, Shares]
+    epochs: list[tuple[int, Shares]]
+    operations: list[Operation]
+    last: dict[int, int]
+    waited_for: dict[int, float]
+    about: list[dict[str, Any]]
+
+    @property
+    def slowest(self) -> int | None:
+        """The rank for which the others waited longest; `None` where nobody waited."""
+        return max(self.waited_for, key=self.waited_for.__getitem__, default=None)
+
+
+def load_trace(path: str) -> dict[str, Any]:
+    """Reads a trace; that of a job that was killed is made of its parts first.
+
+    Raises:
+        DataError: it cannot be read, or is no timeline of keras_dist.
+    """
+    try:
+        trace = _read(path)
+        said = trace["otherData"][KEY]
+        if not said["complete"] and parts_of(path, said["job"]):
+            complete(path, said["job"], by_reader=True)
+            trace = _read(path)
+        if "ranks" not in trace["otherData"][KEY]:
+            raise damaged(path, "one of a job that has not ended, without the parts beside it")
+    except errors.DataError:
+        raise
+    except (KeyError, IndexError, TypeError):
+        raise damaged(path, "JSON that something else has written") from None
+    except (OSError, ValueError) as error:
+        raise damaged(path, str(error)) from None
+    return trace
+
+
+def _read(path: str) -> dict[str, Any]:
+    with open(path) as file:
+        return json.load(file)
+
+
+def summarise(path: str) -> Summary:
+    """Reads a trace, see `load_trace`, and says where the time went."""
+    trace = load_trace(path)
+    try:
+        return _summarise(trace)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        received = f"events without what keras_dist writes ({type(error).__name__}: {error})"
+        raise damaged(path, received) from None
+
+
+def _summarise(trace: Mapping[str, Any]) -> Summary:
+    events = trace["traceEvents"]
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    bars = sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"]))
+    about = trace["otherData"][KEY]["ranks"]
+    ranks = {said["rank"]: Shares() for said in about}
+    epochs = {rank: _Epochs(bars, rank) for rank in ranks}
+    operations: dict[str, Operation] = {}
+    last: collections.Counter[int] = collections.Counter()
+    waited_for: dict[int, float] = collections.defaultdict(float)
+    for bar, operation in _with_operation(bars, lanes):
+        rank, seconds = bar["pid"], bar["dur"] / 1e6
+        if operation is not None:
+            found = operations.setdefault(operation["name"], Operation(operation["name"]))
+            if bar is operation:
+                found.calls += 1
+                found.nbytes += bar["args"]["bytes"]
+                found.seconds += seconds
+                found.queued += bar["args"].get("queue_us", 0) / 1e6
+            else:
+                name = bar["name"]
+                found.phases[name] = found.phases.get(name, 0.0) + seconds
+        if bar["name"] == WAIT and "last" in bar.get("args", ()):
+            slow = bar["args"]["last"]
+            if slow == rank:
+                last[rank] += 1
+            else:
+                waited_for[slow] += bar["args"]["late_us"] / 1e6
+        is_behind = lanes[rank, bar["tid"]].endswith(BEHIND)
+        for shares in (ranks[rank], epochs[rank].at(bar["ts"])):
+            _add(shares, bar, bar is operation, is_behind)
+    for rank, shares in ranks.items():
+        mine = [bar for bar in bars if bar["pid"] == rank and bar["name"] != THE_END]
+        if mine:
+            shares.total = (max(b["ts"] + b["dur"] for b in mine) - mine[0]["ts"]) / 1e6
+    by_cost = sorted(operations.values(), key=lambda one: one.seconds, reverse=True)
+    means = _mean_epochs(list(epochs.values()))
+    return Summary(ranks, means, by_cost, dict(last), dict(waited_for), about)
+
+
+def _with_operation(
+    bars: Iterable[dict[str, Any]], lanes: Mapping[tuple[int, int], str]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """Yields each bar and the operation that it is, or is a phase of."""
+    running: dict[tuple[int, int], dict[str, Any]] = {}
+    for bar in bars:
+        lane = bar["pid"], bar["tid"]
+        operation = None
+        if lanes[lane].startswith(COMMUNICATION):
+            if "bytes" in bar.get("args", ()):
+                running[lane] = bar
+            operation = running[lane]
+            if operation["name"] == THE_END:
+                continue
+        yield bar, operation
+
+
+def _add(shares: Shares | None, bar: Mapping[str, Any], is_operation: bool, behind: bool) -> None:
+    seconds = bar["dur"] / 1e6
+    if shares is None or behind:
+        return
+    if is_operation:
+        shares.transfer += seconds
+    elif bar["name"] == WAIT:
+        shares.wait += seconds
+        shares.transfer -= seconds
+    elif bar["name"] == COMPUTE:
+        shares.compute += seconds
+    elif bar["name"] == HANDLE:
+        shares.queued += seconds
+
+
+class _Epochs:
+    """The epochs of one rank, in their order."""
+
+    def __init__(self, bars: Iterable[Mapping[str, Any]], rank: int):
+        mine = [bar for bar in bars if bar["pid"] == rank and bar["name"] == EPOCH]
+        self._begins = [bar["ts"] for bar in mine]
+        self._ends = [bar["ts"] + bar["dur"] for bar in mine]
+        self.numbers = [bar["args"]["number"] + 1 for bar in mine]
+        self.shares = [Shares(total=bar["dur"] / 1e6) for bar in mine]
+
+    def at(self, time: float) -> Shares | None:
+        """Returns the shares of the epoch at a time."""
+        place = bisect.bisect_right(self._begins, time) - 1
+        return self.shares[place] if place >= 0 and time < self._ends[place] else None
+
+
+def _mean_epochs(every: list[_Epochs]) -> list[tuple[int, Shares]]:
+    if not every:
+        return []
+    fields = [field.name for field in dataclasses.fields(Shares)]
+    count = min(len(one.numbers) for one in every)
+    return [
+        (
+            every[0].numbers[place],
+            Shares(
+                **{
+                    name: sum(getattr(one.shares[place], name) for one in every) / len(every)
+                    for name in fields
+                }
+            ),
+        )
+        for place in range(count)
+    ]

@@ -1,0 +1,153 @@
+"""What a timeline tells, as tables on a terminal or in a page for a browser."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from keras_dist.monitor.timeline.summary import KINDS, Operation, Shares, Summary
+
+__all__ = ["COLOURS", "print_report", "save_html"]
+
+COLOURS = {
+    "compute": "green",
+    "wait": "red",
+    "transfer": "blue",
+    "queued": "magenta",
+    "other": "bright_black",
+}
+BAR = 20
+MOST_OPERATIONS = 20
+PHASES = {
+    "wait": ("wait for ranks",),
+    "in": ("copy in",),
+    "reduce": ("reduce", "wait for slices"),
+    "send": ("cross-node", "reduce through MPI", "transfer"),
+    "out": ("copy out",),
+}
+
+
+def print_report(summaries: Iterable[tuple[str, Summary]]) -> None:
+    """Prints what timelines tell.
+
+    Args:
+        summaries: what each is called, and what it tells.
+    """
+    console = Console()
+    for name, summary in summaries:
+        console.print(_report(name, summary))
+
+
+def save_html(summaries: Iterable[tuple[str, Summary]], path: str) -> None:
+    """Writes the same as a page without anything that would have to be loaded.
+
+    Args:
+        summaries: what each is called, and what it tells.
+        path: where to.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with open("/dev/null", "w") as nowhere:
+        console = Console(record=True, width=140, file=nowhere)
+        for name, summary in summaries:
+            console.print(_report(name, summary))
+        console.save_html(path)
+
+
+def _report(name: str, summary: Summary) -> Group:
+    parts: list[Any] = [Text(f"\n{name}: {len(summary.ranks)} ranks", style="bold"), _legend()]
+    hosts = {said["rank"]: said["host"] for said in summary.about}
+    rows = [(f"{rank} on {hosts[rank]}", shares) for rank, shares in summary.ranks.items()]
+    parts.append(_shares("rank", rows))
+    if summary.epochs:
+        rows = [(str(number), shares) for number, shares in summary.epochs]
+        parts.append(_shares("epoch (of ranks)", rows))
+    if summary.operations:
+        parts.append(_operations(summary.operations, max(1, len(summary.ranks))))
+    return Group(*parts, *_remarks(summary))
+
+
+def _legend() -> Text:
+    text = Text()
+    for kind in KINDS:
+        text.append(f" {kind} ", style=f"white on {COLOURS[kind]}")
+    return text
+
+
+def _shares(title: str, rows: Iterable[tuple[str, Shares]]) -> Table:
+    table = _table()
+    table.add_column(title, no_wrap=True, overflow="ellipsis", max_width=18)
+    for head in ("s", *KINDS):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, min_width=BAR)
+    for name, shares in rows:
+        cells = [f"{shares.part(kind):.1%}" for kind in KINDS]
+        table.add_row(Text(name), f"{shares.total:.2f}", *cells, _bar(shares))
+    return table
+
+
+def _bar(shares: Shares) -> Text:
+    text = Text()
+    done = drawn = 0.0
+    for kind in KINDS:
+        done += shares.part(kind) * BAR
+        width = round(done) - round(drawn)
+        text.append("█" * width, style=COLOURS[kind])
+        drawn = done
+    return text
+
+
+def _operations(operations: list[Operation], ranks: int) -> Table:
+    table = _table(title="operations: ms of a call, mean; in and out are copies")
+    table.add_column("operation", no_wrap=True, overflow="ellipsis", max_width=20)
+    for head in ("calls", "MB", "all", "queue", *PHASES, "GB/s"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for one in operations[:MOST_OPERATIONS]:
+        table.add_row(
+            Text(one.name),  # it may have brackets, which are markup
+            str(round(one.calls / ranks)),
+            _short(one.nbytes / one.calls / 1e6),
+            *(_ms(seconds, one.calls) for seconds in (one.seconds, one.queued)),
+            *(
+                _ms(sum(one.phases.get(name, 0.0) for name in names), one.calls)
+                for names in PHASES.values()
+            ),
+            _short(one.speed) if one.nbytes else "",
+        )
+    if len(operations) > MOST_OPERATIONS:
+        table.caption = f"and {len(operations) - MOST_OPERATIONS} more, which took less"
+    return table
+
+
+def _table(title: str | None = None) -> Table:
+    """Returns a table that fits into a terminal of 80 columns."""
+    return Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def _ms(seconds: float, calls: int) -> str:
+    return _short(seconds / calls * 1e3) if seconds else ""
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3f}" if number < 1 else f"{number:.3g}"
+
+
+def _remarks(summary: Summary) -> list[Text]:
+    remarks = []
+    if summary.slowest is not None:
+        rank, meetings = summary.slowest, sum(summary.last.values())
+        remarks.append(
+            f"Slowest: rank {rank}. It came last to {summary.last.get(rank, 0)} of {meetings} "
+            f"meetings; the others waited {summary.waited_for[rank]:.2f} s for it, all together."
+        )
+    error = max((max(said["clock_error_us"]) for said in summary.about), default=0.0)
+    remarks.append(f"Clocks of the ranks agree within {error:.0f} us.")
+    for said in summary.about:
+        if said["full_at_step"] is not None:
+            remarks.append(f"Rank {said['rank']} ends at step {said['full_at_step']}: size limit.")
+        if not said["ended"]:
+            remarks.append(f"Rank {said['rank']} did not end its recording: it was killed.")
+    return [Text(remark) for remark in remarks]

@@ -1,0 +1,259 @@
+"""The terms on which gradients are reduced, and what is wrong with those that a user asks for.
+
+Reduces nothing: `reduction` does, by these terms.
+"""
+
+import dataclasses
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_dist import _engine, errors, runtime
+from keras_dist.runtime.process_sets import ProcessSet
+
+__all__ = [
+    "Groups",
+    "ReductionOptions",
+    "parse_groups",
+    "parse_layers",
+    "parse_passes",
+    "parse_predivide",
+    "parse_terms",
+]
+
+#: so many groups of equal number, or the variables of each group
+Groups = int | tuple[tuple[Any, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReductionOptions:
+    """How one optimizer's gradients are reduced.
+
+    Args:
+        op: `ReduceOp.AVERAGE`, `ReduceOp.SUM` or `ReduceOp.ADASUM`.
+        process_set: the ranks that reduce among themselves; `None` for all.
+        sets: the ranks of that set and of those that were made together with it.
+        compression: what gradients look like between nodes.
+        predivide: an average divides by it before the sum, and by the rest after it.
+        sparse_as_dense: whether rows of an embedding's gradient are to become dense first.
+        groups: which gradients travel together; `()` leaves it to their size.
+        passes: the number of backward passes for each step.
+        averages: whether their gradients are averaged, not added up.
+        scale_local: whether gradients of local variables are divided by the number of ranks.
+    """
+
+    op: _engine.ReduceOp = _engine.ReduceOp.AVERAGE
+    process_set: ProcessSet | None = None
+    sets: tuple[tuple[int, ...], ...] = ()
+    compression: _engine.Compressor = _engine.Compression.none
+    predivide: float = 1.0
+    sparse_as_dense: bool = False
+    groups: Groups = ()
+    passes: int = 1
+    averages: bool = False
+    scale_local: bool = True
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What is equal for equal terms."""
+        groups = self.groups
+        if not isinstance(groups, int):
+            groups = tuple(tuple(id(variable) for variable in group) for group in groups)
+        fields = dict(vars(self), groups=groups, compression=self.compression.name)
+        return tuple(fields.values())
+
+    @property
+    def dense(self) -> bool:
+        """Whether rows of an embedding's gradient become dense first."""
+        return self.sparse_as_dense or self.op is _engine.ReduceOp.ADASUM
+
+    @property
+    def factor(self) -> float:
+        """By what every gradient is multiplied first: Keras gives the mean of several passes."""
+        return 1.0 if self.averages else float(self.passes)
+
+    def ranks(self) -> _engine.Communicator:
+        """Returns the communicator, of the moment, of the ranks that reduce."""
+        return runtime.communicator(self.process_set)
+
+    def scaling(self, size: int) -> tuple[_engine.ReduceOp, float, float]:
+        """Returns the op that is called for, and the factors before and after it.
+
+        Args:
+            size: the number of ranks that reduce.
+        """
+        if self.predivide == 1:
+            return self.op, 1.0, 1.0
+        return _engine.ReduceOp.SUM, 1 / self.predivide, self.predivide / size
+
+    def grouped(self, variables: Sequence[Any]) -> list[list[int]]:
+        """Returns the positions, in a list of variables, of those that travel together."""
+        if isinstance(self.groups, int):
+            parts = np.array_split(np.arange(len(variables)), self.groups)
+            return [part.tolist() for part in parts if len(part)]
+        at = {id(variable): position for position, variable in enumerate(variables)}
+        found = [[at[id(v)] for v in group if id(v) in at] for group in self.groups]
+        return [sorted(positions) for positions in found if positions]
+
+
+def parse_terms(
+    op: Any,
+    process_set: Any,
+    compression: Any,
+    *,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    sparse_as_dense: bool = False,
+    groups: Any = None,
+    scale_local_gradients: bool = True,
+) -> ReductionOptions:
+    """Returns the terms of these arguments, which are those of `keras_dist.DistributedOptimizer`.
+
+    Raises:
+        ArgumentTypeError: as that.
+        ArgumentError: as that.
+    """
+    where = runtime.where()
+    parsed = _parse_op(op, average_aggregated_gradients, where)
+    predivide = parse_predivide(gradient_predivide_factor, parsed, where)
+    passes = parse_passes(backward_passes_per_step, where)
+    grouped = parse_groups(groups, where)
+    compressor = _engine.parse_compression(compression, where)
+    # Raises where there is no such set.
+    if runtime.includes_me(process_set) and parsed is _engine.ReduceOp.ADASUM:
+        _engine.check_power_of_two(runtime.communicator(process_set))
+    return ReductionOptions(
+        op=parsed,
+        process_set=process_set,
+        sets=runtime.ranks_of(process_set),
+        compression=compressor,
+        predivide=predivide,
+        sparse_as_dense=bool(sparse_as_dense),
+        groups=grouped,
+        passes=passes,
+        averages=bool(average_aggregated_gradients),
+        scale_local=bool(scale_local_gradients),
+    )
+
+
+def parse_passes(passes: Any, where: str) -> int:
+    """Returns the number of backward passes for each step.
+
+    Raises:
+        ArgumentTypeError: it is no whole number.
+        ArgumentError: it is less than 1.
+    """
+    expected, remedy = "backward_passes_per_step to be 1 or more", "1 makes a step of each pass."
+    return _positive(passes, expected, remedy, where)
+
+
+def parse_predivide(factor: Any, op: _engine.ReduceOp, where: str) -> float:
+    """Returns the factor of `gradient_predivide_factor`.
+
+    Raises:
+        ArgumentTypeError: it is no real number.
+        ArgumentError: it is not finite or not above 0, or `op` does not divide.
+    """
+    parsed = _engine.parse_factor(factor, "gradient_predivide_factor", where)
+    if parsed <= 0:
+        expected, remedy = "gradient_predivide_factor to be above 0", "1.0 changes nothing."
+        raise errors.ArgumentError(errors.explain(where, expected, repr(factor), remedy))
+    if parsed != 1 and op is not _engine.ReduceOp.AVERAGE:
+        expected = "op to be Average where there is a gradient_predivide_factor"
+        remedy = "Leave the factor out: only the division of an average can be split."
+        raise errors.ArgumentError(errors.explain(where, expected, op.value, remedy))
+    return parsed
+
+
+def parse_groups(groups: Any, where: str) -> Groups:
+    """Returns the groups in which gradients travel, `()` for `None`.
+
+    Raises:
+        ArgumentTypeError: `groups` is neither a whole number nor lists of variables.
+        ArgumentError: a number is less than 1, or a variable is in two groups.
+    """
+    expected = "groups to be a number of groups, 1 or more, or lists of variables"
+    remedy = "Pass for example groups=2, or [layer.trainable_variables for layer in layers]."
+    if groups is None:
+        return ()
+    if not isinstance(groups, list | tuple):
+        return _positive(groups, expected, remedy, where)
+    lists = all(isinstance(group, list | tuple) for group in groups)
+    variables = [variable for group in groups for variable in group] if lists else []
+    wrong = [groups] if not lists else [v for v in variables if not _is_variable(v)]
+    if wrong:
+        received = f"{wrong[0]!r} of type {type(wrong[0]).__name__}"
+        raise errors.ArgumentTypeError(errors.explain(where, expected, received, remedy))
+    if len({id(variable) for variable in variables}) < len(variables):
+        expected = "each variable in one place of groups"
+        received = f"one twice among {len(variables)}"
+        raise errors.ArgumentError(
+            errors.explain(where, expected, received, "Leave out the second.")
+        )
+    return tuple(tuple(group) for group in groups)
+
+
+def parse_layers(layers: Any) -> tuple[Any, ...]:
+    """Returns the layers of `local_layers`: a Keras layer or a collection of them.
+
+    Raises:
+        ArgumentTypeError: there is something else.
+    """
+    import keras  # not for scripts that use another library than Keras
+
+    single = isinstance(layers, keras.Layer)
+    several = isinstance(layers, list | tuple | set | frozenset)
+    listed = (layers,) if single else tuple(layers if several else ())
+    is_wrong = not (single or several or layers is None)
+    wrong = [layers] if is_wrong else [one for one in listed if not isinstance(one, keras.Layer)]
+    if wrong:
+        raise errors.ArgumentTypeError(
+            errors.explain(
+                runtime.where(),
+                "local_layers to be a Keras layer or a list of layers",
+                f"{wrong[0]!r} of type {type(wrong[0]).__name__}",
+                "Pass for example local_layers=[model.layers[0]].",
+            )
+        )
+    return listed
+
+
+def _parse_op(op: Any, averages: bool, where: str) -> _engine.ReduceOp:
+    """Returns the op, one that has a meaning for gradients."""
+    parsed = _engine.parse_op(op, where)
+    if parsed not in (_engine.ReduceOp.AVERAGE, _engine.ReduceOp.SUM, _engine.ReduceOp.ADASUM):
+        raise errors.ArgumentError(
+            errors.explain(
+                where,
+                "op to be Average, Sum or Adasum for gradients",
+                parsed.value,
+                "Use Average.",
+            )
+        )
+    if parsed is _engine.ReduceOp.ADASUM and averages:
+        raise errors.ArgumentError(
+            errors.explain(
+                where,
+                "op to be Average or Sum where average_aggregated_gradients is set",
+                parsed.value,
+                "Leave average_aggregated_gradients out.",
+            )
+        )
+    return parsed
+
+
+def _positive(number: Any, expected: str, remedy: str, where: str) -> int:
+    if not isinstance(number, numbers.Integral) or isinstance(number, bool):
+        received = f"{number!r} of type {type(number).__name__}"
+        raise errors.ArgumentTypeError(errors.explain(where, expected, received, remedy))
+    if number < 1:
+        raise errors.ArgumentError(errors.explain(where, expected, repr(number), remedy))
+    return int(number)
+
+
+def _is_variable(thing: Any) -> bool:
+    # Of Keras or TensorFlow, or a parameter of torch.
+    return hasattr(thing, "assign") or hasattr(thing, "requires_grad")

@@ -1,0 +1,69 @@
+from .job import (
+    add_process_set as add_process_set,
+)
+from .job import (
+    communicator as communicator,
+)
+from .job import (
+    communicators as communicators,
+)
+from .job import (
+    cross_rank as cross_rank,
+)
+from .job import (
+    cross_size as cross_size,
+)
+from .job import (
+    find_process_set as find_process_set,
+)
+from .job import (
+    includes_me as includes_me,
+)
+from .job import (
+    init as init,
+)
+from .job import (
+    is_homogeneous as is_homogeneous,
+)
+from .job import (
+    is_initialized as is_initialized,
+)
+from .job import (
+    leave as leave,
+)
+from .job import (
+    local_rank as local_rank,
+)
+from .job import (
+    local_size as local_size,
+)
+from .job import (
+    may_outlive_ranks as may_outlive_ranks,
+)
+from .job import (
+    notify as notify,
+)
+from .job import (
+    outlive_ranks as outlive_ranks,
+)
+from .job import (
+    rank as rank,
+)
+from .job import (
+    ranks_by_id as ranks_by_id,
+)
+from .job import (
+    ranks_of as ranks_of,
+)
+from .job import (
+    remove_process_set as remove_process_set,
+)
+from .job import (
+    shutdown as shutdown,
+)
+from .job import (
+    size as size,
+)
+from .job import (
+    where as where,
+)

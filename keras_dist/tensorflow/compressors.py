@@ -1,0 +1,46 @@
+"""What tensors of TensorFlow look like on their way: the usual compressions."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist.ops.compression import Compression as Wires
+from keras_dist.ops.tensor_compression import AsItIs, Compressor
+
+__all__ = ["Compression", "Compressor"]
+
+
+class _Cast(Compressor):
+    """Floats in a narrower dtype, whole numbers as they are.
+
+    keras_dist itself takes `wire`: it rounds between nodes alone, and sums in full.
+    """
+
+    narrow: tf.DType
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        given = tensor if tf.is_tensor(tensor) else tf.convert_to_tensor(tensor)
+        return (tf.cast(given, cls.narrow) if given.dtype.is_floating else given), given.dtype
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        return tf.cast(tensor, ctx)
+
+
+class _Float16(_Cast):
+    wire = Wires.fp16
+    narrow = tf.float16
+
+
+class _BFloat16(_Cast):
+    wire = Wires.bf16
+    narrow = tf.bfloat16
+
+
+class Compression:
+    """The compressions to choose from: `none`, `fp16` and `bf16`."""
+
+    none = AsItIs
+    fp16 = _Float16
+    bf16 = _BFloat16

@@ -1,0 +1,296 @@
+"""Tensors that go from rank to rank as they are, with gradients; variables that are broadcast."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist import _engine, ops, runtime
+from keras_dist.ops.gradient_plans import SAME_MODEL
+from keras_dist.ops.reduce_op import Average
+from keras_dist.ops.shared_errors import raises_on_all
+from keras_dist.runtime.process_sets import ProcessSet, global_process_set
+from keras_dist.tensorflow.host_callback import collective, differentiable, operation
+from keras_dist.tensorflow.tensors import as_tensors
+from keras_dist.training.distributed import gathered
+from keras_dist.training.model_state import variable_name
+
+__all__ = [
+    "allgather",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "broadcast_variables",
+    "grouped_allgather",
+]
+
+
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Joins the tensors of all ranks along their first dimension, in rank order.
+
+    Collective: every rank; dtype, `name` and all dimensions but the first must agree; blocks.
+
+    The gradient is, as in Horovod, the average of the ranks' gradients of this rank's rows.
+
+    Args:
+        tensor: a tensor with at least one dimension; its length may differ from rank to rank.
+        name: a name, by which calls that ranks make in different orders find each other.
+        ignore_name_scope: accepted; has no effect.
+        process_set: the ranks that take part. Defaults to all.
+
+    Returns:
+        Tensor whose length is the sum of the ranks' lengths.
+
+    Raises:
+        FailedPreconditionError: the ranks differ; raised on every rank.
+        InvalidArgumentError: `tensor` is a scalar.
+    """
+    return grouped_allgather([tensor], name, process_set=process_set)[0]
+
+
+@operation
+@raises_on_all
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Does `allgather` for a list of tensors at once: they travel together.
+
+    Collective: as `allgather`.
+
+    Args:
+        tensors: list of tensors with at least one dimension.
+        name: as for `allgather`.
+        ignore_name_scope: accepted; has no effect.
+        process_set: as for `allgather`.
+
+    Returns:
+        List of tensors.
+
+    Raises:
+        FailedPreconditionError: as `allgather`.
+        InvalidArgumentError: as `allgather`.
+    """
+    given = as_tensors(tensors)
+
+    def gather(*arrays: Any) -> Any:
+        return ops.grouped_allgather(arrays, name, process_set)
+
+    def own_rows(*arrays: Any) -> Any:
+        """Averages gradients; gives those of this rank's rows."""
+        *gradients, mine = arrays
+        comm = runtime.communicator(process_set)
+        counts = ops.allgather(mine[np.newaxis], process_set=process_set)
+        averaged = ops.grouped_allreduce(gradients, Average, process_set=process_set)
+        starts = counts[: comm.rank].sum(axis=0)
+        ends = zip(averaged, starts, starts + mine, strict=True)
+        return [np.ascontiguousarray(one[start:end]) for one, start, end in ends]
+
+    def forward(*tensors: Any) -> list[Any]:
+        return collective(gather, tensors, [(None, *one.shape[1:]) for one in tensors])
+
+    def backward(_: Any, upstream: list[Any]) -> list[Any]:
+        lengths = tf.stack([tf.shape(one, out_type=tf.int64)[0] for one in given])
+        shapes, dtypes = [one.shape for one in given], [one.dtype for one in upstream]
+        return collective(own_rows, [*upstream, lengths], shapes, dtypes)
+
+    return differentiable(forward, backward, given)
+
+
+@operation
+@raises_on_all
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Returns the root's tensor on every rank.
+
+    Collective: every rank; shape, dtype, `root_rank` and `name` must agree; blocks.
+
+    The gradient is, as in Horovod, the average of the ranks' gradients on the root, and zero on
+    the others.
+
+    Args:
+        tensor: a tensor; only the root's values count.
+        root_rank: the rank whose tensor all receive, by its number in the job, also in a
+            process set.
+        name: a name, by which calls that ranks make in different orders find each other.
+        ignore_name_scope: accepted; has no effect.
+        process_set: the ranks that take part. Defaults to all.
+
+    Returns:
+        Tensor of the same shape and dtype.
+
+    Raises:
+        FailedPreconditionError: the ranks differ; raised on every rank.
+        InvalidArgumentError: `root_rank` is not one of the ranks.
+    """
+
+    def send(array: Any) -> Any:
+        return ops.broadcast(array, root_rank, name, process_set)
+
+    def back(array: Any) -> Any:
+        averaged = ops.allreduce(array, Average, process_set=process_set)
+        return averaged if runtime.rank() == root_rank else np.zeros_like(averaged)
+
+    def forward(given: Any) -> list[Any]:
+        return collective(send, [given], [given.shape])
+
+    def backward(_: Any, upstream: list[Any]) -> list[Any]:
+        return collective(back, upstream, [one.shape for one in upstream])
+
+    return differentiable(forward, backward, as_tensors([tensor]))[0]
+
+
+@operation
+@raises_on_all
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Sends some rows of each rank to each rank.
+
+    Collective: every rank; dtype, `name` and all dimensions but the first must agree; blocks.
+
+    The gradient sends the rows back.
+
+    Args:
+        tensor: a tensor with at least one dimension. Its first rows go to rank 0, the next to
+            rank 1, and so on.
+        splits: how many rows each rank gets: one whole number a rank, 0 included. Rows behind
+            their sum are not sent. Defaults to equal numbers, for which the length must divide by
+            the number of ranks.
+        name: a name, by which calls that ranks make in different orders find each other.
+        ignore_name_scope: accepted; has no effect.
+        process_set: the ranks that take part. Defaults to all.
+
+    Returns:
+        Tensor: the rows from rank 0, then from rank 1, and so on. With `splits` a pair: that
+        tensor, and how many rows came from each rank, int32 of shape (number of ranks,).
+
+    Raises:
+        FailedPreconditionError: the ranks differ; raised on every rank.
+        InvalidArgumentError: `tensor` is a scalar, or `splits` do not fit it; raised on every
+            rank, whichever rank passed them.
+    """
+    size = runtime.communicator(process_set).size
+    numbers = [] if splits is None else as_tensors([splits])
+
+    def send(array: Any, counts: Any = None) -> Any:
+        comm = runtime.communicator(process_set)
+        rows, received = _engine.alltoall(comm, array, counts, name or "value", name)
+        return rows, received.astype(np.int32)
+
+    def back(gradient: Any, received: Any, length: Any) -> Any:
+        comm = runtime.communicator(process_set)
+        rows, _ = _engine.alltoall(comm, gradient, received, "a gradient of alltoall")
+        unsent = np.zeros((int(length) - len(rows), *rows.shape[1:]), rows.dtype)
+        return np.concatenate([rows, unsent])
+
+    def forward(given: Any) -> list[Any]:
+        shapes = [(None, *given.shape[1:]), (size,)]
+        return collective(send, [given, *numbers], shapes, [given.dtype, tf.int32])
+
+    given = tf.convert_to_tensor(tensor)
+
+    def backward(results: list[Any], upstream: list[Any]) -> list[Any]:
+        gradient, received = upstream[0], results[1]
+        rows = [gradient, received, tf.shape(given)[0]]
+        return collective(back, rows, [given.shape], [gradient.dtype])
+
+    output, received = differentiable(forward, backward, [given])
+    return output if splits is None else (output, received)
+
+
+@operation
+@raises_on_all
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Assigns the root's values to variables on every rank.
+
+    Collective: every rank; shapes, dtypes, `root_rank` and `name` must agree; blocks.
+
+    Args:
+        variables: list of variables of TensorFlow or Keras.
+        root_rank: as for `broadcast`.
+        name: as for `broadcast`.
+        process_set: as for `broadcast`.
+
+    Returns:
+        The variables.
+
+    Raises:
+        FailedPreconditionError: the ranks differ; the text names the variable; raised on every
+            rank.
+        InvalidArgumentError: `root_rank` is not one of the ranks.
+    """
+    variables = list(variables)
+    names = [variable_name(variable) for variable in variables]
+
+    def send(*arrays: Any) -> Any:
+        comm = runtime.communicator(process_set)
+        what = "the broadcast of variables"
+        return _engine.broadcast(comm, arrays, names, root_rank, what, name, SAME_MODEL)
+
+    given = as_tensors(variables)
+    received = collective(send, given, [one.shape for one in given])
+    for variable, value in zip(variables, received, strict=True):
+        variable.assign(value)
+    return variables
+
+
+def broadcast_variables(
+    variables: Sequence[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> None:
+    """Assigns the root's values to variables on every rank, in one message after the other.
+
+    Collective: every rank; shapes, dtypes and `root_rank` must agree; blocks.
+
+    The states of random generators are among `model.variables`: with them all ranks drop the same
+    units of a dropout layer. `model.weights` leaves them out.
+
+    Variables in which a `DistributedOptimizer` gathers the gradients of several passes stay as they
+    are, though `optimizer.variables` has them: each rank has gathered its own.
+
+    Args:
+        variables: list of variables of TensorFlow or Keras.
+        root_rank: as for `broadcast`.
+        process_set: as for `broadcast`.
+        inplace: accepted; has no effect.
+
+    Raises:
+        FailedPreconditionError: the ranks differ; the text names the variable; raised on every
+            rank.
+        InvalidArgumentError: `root_rank` is not one of the ranks.
+
+    Example:
+    ```python
+    import keras_dist.tensorflow as hvd
+
+    hvd.broadcast_variables(model.variables, root_rank=0)
+    ```
+    """
+    own = {id(one) for variable in gathered() for one in (variable, variable.value)}
+    shared = [variable for variable in variables if id(variable) not in own]
+    broadcast_(shared, root_rank, process_set=process_set)

@@ -1,0 +1,37 @@
+"""The forms that do not block: each queues its operation and returns a handle at once.
+
+Results are those of the blocking forms without gradients, and come from `synchronize(handle)`; see
+`keras_dist.ops.asynchronous`. Forms whose names end in `_async_` write them into the tensors as
+well.
+"""
+
+from keras_dist.ops.asynchronous import queued
+from keras_dist.torch import sync_ops
+
+__all__ = [
+    "allgather_async",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall_async",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather_async",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter_async",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+]
+
+allreduce_async = queued(sync_ops.allreduce)
+allreduce_async_ = queued(sync_ops.allreduce_, "allreduce_async_")
+grouped_allreduce_async = queued(sync_ops.grouped_allreduce)
+grouped_allreduce_async_ = queued(sync_ops.grouped_allreduce_, "grouped_allreduce_async_")
+sparse_allreduce_async = queued(sync_ops.sparse_allreduce)
+reducescatter_async = queued(sync_ops.reducescatter)
+grouped_reducescatter_async = queued(sync_ops.grouped_reducescatter)
+allgather_async = queued(sync_ops.allgather)
+grouped_allgather_async = queued(sync_ops.grouped_allgather)
+alltoall_async = queued(sync_ops.alltoall)
+broadcast_async = queued(sync_ops.broadcast)
+broadcast_async_ = queued(sync_ops.broadcast_, "broadcast_async_")

@@ -1,0 +1,45 @@
+"""What tensors of torch look like on their way: the usual compressions."""
+
+from typing import Any
+
+import torch
+
+from keras_dist.ops.compression import Compression as Wires
+from keras_dist.ops.tensor_compression import AsItIs, Compressor
+
+__all__ = ["Compression", "Compressor"]
+
+
+class _Cast(Compressor):
+    """Floats in a narrower dtype, whole numbers as they are.
+
+    keras_dist itself takes `wire`: it rounds between nodes alone, and sums in full.
+    """
+
+    narrow: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return (tensor.to(cls.narrow) if tensor.is_floating_point() else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.to(ctx)
+
+
+class _Float16(_Cast):
+    wire = Wires.fp16
+    narrow = torch.float16
+
+
+class _BFloat16(_Cast):
+    wire = Wires.bf16
+    narrow = torch.bfloat16
+
+
+class Compression:
+    """The compressions to choose from: `none`, `fp16` and `bf16`."""
+
+    none = AsItIs
+    fp16 = _Float16
+    bf16 = _BFloat16

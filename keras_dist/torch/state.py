@@ -1,0 +1,175 @@
+"""The state of a model and its optimizer, and Python objects, from the root to all ranks."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from keras_dist import errors, ops, runtime
+from keras_dist.ops.shared_errors import raises_on_all
+from keras_dist.runtime.process_sets import ProcessSet, global_process_set
+from keras_dist.torch import sync_ops
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "join",
+]
+
+
+@raises_on_all
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Gives every rank the root's parameters and buffers.
+
+    Collective: every rank; names, shapes, dtypes and `root_rank` must agree; blocks.
+
+    Args:
+        params: `model.state_dict()`, or `model.named_parameters()`; they are written to where
+            they lie.
+        root_rank: the rank whose values all receive, by its number in the job.
+        process_set: the ranks that take part. Defaults to all.
+
+    Raises:
+        ArgumentTypeError: `params` is neither.
+        MismatchError: the ranks differ; raised on every rank.
+    """
+    if isinstance(params, Mapping):
+        params = params.items()
+    pairs = list(params) if isinstance(params, Iterable) else [params]
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise errors.ArgumentTypeError(
+            errors.explain(
+                runtime.where(),
+                "params to be model.state_dict() or model.named_parameters()",
+                type(params).__name__,
+                "Names are needed: model.parameters() has none.",
+            )
+        )
+    tensors = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
+    names = ", ".join(name for name, _ in tensors)
+    sync_ops.broadcast_all([tensor for _, tensor in tensors], root_rank, names, process_set)
+
+
+@raises_on_all
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: Any = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Gives every rank the root's optimizer state: buffers, steps, learning rates.
+
+    Collective: every rank; the optimizers must have the same parameters; blocks. Ranks whose
+    optimizer has no state yet, or another one, take that of the root.
+
+    Args:
+        optimizer: any optimizer of torch, distributed or not.
+        root_rank: the rank whose state all receive, by its number in the job.
+        model: accepted; has no effect.
+        process_set: the ranks that take part. Defaults to all.
+
+    Raises:
+        ArgumentError: it is `LBFGS`, whose state belongs to the gradients of one rank.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        expected, remedy = "an optimizer that steps by gradients alone", "Begin it anew."
+        raise errors.ArgumentError(
+            errors.explain(runtime.where(), expected, "LBFGS", f"{remedy} On all ranks alike.")
+        )
+    state = optimizer.state_dict()
+    own = list(_tensors_in(state))
+    skeleton, specs = broadcast_object(
+        (_without_tensors(state), [(tensor.shape, tensor.dtype) for tensor in own]),
+        root_rank,
+        process_set=process_set,
+    )
+    is_root = runtime.rank() == root_rank
+    sent = own if is_root else [torch.empty(shape, dtype=dtype) for shape, dtype in specs]
+    sync_ops.broadcast_all(sent, root_rank, "optimizer state", process_set)
+    if not is_root:
+        optimizer.load_state_dict(_with_tensors(skeleton, iter(sent)))
+
+
+@raises_on_all
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Returns the root's Python object on every rank. See `keras_dist.broadcast_object`.
+
+    Collective: every rank; `root_rank` and `name` must agree; blocks.
+
+    Args:
+        obj: any object that can be pickled; only the root's counts.
+        root_rank: the rank whose object all receive. Defaults to 0.
+        name: a name, by which calls that ranks make in different orders find each other.
+        process_set: the ranks that take part. Defaults to all.
+    """
+    return ops.broadcast_object(obj, root_rank, name, process_set)
+
+
+@raises_on_all
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Returns the Python objects of all ranks, in rank order. See `keras_dist.allgather_object`.
+
+    Collective: every rank; `name` must agree; blocks.
+
+    Args:
+        obj: any object that can be pickled.
+        name: a name, by which calls that ranks make in different orders find each other.
+        process_set: the ranks that take part. Defaults to all.
+    """
+    return ops.allgather_object(obj, name, process_set)
+
+
+def join(device: int = -1) -> int:
+    """Takes part in the reductions of other ranks until all have joined. See `keras_dist.join`.
+
+    Averages are those over the ranks that have not joined. Collective: every rank; blocks.
+
+    Args:
+        device: accepted; has no effect.
+
+    Returns:
+        The last rank to join; equal on all ranks.
+    """
+    return ops.join()
+
+
+class _Here:
+    """Stands for a tensor, in a state that travels without its tensors."""
+
+
+def _tensors_in(state: Any) -> Iterable[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for each in state.values() if isinstance(state, dict) else state:
+            yield from _tensors_in(each)
+
+
+def _without_tensors(state: Any) -> Any:
+    return _mapped(state, lambda leaf: _Here() if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def _with_tensors(skeleton: Any, tensors: Any) -> Any:
+    return _mapped(skeleton, lambda leaf: next(tensors) if isinstance(leaf, _Here) else leaf)
+
+
+def _mapped(state: Any, change: Any) -> Any:
+    """Returns a tree of dicts, lists and tuples with its leaves changed, in their order."""
+    if isinstance(state, dict):
+        return {key: _mapped(each, change) for key, each in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_mapped(each, change) for each in state)
+    return change(state)

@@ -1,0 +1,243 @@
+"""The reduction of an optimizer's gradients: from gradients to a plan, from the plan to a backend.
+
+Knows gradients and variables, not who has them: `distributed` calls it.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_dist import _backends, _engine, errors, runtime
+from keras_dist.ops.bucket_size import bucket_nbytes
+from keras_dist.ops.gradient_plans import GradientPlans
+from keras_dist.ops.reduction_options import ReductionOptions
+from keras_dist.runtime.process_sets import ProcessSet
+from keras_dist.training.model_state import variable_name
+
+__all__ = ["GradientReduction", "check_not_reduced", "mark_reduced", "sum_over_ranks"]
+
+# On a gradient: that it has been reduced, by a tape.
+REDUCED = "_keras_dist_reduced"
+
+
+class GradientReduction:
+    """The reduction of one optimizer's gradients; holds the plans it has made.
+
+    Args:
+        terms: how they are reduced.
+        local_layers: layers whose variables each rank keeps for itself.
+    """
+
+    def __init__(self, terms: ReductionOptions, local_layers: Sequence[keras.Layer] = ()):
+        self.terms = terms
+        self.local_layers = local_layers
+        self.registered: list[Any] = []
+        self.variables: Sequence[Any] = ()
+        self.has_reduced = False  # in the update at hand
+        self._plans = GradientPlans(terms)
+
+    def communicator(self) -> _engine.Communicator | None:
+        """Returns that of the ranks with whom this one reduces; `None` when there are none.
+
+        Raises:
+            ArgumentError: the process set has no id any more.
+        """
+        if not runtime.includes_me(self.terms.process_set):
+            return None
+        comm = self.terms.ranks()
+        return comm if comm.size > 1 else None
+
+    def __call__(
+        self, gradients: Sequence[Any], variables: Sequence[Any], when: Any = None
+    ) -> list[Any]:
+        """Reduces gradients, one for each variable; `None` stays `None`.
+
+        Args:
+            gradients: this rank's gradients.
+            variables: the variables that they are of.
+            when: see `Backend.reduce_gradients`.
+
+        Raises:
+            ArgumentError: a tape has reduced them, or there is not one for each variable.
+        """
+        comm = self.communicator()
+        self.has_reduced = True
+        check_not_reduced(gradients)
+        gradients = self.overwriting(gradients, variables)
+        terms, backend = self.terms, _backends.active()
+        local = {id(variable) for variable in self.local_variables()}
+        mine = [id(variable) in local or comm is None for variable in variables]
+        result = list(gradients)
+
+        def replace(positions: Sequence[int], change: Callable[[list[Any]], list[Any]]) -> None:
+            changed = change([result[position] for position in positions])
+            for position, gradient in zip(positions, changed, strict=True):
+                result[position] = gradient
+
+        present = [
+            place
+            for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
+            if gradient is not None and not _is_overwritten(variable)
+        ]
+        alone = [i for i in present if mine[i]]
+        shared = [i for i in present if not mine[i]]
+        if terms.dense:
+            replace(present, backend.as_dense)
+        if terms.factor != 1:
+            replace(present, functools.partial(backend.multiply, factor=terms.factor))
+        replace(alone, backend.add_up_rows)
+        if comm is None:
+            return result
+        if terms.scale_local:
+            replace(alone, functools.partial(backend.multiply, factor=1 / comm.size))
+        of = [variables[i] for i in shared]
+        replace(
+            shared,
+            lambda those: backend.reduce_gradients(
+                those,
+                [_name(variable) for variable in of],
+                of,
+                functools.partial(self._plan, comm, of),
+                self._reduce_slices,
+                when,
+            ),
+        )
+        return result
+
+    def overwriting(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Takes the maximum over the ranks of gradients that Keras assigns to their variables.
+
+        Those of float8: the largest magnitudes that were met, and scales, which grow with them.
+        Other gradients stay as they are.
+
+        Raises:
+            ArgumentError: there is not one gradient for each variable.
+        """
+        _check_as_many(gradients, variables)
+        result = list(gradients)
+        present = [at for at, gradient in enumerate(gradients) if gradient is not None]
+        every = [at for at in present if _is_overwritten(variables[at])]
+        if not every or self.communicator() is None:
+            return result
+        self.has_reduced = self.has_reduced or every == present
+        local = {id(variable) for variable in self.local_variables()}
+        places = [at for at in every if id(variables[at]) not in local]
+        if not places:
+            return result
+        flat = [ops.reshape(ops.cast(result[at], "float32"), (-1,)) for at in places]
+        name = "the largest magnitudes for float8"
+        most = _over_ranks(
+            self.terms.process_set, ops.concatenate(flat), _engine.ReduceOp.MAX, name
+        )
+        ends = np.cumsum([math.prod(variables[at].shape) for at in places])
+        for at, part in zip(places, ops.split(most, ends[:-1].tolist()), strict=True):
+            like = result[at]
+            result[at] = ops.cast(ops.reshape(part, variables[at].shape), like.dtype)
+        # What comes next on the host must come next on every rank.
+        later = [at for at in present if at not in every]
+        waiting = _backends.active().after(most, [result[at] for at in later])
+        for at, gradient in zip(later, waiting, strict=True):
+            result[at] = gradient
+        return result
+
+    def agreed(self, condition: Any) -> Any:
+        """Tells, inside a training step, whether a condition holds on all of its ranks."""
+        if self.communicator() is None:
+            return condition
+        missing = 1.0 - ops.cast(ops.reshape(condition, (1,)), "float32")
+        return ops.all(
+            sum_over_ranks(self.terms.process_set, missing, "whether gradients are finite") == 0
+        )
+
+    def local_variables(self) -> list[Any]:
+        """Returns the variables that each rank keeps for itself, as far as they are built."""
+        return self.registered + [v for one in self.local_layers for v in one.trainable_variables]
+
+    def _plan(
+        self,
+        comm: _engine.Communicator,
+        variables: Sequence[Any],
+        positions: Sequence[int],
+        specs: Sequence[tuple[tuple[int, ...], np.dtype]],
+    ) -> _engine.FusedAllreduce:
+        names = [_name(variables[position]) for position in positions]
+        groups = self.terms.grouped([variables[position] for position in positions])
+        return self._plans(comm, names, specs, groups)
+
+    def _reduce_slices(
+        self, name: str, values: np.ndarray, indices: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        comm = self.terms.ranks()  # of the moment: a graph may outlive those that traced it
+        return _engine.reduce_slices(comm, values, indices, self.terms.op, name, tells=True)
+
+
+def mark_reduced(gradients: list[Any]) -> list[Any]:
+    """Marks gradients as reduced, for those who would do it again; returns them."""
+    for gradient in gradients:
+        if gradient is not None:
+            setattr(gradient, REDUCED, True)
+    return gradients
+
+
+def check_not_reduced(gradients: Sequence[Any]) -> None:
+    """Checks that no tape has reduced gradients.
+
+    Raises:
+        ArgumentError: one has. They would be averaged, or added up, twice.
+    """
+    if any(getattr(gradient, REDUCED, False) for gradient in gradients):
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                "gradients of this rank alone, which this optimizer reduces",
+                "those of a DistributedGradientTape, which has reduced them",
+                "Use the tape with a plain optimizer, or a plain tape with this one.",
+            )
+        )
+
+
+def sum_over_ranks(process_set: ProcessSet | None, tensor: Any, name: str) -> Any:
+    """Puts a sum over some ranks into a training step; it has a gradient.
+
+    Collective: those ranks, in the same order among all that their steps reduce.
+
+    Args:
+        process_set: the ranks; `None` for all.
+        tensor: the framework's tensor, no scalar, of the same shape on each.
+        name: what it is, for messages.
+    """
+    return _over_ranks(process_set, tensor, _engine.ReduceOp.SUM, name)
+
+
+def _over_ranks(process_set: ProcessSet | None, tensor: Any, op: Any, name: str) -> Any:
+    def reduce(array: np.ndarray) -> np.ndarray:
+        comm = runtime.communicator(process_set)
+        return _engine.allreduce(comm, [array], [name], op, bucket_nbytes(comm))[0]
+
+    return _backends.active().through_host(tensor, reduce, reduce)
+
+
+def _check_as_many(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    if len(gradients) != len(variables):
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                f"a gradient, or None, for each of {len(variables)} variables",
+                f"{len(gradients)} gradients",
+                "Pass the variables that the gradients are of, in the same order.",
+            )
+        )
+
+
+def _is_overwritten(variable: Any) -> bool:
+    """Tells whether Keras puts the gradient of a variable in the place of its value."""
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+def _name(variable: Any) -> str:
+    return f"the gradient of {variable_name(variable)}"

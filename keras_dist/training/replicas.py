@@ -1,0 +1,250 @@
+"""The replicas of a model: which of its state must be equal on all ranks, and making it so.
+
+State is the weights and the optimizer's variables. The states of random generators are not
+part of it: they differ from rank to rank on purpose, or every rank would drop the same
+units of a dropout layer.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_dist import _engine, errors, runtime
+from keras_dist.ops.bucket_size import bucket_nbytes
+from keras_dist.ops.gradient_plans import SAME_MODEL
+from keras_dist.training import built_optimizers
+from keras_dist.training.model_state import (
+    bytes_of,
+    optimizers_of,
+    random_states,
+    shared_state,
+    to_numpy,
+    variable_name,
+)
+
+__all__ = [
+    "average_statistics",
+    "broadcast_state",
+    "broadcast_variables",
+    "build_optimizers_alike",
+    "separate_seeds",
+    "verify_once",
+    "verify_replicas",
+]
+
+# On a model: at which moment its replicas have been found equal.
+VERIFIED = "_keras_dist_verified"
+
+
+def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
+    """Gives every rank the root's weights and optimizer state.
+
+    Variables that are kept local, and their optimizer state, are left as they are.
+
+    Collective: every rank; the model must be built and its architecture the same; blocks.
+
+    Args:
+        model: a built Keras model.
+        root_rank: the rank whose state all receive. Defaults to 0.
+
+    Raises:
+        MismatchError: the models differ; raised on every rank.
+        ArgumentError: `root_rank` is not a rank.
+    """
+    model.__dict__.pop(VERIFIED, None)
+    variables = shared_state(model)
+    broadcast_variables(runtime.communicator(), variables, root_rank)
+
+
+def build_optimizers_alike(model: keras.Model) -> None:
+    """Builds optimizers of a model on the ranks that have not built them, where others have.
+
+    Collective: every rank; the weights of the model must be there; blocks.
+
+    Args:
+        model: a Keras model.
+    """
+    told = _engine.allgather_object(
+        runtime.communicator(),
+        built_optimizers.describe(model),
+        operation="the optimizers that are built",
+    )
+    built_optimizers.build(model, built_optimizers.agreed(told))
+
+
+def broadcast_variables(
+    comm: _engine.Communicator, variables: Sequence[Any], root_rank: int
+) -> None:
+    """Gives some ranks the root's values of variables. Collective: those ranks; blocks.
+
+    Args:
+        comm: the ranks.
+        variables: Keras variables, of the same shapes and dtypes on each.
+        root_rank: the rank of the job whose values all receive.
+
+    Raises:
+        MismatchError: the variables differ; raised on every rank.
+        ArgumentError: `root_rank` is not one of the ranks.
+    """
+    received = _engine.broadcast(
+        comm,
+        [to_numpy(variable) for variable in variables],
+        [variable_name(variable) for variable in variables],
+        root_rank,
+        operation="the broadcast of a model",
+        remedy=SAME_MODEL,
+    )
+    if comm.job.rank != root_rank:
+        for variable, value in zip(variables, received, strict=True):
+            variable.assign(value)
+
+
+def separate_seeds(model: keras.Model, root_rank: int = 0) -> None:
+    """Gives every rank its own stream of random numbers, derived from the root's.
+
+    The root keeps its stream, so a run on one rank is the same with and without
+    keras_dist. Called again, every rank continues at the root's position.
+
+    Collective: every rank; blocks.
+
+    Args:
+        model: a built Keras model.
+        root_rank: the rank from which the seeds are derived. Defaults to 0.
+    """
+    comm = runtime.communicator()
+    generators = random_states(model)
+    received = _engine.broadcast(
+        comm,
+        [to_numpy(generator) for generator in generators],
+        [variable_name(generator) for generator in generators],
+        root_rank,
+        operation="the broadcast of a model's random seeds",
+        remedy=SAME_MODEL,
+    )
+    if comm.rank != root_rank:
+        for generator, value in zip(generators, received, strict=True):
+            generator.assign(_own_seed(value, comm.rank))
+
+
+def average_statistics(model: keras.Model) -> None:
+    """Makes the weights that training does not touch equal on all ranks.
+
+    Batch normalisation keeps moving statistics of the batches it has seen, which differ
+    from rank to rank. Weights that differ are averaged, whole numbers and the like taken
+    from rank 0; weights that are equal, such as a frozen backbone's, keep their bits.
+
+    Collective: every rank; blocks.
+
+    Args:
+        model: a built Keras model.
+
+    Raises:
+        MismatchError: the models differ; raised on every rank.
+    """
+    comm = runtime.communicator()
+    if comm.size == 1:
+        return
+    weights = list(model.non_trainable_weights)
+    different = [weights[index] for index in _differing(comm, weights)]
+    floats = [w for w in different if keras.backend.is_float_dtype(w.dtype)]
+    others = [w for w in different if not keras.backend.is_float_dtype(w.dtype)]
+    averaged = _engine.allreduce(
+        comm,
+        [to_numpy(weight) for weight in floats],
+        [variable_name(weight) for weight in floats],
+        _engine.ReduceOp.AVERAGE,
+        bucket_nbytes(comm),
+    )
+    copied = _engine.broadcast(
+        comm,
+        [to_numpy(weight) for weight in others],
+        [variable_name(weight) for weight in others],
+        root=0,
+    )
+    for weight, value in zip(floats + others, averaged + copied, strict=True):
+        weight.assign(value)
+
+
+def verify_replicas(model: keras.Model) -> None:
+    """Checks that weights and optimizer state have the same bits on all ranks.
+
+    Variables that the optimizer keeps local, and their optimizer state, are left out. Only
+    digests travel, 16 bytes a variable.
+
+    Collective: every rank; blocks.
+
+    Args:
+        model: a Keras model.
+
+    Raises:
+        MismatchError: they differ; the text names the variables and the ranks. Raised on
+            every rank.
+
+    Example:
+    ```python
+    model.fit(x, y, callbacks=keras_dist.callbacks())
+    keras_dist.verify_replicas(model)
+    ```
+    """
+    comm = runtime.communicator()
+    variables = shared_state(model)
+    different = _differing(comm, variables)
+    if not different:
+        return
+    names = [
+        f"{variable_name(variables[index])} (ranks {', '.join(map(str, ranks))})"
+        for index, ranks in different.items()
+    ]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    raise errors.MismatchError(
+        errors.explain(
+            comm.where(),
+            f"the {len(variables)} variables of model {model.name!r} to be equal on all ranks",
+            f"differences from rank 0 in {'; '.join(names[:8])}{more}",
+            "Pass keras_dist.callbacks() to fit, wrap the optimizer in "
+            "keras_dist.DistributedOptimizer, and change weights on all ranks alike.",
+        )
+    )
+
+
+def verify_once(model: keras.Model, moment: str) -> None:
+    """Does as `verify_replicas`, unless it has at this moment and after this update.
+
+    Collective: every rank; blocks.
+
+    Args:
+        model: a Keras model.
+        moment: a name for what is about to happen.
+
+    Raises:
+        MismatchError: the replicas differ; raised on every rank.
+    """
+    now = (moment, [int(one.iterations) for one in optimizers_of(model)])
+    if model.__dict__.get(VERIFIED) != now:
+        verify_replicas(model)
+        object.__setattr__(model, VERIFIED, now)
+
+
+def _own_seed(generator_state: np.ndarray, rank: int) -> np.ndarray:
+    """Returns the state (seed, counter) of a generator with the seed made this rank's own."""
+    own = generator_state.copy()
+    seed = int(generator_state[0]) & 0xFFFFFFFF
+    drawn = np.random.SeedSequence([seed, rank]).generate_state(1, np.uint32)
+    own[0] = drawn.astype(own.dtype)[0]
+    return own
+
+
+def _differing(comm: _engine.Communicator, variables: Sequence[Any]) -> dict[int, list[int]]:
+    """Returns the indices of variables that are not equal everywhere, and on which ranks."""
+    names = [variable_name(variable) for variable in variables]
+    digests = [hashlib.blake2b(bytes_of(v).data, digest_size=16).digest() for v in variables]
+    mine = np.frombuffer(b"".join(digests), np.uint8).reshape(1, -1, 16)
+    everyone = _engine.allgather(comm, mine, f"the digests of {len(names)} variables")
+    odd = (everyone != everyone[:1]).any(axis=2)
+    return {
+        int(index): [int(rank) for rank in np.flatnonzero(odd[:, index])]
+        for index in np.flatnonzero(odd.any(axis=0))
+    }

@@ -1,0 +1,225 @@
+"""What is written of an optimizer's terms beside its saved state, and how it is read again.
+
+A small JSON text. Variables and layers stand in it by their path and by their place among the
+optimizer's variables. The place counts where there is one, as it does for Keras when it loads the
+state of an optimizer; a path may be another one in a model whose layers name themselves.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import keras
+
+from keras_dist import _engine, errors, runtime
+from keras_dist.ops.reduction_options import ReductionOptions
+from keras_dist.runtime.process_sets import say_ranks
+from keras_dist.training.model_state import variable_name
+
+__all__ = ["FILE", "describe", "local_parts", "parse", "settings"]
+
+#: the name of the file, among the assets of a saved optimizer
+FILE = "keras_dist.json"
+
+VERSION = 1
+REMEDY = "Pass the argument to load_model, or save the model anew."
+
+
+# --- Writing
+
+
+def describe(
+    terms: ReductionOptions,
+    variables: Sequence[Any],
+    local_variables: Sequence[Any],
+    local_layers: Sequence[keras.Layer],
+) -> str:
+    """Returns the text that is written.
+
+    Args:
+        terms: how gradients are reduced.
+        variables: those of the optimizer, in its order; none as long as it is not built.
+        local_variables: those that each rank keeps for itself.
+        local_layers: layers whose variables each rank keeps for itself.
+    """
+    places = _places(variables)
+    groups: Any = terms.groups
+    if not isinstance(groups, int):
+        groups = [[_describe_variable(v, places) for v in group] for group in groups] or None
+    return json.dumps(
+        {
+            "version": VERSION,
+            "op": terms.op.value,
+            "process_set": [list(ranks) for ranks in terms.sets],
+            "compression": terms.compression.name,
+            "backward_passes_per_step": terms.passes,
+            "average_aggregated_gradients": terms.averages,
+            "gradient_predivide_factor": terms.predivide,
+            "sparse_as_dense": terms.sparse_as_dense,
+            "groups": groups,
+            "scale_local_gradients": terms.scale_local,
+            "local_variables": [_describe_variable(v, places) for v in local_variables],
+            "local_layers": [
+                {"path": _path(layer), "places": _places_of(layer, places)}
+                for layer in local_layers
+            ],
+        },
+        indent=2,
+    )
+
+
+def _describe_variable(variable: Any, places: dict[int, int]) -> dict[str, Any]:
+    return {"path": variable_name(variable), "place": places.get(id(variable))}
+
+
+def _places(variables: Sequence[Any]) -> dict[int, int]:
+    return {id(variable): place for place, variable in enumerate(variables)}
+
+
+def _places_of(layer: keras.Layer, places: dict[int, int]) -> list[int]:
+    return [places[id(v)] for v in layer.trainable_variables if id(v) in places]
+
+
+# --- Reading
+
+
+def parse(text: str | bytes) -> dict[str, Any]:
+    """Returns what `describe` has written.
+
+    Raises:
+        ValueError: it is something else, or of a later version.
+    """
+    saved = json.loads(text)
+    if not isinstance(saved, dict) or saved.get("version") != VERSION:
+        version = saved.get("version") if isinstance(saved, dict) else saved
+        raise ValueError(f"{FILE} of version {version!r}, where this keras_dist knows {VERSION}")
+    return saved
+
+
+def settings(
+    saved: dict[str, Any], variables: Sequence[Any], given: Collection[str], where: str
+) -> dict[str, Any]:
+    """Returns the arguments of `DistributedOptimizer` that were saved.
+
+    Args:
+        saved: from `parse`.
+        variables: those of the loaded optimizer, in its order.
+        given: arguments that the user gives, which are left out.
+        where: the place for error messages.
+
+    Raises:
+        ArgumentError: a process set is not there, or a compression is not known by name.
+        CheckpointError: a variable is not there.
+        KeyError: something is missing in what was saved.
+    """
+    read: dict[str, Any] = {
+        "process_set": lambda ranks: _find_set(ranks, where),
+        "compression": lambda name: _find_compression(name, where),
+        "groups": lambda groups: _find_groups(groups, variables, where),
+    }
+    names = (
+        "op process_set compression backward_passes_per_step average_aggregated_gradients "
+        "gradient_predivide_factor sparse_as_dense groups scale_local_gradients"
+    )
+    return {
+        name: read.get(name, lambda value: value)(saved[name])
+        for name in names.split()
+        if name not in given
+    }
+
+
+def local_parts(
+    saved: dict[str, Any], model: keras.Model, variables: Sequence[Any], where: str
+) -> tuple[list[Any], list[keras.Layer]]:
+    """Returns the local variables and the local layers that were saved.
+
+    Args:
+        saved: from `parse`.
+        model: the loaded model.
+        variables: those of its optimizer, in its order.
+        where: the place for error messages.
+
+    Raises:
+        CheckpointError: one is not there.
+        KeyError: something is missing in what was saved.
+    """
+    known = [_find_variable(one, variables, where) for one in saved["local_variables"]]
+    layers = [_find_layer(one, model, variables, where) for one in saved["local_layers"]]
+    return known, layers
+
+
+def _find_set(sets: list[list[int]], where: str) -> Any:
+    if not sets:
+        return None
+    found = runtime.find_process_set([tuple(ranks) for ranks in sets])
+    if found is None:
+        listed = " and ".join(say_ranks(ranks) for ranks in sets)
+        raise errors.ArgumentError(
+            errors.explain(
+                where,
+                f"a process set of {listed}, with which the optimizer was saved",
+                "none",
+                "Make it first, by keras_dist.add_process_set on every rank, or pass another "
+                "process_set to load_model, None for all ranks.",
+            )
+        )
+    return found
+
+
+def _find_compression(name: str, where: str) -> _engine.Compressor:
+    try:
+        return _engine.parse_compression(name, where)
+    except errors.ArgumentError as error:
+        raise errors.ArgumentError(
+            errors.explain(
+                where,
+                f"the compression {name}, with which the optimizer was saved, as an argument",
+                "none",
+                "Pass compression=, an instance of that class or another compression, to "
+                "load_model.",
+            )
+        ) from error
+
+
+def _find_groups(groups: Any, variables: Sequence[Any], where: str) -> Any:
+    if not isinstance(groups, list):
+        return groups
+    return [[_find_variable(one, variables, where) for one in group] for group in groups]
+
+
+def _find_variable(saved: dict[str, Any], variables: Sequence[Any], where: str) -> Any:
+    path, place = saved["path"], saved["place"]
+    if place is not None and place < len(variables):
+        return variables[place]
+    found = [variable for variable in variables if _same_path(variable_name(variable), path)]
+    if place is not None or len(found) != 1:
+        raise _missing(f"the variable {path!r}", len(variables), "trainable variables", where)
+    return found[0]
+
+
+def _find_layer(
+    saved: dict[str, Any], model: keras.Model, variables: Sequence[Any], where: str
+) -> keras.Layer:
+    layers, places = model._flatten_layers(include_self=True), _places(variables)
+    # One that was not built, or frozen, has nothing but its path.
+    wanted = saved["places"]
+    fitting = [one for one in layers if not wanted or _places_of(one, places) == wanted]
+    named = [one for one in fitting if _same_path(_path(one), saved["path"])]
+    found = named or (fitting if wanted else [])
+    if not found:
+        raise _missing(f"the layer {saved['path']!r}", len(fitting), "layers", where)
+    return found[0]
+
+
+def _path(layer: keras.Layer) -> str:
+    return layer.path or layer.name  # one that is not built has no path yet
+
+
+def _same_path(path: str, other: str) -> bool:
+    """Tells whether paths are equal; a loaded `Sequential` may stand in them or be missing."""
+    return f"/{path}".endswith(f"/{other}") or f"/{other}".endswith(f"/{path}")
+
+
+def _missing(what: str, count: int, kind: str, where: str) -> errors.CheckpointError:
+    expected = f"{what} in the loaded model, for the terms of its optimizer"
+    return errors.CheckpointError(errors.explain(where, expected, f"{count} other {kind}", REMEDY))

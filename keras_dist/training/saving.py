@@ -1,0 +1,246 @@
+"""Loading a model whose optimizer was distributed: it is again, on the same terms.
+
+Keras writes and reads the model; the terms lie among its assets, see `saved_terms`.
+"""
+
+import inspect
+import os
+import pathlib
+import re
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import h5py
+import keras
+
+from keras_dist import errors, runtime
+from keras_dist.training import saved_options
+from keras_dist.training.distributed import check_local
+from keras_dist.training.optimizer import DistributedOptimizer
+
+__all__ = ["load_model"]
+
+# Where Keras puts the assets of a model's optimizer; the second while the reduction has not been
+# moved outwards, see `reduction.move_outwards`.
+PLACES = ("assets/optimizer", "assets/optimizer/inner_optimizer")
+
+REMEDY = (
+    "Check the path; save the model anew if the file is damaged; pass custom_optimizers or "
+    "custom_objects for classes of your own, the same as when it was saved."
+)
+
+
+def load_model(
+    filepath: str | os.PathLike[str],
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    *,
+    compile: bool = True,
+    safe_mode: bool = True,
+    legacy_opts: bool = False,
+    **settings: Any,
+) -> keras.Model:
+    """Loads a model and makes its optimizer distributed, on the terms it was saved with.
+
+    Weights, state of the optimizer and iteration are those of the file. The optimizer may have
+    been saved plain or distributed. In the latter case the arguments of `DistributedOptimizer`
+    are those it had, and local variables and layers are local again. A process set is found by its
+    ranks, a compression by its name.
+
+    Not collective: each rank may load the model, or only the root, before the callbacks give all
+    ranks its state; then the others build the same model with the same `DistributedOptimizer`. In
+    each way an error is one of the ranks that load.
+
+    Args:
+        filepath: a `.keras` file or a directory of Keras. The terms are read from the local file
+            system; a legacy `.h5` file has none, so there the defaults of `DistributedOptimizer`
+            and `settings` hold.
+        custom_optimizers: classes of optimizers that Keras does not know. Defaults to none.
+        custom_objects: names and what they stand for, as in Keras. Defaults to none.
+        compile: whether to compile the model, as in Keras; without, it has no optimizer.
+            Defaults to `True`.
+        safe_mode: as in Keras. Defaults to `True`.
+        legacy_opts: accepted for scripts written for Horovod; has no effect.
+        **settings: arguments of `DistributedOptimizer`, by name, which go before those saved.
+
+    Returns:
+        A Keras model.
+
+    Raises:
+        CheckpointError: there is no such file, it cannot be read, it is damaged, it holds another
+            optimizer state than its optimizer takes, or it speaks of variables that the model has
+            not.
+        ArgumentError: the process set or the compression it was saved with has to be made or
+            passed first, or as `DistributedOptimizer`.
+        ArgumentTypeError: `custom_optimizers` holds something else, or as `DistributedOptimizer`.
+
+    Example:
+    ```python
+    model = keras_dist.load_model("model.keras")
+    model.fit(dataset, callbacks=keras_dist.callbacks())
+    ```
+    """
+    where = runtime.where()
+    inspect.signature(DistributedOptimizer).bind_partial(None, **settings)
+    known = _by_name(custom_optimizers, where) | dict(custom_objects or {})
+    _check_whole(pathlib.Path(filepath), where)
+    try:
+        saved = _read_terms(pathlib.Path(filepath))
+        model = _load(filepath, known, compile, safe_mode)
+    except Exception as error:  # Keras raises whatever the libraries beneath it do
+        raise _unreadable(filepath, error, where) from error
+    if _optimizer_of(model) is not None:
+        _distribute(model, saved, settings, filepath, where)
+    return model
+
+
+def _by_name(optimizers: Any, where: str) -> dict[str, type]:
+    """Returns classes by the names with which Keras may have saved them."""
+    listed = [optimizers] if isinstance(optimizers, type) else list(optimizers or ())
+    for one in listed:
+        if not (isinstance(one, type) and issubclass(one, keras.optimizers.Optimizer)):
+            raise errors.ArgumentTypeError(
+                errors.explain(
+                    where,
+                    "custom_optimizers to be a list of classes derived from a Keras optimizer",
+                    f"{one!r} of type {type(one).__name__}",
+                    "Pass for example custom_optimizers=[MyOptimizer].",
+                )
+            )
+    names = [(name, one) for one in listed for name in (one.__name__, _registered(one))]
+    return dict(names)
+
+
+def _registered(optimizer: type) -> str:
+    return keras.saving.get_registered_name(optimizer)
+
+
+def _check_whole(path: pathlib.Path, where: str) -> None:
+    """Checks that a `.keras` file holds the bytes that were written; others have no checksum.
+
+    Raises:
+        CheckpointError: it has been cut off, or bytes of it have changed.
+    """
+    if path.suffix != ".keras" or not path.is_file():
+        return
+    received = "no whole zip archive: it was cut off, or another program wrote it"
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            name = archive.testzip()
+        if name is None:
+            return
+        received = f"{name!r} in it does not have its checksum: bytes have changed"
+    remedy = "The file is damaged: load an earlier checkpoint, or a copy of this one."
+    expected = f"the whole model that was saved to {path}"
+    raise errors.CheckpointError(errors.explain(where, expected, received, remedy))
+
+
+def _read_terms(path: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the terms that lie in a saved model, if there are any."""
+    names = [f"{place}/{saved_options.FILE}" for place in PLACES]
+    if path.is_dir():
+        found = [(path / name).read_text() for name in names if (path / name).exists()]
+    elif zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            found = [archive.read(name).decode() for name in names if name in archive.namelist()]
+    else:
+        return None
+    return saved_options.parse(found[0]) if found else None
+
+
+def _load(filepath: Any, known: dict[str, Any], compile: bool, safe_mode: bool) -> keras.Model:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = keras.saving.load_model(filepath, known, compile=compile, safe_mode=safe_mode)
+    optimizer = _optimizer_of(model)
+    for warning in caught:
+        # Keras only warns that it leaves out the state of an optimizer or layer that does not fit.
+        if not str(warning.message).startswith("Skipping "):
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+        elif not _is_new(str(warning.message), optimizer):
+            raise ValueError(str(warning.message).strip())
+    if optimizer is not None and str(filepath).endswith((".h5", ".hdf5")):
+        _restore_legacy(model, filepath)
+    return model
+
+
+def _optimizer_of(model: keras.Model) -> Any:
+    return getattr(model, "optimizer", None)  # a model that was never compiled has none
+
+
+def _is_new(warning: str, optimizer: Any) -> bool:
+    """Tells whether the optimizer whose state Keras leaves out had made no step: it had none."""
+    number = re.search(r"the saved optimizer has (\d+) variables", warning)
+    if optimizer is None or number is None:
+        return False
+    new = type(optimizer).from_config(optimizer.get_config())
+    return any(
+        int(number[1]) == len(one.variables) for one in (new, getattr(new, "inner_optimizer", new))
+    )
+
+
+def _restore_legacy(model: keras.Model, filepath: Any) -> None:
+    """Gives a model of a legacy file an optimizer that can go on, in the state of the file.
+
+    Keras builds the optimizer for the variables that belong to the model itself and to none of its
+    layers, so mostly for none.
+    """
+    optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
+    optimizer.build(model.trainable_variables)
+    with h5py.File(filepath) as file:
+        values = _optimizer_values(file)
+    shapes = [tuple(variable.shape) for variable in optimizer.variables]
+    # One that had made no step was saved without a state.
+    if len(values) > len(type(optimizer).from_config(optimizer.get_config()).variables):
+        if [value.shape for value in values] != shapes:
+            raise ValueError(
+                f"{len(values)} variables of an optimizer, or of other shapes, where it has "
+                f"{len(shapes)}"
+            )
+        for variable, value in zip(optimizer.variables, values, strict=True):
+            variable.assign(value)
+    model.optimizer = optimizer
+
+
+def _optimizer_values(file: h5py.File) -> list[Any]:
+    """Returns what a legacy file holds of an optimizer; many names are cut into several lists."""
+    group = file.get("optimizer_weights")
+    lists = [] if group is None else [key for key in group.attrs if key.startswith("weight_names")]
+    lists.sort(key=lambda key: (len(key), key))
+    return [group[name][()] for key in lists for name in group.attrs[key]]
+
+
+def _distribute(
+    model: keras.Model,
+    saved: dict[str, Any] | None,
+    given: dict[str, Any],
+    filepath: Any,
+    where: str,
+) -> None:
+    """Makes a model's optimizer distributed, on given terms and those that were saved."""
+    optimizer = model.optimizer
+    if saved is None:
+        DistributedOptimizer(optimizer, **given)
+        return
+    variables = list(getattr(optimizer, "_trainable_variables", ()))
+    try:
+        found = saved_options.settings(saved, variables, given, where)
+        local, layers = saved_options.local_parts(saved, model, variables, where)
+    except (KeyError, TypeError, AttributeError) as error:  # written by another hand
+        raise _unreadable(filepath, error, where) from error
+    DistributedOptimizer(optimizer, **found, **given)
+    for variable in local:
+        optimizer.register_local_var(variable)
+    if layers:
+        check_local(optimizer)
+        optimizer._keras_dist.local_layers = tuple(layers)
+
+
+def _unreadable(filepath: Any, error: Exception, where: str) -> errors.CheckpointError:
+    expected = f"a model that can be loaded, with the state of its optimizer, in {filepath}"
+    received = f"{type(error).__name__}: {error}"
+    return errors.CheckpointError(errors.explain(where, expected, received, REMEDY))

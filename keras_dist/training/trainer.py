@@ -1,0 +1,146 @@
+"""What a Keras model needs before its train step is built, whoever trains it.
+
+An optimizer is not told which model it belongs to, and `train_on_batch` calls no callbacks;
+but every way to train goes through `Model.make_train_function`, which Keras documents as the
+place to change how a step is made. It is wrapped once, when the first optimizer is
+distributed, and does nothing for models with other optimizers.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_dist import _backends, _engine, errors, runtime
+from keras_dist.data import epochs
+from keras_dist.training.distributed import distributed_optimizers, move_outwards
+from keras_dist.training.fit_plan import agree_on_fit
+from keras_dist.training.model_state import RESULT, SKIPPING, optimizers_of
+
+__all__ = ["watch_models"]
+
+
+TRACED_FOR = "_keras_dist_traced_for"
+RECORDED = "_keras_dist_recorded"
+
+
+@functools.cache
+def watch_models() -> None:
+    """Makes every Keras model of this process ready for a distributed optimizer."""
+    original = keras.Model.make_train_function
+
+    @functools.wraps(original)
+    def make_train_function(self: keras.Model, force: bool = False) -> Any:
+        for optimizer in optimizers_of(self):
+            move_outwards(optimizer)
+        optimizers = distributed_optimizers(self)
+        if not optimizers:
+            return original(self, force)
+        # A step that was traced before the optimizer was wrapped, or for ranks that have
+        # been left since, holds no reduction, or one among those ranks.
+        reductions = [(one._keras_dist, one._keras_dist.communicator()) for one in optimizers]
+        force = force or self.__dict__.get(TRACED_FOR) != reductions
+        meets_host: Any = contextlib.nullcontext()
+        if any(comm is not None for _, comm in reductions):
+            backend = _backends.active()
+            backend.check_model(self)
+            _check_layers(self)
+            # Only the train step meets the host; evaluate and predict are compiled as ever.
+            meets_host = backend.train_step_for_host(self)
+        with meets_host:
+            made = original(self, force)
+        self.__dict__[TRACED_FOR] = reductions
+        self.train_function = _recorded(self.train_function, self)
+        return made
+
+    keras.Model.make_train_function = make_train_function
+    keras.Model.fit = _agreed(keras.Model.fit)
+    for task in ("fit", "evaluate", "predict"):
+        setattr(keras.Model, task, _noted(getattr(keras.Model, task), task))
+
+
+def _recorded(step: Callable[..., Any], model: keras.Model) -> Callable[..., Any]:
+    """Returns a train function whose calls are steps of the timeline."""
+    if hasattr(step, RECORDED):
+        return step  # Keras has returned what was made before
+    count = model.steps_per_execution
+
+    @functools.wraps(step, updated=())
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with _engine.step(count):
+            return step(*args, **kwargs)
+
+    setattr(recorded, RECORDED, True)
+    return recorded
+
+
+def _agreed(fit: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the `fit` of models, with a comparison of its arguments between the ranks before."""
+    signature = inspect.signature(fit)
+    place = list(signature.parameters).index("callbacks")
+
+    @functools.wraps(fit)
+    def agreed(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        everywhere = agree_on_fit(bound.arguments)
+        # As they were given, since others may have wrapped `fit` as well; but for their order.
+        ordered = bound.arguments["callbacks"]
+        given = [ordered if at == place else value for at, value in enumerate(args)]
+        options = {**kwargs, "callbacks": ordered} if "callbacks" in kwargs else kwargs
+        model = bound.arguments["self"]
+        result = model.__dict__.get(RESULT)
+        try:
+            with epochs.training_on(bound.arguments, everywhere):
+                return fit(*given, **options)
+        finally:
+            _leave_result(model, result)
+            # A fit that failed has not skipped all batches, and the next one would go on.
+            if (end := model.__dict__.pop(SKIPPING, None)) is not None:
+                end()
+
+    return agreed
+
+
+def _leave_result(model: keras.Model, before: Any) -> None:
+    """Leaves a model its function of the logs from before a fit, which may have failed."""
+    model.__dict__.pop(RESULT, None)
+    if before is not None:
+        object.__setattr__(model, RESULT, before)
+
+
+def _noted(method: Callable[..., Any], task: str) -> Callable[..., Any]:
+    """Returns a method of models that says in messages that a rank is in it."""
+
+    @functools.wraps(method)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        with _engine.during(task):
+            return method(*args, **kwargs)
+
+    return noted
+
+
+def _check_layers(model: keras.Model) -> None:
+    """Refuses batch normalisation that Keras would have to synchronise.
+
+    It knows how for a strategy of TensorFlow: over the ranks of a job the layer would normalise
+    by its own batch and say nothing. On the other backends Keras itself refuses it.
+    """
+    names = [
+        layer.path
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
+    ]
+    if names:
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                f"model {model.name!r} to have no BatchNormalization(synchronized=True)",
+                ", ".join(names),
+                "Use keras_dist.layers.SyncBatchNormalization(), without synchronized=True, "
+                "which normalises by the batches of all ranks.",
+            )
+        )
