@@ -42,12 +42,12 @@ def fit(*callbacks, epochs):
 def test_the_writer_is_killed(job, tmp_path):
     text = f"""{TRAIN}
 def write_for_ever(acknowledge):
-    whole, number = next(iter(generations.newest_first(folder)), None), 0
+    whole, number = next(iter(versioned_backups.newest_first(folder)), None), 0
     while True:
         number += 1
         def save(file):
             np.savez(file, number=number, values=np.full(100_000, number))
-        whole = generations.add(folder, save, whole)
+        whole = versioned_backups.add(folder, save, whole)
         os.write(acknowledge, number.to_bytes(4, "little"))
 
 draw = random.Random(7)
@@ -68,14 +68,14 @@ for turn in range(40):
         last = int.from_bytes(told, "little")
     os.close(read)
     within.append(any(path.name.startswith(".") for path in folder.iterdir()))
-    found = generations.newest_first(folder)
-    assert all(generations.is_whole(path) for path in found), found
+    found = versioned_backups.newest_first(folder)
+    assert all(versioned_backups.is_whole(path) for path in found), found
     with np.load(found[0], allow_pickle=False) as file:
         number = int(file["number"])
         assert (file["values"] == number).all()
     assert number in (last, last + 1), (number, last)
     # What was left of it goes when the next one is written.
-    whole = generations.add(folder, lambda file: file.write(b"new"), found[0])
+    whole = versioned_backups.add(folder, lambda file: file.write(b"new"), found[0])
     assert {{path.name for path in folder.iterdir()}} == {{whole.name, found[0].name}}
 print("killed within a write:", sum(within))
 assert sum(within) > 10
@@ -104,13 +104,13 @@ fault()
 for epochs, damage in (3, flip), (4, cut_off):
     keras_dist.barrier()
     if rank == 0:
-        damage(generations.newest_first(folder)[0])
+        damage(versioned_backups.newest_first(folder)[0])
     keras_dist.barrier()
     at = At()
     fit(at, backup, epochs=epochs)
     assert at.epochs == [epochs - 2, epochs - 1], at.epochs
 if rank == 0:
-    for path in generations.newest_first(folder):
+    for path in versioned_backups.newest_first(folder):
         flip(path)
 keras_dist.barrier()
 try:
@@ -157,7 +157,7 @@ assert at.epochs == [0, 1, 2, 3]
 if rank == 0:
     assert before == after
     names = {{path.name for path in contents()}}
-    new = generations.newest_first(folder / "backup")
+    new = versioned_backups.newest_first(folder / "backup")
     assert names == {{*(p.name for p in new), "model.keras", "model.weights.h5", "behind.keras"}}
     assert len(new) == 2 and new[1] in before and new[0] not in before
     assert all(contents()[path] != before[path] for path in folder.glob("*.*"))
@@ -179,7 +179,7 @@ def test_the_directory_goes_away(job, tmp_path):
 def remove():
     shutil.rmtree(folder)
 def take_place():
-    assert len(generations.newest_first(folder)) == 1
+    assert len(versioned_backups.newest_first(folder)) == 1
     shutil.rmtree(folder)
     folder.write_text("")
 fault()

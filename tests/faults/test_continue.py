@@ -34,13 +34,13 @@ sums = []
 for step in range(14):
     if kills.get(me) == step:
         die()
-    total = collectives.allreduce(np.full(50_000, 2.0**me), op="sum", name="gradients")
+    total = ops.allreduce(np.full(50_000, 2.0**me), op="sum", name="gradients")
     assert (total == total[0]).all()
     sums.append(int(total[0]))
     if step == 11:
-        collectives.join()
-assert len(set(map(tuple, collectives.allgather_object(sums)))) == 1
-assert collectives.broadcast([me], root_rank=0).tolist() == [0]
+        ops.join()
+assert len(set(map(tuple, ops.allgather_object(sums)))) == 1
+assert ops.broadcast([me], root_rank=0).tolist() == [0]
 if runtime.rank() == 0:
     print("sums", sums)
 """
@@ -129,11 +129,11 @@ def test_a_wrong_argument_is_one_operation_on_all_ranks(go_on):
 from keras_dist import errors
 for name in (None, "loss"):
     try:
-        collectives.allreduce(1.0, "median" if me == 0 else "sum", name)
+        ops.allreduce(1.0, "median" if me == 0 else "sum", name)
         raise SystemExit("no error")
     except errors.ArgumentError:
         pass
-    assert collectives.allreduce(1.0, "sum") == 2
+    assert ops.allreduce(1.0, "sum") == 2
 """
     ended = go_on(2, text)
     assert ended.returncode == 0, ended.stdout
@@ -148,7 +148,7 @@ def test_the_root_dies_in_a_broadcast(go_on):
     text = """
 if me == 0:
     die()
-assert collectives.broadcast_object(f"from {me}") == "from 1"
+assert ops.broadcast_object(f"from {me}") == "from 1"
 assert (runtime.rank(), runtime.size()) == (me - 1, 2)
 """
     ended = go_on(3, text)
@@ -166,10 +166,10 @@ if me != 1:
     for step in range(3):
         if me == 2 and step == 1:
             die()
-        total = collectives.allreduce(2.0**me, op="sum")
+        total = ops.allreduce(2.0**me, op="sum")
         assert total == [9 + 4, 9, 9][step], total
-collectives.join()
-assert collectives.allreduce(2.0**me, op="sum") == 11
+ops.join()
+assert ops.allreduce(2.0**me, op="sum") == 11
 """
     ended = go_on(4, text)
     assert ended.returncode == 0, ended.stdout
@@ -190,7 +190,7 @@ specs = [((1000,), np.dtype("float64"))]
 plan = _engine.FusedAllreduce(comm, ["g"], specs, _engine.ReduceOp.SUM, 2**20, updates=True)
 for step in range(3):
     plan([np.full(1000, 2.0**me)])
-collectives.barrier()
+ops.barrier()
 if me == 3:
     come = segments.Counter.raise_to
     def come_and_die(*args):
@@ -200,7 +200,7 @@ if me == 3:
 if me in (0, 2):
     time.sleep(1.5)
 total = plan([np.full(1000, 2.0**me)])[0]
-collectives.join()
+ops.join()
 assert (total == 15).all(), total
 """
     ended = go_on(4, text)
@@ -217,7 +217,7 @@ def test_a_rank_dies_while_memory_is_made(go_on):
 from keras_dist._engine.shm import segments
 if me == 1:
     segments.Segment.__init__ = lambda *args: die()
-total = collectives.allreduce(np.full(100_000, 2.0**me), op="sum")
+total = ops.allreduce(np.full(100_000, 2.0**me), op="sum")
 assert (total == 5).all()
 made = [name for name in os.listdir("/dev/shm") if name.startswith(f"keras_dist-{os.getuid()}-")]
 assert not [name for name in made if name.split("-")[2] == str(os.getpid())]
@@ -268,7 +268,7 @@ def test_process_sets_cannot_go_on(go_on):
 runtime.add_process_set([0, 1])
 if me == 2:
     die()
-collectives.barrier()
+ops.barrier()
 """
     ended = go_on(3, text)
     assert ended.returncode != 0
@@ -286,7 +286,7 @@ def test_one_rank_alone_is_ready_for_deaths(go_on, ready):
 fault()
 if me == {ready}:
     runtime.outlive_ranks()
-collectives.allgather_object(me)
+ops.allgather_object(me)
 """
     ended = go_on(2, text, KERAS_DIST_ON_FAILURE="stop", KERAS_DIST_STALL_ABORT_SECONDS="8")
     assert ended.returncode != 0
@@ -302,12 +302,12 @@ collectives.allgather_object(me)
 )
 def test_another_does_not_come_to_go_on(go_on):
     text = """
-collectives.barrier()
+ops.barrier()
 if me == 1:
     die()
 if me == 2:
     time.sleep(1000)
-collectives.barrier()
+ops.barrier()
 """
     limits = {"KERAS_DIST_STALL_SECONDS": "1", "KERAS_DIST_STALL_ABORT_SECONDS": "4"}
     ended = go_on(3, text, **limits)
@@ -327,7 +327,7 @@ def test_an_error_is_no_death(go_on):
 if me == 1:
     fault()
     raise ValueError("broken on purpose")
-collectives.barrier()
+ops.barrier()
 """
     ended = go_on(3, text)
     assert ended.returncode != 0
@@ -344,7 +344,7 @@ def test_mpi_that_cannot_go_on_is_said_at_the_start(job):
 if me == 1:
     time.sleep(1)
     die()
-collectives.barrier()
+ops.barrier()
 """
     ended = job(2, BEGIN + text, bare=True, **GO_ON)
     assert ended.returncode != 0
@@ -490,15 +490,15 @@ def watch():
         with contextlib.suppress(OSError, StopIteration):  # of the dead, or of another job's end
             found.append(next(sockets.jobs_of(path)))
     return [job for job in found if job.pid == int(pids[0])]
-pids = collectives.allgather_object(os.getpid())
+pids = ops.allgather_object(os.getpid())
 if me == 0:
     assert [row.report.pid for row in watch()[0].rows] == pids
     die()
-pids = collectives.allgather_object(os.getpid())
+pids = ops.allgather_object(os.getpid())
 if me == 1:
     (job,) = watch()
     assert [row.report.pid for row in job.rows] == pids and all(row.age < 3 for row in job.rows)
-collectives.barrier()
+ops.barrier()
 """
     ended = go_on(3, text, XDG_RUNTIME_DIR=str(tmp_path))
     assert ended.returncode == 0, ended.stdout

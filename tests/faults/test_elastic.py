@@ -82,15 +82,15 @@ fault()
 )
 def test_a_damaged_state_is_noticed(job, tmp_path):
     text = f"""{KEPT}
-whole = generations.newest_first(folder)[1]
+whole = versioned_backups.newest_first(folder)[1]
 keras_dist.barrier()
-damage(generations.newest_first(folder)[:1])
+damage(versioned_backups.newest_first(folder)[:1])
 state = started_anew()
 assert state.epoch == 1
 state.commit()
-assert whole in generations.newest_first(folder)
+assert whole in versioned_backups.newest_first(folder)
 keras_dist.barrier()
-damage(generations.newest_first(folder))
+damage(versioned_backups.newest_first(folder))
 try:
     started_anew()
     raise SystemExit("not found")

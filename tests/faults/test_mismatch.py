@@ -17,31 +17,31 @@ def assert_all_told(ended, ranks, message):
 
 CALLS = {
     "another operation": (
-        "collectives.allreduce(1.0) if runtime.rank() == 0 else collectives.barrier()",
+        "ops.allreduce(1.0) if runtime.rank() == 0 else ops.barrier()",
         "[rank 1 of 2] Expected allreduce('value') as on rank 0. Received: barrier.",
     ),
     "another shape": (
-        "collectives.allreduce([0.0] * (3 + runtime.rank()))",
+        "ops.allreduce([0.0] * (3 + runtime.rank()))",
         "[rank 1 of 2] Expected 'value' with shape (3,) as on rank 0. Received: (4,).",
     ),
     "another dtype": (
-        "collectives.allreduce(np.ones(3, ['f4', 'f8'][runtime.rank()]))",
+        "ops.allreduce(np.ones(3, ['f4', 'f8'][runtime.rank()]))",
         "[rank 1 of 2] Expected 'value' with dtype float32 as on rank 0. Received: float64.",
     ),
     "another name": (
-        "collectives.allreduce(1.0, name='loss' if runtime.rank() == 0 else 'norm')",
+        "ops.allreduce(1.0, name='loss' if runtime.rank() == 0 else 'norm')",
         "[rank 1 of 2] Expected name='loss' in allreduce('loss') as on rank 0. Received: name=",
     ),
     "another root": (
-        "collectives.broadcast(1.0, root_rank=runtime.rank())",
+        "ops.broadcast(1.0, root_rank=runtime.rank())",
         "[rank 1 of 2] Expected root_rank=0 in broadcast",
     ),
     "a root that is not there": (
-        "collectives.broadcast(1.0, root_rank=9)",
+        "ops.broadcast(1.0, root_rank=9)",
         "Expected root_rank to be a rank of this job",
     ),
     "a bad argument on one rank": (
-        "collectives.allreduce('text' if runtime.rank() == 1 else 1.0)",
+        "ops.allreduce('text' if runtime.rank() == 1 else 1.0)",
         "[rank 1 of 2] Expected value to have a dtype",
     ),
 }
@@ -53,7 +53,7 @@ CALLS = {
 @pytest.mark.parametrize("case", CALLS)
 def test_another_call(job, case):
     text, message = CALLS[case]
-    begin = "import numpy as np\nfrom keras_dist import collectives\nruntime.init()\nfault()\n"
+    begin = "import numpy as np\nfrom keras_dist import ops\nruntime.init()\nfault()\n"
     assert_all_told(job(2, begin + text, bare=True), 2, message)
 
 

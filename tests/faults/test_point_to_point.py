@@ -35,7 +35,7 @@ tried(lambda: send(x, other))
 tried(lambda: recv(me))
 if me == 0:
     tried(lambda: recv(1))
-collectives.barrier()
+ops.barrier()
 if me == 0:
     send(x, 1)
 else:
@@ -64,7 +64,7 @@ else:
 def test_a_rank_leaves_while_another_receives(job, way):
     text = """
 if me == 2:
-    collectives.barrier()
+    ops.barrier()
 elif me == 1:
     fault()
 else:
@@ -86,7 +86,7 @@ def test_a_rank_dies_while_another_receives(job, open_mpi):
 if me == 1:
     fault()
     os.kill(os.getpid(), signal.SIGKILL)
-recv(1) if me == 0 else collectives.barrier()
+recv(1) if me == 0 else ops.barrier()
 """
     options = ("--with-ft", "ulfm")
     ended = job(

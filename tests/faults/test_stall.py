@@ -12,7 +12,7 @@ runtime.init()
 rank = runtime.rank()
 fault()
 """
-LOSS = "collectives.allreduce(1.0, name='loss')\n"
+LOSS = "ops.allreduce(1.0, name='loss')\n"
 ENDS = (
     "after `KERAS_DIST_STALL_SECONDS` (here 1) it is named, {}; at the limit (here 3) the job ends"
 )
@@ -117,11 +117,11 @@ def test_ranks_of_sets_that_wait_for_each_other_are_told_apart(run_watched):
     text = """
 low, high = runtime.add_process_set([0, 1]), runtime.add_process_set([1, 2])
 if rank == 0:
-    collectives.barrier(low)
+    ops.barrier(low)
 if rank == 1:
-    collectives.barrier(high)
+    ops.barrier(high)
 if rank == 2:
-    collectives.barrier()
+    ops.barrier()
 """
     job, _ = run_watched(3, text)
     assert job.returncode != 0
@@ -158,7 +158,7 @@ import numpy as np
 from keras_dist._engine.shm import segments
 if rank == 1:
     segments.Segment.__init__ = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
-collectives.allreduce(np.ones(100_000))
+ops.allreduce(np.ones(100_000))
 """
     job, _ = run_watched(2, text)
     assert job.returncode != 0
@@ -171,7 +171,7 @@ collectives.allreduce(np.ones(100_000))
     within=15,
 )
 def test_a_rank_is_stopped_when_others_are_at_the_end(run_watched):
-    text = "collectives.barrier()\nif rank == 0:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    text = "ops.barrier()\nif rank == 0:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
     job, seconds = run_watched(3, text)
     assert job.returncode != 0
     assert seconds < 20
@@ -202,7 +202,7 @@ def test_a_rank_at_work_is_waited_for_at_the_end(run_watched):
 import ctypes
 def write_results():
     time.sleep(3)
-collectives.barrier()
+ops.barrier()
 if rank == 0:
     write_results()
     ctypes.PyDLL(None).usleep(7_000_000)
@@ -222,7 +222,7 @@ if rank == 0:
 def test_a_rank_that_is_stuck_is_told_of_while_others_are_at_the_end(run_watched, stuck):
     text = f"""
 from keras_dist._engine.shm import wait
-collectives.barrier()
+ops.barrier()
 if rank == {stuck}:
     wait.note(runtime.communicator().ranks, "a transfer")
     with wait.blocked:
@@ -239,7 +239,7 @@ def test_names_that_never_meet_end_at_the_limit_where_a_thread_might_still_call(
     text = """
 import threading
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-collectives.allreduce(1.0, name=f"loss of {rank}")
+ops.allreduce(1.0, name=f"loss of {rank}")
 """
     job, _ = run_watched(2, text, limit=2)
     assert job.returncode != 0
@@ -258,7 +258,7 @@ asynchronous.allreduce_async(1.0, name="loss").wait()
 runtime.shutdown()
 assert not [one for one in threading.enumerate() if one.name.startswith("keras_dist")]
 runtime.init()
-collectives.barrier()
+ops.barrier()
 """
     job, _ = run_watched(2, text, limit=0)
     assert job.returncode == 0, job.stdout
@@ -345,11 +345,11 @@ with _engine.during("fit"):
     for _ in range(5 - rank):
         count_update()
     try:
-        collectives.allreduce([0.0] * (3 + rank))
+        ops.allreduce([0.0] * (3 + rank))
     except RuntimeError as error:
         first = str(error)
 try:
-    collectives.allreduce([0.0] * (3 + rank))
+    ops.allreduce([0.0] * (3 + rank))
 except RuntimeError as error:
     second = str(error)
 if rank == 1:
