@@ -1,8 +1,12 @@
-"""Leaves modules out, as if they were not installed: Python runs this before anything else.
+"""Makes jobs of tests start and end sooner: Python runs this before anything else.
 
-Keras imports these where they are, which takes half of the time in which a job starts.
+It leaves modules out, as if they were not installed: Keras imports these where they are, which
+takes half of the time in which a job starts. And the garbage collector passes frameworks over:
+to search them when the interpreter ends takes half as long as to import them.
 """
 
+import atexit
+import gc
 import os
 import sys
 from importlib.machinery import PathFinder
@@ -19,3 +23,14 @@ class Finder(PathFinder):
 
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+
+
+@atexit.register  # before all others, so it is called after them
+def leave_garbage():
+    """Jobs without Keras end as ever: what the end of a job has to clean up is shown by those."""
+    if "keras" in sys.modules:
+        gc.freeze()
+
+
+# A framework is made of objects that stay: there is little to find while it is imported.
+gc.set_threshold(100_000, 50, 100)

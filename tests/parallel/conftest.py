@@ -8,6 +8,7 @@ its time limit, after every rank has shown where it stands.
 import contextlib
 import faulthandler
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -207,6 +208,7 @@ def pytest_collection_finish(session):
     found = exchange("the end of collection", (tests, collection_errors))
     if any(other != found[0] for other in found):
         pytest.exit(f"The ranks have collected different tests.\n{differences(found)}", 1)
+    gc.freeze()  # frameworks stay: a collection need not look through them
 
 
 def differences(found):
@@ -279,6 +281,20 @@ def leave_untuned(monkeypatch):
         return prepared(dataset.with_options(options))
 
     monkeypatch.setattr(DatasetV2, "_apply_debug_options", untuned)
+
+
+@pytest.fixture(autouse=True)
+def unoptimized_graphs(request):
+    """Makes TensorFlow run graphs as they were traced, but in tests of graphs that users trace.
+
+    It optimizes each before its first step, which takes longer than the steps. On other numbers of
+    ranks graphs are those that users have.
+    """
+    by_hand = ("test_tensorflow_ops", "test_tensorflow_tape", "test_xla")
+    if "tensorflow" in sys.modules and size == 2:
+        off = request.module.__name__.rpartition(".")[2] not in by_hand
+        optimizer = sys.modules["tensorflow"].config.optimizer
+        optimizer.set_experimental_options({"disable_meta_optimizer": off})
 
 
 @pytest.fixture(autouse=True)
