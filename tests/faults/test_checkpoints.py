@@ -2,26 +2,31 @@
 
 import pytest
 
-TRAIN = """
-import logging, pathlib, random, resource, shutil, signal
-import keras, numpy as np
-import keras_dist
-from keras_dist import errors
-from keras_dist.callbacks import BackupAndRestore, ModelCheckpoint
+BEGIN = """
+import pathlib, random, resource, shutil, signal
+import numpy as np
 from keras_dist.storage import versioned_backups
 
 folder = pathlib.Path(os.environ["FOLDER"])
+"""
+
+TRAIN = f"""{BEGIN}
+import keras
+import keras_dist
+from keras_dist import errors
+from keras_dist.callbacks import BackupAndRestore, ModelCheckpoint
+
 rank = keras_dist.rank()
 
 class At(keras.callbacks.Callback):
     "Does something on the root at the begin of epochs; notes which there were."
-    def __init__(self, **by_epoch):
+    def __init__(self, by_epoch=()):
         super().__init__()
         self.by_epoch, self.epochs = by_epoch, []
     def on_epoch_begin(self, epoch, logs=None):
         self.epochs.append(epoch)
-        if rank == 0 and f"epoch{epoch}" in self.by_epoch:
-            self.by_epoch[f"epoch{epoch}"]()
+        if rank == 0 and epoch in self.by_epoch:
+            self.by_epoch[epoch]()
 
 def fit(*callbacks, epochs):
     keras.utils.set_random_seed(1)
@@ -40,7 +45,7 @@ def fit(*callbacks, epochs):
     within=60,
 )
 def test_the_writer_is_killed(job, tmp_path):
-    text = f"""{TRAIN}
+    text = f"""{BEGIN}
 def write_for_ever(acknowledge):
     whole, number = next(iter(versioned_backups.newest_first(folder)), None), 0
     while True:
@@ -80,7 +85,7 @@ for turn in range(40):
 print("killed within a write:", sum(within))
 assert sum(within) > 10
 """
-    ended = job(1, text, FOLDER=str(tmp_path / "backups"))
+    ended = job(1, text, bare=True, FOLDER=str(tmp_path / "backups"))
     assert ended.returncode == 0, ended.stdout
 
 
@@ -119,7 +124,7 @@ try:
 except errors.CheckpointError as error:
     assert "a whole backup in" in str(error) and "Remove it to begin anew." in str(error), error
 """
-    ended = job(2, text, FOLDER=str(tmp_path / "backup"))
+    ended = job(2, text, FOLDER=str(tmp_path / "backup"), KERAS_BACKEND="jax")
     assert ended.returncode == 0, ended.stdout
     assert ended.stdout.count("is damaged: the bytes are not those that were written.") == 2
 
@@ -144,7 +149,7 @@ def make_room():
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 before, after = {{}}, {{}}
-at = At(epoch1=fill, epoch3=make_room)
+at = At({{1: fill, 3: make_room}})
 written = [
     BackupAndRestore(folder / "backup", delete_checkpoint=False),
     ModelCheckpoint(folder / "model.keras"),
@@ -162,7 +167,7 @@ if rank == 0:
     assert len(new) == 2 and new[1] in before and new[0] not in before
     assert all(contents()[path] != before[path] for path in folder.glob("*.*"))
 """
-    ended = job(2, text, FOLDER=str(tmp_path / "out"))
+    ended = job(2, text, FOLDER=str(tmp_path / "out"), KERAS_BACKEND="jax")
     assert ended.returncode == 0, ended.stdout
     lines = [line for line in ended.stdout.splitlines() if "Training goes on" in line]
     # Two epochs without room, four writes in each.
@@ -183,11 +188,11 @@ def take_place():
     shutil.rmtree(folder)
     folder.write_text("")
 fault()
-at = At(epoch1=remove, epoch2=take_place)
+at = At({{1: remove, 2: take_place}})
 fit(at, BackupAndRestore(folder, delete_checkpoint=False), epochs=3)
 assert at.epochs == [0, 1, 2]
 """
-    ended = job(2, text, FOLDER=str(tmp_path / "backup"))
+    ended = job(2, text, FOLDER=str(tmp_path / "backup"), KERAS_BACKEND="jax")
     assert ended.returncode == 0, ended.stdout
     assert ended.stdout.count("Training goes on, and what was written before stays") == 1
     assert "FileExistsError" in ended.stdout

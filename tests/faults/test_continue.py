@@ -412,18 +412,20 @@ PLACES = {
 }
 
 
-def goes_on(*places):
+def goes_on(backend, *places):
     texts = [f"{PLACES[place]} of `fit`, with `on_failure=continue`" for place in places]
     marks = [pytest.mark.fault(text, GOES_ON, within=60) for text in texts]
-    return pytest.param(", ".join(places), marks=marks)
+    return pytest.param(backend, ", ".join(places), marks=marks)
 
 
 @pytest.mark.parametrize(
-    "kills", [goes_on("broadcast", "checkpoint"), goes_on("batch", "validation")]
+    ("backend", "kills"),
+    [goes_on("jax", "broadcast", "checkpoint"), goes_on("tensorflow", "batch", "validation")],
 )
-def test_fit_goes_on(job, open_mpi, tmp_path, kills):
+def test_fit_goes_on(job, open_mpi, tmp_path, backend, kills):
     text = f"KILLS = {kills!r}\nimport os\nos.chdir({str(tmp_path)!r})\n{FIT}"
-    ended = job(4, text, python=open_mpi, options=ULFM, timeout=150)
+    variables = {"timeout": 150, "KERAS_BACKEND": backend}
+    ended = job(4, text, python=open_mpi, options=ULFM, **variables)
     assert ended.returncode == 0, ended.stdout
     assert "ended 2 96" in ended.stdout
     assert ended.stdout.count("Epoch 4/4") == 1

@@ -46,7 +46,7 @@ if rank == 0:
     names = sorted(os.listdir(folder)), len(os.listdir(folder + "/backup"))
     assert names == (["1.keras", "backup"], 1), names
 """
-    ended = job(2, text, FOLDER=str(tmp_path / "out"))
+    ended = job(2, text, FOLDER=str(tmp_path / "out"), KERAS_BACKEND="jax")
     assert ended.returncode == 0, ended.stdout
 
 

@@ -92,7 +92,7 @@ import keras, numpy as np, tensorflow as tf, keras_dist
 keras_dist.init()
 x = np.random.default_rng(keras_dist.rank()).standard_normal((8, 2)).astype("float32")
 model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", run_eagerly=True)
 folder = keras_dist.broadcast_object(tempfile.mkdtemp())
 def fit(data, **options):
     backup = keras_dist.callbacks.BackupAndRestore(folder)

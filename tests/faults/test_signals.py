@@ -112,7 +112,7 @@ def test_sigusr1_on_all_ranks(job, tmp_path):
 strike = Seen(strike_at((1, "validation"), signal.SIGUSR1, [0, 1]))
 fit(strike, keras_dist.callbacks.BackupAndRestore(folder), validation_data=(x, y))
 """
-    ended = job(2, text, BACKUP=str(tmp_path / "backup"))
+    ended = job(2, text, BACKUP=str(tmp_path / "backup"), KERAS_BACKEND="jax")
     assert ended.returncode == PREEMPTED_EXIT_CODE, ended.stdout
     both = "keras_dist: SIGUSR1 on rank 0, SIGUSR1 on rank 1: "
     assert ended.stdout.count(both) == 1, ended.stdout
@@ -139,7 +139,7 @@ def strike(*here):
         time.sleep(1000)
 fit(Seen(strike))
 """
-    ended = job(2, text, BACKUP=str(tmp_path))
+    ended = job(2, text, BACKUP=str(tmp_path), KERAS_BACKEND="jax")
     assert ended.returncode not in (0, PREEMPTED_EXIT_CODE)
     assert "keras_dist: SIGTERM once more: this rank ends at once." in ended.stdout
 
@@ -168,5 +168,5 @@ fit(seen)
 assert came == [1] * rank and len(seen.steps) == 30
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 """
-    ended = job(2, text, BACKUP=str(tmp_path))
+    ended = job(2, text, BACKUP=str(tmp_path), KERAS_BACKEND="jax")
     assert ended.returncode == 0, ended.stdout
