@@ -33,7 +33,7 @@ def states(data: Any = None) -> dict[str, Any]:
     name, key, *more = np.random.get_state(legacy=True)
     if name == "MT19937":  # a script may have put another in its place
         found["numpy"] = [name, _text(np.asarray(key)), *more]
-    of_keras = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    of_keras = global_state.get_global_attribute("global_seed_generator")
     if of_keras is not None:
         found["keras"] = keras.ops.convert_to_numpy(of_keras.state).tolist()
     if (torch := sys.modules.get("torch")) is not None:

@@ -11,6 +11,7 @@ from test_backup import Interrupt, Interrupted, everything_of
 from training import CLASSES, FEATURES, compiled, make_data
 
 import keras_dist
+from keras_dist import generators
 from keras_dist.callbacks import BackupAndRestore
 
 BACKEND = keras.backend.backend()
@@ -173,3 +174,15 @@ def test_data_that_keras_shuffles_goes_on_in_its_order(kind, directory):
         train_on(kind, 50, BackupAndRestore(directory, save_freq=1), Interrupt(2, batch=1))
     keras_dist.barrier()
     assert train_on(kind, 90, BackupAndRestore(directory)) == expected
+
+
+def test_the_generator_that_keras_shares_goes_on():
+    def draw():
+        return keras.ops.convert_to_numpy(keras.random.uniform((2,))).tolist()
+
+    keras.utils.set_random_seed(1)
+    draw()
+    states = generators.states()
+    expected = draw()
+    generators.go_on_with(states)
+    assert draw() == expected
