@@ -1,81 +1,97 @@
-"""A job as Prometheus reads it: text format 0.0.4 over HTTP, off unless a port is set.
+"""The endpoint that Prometheus scrapes: text format 0.0.4 over HTTP, off unless a port is set.
 
-Requests need a token, which `watching.http` looks at. Counters are given beside shares and
-speeds, so that a query may take its own window.
+Requests need a token, which `monitor.http` checks. Counters stand beside ratios and rates, so that
+a query may use a window of its own.
 """
 
 from collections.abc import Callable, Iterator
 from urllib.parse import SplitResult
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
 from keras_dist.monitor.http import Handler, Server
 from keras_dist.monitor.job import Job, Row
 
-__all__ = ["CONTENT_TYPE", "Endpoint", "to_text"]
+__all__ = ["Endpoint"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# Name behind keras_dist_, type, help, the value of a rank.
-METRICS: list[tuple[str, str, str, Callable[[Row], float | None]]] = [
-    ("epoch", "gauge", "The epoch that a rank is in, from 1.", lambda row: row.report.epoch),
-    ("step", "gauge", "The step of the epoch, from 1.", lambda row: row.report.step),
-    ("steps_total", "counter", "Steps since the process began.", lambda row: row.report.done),
+LABELS = ["job_name", "rank", "host"]
+
+# The name after keras_dist_, the type, the help, and the value of a rank.
+METRICS: list[tuple[str, type, str, Callable[[Row], float | None]]] = [
+    ("epoch", GaugeMetricFamily, "Current epoch of a rank, from 1.", lambda row: row.report.epoch),
+    ("step", GaugeMetricFamily, "Current step of the epoch, from 1.", lambda row: row.report.step),
+    (
+        "steps",
+        CounterMetricFamily,
+        "Steps since the start of the process.",
+        lambda row: row.report.done,
+    ),
     (
         "steps_per_second",
-        "gauge",
-        "Steps in a second, over the last 10 seconds.",
+        GaugeMetricFamily,
+        "Steps per second, over the last 10 seconds.",
         lambda row: row.report.steps_per_second,
     ),
     (
         "samples_per_second",
-        "gauge",
-        "Samples of this rank in a second, over the last 10 seconds.",
+        GaugeMetricFamily,
+        "Samples of a rank per second, over the last 10 seconds.",
         lambda row: row.report.samples_per_second,
     ),
     (
         "waiting_ratio",
-        "gauge",
-        "Share of the last 10 seconds in which a rank waited for others.",
+        GaugeMetricFamily,
+        "Ratio of the last 10 seconds in which a rank waited for other ranks.",
         lambda row: row.report.waiting,
     ),
     (
-        "waited_seconds_total",
-        "counter",
-        "Seconds for which a rank has waited for others.",
+        "waited_seconds",
+        CounterMetricFamily,
+        "Seconds that a rank has waited for other ranks.",
         lambda row: row.report.waited_seconds,
     ),
     (
         "memory_bytes",
-        "gauge",
+        GaugeMetricFamily,
         "Resident memory of the process.",
         lambda row: row.report.memory_nbytes,
     ),
     (
         "gpu_use_ratio",
-        "gauge",
-        "Share of the last moment in which the GPU of a rank computed.",
+        GaugeMetricFamily,
+        "Utilization of the GPU of a rank.",
         lambda row: row.report.gpu.use if row.report.gpu else None,
     ),
     (
         "gpu_memory_bytes",
-        "gauge",
+        GaugeMetricFamily,
         "Memory used on the GPU of a rank.",
         lambda row: row.report.gpu.memory_nbytes if row.report.gpu else None,
     ),
-    ("report_age_seconds", "gauge", "Age of what a rank said last.", lambda row: row.age),
+    (
+        "report_age_seconds",
+        GaugeMetricFamily,
+        "Age of the latest report of a rank.",
+        lambda row: row.age,
+    ),
 ]
 
 
 class Endpoint:
-    """The endpoint, in threads of its own.
+    """The HTTP endpoint of a job, served by threads of its own.
 
     Args:
-        get_job: gives the job; called at each scrape.
+        get_job: returns the job; called at each scrape.
         host: the address to listen at.
         port: its port.
-        token: what those must bring who ask.
+        token: the access token that a request must contain.
 
     Raises:
-        OSError: it is taken, or not this node's.
+        OSError: the port is in use, or the address is not one of this node.
     """
 
     def __init__(self, get_job: Callable[[], Job], host: str, port: int, token: str):
@@ -84,50 +100,45 @@ class Endpoint:
         self._server.begin("keras_dist prometheus")
 
     def close(self) -> None:
-        """Ends it."""
+        """Stops serving."""
         self._server.close()
 
 
-def to_text(job: Job) -> str:
+def _to_text(job: Job) -> bytes:
     """Returns a job in the text format of Prometheus."""
-    return "".join(f"{line}\n" for line in _lines(job))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(job))
+    return generate_latest(registry)
 
 
-def _lines(job: Job) -> Iterator[str]:
-    def head(name: str, kind: str, text: str) -> Iterator[str]:
-        yield f"# HELP keras_dist_{name} {text}"
-        yield f"# TYPE keras_dist_{name} {kind}"
+class _Collector(Collector):
+    def __init__(self, job: Job):
+        self._job = job
 
-    yield from head("ranks", "gauge", "Ranks of the job.")
-    yield f"keras_dist_ranks{_labels(job=job.name)} {len(job.rows)}"
-    for name, kind, text, value_of in METRICS:
-        values = [(row, value_of(row)) for row in job.rows]
-        if any(value is not None for _, value in values):
-            yield from head(name, kind, text)
-            for row, value in values:
-                if value is not None:
-                    yield f"keras_dist_{name}{_labels(job.name, row)} {_number(value)}"
-    if any(row.report.logs for row in job.rows):
-        yield from head("logs", "gauge", "What Keras last said of metrics, by name.")
+    def collect(self) -> Iterator[Metric]:
+        job = self._job
+        ranks = GaugeMetricFamily("keras_dist_ranks", "Ranks of the job.", labels=["job_name"])
+        ranks.add_metric([job.name], len(job.rows))
+        yield ranks
+        for name, kind, text, value_of in METRICS:
+            family = kind(f"keras_dist_{name}", text, labels=LABELS)
+            for row in job.rows:
+                if (value := value_of(row)) is not None:
+                    family.add_metric(_labels(job, row), value)
+            if family.samples:
+                yield family
+        logs = GaugeMetricFamily(
+            "keras_dist_logs", "Latest logs of Keras, by name.", labels=[*LABELS, "metric"]
+        )
         for row in job.rows:
             for name, value in row.report.logs.items():
-                yield f"keras_dist_logs{_labels(job.name, row, metric=name)} {_number(value)}"
+                logs.add_metric([*_labels(job, row), name], value)
+        if logs.samples:
+            yield logs
 
 
-def _labels(job: str, row: Row | None = None, **more: str) -> str:
-    labels = {"job_name": job}
-    if row is not None:
-        labels |= {"rank": str(row.report.rank), "host": row.report.host}
-    texts = (f'{name}="{_escape(value)}"' for name, value in (labels | more).items())
-    return f"{{{','.join(texts)}}}"
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def _number(value: float) -> str:
-    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(str(value), str(value))
+def _labels(job: Job, row: Row) -> list[str]:
+    return [job.name, str(row.report.rank), row.report.host]
 
 
 class _Handler(Handler):
@@ -135,6 +146,6 @@ class _Handler(Handler):
 
     def answer(self, url: SplitResult) -> None:
         if url.path in ("/metrics", "/"):
-            self.send(CONTENT_TYPE, to_text(self.get_job()).encode())
+            self.send(CONTENT_TYPE, _to_text(self.get_job()))
         else:
             self.send_error(404)
