@@ -201,12 +201,12 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
     said = (other / "printed").read_text()
     assert f"KERAS_DIST_TOP_PORT={port} cannot be used" in said
     assert f"KERAS_DIST_PROMETHEUS_PORT=127.0.0.1:{metrics} cannot be used" in said
-    assert said.count("Training goes on.") == 2
+    assert said.count("Training continues.") == 2
 
     # Prometheus, by a token that stays.
     kept = directory / "prometheus-token"
     url = f"http://127.0.0.1:{metrics}/metrics"
-    opened = f"keras_dist: Prometheus may read {url} by the token in {kept}.\n"
+    opened = f"keras_dist: Prometheus can scrape {url} with the token in {kept}.\n"
     assert opened in (folder / "printed").read_text()
     with pytest.raises(urllib.error.HTTPError, match="401"):
         get(url)

@@ -168,7 +168,7 @@ def test_prometheus_brings_a_token_in_a_header_or_a_parameter(endpoint):
 def test_a_stranger_learns_nothing(endpoint, path, query, authorization):
     headers = {} if authorization is None else {"Authorization": authorization}
     status, said, body = get(endpoint + path + query, **headers)
-    assert (status, body) == (401, "A token is needed.\n")
+    assert (status, body) == (401, "A token is required.\n")
     assert "WWW-Authenticate: Bearer" in said and "Server: HTTP\n" in said
     assert not [word for word in ("keras", "Python", "train", "node") if word in said + body]
 
@@ -196,9 +196,9 @@ def test_the_token_is_made_once_and_is_its_users_alone(tmp_path):
 @pytest.mark.parametrize(
     ("text", "mode", "message"),
     [
-        ("x" * 40, 0o640, "this user alone can read.*one of user .*, mode -rw-r-----"),
-        ("short", 0o600, "a token of 16 letters or more"),
-        ("", 0o600, "a token of 16 letters or more"),
+        ("x" * 40, 0o640, "only this user can read.*one of user .*, mode -rw-r-----"),
+        ("short", 0o600, "a token of at least 16 ASCII characters"),
+        ("", 0o600, "a token of at least 16 ASCII characters"),
     ],
 )
 def test_a_file_that_others_can_read_or_guess_is_refused(tmp_path, text, mode, message):

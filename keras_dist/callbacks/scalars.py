@@ -92,7 +92,7 @@ class WriteScalars(keras.callbacks.Callback):
                 watching = endpoints.current()
                 if watching is None:
                     return
-                job = watching.gathering.job()
+                job = watching.collector.job()
                 values = [
                     tf.compat.v1.Summary.Value(tag=tag, simple_value=value)
                     for tag, value in _scalars(job).items()

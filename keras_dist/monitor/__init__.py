@@ -1,10 +1,10 @@
-"""Watching a job from outside: what each rank says of itself, and how others come to see it.
+"""Monitoring of a job: reports of the ranks, the endpoints that serve them, and the timeline.
 
 ```
- rank 1 ── report ──┐ MPI, when somebody asks
- rank 0 ── report ──┴─ gather ── publish: Unix socket, TCP port ── keras-dist top, --web
-                          ├───── prometheus: HTTP
-                          └───── callbacks.WriteScalars: TensorBoard
+ rank 1 ── report ──┐ MPI, on request
+ rank 0 ── report ──┴─ collector ── publish: Unix socket, TCP port ── keras-dist top, --web
+                             ├───── prometheus: HTTP
+                             └───── callbacks.WriteScalars: TensorBoard
 ```
 """
 
@@ -20,7 +20,7 @@ __all__ = ["follow"]
 
 
 def follow() -> None:
-    """Subscribes to the events of the job: the timeline and the endpoints begin and end with it."""
+    """Subscribes to the events with which the timeline and the endpoints start and end."""
     events.subscribe(events.JOB_JOINED, _begin_timeline)
     events.subscribe(events.JOB_STARTED, _open_endpoints)
     events.subscribe(events.JOB_ENDING, _end_timeline)

@@ -1,8 +1,7 @@
-"""How reports of all ranks come to the root: it asks for them when somebody wants to see them.
+"""The collector: the root requests the reports of all ranks when somebody reads from an endpoint.
 
-A thread of every rank looks now and then into its mailbox. As long as nobody watches, no message
-is sent, and nothing of this takes part in training. A rank that does not answer, stopped or
-gone, is shown with the age of its last report, and asked once.
+A thread of every rank polls its mailbox. Without a reader no message is sent, and training is not
+involved. A rank that does not answer is shown with the age of its last report, and is asked once.
 """
 
 import functools
@@ -19,11 +18,11 @@ from keras_dist.monitor.report import Report, of_this_rank, take_sample
 __all__ = ["Collector"]
 
 POLL_SECONDS = 0.5
-BUSY_SECONDS = 0.05  # of the root, while answers are on their way
-FRESH_SECONDS = 0.5  # a report that is no older need not be asked for again
-PATIENCE_SECONDS = 2.0  # with ranks that do not answer
+BUSY_SECONDS = 0.05  # of the root, while it waits for answers
+FRESH_SECONDS = 0.5  # a younger report is not requested again
+PATIENCE_SECONDS = 2.0  # for ranks that do not answer
 CANNOT_ASK = (
-    "rank 0 cannot ask the others: this MPI allows calls from one thread at a time "
+    "rank 0 cannot ask the other ranks: this MPI allows calls from one thread at a time "
     "(below MPI_THREAD_MULTIPLE)"
 )
 
@@ -31,10 +30,9 @@ _log = logging.getLogger("keras_dist")
 
 
 class Collector:
-    """The gathering of reports, on this rank. Collective: every rank makes one; blocks.
+    """The collector of reports, on this rank. Collective: every rank; blocks.
 
-    Where MPI does not allow several threads at once, ranks cannot be asked: the root knows of
-    itself alone.
+    Where MPI does not allow calls from several threads, the root reports on itself only.
 
     Args:
         comm: the ranks of the job.
@@ -42,30 +40,30 @@ class Collector:
 
     def __init__(self, comm: _engine.Communicator):
         self._comm, self._mpi = comm, comm.mpi
-        mine = (os.uname().nodename, os.getpid(), self._may_talk())
-        told = [mine] if comm.mpi is None else comm.world.allgather(mine)
-        talk = all(talks for _, _, talks in told)
-        self._places = [(host, pid) for host, pid, _ in told]
-        self._mailbox = _engine.Mailbox(comm.world) if comm.size > 1 and talk else None
-        self._note = "" if talk else CANNOT_ASK
+        mine = (os.uname().nodename, os.getpid(), self._may_ask())
+        everyone = [mine] if comm.mpi is None else comm.world.allgather(mine)
+        may_ask = all(may for _, _, may in everyone)
+        self._processes = [(host, pid) for host, pid, _ in everyone]
+        self._mailbox = _engine.Mailbox(comm.world) if comm.size > 1 and may_ask else None
+        self._note = "" if may_ask else CANNOT_ASK
         self._started = time.time()
-        self._wanted = float("-inf")  # a report must have been asked for after this moment
-        self._asked: dict[int, float] = {}  # by rank that has not answered yet: when
-        self._known: dict[int, tuple[Report, float]] = {}  # and when it was asked for
+        self._wanted = float("-inf")  # reports requested before are too old
+        self._asked: dict[int, float] = {}  # when, by rank without an answer yet
+        self._known: dict[int, tuple[Report, float]] = {}  # and when it was requested
         self._news = threading.Condition()
         self._wake, self._ends = threading.Event(), False
-        name = "keras_dist gathering"
+        name = "keras_dist collector"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it; no message is left behind. Collective: every rank; blocks."""
+        """Stops the collector; no message stays in flight. Collective: every rank; blocks."""
         self.abandon()
         if self._mailbox is not None:
             self._mailbox.close()
 
     def abandon(self) -> None:
-        """Ends it where a rank has died, so that no others can be waited for."""
+        """Stops the collector without waiting for other ranks, because a rank has died."""
         self._ends = True
         self._wake.set()
         with self._news:
@@ -73,9 +71,9 @@ class Collector:
         self._thread.join()
 
     def job(self) -> Job:
-        """Returns what is known of all ranks, after asking them. On the root, in any thread.
+        """Returns the state of the job, after requesting reports. On the root, in any thread.
 
-        Waits for a second at most where all ranks answer, else for two.
+        Waits one second at most where all ranks answer, else two.
         """
         with self._news:
             if self._mailbox is not None:
@@ -83,22 +81,22 @@ class Collector:
                 self._wake.set()
                 self._news.wait_for(lambda: not self._missing() or self._ends, PATIENCE_SECONDS)
             self._known[0] = of_this_rank(self._comm), time.monotonic()
-            rows = [self._row(rank) for rank in range(len(self._places))]
-        host, pid = self._places[0]
+            rows = [self._row(rank) for rank in range(len(self._processes))]
+        host, pid = self._processes[0]
         return Job(_name(), host, pid, self._started, time.time(), rows, self._note)
 
-    def _may_talk(self) -> bool:
+    def _may_ask(self) -> bool:
         return self._mpi is None or self._mpi.Query_thread() >= self._mpi.THREAD_MULTIPLE
 
     def _row(self, rank: int) -> Row:
         if rank in self._known:
             report, asked = self._known[rank]
             return Row(report, max(time.monotonic() - asked, 0.0))
-        return Row(Report(rank, *self._places[rank], time=self._started), None)
+        return Row(Report(rank, *self._processes[rank], time=self._started), None)
 
     def _missing(self) -> list[int]:
-        """Returns the ranks of which nothing new enough is known."""
-        others = range(1, len(self._places))
+        """Returns the ranks without a recent report."""
+        others = range(1, len(self._processes))
         return [rank for rank in others if self._asked_at(rank) < self._wanted]
 
     def _asked_at(self, rank: int) -> float:
@@ -113,18 +111,20 @@ class Collector:
                     return
                 take_sample()
                 if self._mailbox is not None:
-                    self._talk(self._mailbox)
+                    self._exchange(self._mailbox)
         except Exception as error:
             if self._mpi is None or not _engine.failed_process(self._mpi, error):
-                _log.warning("%s keras-dist top sees no more: %r", self._comm.where(), error)
+                _log.warning(
+                    "%s keras-dist top gets no more reports: %r", self._comm.where(), error
+                )
 
     def _pause(self) -> float:
         awaited = time.monotonic() - self._wanted < FRESH_SECONDS + PATIENCE_SECONDS
         return BUSY_SECONDS if self._asked and awaited else POLL_SECONDS
 
-    def _talk(self, mailbox: _engine.Mailbox) -> None:
+    def _exchange(self, mailbox: _engine.Mailbox) -> None:
         for message in mailbox.receive():
-            if message is None:  # the root asks
+            if message is None:  # a request of the root
                 mailbox.post(0, of_this_rank(self._comm))
                 continue
             with self._news:
@@ -138,6 +138,6 @@ class Collector:
 
 @functools.cache
 def _name() -> str:
-    """Returns what this process runs: a script, a module or a notebook."""
+    """Returns the name of the script, module or notebook of this process."""
     main = sys.modules.get("__main__")
     return os.path.basename(getattr(main, "__file__", None) or "") or "python"

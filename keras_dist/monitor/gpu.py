@@ -1,4 +1,4 @@
-"""The GPU of a rank as NVIDIA's management library (NVML) sees it, where there is one."""
+"""The GPU of a rank, as NVIDIA's management library (NVML) reports it."""
 
 import dataclasses
 import functools
@@ -11,13 +11,13 @@ __all__ = ["Gpu", "gpu_of", "visible"]
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A GPU, with whatever else runs on it.
+    """The state of a GPU, other processes included.
 
     Args:
-        name: as its maker calls it.
-        use: from 0 to 1, the share of the last moment in which it computed.
-        memory_nbytes: used on it.
-        memory_total_nbytes: that it has.
+        name: product name.
+        use: utilization, 0 to 1.
+        memory_nbytes: used memory in bytes.
+        memory_total_nbytes: total memory in bytes.
     """
 
     name: str
@@ -27,9 +27,9 @@ class Gpu:
 
 
 def gpu_of(local_rank: int) -> Gpu | None:
-    """Returns the GPU that a rank takes on its node, those that are visible dealt out in turn.
+    """Returns the GPU of a rank: number `local_rank` of the visible GPUs, modulo their number.
 
-    `None` where there is no NVIDIA GPU, no driver, or no `nvidia-ml-py`.
+    `None` without an NVIDIA GPU, without a driver, or without `nvidia-ml-py`.
     """
     nvml = _library()
     if nvml is None:
@@ -42,30 +42,30 @@ def gpu_of(local_rank: int) -> Gpu | None:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         use = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
         return Gpu(nvml.nvmlDeviceGetName(handle), use, memory.used, memory.total)
-    except nvml.NVMLError:  # a part of a GPU (MIG) has no figure for its use, for example
+    except nvml.NVMLError:  # a MIG instance has no utilization, for example
         return None
 
 
 def visible(
     count: int, uuids: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> list[int]:
-    """Returns which GPUs of a node are visible to its processes, in their order.
+    """Returns the GPUs of a node that its processes see, in their order.
 
     Args:
-        count: how many the node has.
-        uuids: what they are called.
-        environment: in which `CUDA_VISIBLE_DEVICES` may name some, by number or UUID.
+        count: number of GPUs of the node.
+        uuids: UUIDs of the GPUs.
+        environment: may hold `CUDA_VISIBLE_DEVICES`, with numbers or UUIDs.
     """
     text = environment.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return list(range(count))
     found = []
     for word in filter(None, map(str.strip, text.split(","))):
-        by_name = [place for place, uuid in enumerate(uuids) if uuid.startswith(word)]
-        place = int(word) if word.isdecimal() else next(iter(by_name), -1)
-        if not 0 <= place < count:
-            break  # CUDA sees none behind one that is not there
-        found.append(place)
+        by_uuid = [number for number, uuid in enumerate(uuids) if uuid.startswith(word)]
+        number = int(word) if word.isdecimal() else next(iter(by_uuid), -1)
+        if not 0 <= number < count:
+            break  # CUDA ignores what follows an invalid entry
+        found.append(number)
     return found
 
 
@@ -86,4 +86,6 @@ def _library() -> Any | None:
 def _handles(nvml: Any) -> list[Any]:
     count = nvml.nvmlDeviceGetCount()
     handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(count)]
-    return [handles[place] for place in visible(count, list(map(nvml.nvmlDeviceGetUUID, handles)))]
+    return [
+        handles[number] for number in visible(count, list(map(nvml.nvmlDeviceGetUUID, handles)))
+    ]

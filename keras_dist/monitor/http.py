@@ -1,7 +1,7 @@
 """An HTTP server that requires a token and limits its threads.
 
 A request has the token in the header `Authorization: Bearer TOKEN` or as `?token=TOKEN`.
-Knows no jobs.
+Independent of jobs.
 """
 
 import contextlib
@@ -19,30 +19,30 @@ from keras_dist.monitor.token import fits
 __all__ = ["Handler", "Server"]
 
 MAX_REQUESTS = 16
-REQUEST_SECONDS = 10.0  # for all of a request: or it might come byte by byte for ever
+REQUEST_SECONDS = 10.0  # for a whole request, which may arrive byte by byte
 POLL_SECONDS = 0.1
 
 _log = logging.getLogger("keras_dist")
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers those who bring the token, by `answer`; tells others that they need one."""
+    """Answers requests with the token by `answer`, and rejects others."""
 
     timeout = REQUEST_SECONDS
     token: str
-    refused = 401, "A token is needed."
+    refused = 401, "A token is required."
 
     def answer(self, url: SplitResult) -> None:
         """Answers a request."""
         raise NotImplementedError
 
     def send(self, kind: str, body: bytes, **headers: str) -> None:
-        """Sends an answer of a content type; names of headers have `_` for `-`."""
+        """Sends a response; `_` in the names of headers stands for `-`."""
         self._send(200, {"Content-Type": kind, **headers}, body)
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        if self._brings_token(url):
+        if self._has_token(url):
             self.answer(url)
         else:
             status, words = self.refused
@@ -50,13 +50,13 @@ class Handler(BaseHTTPRequestHandler):
             self._send(status, headers, f"{words}\n".encode())
 
     def version_string(self) -> str:
-        """Returns what is said of the server: nothing."""
+        """Returns the name of the server, without a version."""
         return "HTTP"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing: the console is the script's."""
+        """Logs nothing, because the console belongs to the script."""
 
-    def _brings_token(self, url: SplitResult) -> bool:
+    def _has_token(self, url: SplitResult) -> bool:
         kind, _, sent = self.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "bearer":
             sent = parse_qs(url.query).get("token", [""])[0]
@@ -71,53 +71,53 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Answers each request in a thread of its own, and some at a time: others are turned away.
+    """Answers each request in a thread of its own, up to a limit; further requests are closed.
 
     Args:
         address: host and port to listen at.
         handler: the class that answers a request.
 
     Raises:
-        OSError: the port is taken.
-        OverflowError: there is no such port.
+        OSError: the port is in use.
+        OverflowError: the port number is out of range.
     """
 
-    request_queue_size = MAX_REQUESTS  # who finds no place there tries again in a second
+    request_queue_size = MAX_REQUESTS  # a client beyond that tries again after a second
 
     def __init__(self, address: tuple[str, int], handler: type[Handler]):
-        self._places = threading.BoundedSemaphore(MAX_REQUESTS)
+        self._free = threading.BoundedSemaphore(MAX_REQUESTS)
         self._ends: dict[socket.socket, float] = {}
         super().__init__(address, handler)
 
-    def begin(self, name: str) -> None:
-        """Begins to answer, in a thread of that name."""
+    def start(self, name: str) -> None:
+        """Starts serving in a thread of that name."""
         serve = threading.Thread(target=self.serve_forever, args=(POLL_SECONDS,), name=name)
         serve.daemon = True
         serve.start()
 
     def close(self) -> None:
-        """Ends it."""
+        """Stops serving."""
         self.shutdown()
         self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts a thread for a request, where there is room."""
-        if self._places.acquire(blocking=False):
+        """Starts a thread for a request, below the limit."""
+        if self._free.acquire(blocking=False):
             self._ends[request] = time.monotonic() + REQUEST_SECONDS
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answers a request, in its thread."""
+        """Answers a request in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._ends.pop(request, None)
-            self._places.release()
+            self._free.release()
 
     def service_actions(self) -> None:
-        """Breaks off requests that take too long; called again and again."""
+        """Closes requests that take too long; called periodically."""
         now = time.monotonic()
         for request, end in list(self._ends.items()):
             if now > end:
@@ -126,6 +126,6 @@ class Server(ThreadingHTTPServer):
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Logs what a request raised; nothing where its connection has ended."""
+        """Logs an exception of a request, unless the connection was closed."""
         if not isinstance(sys.exception(), OSError):
             _log.warning("A request of %s failed.", client_address[0], exc_info=True)

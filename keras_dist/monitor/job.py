@@ -1,6 +1,6 @@
-"""What is known of a job: its ranks' reports, and what follows from them taken together.
+"""The state of a job: the reports of its ranks, and totals over them.
 
-Knows neither how reports come here nor how they are shown. Loads no engine.
+Independent of how reports arrive and how they are shown. Imports no engine.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from keras_dist.monitor.report import Report
 
 __all__ = ["Job", "Row"]
 
-SLOW_SHARE = 0.05  # a rank that waits less than others by so much is the slowest
+SLOW_SHARE = 0.05  # the slowest rank waits less than others by this ratio
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Row:
     """A rank.
 
     Args:
-        report: what it said last; little more than its place before it has said anything.
-        age: seconds since it was asked for that; `None` when it has never answered.
+        report: its latest report; only rank, host and process before the first.
+        age: seconds since that report was requested; `None` before the first answer.
     """
 
     report: Report
@@ -28,16 +28,16 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A job at a moment.
+    """The state of a job at one time.
 
     Args:
-        name: the script.
+        name: name of the script.
         host: the node of its root.
         pid: the process of its root.
-        started: when the ranks joined, seconds since 1970.
-        time: the moment, by the clock of the root.
-        rows: the ranks, in their order.
-        note: what whoever watches should know besides. Defaults to nothing.
+        started: when the ranks joined, in seconds since 1970.
+        time: now, by the clock of the root.
+        rows: one row for each rank.
+        note: a remark for the viewer. Defaults to none.
     """
 
     name: str
@@ -50,25 +50,25 @@ class Job:
 
     @property
     def nodes(self) -> int:
-        """On how many nodes its ranks are."""
+        """Number of nodes."""
         return len({row.report.host for row in self.rows})
 
     @property
     def samples_per_second(self) -> float | None:
-        """Of all ranks together, where all say theirs."""
+        """Samples per second of all ranks, if every rank reports them."""
         speeds = [row.report.samples_per_second for row in self.rows]
         known = [speed for speed in speeds if speed is not None]
         return sum(known) if len(known) == len(speeds) else None
 
     @property
     def waiting(self) -> float | None:
-        """The mean share of time in which ranks wait for others."""
+        """Mean ratio of time in which ranks wait for others."""
         known = self._waiting().values()
         return sum(known) / len(known) if known else None
 
     @property
     def slowest(self) -> int | None:
-        """The rank that waits least, where others wait clearly more: they wait for it."""
+        """The rank that waits least, if others wait clearly more; they wait for it."""
         known = self._waiting()
         if not known or max(known.values()) - min(known.values()) < SLOW_SHARE:
             return None

@@ -97,7 +97,7 @@ class Endpoint:
     def __init__(self, get_job: Callable[[], Job], host: str, port: int, token: str):
         fields = {"get_job": staticmethod(get_job), "token": token}
         self._server = Server((host, port), type("_Handler", (_Handler,), fields))
-        self._server.begin("keras_dist prometheus")
+        self._server.start("keras_dist prometheus")
 
     def close(self) -> None:
         """Stops serving."""

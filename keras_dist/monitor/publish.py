@@ -1,7 +1,7 @@
-"""The root's sockets, on which `keras-dist top` reads the job as lines of JSON.
+"""The sockets of the root, from which `keras-dist top` reads the job as lines of JSON.
 
-A Unix socket that its user alone may connect to, and, where one is asked for, a loopback port,
-which everyone on the node can reach: so whoever connects to it has to send a token first.
+Only the user may connect to the Unix socket. Everyone on the node can reach the optional loopback
+port, so its clients send a token first.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ from keras_dist.storage.ownership import write_private
 __all__ = ["Publication", "publish_at_port", "publish_at_socket"]
 
 PERIOD_SECONDS = 1.0
-CLOSE_SECONDS = 1.0  # not every system wakes who waits for a connection
-CLIENT_SECONDS = 10.0  # after which one that does not read, or sends no token, is left
-MAX_STRANGERS = 16  # that have connected and sent no token yet; others are turned away
+CLOSE_SECONDS = 1.0  # some systems do not wake a thread in accept
+CLIENT_SECONDS = 10.0  # for a client that does not read, or sends no token
+MAX_UNAUTHORIZED = 16  # connections without a token yet; further ones are closed
 
 
 class Publication:
-    """Sends a job to all who connect, a line a second, in threads of its own.
+    """Sends the job to every client, a line a second, in threads of its own.
 
     Args:
-        listener: the socket that they connect to.
-        get_job: gives the job; called in a thread for each who watches.
-        file: what is removed at the end.
-        token: what they must send first. Defaults to `None`, nothing.
+        listener: the socket that clients connect to.
+        get_job: returns the job; called in a thread for each client.
+        file: removed at the end.
+        token: sent first by clients. Defaults to `None`: none is required.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class Publication:
     ):
         self._listener, self._get_job, self.file, self._token = listener, get_job, file, token
         self._ends = threading.Event()
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._unauthorized = threading.BoundedSemaphore(MAX_UNAUTHORIZED)
         _listening.append(listener)
         self._accepting = self._start(self._accept)
 
     def close(self) -> None:
-        """Ends it, and removes its file. Those who are connected see the end of their lines."""
+        """Closes the socket, its connections and its file."""
         self._ends.set()
         _listening.remove(self._listener)
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits for a connection
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._listener.close()
         self._accepting.join(CLOSE_SECONDS)
         self.file.unlink(missing_ok=True)
@@ -64,37 +64,37 @@ class Publication:
         return thread
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # the socket is closed
             while not self._ends.is_set():
                 connection, _ = self._listener.accept()
-                if self._strangers.acquire(blocking=False):
+                if self._unauthorized.acquire(blocking=False):
                     self._start(self._serve, connection)
                 else:
                     connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:  # who reads may leave at any time
-            if not self._comes_to_be_known(connection):
+        with contextlib.suppress(OSError), connection:  # a client may close at any time
+            if not self._authorize(connection):
                 connection.sendall(b'{"error": "the token is not that of this job"}\n')
                 return
             while not self._ends.is_set():
                 connection.sendall(self._get_job().to_json().encode() + b"\n")
                 self._ends.wait(PERIOD_SECONDS)
 
-    def _comes_to_be_known(self, connection: socket.socket) -> bool:
-        """Tells whether one that has connected may read; a stranger no more, in any case."""
+    def _authorize(self, connection: socket.socket) -> bool:
+        """Tells whether a client may read."""
         try:
             if self._token is None:
                 return True
             sent = _read_line(connection, 2 * len(self._token))
             return fits(sent.strip().decode("latin-1"), self._token)
         finally:
-            self._strangers.release()
+            self._unauthorized.release()
             connection.settimeout(CLIENT_SECONDS)
 
 
 def _read_line(connection: socket.socket, most: int) -> bytes:
-    """Returns a line; all of it has to come in time, or it might come byte by byte for ever."""
+    """Returns a line, which has to arrive in time as a whole."""
     line, end = b"", time.monotonic() + CLIENT_SECONDS
     while b"\n" not in line and len(line) < most:
         connection.settimeout(max(0.001, end - time.monotonic()))
@@ -105,15 +105,15 @@ def _read_line(connection: socket.socket, most: int) -> bytes:
 
 
 def publish_at_socket(get_job: Callable[[], Job]) -> Publication:
-    """Publishes a job on a Unix socket, which this user alone may connect to.
+    """Serves a job on a Unix socket to which only this user may connect.
 
     Raises:
-        OSError: it cannot be made.
-        LaunchError: its directory is not this user's alone.
+        OSError: the socket cannot be created.
+        LaunchError: its directory is not private.
     """
     remove_dead()
     path = _path(SUFFIX)
-    begun = path.with_suffix(".begun")  # who finds a socket to which nobody listens removes it
+    begun = path.with_suffix(".begun")  # a socket without a listener would be removed by others
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         begun.unlink(missing_ok=True)
@@ -128,11 +128,11 @@ def publish_at_socket(get_job: Callable[[], Job]) -> Publication:
 
 
 def publish_at_port(get_job: Callable[[], Job], port: int) -> Publication:
-    """Publishes a job on a loopback port; the token of those who may connect lies in a file.
+    """Serves a job on a loopback port; the token lies in a private file.
 
     Raises:
-        OSError: the port is taken, or the file cannot be written.
-        LaunchError: the directory of the file is not this user's alone.
+        OSError: the port is in use, or the file cannot be written.
+        LaunchError: the directory of the file is not private.
     """
     token, path = new_token(), _path(TOKEN_SUFFIX)
     listener = socket.create_server(("127.0.0.1", port))
@@ -152,11 +152,11 @@ def _path(suffix: str) -> Path:
 _listening: list[socket.socket] = []
 
 
-def _forget() -> None:
+def _close_in_child() -> None:
     for listener in _listening:
         listener.close()
     _listening.clear()
 
 
-# A forked child that outlives the root would seem to listen, and never answer.
-os.register_at_fork(after_in_child=_forget)
+# A forked child that outlives the root would keep the socket open and never answer.
+os.register_at_fork(after_in_child=_close_in_child)

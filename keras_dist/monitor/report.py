@@ -21,30 +21,30 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "of_this_process", "of_this_rank", "take_sample"]
 
-WINDOW_SECONDS = 10.0  # speeds are those of so long
+WINDOW_SECONDS = 10.0  # over which rates are computed
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a rank says of itself. What is not known is `None`.
+    """The report of a rank. `None` means unknown.
 
     Args:
-        rank: its number in the job.
-        host: the name of its node.
-        pid: its process there.
-        time: when it was made, seconds since 1970.
+        rank: rank in the job.
+        host: host name.
+        pid: process id.
+        time: when it was made, in seconds since 1970.
         state: `"fit"`, `"evaluate within fit"`, `"after fit"` and the like, or `""`.
-        epoch: from 1, as Keras prints it.
-        epochs: up to which one is trained.
-        step: of the epoch, from 1; updates where no callback counts steps.
-        steps: how many the epoch has.
-        done: steps since the process began.
-        steps_per_second: of the last 10 seconds.
-        samples_per_second: of this rank, from the second epoch of a fit on.
-        waiting: from 0 to 1, the share of the last 10 seconds in which it waited for others.
-        waited_seconds: since the process began.
-        waits_in: the collective that it waits in now, with how many seconds; or `""`.
-        logs: what Keras last said of metrics, by name.
+        epoch: current epoch, from 1.
+        epochs: last epoch of the fit.
+        step: step of the epoch, from 1; number of updates where no callback counts steps.
+        steps: steps of the epoch.
+        done: steps since the start of the process.
+        steps_per_second: over the last 10 seconds.
+        samples_per_second: of this rank; known from the second epoch of a fit.
+        waiting: ratio of the last 10 seconds in which it waited for other ranks, 0 to 1.
+        waited_seconds: seconds of waiting since the start of the process.
+        waits_in: the collective in which it waits now, with seconds; or `""`.
+        logs: latest logs of Keras, by name.
         memory_nbytes: resident memory of the process.
         gpu: its GPU.
     """
@@ -69,7 +69,7 @@ class Report:
     gpu: Gpu | None = None
 
     def to_json(self) -> str:
-        """Returns one line of JSON; what is no finite number in `logs` is a text, as `"nan"`."""
+        """Returns one line of JSON; in `logs`, values that are not finite become text."""
         fields = dataclasses.asdict(self)
         fields["logs"] = {
             name: value if math.isfinite(value) else str(value) for name, value in self.logs.items()
@@ -78,7 +78,7 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
-        """Returns the report that a line stands for; fields it does not know are left out."""
+        """Returns the report of a line of JSON; unknown fields are ignored."""
         known = {field.name for field in dataclasses.fields(cls)}
         fields = {name: value for name, value in json.loads(text).items() if name in known}
         fields["logs"] = {name: float(value) for name, value in fields.get("logs", {}).items()}
@@ -94,11 +94,11 @@ class _Sample:
     waited: float
 
 
-_samples: deque[_Sample] = deque()  # of the last seconds, and one from before
+_samples: deque[_Sample] = deque()  # of the window, and one older sample
 
 
 def take_sample() -> None:
-    """Notes how far this rank is, for speeds: a few microseconds, once a second is often enough."""
+    """Records the progress of this rank, from which rates follow. Takes a few microseconds."""
     from keras_dist import _engine
 
     now = time.perf_counter()
@@ -110,52 +110,52 @@ def take_sample() -> None:
 
 
 def of_this_process(rank: int) -> Report:
-    """Returns what can be said before this process has joined others.
+    """Returns the report of a process that has not joined a job yet.
 
     Args:
-        rank: its number in the job.
+        rank: rank in the job.
     """
     host, pid = os.uname().nodename, os.getpid()
     return Report(rank, host, pid, time.time(), memory_nbytes=_memory())
 
 
 def of_this_rank(comm: "Communicator | None" = None) -> Report:
-    """Returns what this rank says of itself now. Any thread may ask.
+    """Returns the current report of this rank. Any thread may call it.
 
     Args:
-        comm: the ranks of the job. Defaults to those that `keras_dist.init` has joined.
+        comm: the ranks of the job. Defaults to those of `keras_dist.init`.
     """
     from keras_dist import _engine, runtime
 
     comm = comm or runtime.communicator()
     take_sample()
-    first, latest, noted = _samples[0], _samples[-1], _engine.progress()
+    first, latest, progress = _samples[0], _samples[-1], _engine.progress()
     seconds = latest.moment - first.moment
     speed = waiting = samples = None
     if seconds > 0:
         speed = max(latest.done - first.done, 0) / seconds
         waiting = min(max(latest.waited - first.waited, 0.0) / seconds, 1.0)
-        if noted.samples_per_step is not None:
-            samples = speed * noted.samples_per_step
+        if progress.samples_per_step is not None:
+            samples = speed * progress.samples_per_step
     return dataclasses.replace(
         of_this_process(comm.rank),
-        state=noted.task,
-        epoch=None if noted.epoch is None else noted.epoch + 1,
-        epochs=noted.epochs,
-        step=noted.updates or None if noted.step is None else noted.step,
-        steps=noted.steps,
-        done=noted.done,
+        state=progress.task,
+        epoch=None if progress.epoch is None else progress.epoch + 1,
+        epochs=progress.epochs,
+        step=progress.updates or None if progress.step is None else progress.step,
+        steps=progress.steps,
+        done=progress.done,
         steps_per_second=speed,
         samples_per_second=samples,
         waiting=waiting,
         waited_seconds=latest.waited,
-        waits_in=_say_wait(),
-        logs=_numbers(dict(noted.logs)),
+        waits_in=_wait_text(),
+        logs=_numbers(dict(progress.logs)),
         gpu=gpu_of(comm.local_rank),
     )
 
 
-def _say_wait() -> str:
+def _wait_text() -> str:
     from keras_dist import _engine
 
     now = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Where the sockets of jobs lie, and how a job is read from one.
+"""The sockets of jobs: their directory, and the client that reads a job from one.
 
-The root of a job listens on a Unix socket in a directory that is its user's alone, and, where it
-was asked to, on a loopback port, for those who bring the token that lies beside the socket. Who
-connects receives one line of JSON a second, until one of both has enough. Loads no engine.
+The root of a job listens on a Unix socket in a private directory of its user, and on request on a
+loopback port, which requires the token that lies beside the socket. A client receives one line of
+JSON a second until either side closes. Imports no engine.
 """
 
 import contextlib
@@ -33,21 +33,21 @@ ANSWER_SECONDS = 10.0  # a job answers within 3
 
 
 def directory() -> Path:
-    """Returns the directory of this user's sockets, after making it.
+    """Returns the directory of this user's sockets; creates it if needed.
 
-    It lies in `XDG_RUNTIME_DIR`, or in `/tmp` where that is not there.
+    It lies in `XDG_RUNTIME_DIR`, or in `/tmp` without that.
 
     Raises:
-        LaunchError: it belongs to somebody else, or others may write to it.
-        OSError: it cannot be made.
+        LaunchError: the directory belongs to another user, or others may write to it.
+        OSError: it cannot be created.
     """
-    path = _places()[0]
+    path = _candidates()[0]
     path.mkdir(mode=0o700, exist_ok=True)
     if not is_private_directory(path):
         raise errors.LaunchError(
             errors.explain(
                 "[keras_dist]",
-                f"{path} to be a directory of this user's alone",
+                f"{path} to be a private directory of this user",
                 describe(path),
                 "Remove it, or set XDG_RUNTIME_DIR to a directory of your own.",
             )
@@ -56,24 +56,24 @@ def directory() -> Path:
 
 
 def find_sockets() -> list[Path]:
-    """Returns the sockets of this user's jobs on this node, the newest first."""
-    places = filter(is_private_directory, _places())
-    found = [path for place in places for path in place.glob(f"*{SUFFIX}")]
+    """Returns the sockets of this user's jobs, the newest first."""
+    candidates = filter(is_private_directory, _candidates())
+    found = [path for folder in candidates for path in folder.glob(f"*{SUFFIX}")]
     dated = []
     for path in found:
-        with contextlib.suppress(OSError):  # a job that has ended meanwhile
+        with contextlib.suppress(OSError):  # the job has ended meanwhile
             dated.append((path.lstat().st_mtime, path))
     return [path for _, path in sorted(dated, reverse=True)]
 
 
 def remove(path: Path) -> None:
-    """Removes a socket, and the token beside it."""
+    """Removes a socket and its token."""
     for found in (path, path.with_suffix(TOKEN_SUFFIX)):
         found.unlink(missing_ok=True)
 
 
 def remove_dead() -> None:
-    """Removes the sockets of this node's jobs whose root was killed: nobody listens to them."""
+    """Removes sockets of this node that nobody listens on, because the root was killed."""
     for path in filter(is_of_this_node, find_sockets()):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(ANSWER_SECONDS)
@@ -81,21 +81,21 @@ def remove_dead() -> None:
                 connection.connect(str(path))
             except ConnectionRefusedError:
                 remove(path)
-            except OSError:  # it has ended by itself
+            except OSError:  # the job has just ended
                 continue
 
 
 def is_of_this_node(path: Path) -> bool:
-    """Tells whether a socket is of a job here: others, in a directory of all nodes, refuse."""
+    """Tells whether a socket belongs to this node; nodes may share the directory."""
     return path.name.startswith(f"{os.uname().nodename}-")
 
 
 def jobs_of(path: Path) -> Iterator[Job]:
-    """Yields a job as it is, once a second, as long as it lives.
+    """Yields the state of a job once a second, until the job ends.
 
     Raises:
-        ConnectionRefusedError: nobody listens: its root was killed.
-        OSError: it does not answer, or breaks off.
+        ConnectionRefusedError: nobody listens, because the root was killed.
+        OSError: the job does not answer, or closes the connection.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(ANSWER_SECONDS)
@@ -104,11 +104,11 @@ def jobs_of(path: Path) -> Iterator[Job]:
 
 
 def jobs_at(host: str, port: int, token: str) -> Iterator[Job]:
-    """Yields a job that listens on a port, perhaps at the other end of a tunnel; see `jobs_of`.
+    """Yields the state of a job that listens on a port, possibly through a tunnel; see `jobs_of`.
 
     Raises:
-        ArgumentError: what answers is no job, or refuses the token.
-        OSError: nobody listens, or what does breaks off.
+        ArgumentError: the server is not a job, or rejects the token.
+        OSError: nobody listens, or the server closes the connection.
     """
     with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:
         connection.sendall(f"{token}\n".encode())
@@ -131,10 +131,10 @@ def _read(connection: socket.socket) -> Iterator[Job]:
                 ) from None
 
 
-def _places() -> list[Path]:
-    """Returns where the directory may lie, first where it does in this environment.
+def _candidates() -> list[Path]:
+    """Returns the candidates for the directory, in order of preference.
 
-    Not first `TMPDIR`, which batch systems set for the job alone: who looks would look elsewhere.
+    `TMPDIR` comes last: batch systems set it for the job only, so a viewer would look elsewhere.
     """
     places = []
     runtime = os.environ.get("XDG_RUNTIME_DIR")

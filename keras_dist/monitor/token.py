@@ -1,6 +1,6 @@
 """The access token of a job's endpoints, kept in a private file.
 
-It stays when the job ends, so that what reads jobs again and again can be told of it once.
+The file stays when the job ends, so that a scraper is configured once.
 """
 
 import contextlib
@@ -16,31 +16,31 @@ from keras_dist.storage.ownership import describe, write_private
 
 __all__ = ["fits", "new_token", "token_in"]
 
-FEWEST_LETTERS = 16
-MOST_NBYTES = 4096  # of a file that holds a token
+MIN_LENGTH = 16
+MAX_NBYTES = 4096
 
 
 def new_token() -> str:
-    """Returns a token that nobody can guess."""
+    """Returns a new random token."""
     return secrets.token_urlsafe(32)
 
 
 def token_in(path: Path) -> str:
-    """Returns the token in a file, which is made where there is none.
+    """Returns the token in a file; creates the file if there is none.
 
     Raises:
-        LaunchError: the file is another user's, others may read it, or it holds no token.
-        OSError: it cannot be read or made.
+        LaunchError: the file belongs to another user, others may read it, or it holds no token.
+        OSError: the file cannot be read or created.
     """
     if not os.path.lexists(path):
         with beside(path) as made, contextlib.suppress(FileExistsError):
             write_private(made, f"{new_token()}\n")
-            os.link(made, path)  # another job may have made one meanwhile
+            os.link(made, path)  # another job may have created it meanwhile
     return _read(path)
 
 
 def fits(sent: str, token: str) -> bool:
-    """Tells whether what was sent is the token; how long that takes tells nothing of it."""
+    """Tells whether a sent text equals the token, in constant time."""
     return hmac.compare_digest(sent.encode(errors="replace"), token.encode())
 
 
@@ -50,14 +50,14 @@ def _read(path: Path) -> str:
         found = os.fstat(handle)
         alone = found.st_uid == os.getuid() and not found.st_mode & 0o077
         if not stat.S_ISREG(found.st_mode) or not alone:
-            raise _no_token(f"{path} to be a file that this user alone can read", describe(path))
-        token = file.read(MOST_NBYTES).decode(errors="replace").strip()
-    if len(token) < FEWEST_LETTERS or not token.isascii() or not token.isprintable():
-        what = f"{path} to hold a token of {FEWEST_LETTERS} letters or more"
-        raise _no_token(what, f"{len(token)} characters, or others than letters")
+            raise _no_token(f"{path} to be a file that only this user can read", describe(path))
+        token = file.read(MAX_NBYTES).decode(errors="replace").strip()
+    if len(token) < MIN_LENGTH or not token.isascii() or not token.isprintable():
+        what = f"{path} to hold a token of at least {MIN_LENGTH} ASCII characters"
+        raise _no_token(what, f"{len(token)} characters, or others than printable ASCII")
     return token
 
 
 def _no_token(expected: str, received: str) -> errors.LaunchError:
-    remedy = "Remove it: a new one is made. Or name another file."
+    remedy = "Remove the file, so that a new token is created, or name another file."
     return errors.LaunchError(errors.explain("[keras_dist]", expected, received, remedy))

@@ -1,7 +1,7 @@
-"""A page for a browser that shows jobs, served on the loopback interface to whoever has its URL.
+"""The web page of jobs, served on the loopback interface.
 
-One file without anything from elsewhere; it asks for the jobs once a second and draws them. The
-token in the URL keeps others on this node out. Knows no way in which jobs come here.
+The page is one file without external resources. It requests the jobs once a second. The URL holds
+a token, so that other users of the node have no access.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +29,14 @@ HEADERS = {
 
 
 class Page:
-    """The page, served while it is entered.
+    """The web server of the page, a context manager.
 
     Args:
-        get_jobs: gives the jobs, in any thread.
-        port: where; 0: any free port.
+        get_jobs: returns the jobs; called in any thread.
+        port: its port; 0 for any free port.
 
     Raises:
-        LaunchError: the port is taken.
+        LaunchError: the port is in use.
     """
 
     def __init__(self, get_jobs: Callable[[], Sequence[Job]], port: int):
@@ -50,13 +50,13 @@ class Page:
                     "[keras-dist top]",
                     "a free port for the page",
                     f"{port}: {error}",
-                    "Choose another one, or leave --port out for any that is free.",
+                    "Choose another port, or omit --port for any free one.",
                 )
             ) from None
         self.url = f"http://127.0.0.1:{self._server.server_port}/?token={token}"
 
     def __enter__(self) -> "Page":
-        self._server.begin("keras_dist page")
+        self._server.start("keras_dist page")
         return self
 
     def __exit__(
@@ -70,7 +70,7 @@ class Page:
 
 class _Handler(Handler):
     get_jobs: Callable[[], Sequence[Job]]
-    refused = 403, "The token is missing: open the URL as it was printed."
+    refused = 403, "The token is missing. Open the URL as it was printed."
 
     def answer(self, url: SplitResult) -> None:
         if url.path == "/":

@@ -28,4 +28,4 @@ def test_a_stranger_asks_at_the_port(job, tmp_path):
     where = {"KERAS_DIST_PROMETHEUS_PORT": str(port), "XDG_RUNTIME_DIR": str(tmp_path)}
     ended = job(2, ASKED, bare=True, **where)
     assert ended.returncode == 0, ended.stdout
-    assert "refused: 401 b'A token is needed.\\n'" in ended.stdout
+    assert "refused: 401 b'A token is required.\\n'" in ended.stdout
