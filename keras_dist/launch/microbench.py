@@ -1,8 +1,7 @@
-"""How long the ranks of a job take for something, and what they can do where they run.
+"""Micro-benchmarks on the ranks of a job.
 
-The ranks' side of `keras-dist bench` and `keras-dist doctor`: a job of it knows no framework, and
-its root prints what was found as one line of JSON. The benchmarks of the repository measure by
-the same functions.
+The job of `keras-dist bench` and `keras-dist doctor`. It imports no framework, and its root prints
+the results as one line of JSON. The benchmarks of the repository use the same functions.
 """
 
 import json
@@ -19,7 +18,7 @@ from keras_dist import _engine
 
 __all__ = ["compare", "count_parameters", "in_turn", "main"]
 
-SAMPLE_SECONDS = 0.02  # calls are repeated until a sample takes this long
+SAMPLE_SECONDS = 0.02  # minimum duration of a sample
 CONTENDER_SECONDS = 2.0  # for all samples of one contender
 MAX_CALLS = 200
 ROUNDS = (5, 15)
@@ -28,15 +27,15 @@ ROUNDS = (5, 15)
 def in_turn(
     contenders: Iterable[str], rounds: int, measure: Callable[[str], float]
 ) -> dict[str, list[float]]:
-    """Measures contenders in turn, round after round, each round in another order.
+    """Measures contenders alternately, in another order in each round.
 
     Args:
         contenders: names.
-        rounds: how many rounds.
-        measure: takes a name and returns a number.
+        rounds: number of rounds.
+        measure: returns a number for a name.
 
     Returns:
-        The numbers of each contender, one for each round.
+        The numbers of each contender, one per round.
     """
     names = list(contenders)
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -50,15 +49,15 @@ def in_turn(
 def compare(
     mpi: Any, calls: Mapping[str, Callable[[], Any]], rounds: tuple[int, int]
 ) -> dict[str, list[float]]:
-    """Times calls that all ranks make together, in turn. Collective: every rank of the world.
+    """Times collective calls alternately. Collective: every rank of the world.
 
     Args:
         mpi: mpi4py's `MPI` module.
-        calls: a function for each contender.
-        rounds: how many rounds at least and at most.
+        calls: one function for each contender.
+        rounds: minimum and maximum number of rounds.
 
     Returns:
-        The seconds of one call, of the slowest rank, for each contender and round.
+        Seconds per call on the slowest rank, for each contender and round.
     """
     world = mpi.COMM_WORLD
 
@@ -78,7 +77,7 @@ def compare(
 
 
 def count_parameters(path: str) -> int:
-    """Returns how many numbers of a saved Keras model are trained. Loads the backend."""
+    """Returns the number of trainable parameters of a saved Keras model. Imports the backend."""
     import keras
 
     model = keras.saving.load_model(path, compile=False)
@@ -88,7 +87,7 @@ def count_parameters(path: str) -> int:
 def main() -> None:
     """Measures on every rank.
 
-    The command line has a mark that is to stand before the line of JSON, and sizes in bytes.
+    The command line holds a prefix for the line of JSON, and sizes in bytes.
     """
     from mpi4py import MPI
 
@@ -113,7 +112,7 @@ def main() -> None:
 
 
 def _reduction(mpi: Any, comm: _engine.Communicator, nbytes: int) -> float:
-    """Returns the seconds of a reduction of so many bytes, after checking what comes out."""
+    """Returns the seconds of a reduction of a size in bytes, after checking its result."""
     pattern = np.arange(nbytes // 4, dtype=np.float32) % 251
     mine = pattern + comm.rank
     specs = [(mine.shape, mine.dtype)]

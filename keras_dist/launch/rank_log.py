@@ -1,4 +1,4 @@
-"""What a process prints, kept in a file. Knows no ranks."""
+"""Redirecting the output of a process to a file."""
 
 import contextlib
 import os
@@ -11,10 +11,10 @@ __all__ = ["printing_to"]
 
 @contextlib.contextmanager
 def printing_to(path: pathlib.Path) -> Iterator[None]:
-    """Lets all that this process prints go to a file, also from below Python and from children.
+    """Redirects the output of this process to a file, from C code and child processes as well.
 
     Args:
-        path: a new file in place of what was there.
+        path: file, which is overwritten.
     """
     path.unlink(missing_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)

@@ -1,8 +1,8 @@
-"""What a process that `keras-dist run` has started does before it becomes the program.
+"""The wrapper that `keras-dist run` starts for each rank.
 
-It takes its share of the node's cores and has its output marked. Then the program takes its place,
-so that mpiexec's child, its signals and its MPI are the program's own. Its output is read by a
-process beside it, which ends with it. Knows no MPI.
+It binds the rank to its cores, redirects its output through a child process that marks every line,
+and executes the program in its place. The program is therefore the child of mpiexec, with its own
+signals and MPI. Imports no MPI.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from keras_dist.runtime import launch_environment
 __all__ = ["main"]
 
 CHUNK_NBYTES = 65536
-PATIENCE_SECONDS = 10.0  # with a line that does not end: a progress bar, or a program at work
-NOT_FOUND = 127  # as shells end
-WRONG_USAGE = 2  # as most programs end; such a job is not started anew
+PATIENCE_SECONDS = 10.0  # for an incomplete line, such as a progress bar
+NOT_FOUND = 127  # convention of shells
+WRONG_USAGE = 2  # usage error; such a job is not restarted
 CLEAR_LINE = b"\r\x1b[K"
 
 
 def main() -> None:
-    """Runs a program as a rank; does not return."""
+    """Executes a program as a rank; does not return."""
     parser = argparse.ArgumentParser(
         prog="python -m keras_dist.launch.rank_wrapper", allow_abbrev=False
     )
@@ -37,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     rank = launch_environment.announced_rank()
     _share_cores(options.bind)
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # or prints would come at the end
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # unbuffered output
     if rank is not None:
         try:
             log = None if options.log_dir is None else _open_log(options.log_dir, rank)
@@ -59,14 +59,14 @@ def _give_up(what: str, error: OSError, code: int) -> NoReturn:
 
 
 def _share_cores(bind: bool) -> None:
-    """Gives libraries that use OpenMP, numpy's among them, this rank's share of the cores."""
+    """Sets the number of OpenMP threads to the cores of this rank."""
     size = launch_environment.announced_local_size()
     rank = launch_environment.announced_local_rank()
     if size < 2 or not hasattr(os, "sched_getaffinity"):
         return
     cores = _cores()
     if len(os.sched_getaffinity(0)) < len(os.sched_getaffinity(os.getppid())):
-        share = len(cores)  # mpiexec has bound this rank
+        share = len(cores)  # mpiexec bound this rank
     else:
         share = len(cores) // size
         if bind and rank is not None and share:
@@ -77,7 +77,7 @@ def _share_cores(bind: bool) -> None:
 
 
 def _cores() -> list[frozenset[int]]:
-    """Returns the cores this process may use, each with its hardware threads, by package."""
+    """Returns the cores of this process by package, each with its hardware threads."""
     allowed = os.sched_getaffinity(0)
     found: dict[tuple[int, ...], set[int]] = {}
     for cpu in sorted(allowed):
@@ -94,7 +94,7 @@ PLACE = ("physical_package", "core")
 
 
 def _open_log(folder: Path, rank: int) -> int:
-    """Opens this rank's file, anew unless the job has been started anew."""
+    """Opens the output file of this rank; a restarted job appends to it."""
     folder.mkdir(parents=True, exist_ok=True)
     again = os.environ.get("KERAS_DIST_RESTART", "0") != "0"
     way = os.O_APPEND if again else os.O_TRUNC
@@ -102,13 +102,13 @@ def _open_log(folder: Path, rank: int) -> int:
 
 
 def _have_output_read(rank: int, live: bool, log: int | None) -> None:
-    """Leads what this process prints from now on to a process that passes it on."""
+    """Redirects the output of this process to a child that forwards it."""
     pipes = [os.pipe() for _ in range(2)]
     child = os.fork()
     if child == 0:
         try:
-            # No child of the program, which may wait for its own, nor reached by what ends it: the
-            # last lines are those that matter.
+            # Not a child of the program, which may wait for its own, and not killed with it: the
+            # last lines matter most.
             os.setsid()
             if os.fork() == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -127,10 +127,10 @@ def _have_output_read(rank: int, live: bool, log: int | None) -> None:
 
 
 def _close_all_but(kept: set[int]) -> None:
-    """Closes what belongs to the program, such as its connection to mpiexec."""
-    first = 3  # behind the standard streams
+    """Closes the file descriptors of the program, such as its connection to mpiexec."""
+    first = 3  # after the standard streams
     for number in sorted(kept):
-        if first < number:  # of an empty range Python would close everything
+        if first < number:  # for an empty range Python would close everything
             os.closerange(first, number)
         first = number + 1
     os.closerange(first, os.sysconf("SC_OPEN_MAX"))
@@ -155,23 +155,23 @@ def _pass_on(sources: list[int], rank: int, live: bool, log: int | None) -> None
 
 
 class _Stream:
-    """What one rank prints to one place.
+    """The output of one rank to one destination.
 
-    The root's output in a terminal is passed on as it comes. All else is passed on in whole lines,
-    so that those of several ranks do not mix; of a line that was written over by carriage returns
-    comes what a terminal would show.
+    The output of the root to a terminal is forwarded as it arrives. All other output is forwarded
+    in whole lines, so that lines of ranks do not mix; a line with carriage returns is reduced to
+    its visible part.
     """
 
     def __init__(self, out: int, mark: bytes, live: bool, log: int | None):
         self._out = out
         self._raw = live and not mark
-        # In a terminal the root's progress bar may stand where the line is to come.
+        # The progress bar of the root may be on the current line of the terminal.
         self._mark, self._front = mark, CLEAR_LINE if live else b""
         self._log = log
         self._line, self._since = b"", 0.0
 
     def take(self, chunk: bytes) -> None:
-        """Passes on what was read; nothing is the end."""
+        """Forwards bytes; none mean the end."""
         if self._log is not None:
             _write(self._log, chunk)
         if self._raw:
@@ -187,14 +187,14 @@ class _Stream:
             self._line = b""
 
     def show_what_is_old(self) -> None:
-        """Passes on a line that has not ended for a while."""
+        """Forwards a line that has been incomplete for a while."""
         if self._line and time.monotonic() - self._since > PATIENCE_SECONDS:
             self._show([self._line])
             self._line = b""
 
     def _show(self, lines: list[bytes]) -> None:
         shown = [_shown(line) for line in lines]
-        # What keras_dist prints when a job ends carries the mark already.
+        # Messages of keras_dist at the end of a job are marked already.
         marked = [line if line.startswith(self._mark) else self._mark + line for line in shown]
         if marked:
             _write(self._out, b"".join(self._front + line + b"\n" for line in marked))
@@ -205,7 +205,7 @@ def _shown(line: bytes) -> bytes:
 
 
 def _write(out: int, data: bytes) -> None:
-    """Writes all of it; where nobody reads any more the program goes on none the less."""
+    """Writes all bytes; the program continues if nobody reads."""
     try:
         while data:
             data = data[os.write(out, data) :]

@@ -1,4 +1,4 @@
-"""Scripts for Horovod, made scripts for keras_dist: what is proposed, and what is left to say."""
+"""Rewriting scripts for Horovod: proposed changes, and notes for the user."""
 
 from keras_dist.migrate.rewriting import Note, rewrite
 

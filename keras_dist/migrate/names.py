@@ -1,4 +1,4 @@
-"""What Horovod's modules and names have become. Tables alone."""
+"""Tables of Horovod's modules and names, with their replacements."""
 
 __all__ = [
     "GONE",
@@ -11,7 +11,7 @@ __all__ = [
     "UNKNOWN",
 ]
 
-# All that there are; modules of Horovod that only hold names of another have become that one.
+# All modules; modules of Horovod that re-export another module map to that module.
 MODULES = {
     "horovod": "keras_dist",
     "horovod.keras": "keras_dist",
@@ -49,7 +49,7 @@ GONE_MODULES = {
     "horovod.ray": "keras_dist has nothing for Ray: start the job by keras-dist run",
 }
 
-# Modules of Horovod of which keras_dist has these names alone, beside the modules in them.
+# Modules of which keras_dist has these names only, besides their submodules.
 HELD = {
     "horovod": {"run", "__version__"},
     "horovod.common.process_sets": {
@@ -64,7 +64,7 @@ HELD = {
     "horovod.torch.sync_batch_norm": {"SyncBatchNorm"},
 }
 
-# Of the module of Horovod; most were for graphs and sessions of TensorFlow 1.
+# Names without a replacement; most were for graphs and sessions of TensorFlow 1.
 GONE = {
     "BroadcastGlobalVariablesHook": "TensorFlow 1 alone: pass "
     "callbacks.BroadcastGlobalVariablesCallback(0) to fit, or call broadcast_variables",
@@ -77,10 +77,10 @@ GONE = {
     "backward_passes_per_step to DistributedOptimizer",
 }
 
-# Calls, and targets of assignments, by which a script takes the GPU of its local rank.
+# Calls and assignment targets by which a script selects the GPU of its local rank.
 GPU_PINNING = ("set_visible_devices", "set_device", "visible_device_list")
 
-# Functions that are told a module's name as text.
+# Functions that take the name of a module as text.
 IMPORTERS = {"__import__", "find_spec", "import_module", "importorskip"}
 
 REMOVED_ARGUMENTS = {"compile": "experimental_run_tf_function"}

@@ -1,4 +1,4 @@
-"""A script's source rewritten, its layout kept, by the tables of `names`."""
+"""Rewriting the source of a script by the tables of `names`; the layout stays."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from keras_dist.migrate.names import (
 
 __all__ = ["Note", "rewrite"]
 
-MARK = "\ufeff"  # of byte order, with which some editors begin UTF-8; LibCST drops it
+MARK = "\ufeff"  # the byte order mark of some editors, which LibCST drops
 PINNED = "# keras_dist: init has taken the GPU of this rank already; this may go."
 CHECKPOINTS = m.Name("ModelCheckpoint") | m.Name("BestModelCheckpoint")
 CHECKPOINT = (
@@ -35,11 +35,11 @@ BARE_AVERAGE = "`average=` has become `op=Average` or `op=Sum`"
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Note:
-    """Something that is left to the user.
+    """A remark on a line that the user has to change.
 
     Args:
-        line: where in the script, counted from 1.
-        text: what.
+        line: line number, from 1.
+        text: the remark.
     """
 
     line: int
@@ -47,14 +47,14 @@ class Note:
 
 
 def rewrite(source: str, name: str) -> tuple[str, Sequence[Note]]:
-    """Returns a script that uses keras_dist, and what has to be looked at by hand.
+    """Returns the script for keras_dist, and the remarks for the user.
 
     Args:
-        source: the script.
-        name: what it is called in messages.
+        source: text of the script.
+        name: its name in messages.
 
     Raises:
-        ArgumentError: it is no Python.
+        ArgumentError: the source is not valid Python.
     """
     mark = MARK if source.startswith(MARK) else ""
     try:
@@ -76,7 +76,7 @@ class _Rewriter(m.MatcherDecoratableTransformer):
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[Note] = []
-        self._aliases: set[str] = set()  # by which the script knows Horovod
+        self._aliases: set[str] = set()  # the name of Horovod in the script
 
     # --- Imports
 
@@ -215,7 +215,7 @@ def _module_of(node: cst.ImportFrom) -> str:
 
 
 def _new_module(name: str) -> tuple[str | None, str | None]:
-    """Returns what a module is called now, or why there is none; neither of other modules."""
+    """Returns the new name of a module of Horovod, or the reason why there is none."""
     if not _is_horovods(name):
         return None, None
     gone = next(
@@ -227,7 +227,7 @@ def _new_module(name: str) -> tuple[str | None, str | None]:
 
 
 def _trouble_with(name: str) -> str | None:
-    """Returns why there is nothing of a dotted name of Horovod's any more, if that is known."""
+    """Returns the reason why a dotted name of Horovod has no replacement, if known."""
     if name in GONE_MODULES:
         return GONE_MODULES[name]
     package, _, member = name.rpartition(".")
@@ -236,7 +236,7 @@ def _trouble_with(name: str) -> str | None:
 
 
 def _named(alias: cst.ImportAlias) -> cst.AsName:
-    """Returns the `as` of an import that keeps a name as the script knows it."""
+    """Returns the `as` clause that keeps the name used in the script."""
     space = cst.SimpleWhitespace(" ")
     return alias.asname or cst.AsName(cst.Name(alias.evaluated_name), space, space)
 
@@ -254,7 +254,7 @@ def _is_named(arg: cst.Arg, name: str) -> bool:
 
 
 def _as_op(arg: cst.Arg, holder: cst.BaseExpression) -> cst.Arg:
-    """Turns `average=True` into `op=hvd.Average`; what is known only when it runs, too."""
+    """Turns `average=True` into `op=hvd.Average`, also for values known only at run time."""
     both = [cst.Attribute(holder, cst.Name(name)) for name in ("Average", "Sum")]
     if m.matches(arg.value, m.Name("True") | m.Name("False")):
         op: cst.BaseExpression = both[0 if m.matches(arg.value, m.Name("True")) else 1]

@@ -1,4 +1,4 @@
-"""`keras-dist`: what to ask on the command line. Imports no framework."""
+"""The command `keras-dist`. Imports no framework."""
 
 import argparse
 import importlib
@@ -12,7 +12,7 @@ from keras_dist._version import __version__
 __all__ = ["main"]
 
 USAGE = 2  # as argparse ends
-# Each is a module of its name, which is imported when it is called: --help takes no time.
+# A command is a module of its name, imported when it is called, so that --help is fast.
 COMMANDS = {
     "bench": "measure what reducing gradients costs here, and for a model",
     "doctor": "say whether jobs can run here, and what to do where they cannot",
@@ -28,13 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        arguments: the words after the program's name. Defaults to those it was called with.
+        arguments: command-line arguments, without the program's name. Defaults to `sys.argv[1:]`.
 
     Returns:
-        The exit code: that of the job for `run`; 0 when all is well, 1 when something is missing
-        for `doctor`, no job is there for `top` and changes are proposed by `migrate`; 2 when the
-        command line, or a file that it names, makes no sense; 3 when `migrate` leaves lines to the
-        user.
+        The exit code: that of the job for `run`, else 0 for success. 1: `doctor` found a problem,
+        `top` found no job, or `migrate` proposes changes. 2: the command line, or a file that it
+        names, is invalid. 3: `migrate` leaves lines to the user.
     """
     parser = argparse.ArgumentParser(prog="keras-dist", description="Keras training on many ranks.")
     parser.add_argument("--version", action="version", version=f"keras_dist {__version__}")

@@ -1,4 +1,4 @@
-"""`python -m keras_dist.launch.cli` is `keras-dist`, for the Python that is named."""
+"""`python -m keras_dist.launch.cli` runs `keras-dist` with a certain Python."""
 
 import sys
 

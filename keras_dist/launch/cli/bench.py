@@ -1,8 +1,7 @@
-"""`keras-dist bench`: what a reduction of gradients costs here, and what that means for a model.
+"""`keras-dist bench`: the cost of gradient reductions on this machine, and for a model.
 
-A prediction is read off what was measured on as many ranks: between two sizes the time grows
-straight from one to the other, beyond the largest it grows with the bytes. It says what the
-reduction takes when nothing else goes on.
+Predictions interpolate linearly between the measured sizes, and extrapolate in proportion to the
+bytes beyond the largest. They hold for a reduction with nothing else running.
 """
 
 import argparse
@@ -23,11 +22,11 @@ __all__ = ["add_to", "predict"]
 SIZES = ("4K", "64K", "1M", "16M", "100M")
 UNITS = {"": 0, "K": 1, "M": 2, "G": 3}
 FLOAT_NBYTES = 4
-SPEED = 0.9  # of one rank that reduces nothing
+SPEED = 0.9  # of one rank without reductions
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the subparsers of the command line."""
+    """Adds the command to the subparsers."""
     parser = commands.add_parser(
         "bench",
         description=" ".join(__doc__.split("\n\n", 1)[1].split()),
@@ -48,11 +47,11 @@ def add_to(commands: Any) -> None:
 
 
 def predict(seconds: Mapping[int, float], nbytes: int) -> float:
-    """Returns the seconds that a reduction takes, from those of other sizes.
+    """Returns the predicted seconds of a reduction.
 
     Args:
-        seconds: what was measured, by bytes.
-        nbytes: the size that is asked for.
+        seconds: measured seconds by size in bytes.
+        nbytes: size in bytes.
     """
     sizes = sorted(seconds)
     if nbytes >= sizes[-1]:
@@ -115,7 +114,7 @@ def _number_of_ranks(options: argparse.Namespace) -> int:
 
 
 def _up_to(ranks: int) -> list[int]:
-    """Returns 2, 4, 8, ... and the number itself."""
+    """Returns 2, 4, 8, ... below a number, and the number."""
     powers = [2**power for power in range(1, max(1, math.ceil(math.log2(ranks))))]
     return [*powers, ranks]
 
@@ -125,7 +124,7 @@ def _parameters_of(path: str) -> int:
 
     try:
         return microbench.count_parameters(path)
-    except Exception as error:  # whatever Keras and the model's own layers raise
+    except Exception as error:  # Keras and the model's layers may raise anything
         raise errors.ArgumentError(
             errors.explain(
                 "[keras-dist bench]",

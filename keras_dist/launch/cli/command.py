@@ -1,4 +1,4 @@
-"""The command that starts a job: on which hosts, how many ranks, with what environment."""
+"""The mpiexec command of a job: hosts, number of ranks and environment."""
 
 import argparse
 import sys
@@ -17,8 +17,8 @@ from keras_dist.runtime import launch_environment
 
 __all__ = ["job_command", "number_of_ranks", "settings_of"]
 
-OWN = "KERAS_"  # ranks need these wherever they are
-# What says something about this host, this terminal or this process, and nothing of another.
+OWN = "KERAS_"  # needed on every host
+# These describe this host, terminal or process only.
 LOCAL = tuple(
     "OMPI_ PMIX_ PRTE_ PMI_ SLURM PBS_ LSB_ LSF_ SSH_ XDG_ DBUS_ BASH_FUNC_ "
     "HOSTNAME PWD OLDPWD DISPLAY TERM SHLVL LS_COLORS TMPDIR CUDA_VISIBLE_DEVICES".split()
@@ -27,15 +27,15 @@ LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, str]:
-    """Returns the variables of `--env` that have a value of their own."""
+    """Returns the variables of `--env` that come with a value."""
     return dict(word.split("=", 1) for word in options.env if "=" in word)
 
 
 def number_of_ranks(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Returns how many ranks a job has: as it is said, or as the hosts or a batch system say.
+    """Returns the number of ranks from options, hosts or batch system.
 
     Raises:
-        ArgumentError: nothing says it.
+        ArgumentError: none of these gives a number.
     """
     return _ranks(options.np, _named_hosts(options), allocation(environment))
 
@@ -48,20 +48,20 @@ def job_command(
     goes_on: bool = False,
     binds: bool = True,
 ) -> list[str]:
-    """Returns mpiexec and all its words, the program last.
+    """Returns the command line of mpiexec, which ends in the program.
 
     Args:
-        options: where the ranks run, as `add_places` parses it; with `dry_run` names of hosts are
-            not looked up.
-        library: the MPI library of the ranks.
-        program: what each rank runs.
-        environment: that of mpiexec; ranks on other hosts get what means something there.
-        goes_on: whether ranks go on when one has died.
+        options: hosts and number of ranks, parsed by `add_places`; with `dry_run`, host names are
+            not resolved.
+        library: MPI library of the ranks.
+        program: command of each rank.
+        environment: environment of mpiexec; ranks on other hosts get those that apply there.
+        goes_on: whether ranks continue after the death of a rank.
         binds: whether mpiexec may bind ranks to cores.
 
     Raises:
-        ArgumentError: the number of ranks is missing, or there is no room for it.
-        LaunchError: no mpiexec, or no such host; or this process is a rank itself.
+        ArgumentError: the number of ranks is missing, or exceeds the slots.
+        LaunchError: there is no mpiexec, a host is unknown, or this process is a rank itself.
     """
     _check_not_a_rank(environment)
     given = allocation(environment)
@@ -72,7 +72,7 @@ def job_command(
     if not hosts and given is not None and given.hosts:
         slots = _slots(given, ranks)
         _check_room(ranks, slots, f"that {given.system} has given")
-        # The others' mpiexec asks the batch system itself; Open MPI's may be built without it.
+        # Hydra asks the batch system itself; Open MPI may be built without support for it.
         hosts = slots if library.is_open_mpi else {}
     elif hosts:
         _check_room(ranks, hosts, "named")
@@ -102,7 +102,7 @@ def _ranks(wanted: int | None, hosts: Mapping[str, int], given: Allocation | Non
 
 
 def _slots(given: Allocation, ranks: int) -> dict[str, int]:
-    """Returns how many ranks each host of an allocation gets; shared out evenly if it is open."""
+    """Returns the ranks of each host of an allocation, distributed evenly if it does not say."""
     if given.ranks is not None:
         return dict(given.hosts)
     share = -(-ranks // len(given.hosts))
@@ -122,7 +122,7 @@ def _check_room(ranks: int, hosts: Mapping[str, int], whose: str) -> None:
 def _passed(
     options: argparse.Namespace, environment: Mapping[str, str], elsewhere: bool
 ) -> list[str]:
-    """Returns the names of the variables that ranks on other hosts get."""
+    """Returns the names of the variables that are passed to ranks on other hosts."""
     asked = {word.partition("=")[0] for word in options.env}
     if missing := sorted(asked - set(environment)):
         raise _error(

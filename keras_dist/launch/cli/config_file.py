@@ -1,4 +1,4 @@
-"""A YAML file with options of `keras-dist run`, by their names without dashes in front."""
+"""A YAML file with options of `keras-dist run`, named without leading dashes."""
 
 from pathlib import Path
 
@@ -9,10 +9,10 @@ __all__ = ["words_of_file"]
 
 
 def words_of_file(path: str) -> list[str]:
-    """Returns the options in a YAML file as words of a command line.
+    """Returns the options of a YAML file as command-line arguments.
 
     Raises:
-        ArgumentError: it cannot be read, or holds something else.
+        ArgumentError: the file cannot be read, or holds something else.
     """
     import yaml
 

@@ -1,4 +1,4 @@
-"""Which hosts there are at this moment: a script of the user's is asked at each start of a job."""
+"""Host discovery: a script of the user names the available hosts at each start of a job."""
 
 import argparse
 import os
@@ -15,24 +15,24 @@ from keras_dist.launch.cli.job import end_with_parent
 __all__ = ["with_hosts"]
 
 PAUSE_SECONDS = 1.0
-ANSWER_SECONDS = 10.0  # that a script has in any case
+ANSWER_SECONDS = 10.0  # granted to a script in any case
 
 
 def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse.Namespace:
-    """Returns options of `keras-dist run` with the hosts that the script names, if there is one.
+    """Returns the options with the hosts that the discovery script names, if there is a script.
 
-    While there are fewer places than `--min-np` it is asked again, at most for
+    The script runs again while there are fewer slots than `--min-np`, for at most
     `--elastic-timeout` seconds.
 
     Args:
         options: the options.
-        again: whether the job has been started before; a script that fails then, or says
-            something else, is asked again.
-        end: when the time of the job is over, by `time.monotonic`.
+        again: whether the job was started before; a script that fails then, or prints something
+            else, runs again.
+        end: deadline of the job, by `time.monotonic`.
 
     Raises:
-        ArgumentError: the script failed, said something else, or has named too few places.
-        TimeoutError: the time of the job is over.
+        ArgumentError: the script failed, printed something else, or named too few slots.
+        TimeoutError: the deadline has passed.
     """
     script = options.host_discovery_script
     if script is None:
@@ -60,7 +60,7 @@ def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse
 
 
 def _ask(script: Sequence[str], seconds: float) -> tuple[dict[str, int], str | None]:
-    """Returns the places for ranks by host, or why there is no answer."""
+    """Returns slots by host, or the reason why there are none."""
     try:
         said, code = _output(script, seconds)
     except subprocess.TimeoutExpired:
@@ -74,19 +74,19 @@ def _ask(script: Sequence[str], seconds: float) -> tuple[dict[str, int], str | N
 
 
 def _output(script: Sequence[str], seconds: float) -> tuple[str, int]:
-    """Returns what a program prints and its exit code; nothing of it is left, whatever happens."""
+    """Returns the output and exit code of a program; no process of it is left."""
     with subprocess.Popen(
         script,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
-        errors="replace",  # what is no text names no host
+        errors="replace",  # invalid text names no host
         start_new_session=True,
         preexec_fn=end_with_parent,
     ) as process:
         try:
             said, _ = process.communicate(timeout=seconds)
-        except BaseException:  # an interrupt as well
+        except BaseException:  # also for an interrupt
             os.killpg(process.pid, signal.SIGKILL)
             raise
     return said, process.returncode

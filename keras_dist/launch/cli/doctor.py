@@ -1,4 +1,4 @@
-"""`keras-dist doctor`: can jobs run here, how well, and what to do where they cannot."""
+"""`keras-dist doctor`: checks whether jobs can run here, and gives remedies."""
 
 import argparse
 import dataclasses
@@ -20,25 +20,25 @@ from keras_dist.launch.cli.options import add_places
 
 __all__ = ["add_to"]
 
-NBYTES = 16 * 2**20  # of the reduction that is tried
+NBYTES = 16 * 2**20  # of the test reduction
 WIDTH = 15
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the subparsers of the command line."""
+    """Adds the command to the subparsers."""
     parser = commands.add_parser(
         "doctor",
         description="Looks at packages, host and MPI, and starts two ranks. The exit code is 1 "
         "where no job can run.",
         allow_abbrev=False,
     )
-    parser.set_defaults(act=_tell)
+    parser.set_defaults(act=_print_findings)
     add_places(parser)
     parser.add_argument("--json", action="store_true", help="print it for programs")
 
 
-def _tell(options: argparse.Namespace) -> int:
-    """Prints what was found; returns 0 when jobs can run, else 1."""
+def _print_findings(options: argparse.Namespace) -> int:
+    """Prints the findings; returns 0 if jobs can run, else 1."""
     troubles, told = 0, []
     for finding in _findings(options):
         troubles += finding.is_trouble

@@ -1,4 +1,4 @@
-"""A job drawn by rich: a table with a line a rank, once or again and again. Finds no jobs."""
+"""Tables of jobs in the terminal, by rich: a row for each rank, drawn once or live."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,21 +12,21 @@ from keras_dist.monitor.job import Job, Row
 
 __all__ = ["console", "live", "table"]
 
-SILENT_SECONDS = 5.0  # a rank whose report is older does not answer
+SILENT_SECONDS = 5.0  # a rank with an older report does not answer
 
 
 def console(width: int | None) -> Console:
-    """Returns what prints tables, in so many characters; `None`: as wide as the terminal."""
+    """Returns a console of a width in characters; `None` is the width of the terminal."""
     return Console(width=width)
 
 
 def live(tables: Callable[[], Iterable[Table]], per_second: float) -> Live:
-    """Returns what draws tables anew in their place while it is entered."""
+    """Returns a context manager that redraws tables in place."""
     return Live(get_renderable=lambda: Group(*tables()), refresh_per_second=per_second)
 
 
 def table(job: Job) -> Table:
-    """Returns a job as a table: a line a rank."""
+    """Returns the table of a job, with a row for each rank."""
     has_gpu = any(row.report.gpu for row in job.rows)
     drawn = Table(
         title=Text(_title(job)),

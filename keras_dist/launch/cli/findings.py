@@ -1,4 +1,4 @@
-"""What `keras-dist doctor` looks at, and what to do about what it finds. Imports no framework."""
+"""The checks of `keras-dist doctor`, with remedies. Imports no framework."""
 
 import contextlib
 import dataclasses
@@ -26,13 +26,13 @@ ENOUGH_GIB = 1  # for the gradients of four ranks of a model of 50 million param
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """A finding.
 
     Args:
-        what: what was looked at.
-        text: what was found.
-        remedy: what to do, or could be done; empty when all is well.
-        is_trouble: whether no job can run until it is done.
+        what: subject of the check.
+        text: result.
+        remedy: what to do; empty if nothing.
+        is_trouble: whether no job can run before that.
     """
 
     what: str
@@ -42,7 +42,7 @@ class Finding:
 
 
 def of_the_packages() -> Iterator[Finding]:
-    """Yields what is installed, and whether the backend that Keras would take is."""
+    """Yields the installed packages, and whether the selected backend of Keras is installed."""
     yield Finding("keras_dist", __version__)
     yield Finding("Python", f"{platform.python_version()} ({sys.executable})")
     libraries = {name: _version((name,)) for name in ("keras", "numpy", "mpi4py")}
@@ -64,7 +64,7 @@ def of_the_machine() -> Iterator[Finding]:
     """Yields cores, memory, GPUs and batch system of this host.
 
     Raises:
-        ArgumentError: the batch system names hosts in a way that cannot be read.
+        ArgumentError: the host list of the batch system cannot be parsed.
     """
     yield Finding("Host", f"{os.uname().nodename}, {platform.system()} {platform.release()}")
     yield _cores()
@@ -86,7 +86,7 @@ def of_the_launcher() -> Iterator[Finding]:
     """Yields the MPI library and its mpiexec.
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: there is no MPI library.
     """
     library = load_library()
     yield Finding("MPI library", library.text)
@@ -95,11 +95,11 @@ def of_the_launcher() -> Iterator[Finding]:
 
 
 def of_a_job(found: Mapping[str, Any], seconds: float) -> Iterator[Finding]:
-    """Yields what a small job has found.
+    """Yields the findings of a small job.
 
     Args:
-        found: by `keras_dist.launch.microbench`.
-        seconds: how long it took.
+        found: result of `keras_dist.launch.microbench`.
+        seconds: duration of the job.
     """
     hosts = ", ".join(found["hosts"])
     yield Finding("Two ranks", f"join, reduce rightly and end, in {seconds:.1f} s, on {hosts}")
@@ -162,7 +162,7 @@ def _survival(library: Library) -> Finding:
 
 
 def _wanted_backend() -> str:
-    """Returns the backend that Keras takes: as the environment or its own file says."""
+    """Returns the backend that Keras selects, from the environment or its configuration file."""
     if name := os.environ.get("KERAS_BACKEND"):
         return name
     file = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras")) / "keras.json"
@@ -172,7 +172,7 @@ def _wanted_backend() -> str:
 
 
 def _version(packages: tuple[str, ...]) -> str | None:
-    """Returns the version of the first that is installed."""
+    """Returns the version of the first installed package."""
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)

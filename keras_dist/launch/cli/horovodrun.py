@@ -1,4 +1,4 @@
-"""Options of `horovodrun` that mean nothing here, and what to do in their place."""
+"""Options of `horovodrun` that do not apply here, and their replacements."""
 
 import argparse
 from typing import Any
@@ -47,7 +47,7 @@ REFUSED = {
 
 
 def refuse(parser: argparse.ArgumentParser) -> None:
-    """Adds an answer to each of them to a parser."""
+    """Adds these options to a parser; each raises an error with its replacement."""
     for name in REFUSED:
         parser.add_argument(name, action=_Refuse, nargs="?", help=argparse.SUPPRESS)
 

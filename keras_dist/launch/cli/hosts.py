@@ -1,6 +1,6 @@
-"""Hosts and how many ranks each may have: as they are named, or as a batch system has given them.
+"""Hosts and their slots: from options, from files, or from a batch system.
 
-Names are checked against a pattern, because they become words of commands such as ssh's.
+Names are checked against a pattern, because they become arguments of commands such as ssh.
 """
 
 import collections
@@ -25,12 +25,12 @@ LINE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """What a batch system has given to this job.
+    """The allocation of a batch system.
 
     Args:
-        system: its name.
-        hosts: ranks by host; empty where that is not known.
-        ranks: how many ranks it was asked for; `None` where that was left open.
+        system: name of the batch system.
+        hosts: ranks by host; empty if unknown.
+        ranks: requested number of ranks; `None` if none was requested.
     """
 
     system: str
@@ -39,19 +39,19 @@ class Allocation:
 
 
 def parse_hosts(text: str) -> dict[str, int]:
-    """Returns ranks by host, of `h1:2,h2:2`; a host without a number has one.
+    """Parses ranks by host from `h1:2,h2:2`; a host without a number has one.
 
     Raises:
-        ArgumentError: it is something else.
+        ArgumentError: the text has another form.
     """
     return _collect(text.split(","), "--hosts to be like h1:2,h2:2")
 
 
 def read_hostfile(path: str) -> dict[str, int]:
-    """Returns ranks by host, of a file with a host a line: `h1 slots=2`, or `h1:2`.
+    """Reads ranks by host from a file with one host per line: `h1 slots=2` or `h1:2`.
 
     Raises:
-        ArgumentError: it cannot be read, or has other lines.
+        ArgumentError: the file cannot be read, or has other lines.
     """
     try:
         text = Path(path).read_text()
@@ -62,15 +62,15 @@ def read_hostfile(path: str) -> dict[str, int]:
 
 
 def parse_lines(text: str) -> tuple[dict[str, int], str | None]:
-    """Returns ranks by host, of a text such as a hostfile's, and the first line that is wrong."""
+    """Returns ranks by host from the text of a hostfile, and the first invalid line."""
     return _count(_lines(text))
 
 
 def check_names(hosts: Iterable[str]) -> None:
-    """Makes sure that there are such hosts, before anything waits for one.
+    """Checks that host names resolve, before anything waits for a host.
 
     Raises:
-        LaunchError: a name has no address.
+        LaunchError: a name does not resolve.
     """
     for name in hosts:
         try:
@@ -87,7 +87,7 @@ def check_names(hosts: Iterable[str]) -> None:
 
 
 def allocation(environment: Mapping[str, str]) -> Allocation | None:
-    """Returns what a batch system says in the environment; `None` without one."""
+    """Returns the allocation of the batch system in the environment; `None` without one."""
     if "SLURM_JOB_ID" in environment:
         return _slurm(environment)
     if "PBS_NODEFILE" in environment:
@@ -122,15 +122,15 @@ def _slurm(environment: Mapping[str, str]) -> Allocation:
 
 
 def _slurm_slots(text: str) -> list[int]:
-    """Returns the tasks of each node, of Slurm's compressed form, such as `4(x2),3`."""
+    """Expands Slurm's compressed form of tasks per node, such as `4(x2),3`."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
 
 
 def _from_lines(system: str, path: str) -> Allocation:
-    """Reads a file with a line for each rank."""
+    """Reads a file with one line for each rank."""
     hosts = read_hostfile(path)
-    # One line a node says which nodes there are, not how many ranks each was meant to have.
+    # With one line for each node the file does not give the number of ranks.
     names_only = len(hosts) > 1 and set(hosts.values()) == {1}
     return Allocation(system, hosts, None if names_only else sum(hosts.values()))
 
@@ -154,7 +154,7 @@ def _collect(texts: Iterable[str], expected: str) -> dict[str, int]:
 
 
 def _count(texts: Iterable[str]) -> tuple[dict[str, int], str | None]:
-    """Returns ranks by host, and the first text that names no host."""
+    """Returns ranks by host, and the first invalid name."""
     hosts: collections.Counter[str] = collections.Counter()
     for text in texts:
         found = LINE.fullmatch(text.strip())

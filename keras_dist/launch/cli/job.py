@@ -1,4 +1,4 @@
-"""One try of a job: started, told what this process is told, and nothing left of it."""
+"""One run of a job: start it, forward signals, and leave no process behind."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ from typing import IO, Any
 
 __all__ = ["Ended", "end_with_parent", "run_job"]
 
-GRACE_SECONDS = 30  # to end after a signal: Slurm gives as much before it kills
+GRACE_SECONDS = 30  # after a signal; the default of Slurm before SIGKILL
 KILL_SECONDS = 5  # a killed process may hang in the kernel
 LAST_WORDS_SECONDS = 1
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -27,12 +27,12 @@ _DEATH_SIGNAL, _SUBREAPER = 1, 36  # of prctl, on Linux
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a job ended.
+    """The end of a job.
 
     Args:
-        code: the exit code of mpiexec, by which shells know it.
-        signal: the first signal by which it was asked to end, if there was one.
-        timed_out: whether it took too long.
+        code: exit code of mpiexec, in the convention of shells.
+        signal: first signal that asked the job to end, if any.
+        timed_out: whether the time limit ended it.
     """
 
     code: int
@@ -46,15 +46,15 @@ def run_job(
     seconds: float | None = None,
     output: IO[Any] | None = None,
 ) -> Ended:
-    """Runs a job to its end, passing on signals. When it fails, no process of it is left here.
+    """Runs a job to its end and forwards signals. No process of a failed job is left on this host.
 
-    A signal that asks to end gives it `GRACE_SECONDS`; Ctrl-C twice ends it at once.
+    After a terminating signal the job has `GRACE_SECONDS`; Ctrl-C twice kills it at once.
 
     Args:
-        command: mpiexec and all its words.
-        environment: that of the ranks.
-        seconds: how long it may take. Defaults to `None`, as long as it likes.
-        output: a file for what it prints. Defaults to `None`, where this process prints.
+        command: command line of mpiexec.
+        environment: environment of the ranks.
+        seconds: time limit. Defaults to `None`: no limit.
+        output: file for its output. Defaults to `None`: the output of this process.
     """
     return _Job().run(command, environment, seconds, output)
 
@@ -72,13 +72,13 @@ class _Job:
         seconds: float | None,
         output: IO[Any] | None,
     ) -> Ended:
-        _prctl(_SUBREAPER, 1)  # what mpiexec leaves behind becomes a child of this process
+        _prctl(_SUBREAPER, 1)  # orphans of mpiexec become children of this process
         others = _children()
         previous = {number: signal.signal(number, self._pass_on) for number in PASSED_ON}
         previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._expire)
         try:
             signal.setitimer(signal.ITIMER_REAL, seconds or 0)
-            # A session of its own: Ctrl-C comes by way of this process alone.
+            # In a session of its own: this process forwards Ctrl-C.
             self._process = subprocess.Popen(
                 command,
                 env=environment,
@@ -88,10 +88,10 @@ class _Job:
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
-            for number in self._signals:  # that came in between
+            for number in self._signals:  # that arrived meanwhile
                 self._process.send_signal(number)
             code = self._process.wait()
-            # What comes from now on is the caller's, when nothing is left of the job.
+            # Later signals belong to the caller, after the job is gone.
             signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
             if code != 0:
                 _kill(lambda: _children() - others)
@@ -120,9 +120,9 @@ class _Job:
 
 
 def _kill(list_them: Callable[[], set[int]]) -> None:
-    """Ends processes until there are none: who loses its parent turns up among them.
+    """Kills processes until there are none; orphans are reparented to this process.
 
-    Those that read what ranks print ignore SIGTERM: they end by themselves, behind the last line.
+    Processes that forward the output of ranks ignore SIGTERM: they end after the last line.
     """
     begin, asked = time.monotonic(), set[int]()
     while (pids := list_them()) and time.monotonic() < begin + KILL_SECONDS:
@@ -137,17 +137,17 @@ def _kill(list_them: Callable[[], set[int]]) -> None:
 
 
 def _children() -> set[int]:
-    """Returns the processes whose parent this one is; none where there is no `/proc`."""
+    """Returns the child processes of this process; none without `/proc`."""
     path = Path(f"/proc/self/task/{threading.get_native_id()}/children")
     return set(map(int, path.read_text().split())) if path.exists() else set()
 
 
 def end_with_parent() -> None:
-    """Asks for SIGTERM when the parent of this process ends, on Linux; called in the child."""
+    """Requests SIGTERM at the death of the parent, on Linux. Runs in the child."""
     _prctl(_DEATH_SIGNAL, signal.SIGTERM)
 
 
-# Found now: a child that a process of many threads has forked must not look for anything.
+# Loaded now: a forked child of a multithreaded process must not load anything.
 _libc_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 

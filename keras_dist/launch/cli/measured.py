@@ -1,4 +1,4 @@
-"""A job that measures: started here, and what its root has found."""
+"""Starts a measuring job and returns its result."""
 
 import argparse
 import json
@@ -20,15 +20,15 @@ SECONDS = 300
 
 
 def measure(options: argparse.Namespace, ranks: int, sizes: Iterable[int]) -> dict[str, Any]:
-    """Runs `keras_dist.launch.microbench` on some ranks and returns what it has found.
+    """Runs `keras_dist.launch.microbench` on some ranks and returns its result.
 
     Args:
-        options: where the ranks run, as `add_places` parses it.
-        ranks: how many.
-        sizes: of what is reduced, in bytes.
+        options: hosts and number of ranks, parsed by `add_places`.
+        ranks: number of ranks.
+        sizes: sizes of the reductions in bytes.
 
     Raises:
-        LaunchError: the job has failed, or there is no mpiexec.
+        LaunchError: the job failed, or there is no mpiexec.
     """
     program = [sys.executable, "-P", "-m", "keras_dist.launch.microbench", MARK, *map(str, sizes)]
     environment = {**os.environ, **settings_of(options)}

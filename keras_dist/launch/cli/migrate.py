@@ -1,4 +1,4 @@
-"""`keras-dist migrate`: what a script for Horovod has to become, as a diff."""
+"""`keras-dist migrate`: shows the changes of a script for Horovod as a diff."""
 
 import argparse
 import difflib
@@ -17,7 +17,7 @@ from keras_dist.storage import atomic_write
 __all__ = ["add_to"]
 
 PROPOSED = 1
-BY_HAND = 3  # 2 is for what is no script
+BY_HAND = 3  # 2 is for files that are not scripts
 
 DESCRIPTION = """Shows as a diff what a script for Horovod has to become to use keras_dist, and by
 line what has to be looked at by hand. Exit code 0: there is nothing to change, or it has been
@@ -26,7 +26,7 @@ to look at by hand; 2: a file is no script."""
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the subparsers of the command line."""
+    """Adds the command to the subparsers."""
     parser = commands.add_parser("migrate", description=DESCRIPTION)
     parser.set_defaults(act=_migrate)
     parser.add_argument("scripts", type=pathlib.Path, nargs="+", metavar="script.py")
@@ -61,8 +61,8 @@ def _migrate(options: argparse.Namespace) -> int:
 
 
 def _diff(before: str, after: str, name: str) -> Iterator[str]:
-    """Makes the lines of a unified diff, also of a file whose last line does not end."""
-    # Not by splitlines, for which a form feed ends a line too.
+    """Yields a unified diff, also where the last line has no newline."""
+    # str.splitlines would split at form feeds.
     old, new = (io.StringIO(text).readlines() for text in (before, after))
     for line in difflib.unified_diff(old, new, name, name):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
@@ -75,7 +75,7 @@ def _say_how_many(by_hand: int) -> None:
 
 
 def _read(path: pathlib.Path) -> tuple[str, str]:
-    """Returns a script, with its byte order mark if there is one, and the encoding it is in."""
+    """Returns the text of a script, with a byte order mark if present, and its encoding."""
     try:
         content = path.read_bytes()
         encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0].removesuffix("-sig")
@@ -94,7 +94,7 @@ def _error(received: str, remedy: str) -> errors.ArgumentError:
 
 
 def _write(path: pathlib.Path, text: str, encoding: str) -> None:
-    target = path.resolve()  # a link stays one
+    target = path.resolve()  # keeps symbolic links
     with atomic_write.beside(target) as new:
         new.write_bytes(text.encode(encoding))
         shutil.copymode(target, new)

@@ -1,4 +1,4 @@
-"""The mpiexec that belongs to the MPI library of mpi4py, and what it wants to be told."""
+"""The mpiexec of the MPI library of mpi4py, and its options."""
 
 import dataclasses
 import os
@@ -12,9 +12,9 @@ from keras_dist import errors
 
 __all__ = ["Library", "find_mpiexec", "load_library", "mpiexec_options"]
 
-# What says that slots come from a batch system, which knows them better.
+# These mean that slots come from a batch system.
 ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE")
-VERSION_SECONDS = 20  # to say one's version
+VERSION_SECONDS = 20  # to print the version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Library:
     """An MPI library.
 
     Args:
-        vendor: its name as mpi4py says it.
-        version: its version.
-        text: both, as the library says them itself.
+        vendor: name, as mpi4py gives it.
+        version: version.
+        text: both, as the library prints them.
     """
 
     vendor: str
@@ -33,27 +33,27 @@ class Library:
 
     @property
     def is_open_mpi(self) -> bool:
-        """Whether its launcher is that of Open MPI; the others have Hydra, MPICH's."""
+        """Whether the launcher is that of Open MPI; others use Hydra of MPICH."""
         return self.vendor in ("Open MPI", "Spectrum MPI")
 
     @property
     def goes_on(self) -> bool:
-        """Whether the ranks that are left can go on when one has died (ULFM)."""
+        """Whether ranks can continue after the death of a rank (ULFM)."""
         return self.vendor == "Open MPI" and self.version >= (5,)
 
 
 def load_library() -> Library:
-    """Returns the MPI library that ranks will load; does not initialise MPI.
+    """Returns the MPI library that ranks will load. Does not initialize MPI.
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: none was found.
     """
     import mpi4py
 
-    initialize, mpi4py.rc.initialize = mpi4py.rc.initialize, False  # this process is no rank
+    initialize, mpi4py.rc.initialize = mpi4py.rc.initialize, False  # this process is not a rank
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # mpi4py raises either, by version and cause
+    except (ImportError, RuntimeError) as error:  # mpi4py raises either
         raise errors.LaunchError(
             errors.explain(
                 "[keras-dist]",
@@ -69,13 +69,13 @@ def load_library() -> Library:
 
 
 def find_mpiexec(library: Library) -> str:
-    """Returns the path of the mpiexec that belongs to a library.
+    """Returns the path of the mpiexec of a library.
 
-    The wheels put it beside Python; the first on the PATH may be that of another library, whose
-    ranks would not find each other.
+    Wheels install mpiexec beside Python. The first one on the PATH may belong to another library,
+    and its ranks would not find each other.
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: none was found.
     """
     seen = []
     for path in dict.fromkeys(_candidates()):
@@ -102,19 +102,19 @@ def mpiexec_options(
     hosts: Mapping[str, int] | None = None,
     binds: bool = True,
 ) -> list[str]:
-    """Returns what an mpiexec is to be told besides program and environment.
+    """Returns the options of an mpiexec.
 
     Args:
-        library: to which it belongs.
-        ranks: the number of ranks.
+        library: its MPI library.
+        ranks: number of ranks.
         passed: names of environment variables that ranks on other nodes need; Hydra passes all.
-        goes_on: whether ranks go on when one has died.
-        hosts: how many ranks each host may have. Defaults to what mpiexec finds out.
-        binds: whether mpiexec may bind ranks to cores as it thinks right. Open MPI's gives
-            two ranks of a node one core each, whatever there is.
+        goes_on: whether ranks continue after the death of a rank.
+        hosts: slots by host. Defaults to those that mpiexec finds.
+        binds: whether mpiexec may bind ranks to cores. Open MPI gives each of two ranks on a
+            node one core, however many there are.
 
     Raises:
-        LaunchError: this library cannot be told so.
+        LaunchError: the library does not support an option.
     """
     options = ["-n", str(ranks)]
     if not library.is_open_mpi:
@@ -155,7 +155,7 @@ def _listed(hosts: Mapping[str, int]) -> str:
 
 
 def _belongs(version: str, library: Library) -> bool:
-    """Tells by what an mpiexec says of itself whether it starts the ranks of a library."""
+    """Tells whether an mpiexec belongs to a library, by its version text."""
     if "Open MPI" in version or library.is_open_mpi:
         spectrum = library.vendor == "Spectrum MPI"
         return library.is_open_mpi and (
@@ -182,11 +182,11 @@ def _version(mpiexec: str) -> str:
             timeout=VERSION_SECONDS,
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return ""  # none that could start a job
+        return ""  # not executable
 
 
 def _cores() -> int:
-    """Returns the cores this process may use, which are Open MPI's slots; not their threads."""
+    """Returns the number of physical cores of this process, which Open MPI counts as slots."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"

@@ -1,4 +1,4 @@
-"""The options of `keras-dist run`: one table, from which the parser and its documentation come."""
+"""The options of `keras-dist run`: one table for the parser and the documentation."""
 
 import argparse
 import dataclasses
@@ -11,18 +11,18 @@ __all__ = ["OPTIONS", "Option", "add_options", "add_places"]
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One option.
+    """An option.
 
     Args:
-        names: its names; the first with two dashes, or the first, is the one in messages.
-        meaning: what it does, with its unit and default.
-        metavar: what stands for its value; empty for a flag.
-        parse: turns the text into the value.
-        choices: the words it takes.
-        repeated: whether it may be given several times.
-        default: the value when it is not given.
-        variable: the environment variable that it sets for the ranks.
-        horovod: the names by which `horovodrun` knows it; they are accepted.
+        names: names; messages use the first with two dashes, or the first.
+        meaning: effect, unit and default.
+        metavar: placeholder of the value; empty for a flag.
+        parse: converts the text to the value.
+        choices: accepted values.
+        repeated: whether it may occur several times.
+        default: default value.
+        variable: environment variable that it sets for the ranks.
+        horovod: names in `horovodrun`, which are accepted.
     """
 
     names: str
@@ -37,13 +37,13 @@ class Option:
 
     @property
     def field(self) -> str:
-        """The attribute of the parsed options."""
+        """The attribute in the parsed options."""
         words = self.names.split()
         long = next((word for word in words if word.startswith("--")), words[0])
         return long.lstrip("-").replace("-", "_")
 
     def add_to(self, parser: Any) -> None:
-        """Adds it to a parser, under all of its names."""
+        """Adds the option to a parser, under all names."""
         names = [*dict.fromkeys(f"{self.names} {self.horovod}".split())]
         how: dict[str, Any] = {"dest": self.field, "default": self.default, "help": self.meaning}
         if not self.metavar:
@@ -65,7 +65,7 @@ def _number(least: int) -> Callable[[str], int]:
 
 
 def _words(text: str) -> list[str]:
-    """Returns words as a shell would read them, which is never asked."""
+    """Splits text as a shell would, without running one."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -231,6 +231,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_places(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say where ranks run and how they are reached."""
+    """Adds the options for hosts, slots and the connection to hosts."""
     for option in PLACES:
         option.add_to(parser)

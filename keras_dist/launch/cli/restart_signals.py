@@ -1,6 +1,6 @@
-"""Between two tries of a job there are no ranks that a signal could be passed on to.
+"""Signals between two runs of a job, when there are no ranks to forward them to.
 
-It ends the launcher, with the exit code by which a job says that another try may go on.
+Such a signal ends the launcher with the exit code of a preempted job.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from types import FrameType
 
 from keras_dist.runtime import exit_hooks
 
-__all__ = ["EndRequested", "told_between_tries"]
+__all__ = ["EndRequested", "terminating_signals_raise"]
 
 CODES = {
     signal.SIGTERM: exit_hooks.PREEMPTED_EXIT_CODE,
@@ -20,10 +20,10 @@ CODES = {
 
 
 class EndRequested(BaseException):
-    """A signal has come. As with an interrupt, no handler of errors is meant to catch it.
+    """Raised for a terminating signal; a `BaseException`, as `KeyboardInterrupt`.
 
     Args:
-        number: that of the signal.
+        number: number of the signal.
     """
 
     def __init__(self, number: int):
@@ -32,14 +32,14 @@ class EndRequested(BaseException):
 
 
 @contextlib.contextmanager
-def told_between_tries() -> Iterator[None]:
-    """Within it signals that ask to end raise; a running job has handlers of its own.
+def terminating_signals_raise() -> Iterator[None]:
+    """Makes terminating signals raise within the context; a running job has its own handlers.
 
     Raises:
-        ToldToEnd: one has come.
+        EndRequested: a signal arrived.
     """
     previous = {number: signal.signal(number, _raise) for number in CODES}
-    # Without an action of its own it would end the launcher; it means something to ranks alone.
+    # Its default action would end the launcher, but only ranks use it.
     previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, _ignore)
     try:
         yield
@@ -53,4 +53,4 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Does nothing. Unlike `SIG_IGN` it is not handed on to the programs that are started."""
+    """Does nothing. Unlike `SIG_IGN`, a handler is not inherited by started programs."""

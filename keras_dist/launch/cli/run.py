@@ -1,4 +1,4 @@
-"""`keras-dist run`: starts a job, and starts it anew when it fails."""
+"""`keras-dist run`: starts a job, and restarts it after a failure."""
 
 import argparse
 import math
@@ -20,13 +20,13 @@ from keras_dist.launch.cli.hosts import allocation
 from keras_dist.launch.cli.job import Ended, run_job
 from keras_dist.launch.cli.mpiexec import Library, load_library
 from keras_dist.launch.cli.options import OPTIONS, add_options
-from keras_dist.launch.cli.restart_signals import EndRequested, told_between_tries
+from keras_dist.launch.cli.restart_signals import EndRequested, terminating_signals_raise
 from keras_dist.runtime import exit_hooks
 
 __all__ = ["add_to"]
 
-TIMED_OUT = 124  # as timeout(1) ends
-NEVER_AGAIN = (2, 128 + signal.SIGINT)  # wrong usage, as of most programs; Ctrl-C
+TIMED_OUT = 124  # as timeout(1)
+NEVER_AGAIN = (2, 128 + signal.SIGINT)  # usage error; Ctrl-C
 MAX_PAUSE_SECONDS = 30
 RESTART = "KERAS_DIST_RESTART"
 NOTEBOOK = ("-m", "keras_dist.launch.cli", "run-notebook")
@@ -37,7 +37,7 @@ trains with keras_dist.callbacks.BackupAndRestore goes on from its last checkpoi
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the subparsers of the command line."""
+    """Adds the command to the subparsers."""
     parser = commands.add_parser(
         "run",
         description=DESCRIPTION,
@@ -53,7 +53,7 @@ def add_to(commands: Any) -> None:
 
 
 def _with_file(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
-    """Returns the options with those of the configuration file, which stand first and lose."""
+    """Returns the options with those of the file, which the command line overrides."""
     if options.config_file is None:
         return options
     return parser.parse_args([*words_of_file(options.config_file), *options.words])
@@ -94,7 +94,7 @@ def _run(options: argparse.Namespace, end: float) -> int:
     if "--allow-run-as-root" in command:
         _say("running as root, so mpiexec is told --allow-run-as-root.")
     try:
-        with told_between_tries():
+        with terminating_signals_raise():
             return _try_again_and_again(command, command_of, environment, options.max_restarts, end)
     except EndRequested as told:
         _say(f"told to end ({told.name}) while no try of the job was running.")
@@ -102,7 +102,7 @@ def _run(options: argparse.Namespace, end: float) -> int:
 
 
 def _launched(options: argparse.Namespace) -> list[str]:
-    """Returns the words that start what marks a rank's output and shares out the cores."""
+    """Returns the command of the rank wrapper, which marks output and assigns cores."""
     words = [sys.executable, "-P", "-m", "keras_dist.launch.rank_wrapper"]
     if options.bind == "cores" or (options.bind == "auto" and allocation(os.environ) is not None):
         words.append("--bind")
@@ -150,7 +150,7 @@ def _try_again_and_again(
 
 
 def _exit_code(ended: Ended) -> int:
-    """Returns the launcher's exit code: that of the job, unless it was told to end."""
+    """Returns the exit code: that of the job, or of the signal that ended it."""
     if ended.timed_out:
         return TIMED_OUT
     if ended.code in (0, exit_hooks.PREEMPTED_EXIT_CODE):
@@ -159,7 +159,7 @@ def _exit_code(ended: Ended) -> int:
 
 
 def _program(options: argparse.Namespace) -> list[str]:
-    """Returns the program and its arguments, as each rank is to start them."""
+    """Returns the command of each rank."""
     words = options.program[1:] if options.program[:1] == ["--"] else options.program
     if options.module is not None:
         words = [sys.executable, "-m", *options.module] if options.module else []
@@ -181,7 +181,7 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 
 def _missing(words: list[str]) -> str | None:
-    """Returns what there is in place of a program; `None` when there is one."""
+    """Returns what was given instead of a program; `None` for a valid program."""
     if not words:
         return "none"
     if shutil.which(words[0]) is None:
@@ -218,7 +218,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
-    """Returns what the options put into the environment of the ranks."""
+    """Returns the environment variables that options set for the ranks."""
     values = {option.variable: getattr(options, option.field) for option in OPTIONS}
     wanted = {name: text for name, text in values.items() if name and text is not None}
     if options.on_failure == "continue":

@@ -1,4 +1,4 @@
-"""`keras-dist run-notebook`: a notebook on the ranks that a launcher has started."""
+"""`keras-dist run-notebook`: runs a notebook on all ranks of a job."""
 
 import argparse
 import ast
@@ -18,7 +18,7 @@ each cell; what other ranks print goes to a log beside it. An exception on any r
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the subparsers of the command line."""
+    """Adds the command to the subparsers."""
     parser = commands.add_parser("run-notebook", description=DESCRIPTION)
     parser.set_defaults(act=_run)
     parser.add_argument("notebook", type=pathlib.Path)
@@ -73,7 +73,7 @@ def _parameters(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Returns what Python would read, text where it would read nothing."""
+    """Returns a Python literal, or the text if it is none."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -1,4 +1,4 @@
-"""`keras-dist timeline`: where the time of a job went."""
+"""`keras-dist timeline`: summarizes the timeline of a job."""
 
 import argparse
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["add_to"]
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the subparsers of the command line."""
+    """Adds the command to the subparsers."""
     parser = commands.add_parser(
         "timeline",
         description="Says where the time of a job went whose timeline was recorded "

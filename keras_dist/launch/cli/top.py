@@ -1,4 +1,4 @@
-"""`keras-dist top`: the jobs of this user as they run, drawn in a terminal."""
+"""`keras-dist top`: shows the running jobs of this user in a terminal."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ __all__ = ["add_to"]
 
 NONE_FOUND = 1
 REDRAWS_PER_SECOND = 2
-PLAIN_WIDTH = 160  # characters, where there is no terminal
+PLAIN_WIDTH = 160  # characters, without a terminal
 
 DESCRIPTION = """Shows the jobs of this user whose root is on this node: ranks, step, loss, samples
 a second, the share of time in which ranks wait for others, memory, GPUs. The rank that waits least
@@ -26,7 +26,7 @@ is the one that the others wait for."""
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the subparsers of the command line."""
+    """Adds the command to the subparsers."""
     parser = commands.add_parser("top", description=DESCRIPTION, allow_abbrev=False)
     parser.set_defaults(act=_top)
     parser.add_argument("pid", nargs="?", type=int, help="of the job's root; all jobs without it")
@@ -45,10 +45,10 @@ def add_to(commands: Any) -> None:
 
 
 class _Watched:
-    """Jobs, each read by a thread of its own for as long as it lives.
+    """Jobs, each read by a thread of its own until it ends.
 
     Args:
-        streams: of each job, the first job read already.
+        streams: one per job, of which the first state was read already.
     """
 
     def __init__(self, streams: Sequence[tuple[Job, Iterator[Job]]]):
@@ -60,11 +60,11 @@ class _Watched:
             self._threads.append(thread)
 
     def jobs(self) -> list[Job]:
-        """Returns each job as it was last."""
+        """Returns the latest state of each job."""
         return list(self._jobs)
 
     def live(self) -> bool:
-        """Tells whether one of them lives."""
+        """Tells whether a job is still running."""
         return any(thread.is_alive() for thread in self._threads)
 
     def _read(self, number: int, stream: Iterator[Job]) -> None:
@@ -93,7 +93,7 @@ def _top(options: argparse.Namespace) -> int:
 
 
 def _find(options: argparse.Namespace) -> Iterator[tuple[Job, Iterator[Job]]]:
-    """Yields the jobs that were asked for, each with what tells how it goes on."""
+    """Yields the selected jobs, each with the stream of its states."""
     if options.address is not None:
         host, port = options.address
         stream = jobs_at(host, port, _token(options.token_file))
@@ -113,7 +113,7 @@ def _find(options: argparse.Namespace) -> Iterator[tuple[Job, Iterator[Job]]]:
         stream = jobs_of(path)
         try:
             job = next(stream)
-        except ConnectionRefusedError:  # its root was killed, or the node went down
+        except ConnectionRefusedError:  # the root was killed, or the node is down
             if is_of_this_node(path):
                 remove(path)
             continue
@@ -152,7 +152,7 @@ def _print_json(found: Sequence[tuple[Job, Iterator[Job]]], once: bool) -> int:
 
 
 def _serve(watched: _Watched, port: int) -> int:
-    from keras_dist.monitor.web import Page  # loads what the other ways do not need
+    from keras_dist.monitor.web import Page  # imported only where it is needed
 
     with Page(watched.jobs, port) as page:
         print(f"Watch at {page.url} (Ctrl-C ends this, not the job)", flush=True)
@@ -165,7 +165,7 @@ def _serve(watched: _Watched, port: int) -> int:
 
 def _draw_once(jobs: Sequence[Job]) -> int:
     from keras_dist.launch.cli import (
-        drawing,  # rich takes its time, which other ways need not spend
+        drawing,  # rich takes time to import
     )
 
     console = drawing.console(None if sys.stdout.isatty() else PLAIN_WIDTH)
@@ -176,7 +176,7 @@ def _draw_once(jobs: Sequence[Job]) -> int:
 
 def _draw_live(watched: _Watched) -> int:
     from keras_dist.launch.cli import (
-        drawing,  # rich takes its time, which other ways need not spend
+        drawing,  # rich takes time to import
     )
 
     with (

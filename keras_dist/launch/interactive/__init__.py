@@ -1,4 +1,4 @@
-"""A function on many ranks, called from one process: Python, a notebook, a console."""
+"""`keras_dist.run`: a function on many ranks, called from a process that is not a rank."""
 
 from keras_dist.launch.interactive.start import run
 

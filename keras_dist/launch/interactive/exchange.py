@@ -1,14 +1,14 @@
-"""What the caller and its ranks tell each other: files in a directory that the user alone can read.
+"""The files through which the caller and its ranks communicate, in a private directory.
 
 ```
-call         caller    function and arguments; variables, path of imports, sources of cells
-log-1        rank 1    what it prints
-report-1     rank 1    where it is, as JSON, again and again
-value-1      rank 1    what the function has returned
-failure-1    rank 1    the exception that has ended it
+call         caller    function and arguments; variables, import path, sources of cells
+log-1        rank 1    output
+report-1     rank 1    progress as JSON, rewritten repeatedly
+value-1      rank 1    return value of the function
+failure-1    rank 1    exception that ended the rank
 ```
 
-What is unpickled was written by the caller or by a rank of its own; there is no port.
+Only the caller and its own ranks write what is unpickled; there is no port.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ __all__ = ["Exchange", "Failure", "Value"]
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """What a rank has returned.
+    """The return value of a rank.
 
     Args:
-        kind: the name of its type.
-        pickled: the value.
+        kind: name of its type.
+        pickled: the pickled value.
     """
 
     kind: str
@@ -40,13 +40,13 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What has ended a rank.
+    """The exception that ended a rank.
 
     Args:
-        text: the exception in a line.
-        traceback: where it came from.
-        pickled: the exception; empty where it cannot be pickled.
-        is_consequence: whether it tells of the end of another rank.
+        text: the exception in one line.
+        traceback: its traceback.
+        pickled: the pickled exception; empty if it cannot be pickled.
+        is_consequence: whether it follows from the end of another rank.
     """
 
     text: str
@@ -59,38 +59,38 @@ class Exchange:
     """The files of one call.
 
     Args:
-        folder: where they are.
+        folder: their directory.
     """
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
 
     def log(self, rank: int) -> pathlib.Path:
-        """Returns the file of what a rank prints."""
+        """Returns the output file of a rank."""
         return self.folder / f"log-{rank}"
 
     def put_call(self, call: Any) -> None:
-        """Keeps what the ranks are to call; whatever cloudpickle raises is raised."""
+        """Writes the call. Raises whatever cloudpickle raises."""
         self._put("call", cloudpickle.dumps(call))
 
     def call(self) -> Any:
-        """Returns what the ranks are to call."""
+        """Reads the call."""
         return pickle.loads((self.folder / "call").read_bytes())
 
     def put_outcome(self, rank: int, outcome: Value | Failure) -> None:
-        """Keeps how a rank has ended."""
+        """Writes the outcome of a rank."""
         name = "value" if isinstance(outcome, Value) else "failure"
         self._put(f"{name}-{rank}", pickle.dumps(outcome))
 
     def outcome(self, rank: int) -> Value | Failure | None:
-        """Returns how a rank has ended: its failure, or else its value, if there is one yet."""
+        """Returns the failure or the value of a rank; `None` while it has none."""
         for name in ("failure", "value"):
             with contextlib.suppress(FileNotFoundError):
                 return pickle.loads((self.folder / f"{name}-{rank}").read_bytes())
         return None
 
     def failures(self, ranks: int) -> dict[int, Failure]:
-        """Returns the failures by rank, that which the others come from first."""
+        """Returns the failures by rank, the original one first."""
         found = {rank: self.outcome(rank) for rank in range(ranks)}
         failed = {rank: one for rank, one in found.items() if isinstance(one, Failure)}
 
@@ -101,11 +101,11 @@ class Exchange:
         return {rank: failed[rank] for rank in sorted(failed, key=place)}
 
     def put_report(self, rank: int, report: str) -> None:
-        """Keeps where a rank is, as JSON."""
+        """Writes the progress of a rank as JSON."""
         self._put(f"report-{rank}", report.encode())
 
     def report(self, rank: int) -> dict[str, Any]:
-        """Returns where a rank is, as far as it has said."""
+        """Returns the latest progress of a rank."""
         try:
             said = json.loads((self.folder / f"report-{rank}").read_bytes())
         except FileNotFoundError:
@@ -117,7 +117,7 @@ class Exchange:
         return said
 
     def _put(self, name: str, content: bytes) -> None:
-        """Writes a file that readers find whole. What is only of use today need not be on disk."""
+        """Writes a file atomically, without waiting for the disk."""
         path = self.folder / f".{name}-{threading.get_native_id()}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "wb") as file:

@@ -1,4 +1,4 @@
-"""What comes of a call on many ranks: the value of each, or the error that is raised for them."""
+"""The outcome of a call on many ranks: the value of each rank, or one error."""
 
 from typing import Any
 
@@ -11,22 +11,22 @@ __all__ = ["WHERE", "values"]
 
 #: the place, in messages
 WHERE = "[keras_dist.run]"
-USAGE = 2  # the exit code of keras-dist run where there was no job
+USAGE = 2  # exit code of keras-dist run without a job
 SHOWN_LINES = 20
 
 
 def values(exchange: Exchange, np: int, code: int, said: str) -> list[Any]:
-    """Returns what the ranks of a job that has ended have returned, in their order.
+    """Returns the values of the ranks of a finished job, in the order of ranks.
 
     Args:
-        exchange: with the ranks.
-        np: their number.
-        code: the exit code of the job.
-        said: what its launcher has printed.
+        exchange: files shared with the ranks.
+        np: number of ranks.
+        code: exit code of the job.
+        said: output of the launcher.
 
     Raises:
-        RankError: one has failed, or has left no value.
-        LaunchError: none has started.
+        RankError: a rank failed, or left no value.
+        LaunchError: no rank started.
     """
     for rank, failure in exchange.failures(np).items():
         raise _as_error(failure, rank, np, exchange)
@@ -51,7 +51,7 @@ def values(exchange: Exchange, np: int, code: int, said: str) -> list[Any]:
 def _loaded(outcome: Any, rank: int, np: int) -> Any:
     try:
         return cloudpickle.loads(outcome.pickled)
-    except Exception as error:  # objects raise what they like
+    except Exception as error:  # unpickling may raise anything
         raise errors.RankError(
             errors.explain(
                 f"[rank {rank} of {np}]",
@@ -64,7 +64,7 @@ def _loaded(outcome: Any, rank: int, np: int) -> Any:
 
 
 def _as_error(failure: Failure, rank: int, np: int, exchange: Exchange) -> errors.RankError:
-    printed = _tail(exchange, rank) if rank else ""  # that of the root has been shown
+    printed = _tail(exchange, rank) if rank else ""  # the output of the root was shown
     text = errors.explain(
         f"[rank {rank} of {np}]",
         "the function to return",
@@ -74,7 +74,7 @@ def _as_error(failure: Failure, rank: int, np: int, exchange: Exchange) -> error
     error = errors.RankError(text, rank, failure.traceback)
     try:
         error.__cause__ = cloudpickle.loads(failure.pickled) if failure.pickled else None
-    except Exception:  # some exceptions cannot be made from their own arguments
+    except Exception:  # some exceptions cannot be rebuilt from their arguments
         error.__cause__ = None
     return error
 

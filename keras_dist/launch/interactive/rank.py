@@ -1,6 +1,6 @@
-"""What a rank does for its caller: it runs the function, and says what came of it.
+"""A rank of `keras_dist.run`: runs the function and writes its outcome.
 
-`python -m keras_dist.launch.interactive.rank FOLDER`, by an mpiexec.
+mpiexec starts it as `python -m keras_dist.launch.interactive.rank FOLDER`.
 """
 
 import linecache
@@ -28,7 +28,7 @@ def main(folder: str) -> None:
     """Runs the function of a call on this rank.
 
     Args:
-        folder: that of the exchange with the caller.
+        folder: directory of the exchange with the caller.
     """
     exchange, rank = Exchange(pathlib.Path(folder)), launch_environment.announced_rank() or 0
     with printing_to(exchange.log(rank)):
@@ -70,7 +70,7 @@ def _as_value(value: Any, rank: int) -> Value:
     kind = type(value).__qualname__
     try:
         return Value(kind, cloudpickle.dumps(value))
-    except Exception as error:  # objects raise what they like
+    except Exception as error:  # pickling may raise anything
         raise errors.ArgumentTypeError(
             errors.explain(
                 f"[rank {rank}]",
@@ -82,12 +82,12 @@ def _as_value(value: Any, rank: int) -> Value:
 
 
 def _as_failure(error: BaseException) -> Failure:
-    # The first frame is of this file.
+    # The first frame belongs to this file.
     frames = error.__traceback__ and error.__traceback__.tb_next
     lines = traceback.format_exception(type(error), error, frames)
     try:
         pickled = cloudpickle.dumps(error)
-    except Exception:  # what it holds may be anything
+    except Exception:  # arguments of exceptions may be anything
         pickled = b""
     text = "".join(traceback.format_exception_only(error)).strip()
     return Failure(text, "".join(lines), pickled, isinstance(error, errors.RankLostError))

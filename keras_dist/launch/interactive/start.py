@@ -1,4 +1,4 @@
-"""`keras_dist.run`: a function on many ranks, from a process that is none."""
+"""The caller of `keras_dist.run`: starts the ranks, waits for them, and ends them."""
 
 import contextlib
 import linecache
@@ -27,7 +27,7 @@ from keras_dist.runtime import launch_environment
 __all__ = ["run"]
 
 TURN_SECONDS = 0.1
-END_SECONDS = 6.0  # after a request to end; the launcher takes 5 to kill what does not
+END_SECONDS = 6.0  # the launcher kills processes after 5
 
 
 def run(
@@ -42,38 +42,38 @@ def run(
     verbose: bool = True,
     num_proc: int | None = None,
 ) -> list[Any]:
-    """Runs a function on new ranks and returns what it returns on each.
+    """Runs a function on new ranks and returns its value on each rank.
 
-    For notebooks and consoles: the ranks are processes of their own, started by `keras-dist run`,
-    and are gone when this returns, with what they held of GPUs and memory. The calling process is
-    no rank. The function, whatever it refers to and what it returns travel by cloudpickle, so it
-    may be defined in a cell. It runs in a fresh Python: it is the place to call
-    `keras_dist.init()`, to build the model and to read the data.
+    For notebooks and consoles. `keras-dist run` starts the ranks as processes of their own, which
+    end and free their GPUs and memory before this function returns. The calling process is not a
+    rank. cloudpickle transfers the function, the objects it refers to and its return values, so the
+    function may be defined in a cell. It runs in a new Python process: call `keras_dist.init()`,
+    build the model and read the data inside the function.
 
-    What the root prints is shown as it comes, with a table of all ranks below it in a terminal and
-    above it in a notebook. An interrupt ends the ranks.
+    The output of the root appears as it is printed, with a table of all ranks below it in a
+    terminal and above it in a notebook. An interrupt ends the ranks.
 
     Args:
-        fn: the function.
-        args: what it is called with, on every rank alike. Defaults to nothing.
-        kwargs: the same by name. Defaults to nothing.
-        np: the number of ranks. Defaults to 2.
-        hosts: where they run, such as `"node1:4,node2:4"`; the working directory must then be one
-            that all of them share. Defaults to this machine, or the nodes of the batch job.
-        env: variables for the ranks, besides those of this process. Defaults to none.
-        timeout: seconds after which the ranks are ended. Defaults to `None`, never.
-        verbose: whether output and table are shown. Defaults to `True`.
+        fn: function to run.
+        args: positional arguments, the same on every rank. Defaults to none.
+        kwargs: keyword arguments, the same on every rank. Defaults to none.
+        np: number of ranks. Defaults to 2.
+        hosts: hosts and slots, such as `"node1:4,node2:4"`; the hosts must share the working
+            directory. Defaults to this host, or the nodes of the batch job.
+        env: environment variables for the ranks, besides those of this process. Defaults to none.
+        timeout: seconds after which the ranks are ended. Defaults to `None`: never.
+        verbose: whether to show output and table. Defaults to `True`.
         num_proc: Horovod's name for `np`. Defaults to `np`.
 
     Returns:
-        List of values, one for each rank, in their order.
+        List with the value of each rank, in the order of ranks.
 
     Raises:
-        RankError: the function raised on a rank, or the job ended without a value of each, or it
-            took too long. Its cause is the exception itself, where that can be pickled.
+        RankError: the function raised on a rank, the job ended without the value of a rank, or
+            `timeout` passed. Its cause is the original exception if that can be pickled.
         ArgumentError: `np` is less than 1.
-        ArgumentTypeError: `fn` cannot be called, or it or its arguments cannot be pickled.
-        LaunchError: this process is itself a rank, or the ranks could not be started.
+        ArgumentTypeError: `fn` is not callable, or it or its arguments cannot be pickled.
+        LaunchError: this process is a rank itself, or the ranks could not be started.
 
     Example:
     ```python
@@ -88,12 +88,12 @@ def run(
     """
     np = np if num_proc is None else num_proc
     _check(fn, np)
-    # Nodes share the directories that people work in, seldom that of temporary files.
+    # Nodes usually share working directories, but not temporary directories.
     place = None if hosts is None and not allocation(os.environ) else "."
     with tempfile.TemporaryDirectory(
         prefix=".keras_dist-",
         dir=place,
-        ignore_cleanup_errors=True,  # a file that is open elsewhere lives on under NFS
+        ignore_cleanup_errors=True,  # NFS keeps files that are open elsewhere
     ) as name:
         exchange = Exchange(pathlib.Path(name).absolute())
         work = _pickled((fn, tuple(args), dict(kwargs or {})))
@@ -108,10 +108,10 @@ def run(
 def _start(
     exchange: Exchange, np: int, hosts: str | None, env: Mapping[str, str], said: Any
 ) -> subprocess.Popen[bytes]:
-    """Starts the ranks by a process that looks after them; signals of this one stay as they are."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **env}  # output comes as it is made
+    """Starts the ranks through a supervising process; signal handlers of this process stay."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **env}  # output is unbuffered
     if environment.get("MPLBACKEND", "").startswith("module://matplotlib_inline"):
-        del environment["MPLBACKEND"]  # of this notebook, which ranks have none of
+        del environment["MPLBACKEND"]  # belongs to the notebook; ranks have none
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "keras_dist.launch.cli", "run", "-np", str(np)),
@@ -122,13 +122,13 @@ def _start(
         stdin=subprocess.DEVNULL,
         stdout=said,
         stderr=said,
-        start_new_session=True,  # an interrupt comes by way of this process alone
-        preexec_fn=end_with_parent,  # a kernel may be started anew
+        start_new_session=True,  # this process forwards interrupts
+        preexec_fn=end_with_parent,  # a kernel may restart
     )
 
 
 def _wait(start: Callable[[], subprocess.Popen[bytes]], view: View, timeout: float | None) -> int:
-    """Starts it, and shows what goes on to the end, which an interrupt brings about."""
+    """Starts the job and shows its output until it ends or is interrupted."""
     end = None if timeout is None else time.monotonic() + timeout
     process = None
     try:
@@ -155,7 +155,7 @@ def _wait(start: Callable[[], subprocess.Popen[bytes]], view: View, timeout: flo
 
 @contextlib.contextmanager
 def _interrupt_afterwards() -> Iterator[None]:
-    """Keeps an interrupt back: where a process is started it is lost, or the process is."""
+    """Delays an interrupt, which would lose a process that is just starting."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
@@ -171,7 +171,7 @@ def _interrupt_afterwards() -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a job that still runs: as Ctrl-C would, twice where that takes long, then by force."""
+    """Ends a running job: by SIGINT, after a while by a second one, then by SIGKILL."""
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
         if process.poll() is None:
             process.send_signal(number)
@@ -181,7 +181,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _cells() -> dict[str, Any]:
-    """Returns the sources that are in no file, such as cells, for tracebacks of the ranks."""
+    """Returns sources without a file, such as cells, for tracebacks of the ranks."""
     entries = linecache.cache.items()
     return {name: entry for name, entry in entries if len(entry) == 4 and entry[1] is None}
 
@@ -189,7 +189,7 @@ def _cells() -> dict[str, Any]:
 def _pickled(work: Any) -> bytes:
     try:
         return cloudpickle.dumps(work)
-    except Exception as error:  # objects raise what they like
+    except Exception as error:  # pickling may raise anything
         raise errors.ArgumentTypeError(
             errors.explain(
                 WHERE,
@@ -209,7 +209,7 @@ def _check(fn: Any, np: Any) -> None:
         kind = errors.ArgumentError if isinstance(np, int) else errors.ArgumentTypeError
         raise kind(errors.explain(WHERE, "np to be 1 rank or more", repr(np), "Pass np=2."))
     announced = launch_environment.announced_size()
-    # A batch job announces its ranks to the script too, which is none of them.
+    # A batch job sets the variables of ranks for the script too, which is not a rank.
     if announced is not None and announced.size > 1 and announced.variable != "SLURM_NTASKS":
         raise errors.LaunchError(
             errors.explain(

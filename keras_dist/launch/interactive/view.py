@@ -1,4 +1,4 @@
-"""What the caller sees while ranks run: what the root prints, and a table of all."""
+"""The display of the caller while ranks run: output of the root, and a table of all ranks."""
 
 import codecs
 import contextlib
@@ -18,7 +18,7 @@ def _as_gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.1f} GiB"
 
 
-# Title, field of a report, what a cell shows of it. A column is there when one rank has something.
+# Title, field of a report, format of a cell. A column without values is omitted.
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("host", "host", str),
     ("pid", "pid", str),
@@ -31,11 +31,11 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 class View:
-    """Shows what the root prints.
+    """Shows the output of the root.
 
     Args:
-        exchange: where it is found.
-        np: the number of ranks.
+        exchange: files shared with the ranks.
+        np: number of ranks.
     """
 
     def __init__(self, exchange: Exchange, np: int):
@@ -45,10 +45,10 @@ class View:
         self._next_table = 0.0
 
     def show(self, last: bool = False) -> None:
-        """Shows what is new.
+        """Shows new output.
 
         Args:
-            last: whether nothing will come any more, so that the table has to be up to date.
+            last: whether this is the last call, so that the table is updated in any case.
         """
         with contextlib.suppress(FileNotFoundError), self._exchange.log(0).open("rb") as log:
             log.seek(self._read)
@@ -66,10 +66,10 @@ class View:
         sys.stdout.flush()
 
     def tabulate(self) -> None:
-        """Shows the table, where there is a place for it."""
+        """Shows the table, if the output supports it."""
 
     def table(self) -> Any:
-        """Returns the table of ranks, for rich."""
+        """Returns the table of ranks for rich."""
         from rich.table import Table
 
         reports = [self._exchange.report(rank) for rank in range(self._np)]
@@ -87,7 +87,7 @@ class View:
 
 
 class _InNotebook(View):
-    """The table stands above the text and is changed in its place."""
+    """The table is above the text and is updated in place."""
 
     def __init__(self, exchange: Exchange, np: int):
         super().__init__(exchange, np)
@@ -103,7 +103,7 @@ class _InNotebook(View):
 
 
 class _InTerminal(View):
-    """The table stands below the text, with the line between them that has not ended yet."""
+    """The table is below the text, after the current line."""
 
     def __init__(self, exchange: Exchange, np: int, live: Any):
         super().__init__(exchange, np)
@@ -128,12 +128,12 @@ class _InTerminal(View):
 
 @contextlib.contextmanager
 def open_view(exchange: Exchange, np: int, verbose: bool) -> Iterator[View]:
-    """Gives the view that fits where this process prints to.
+    """Opens the view that suits the output of this process.
 
     Args:
-        exchange: with the ranks.
-        np: the number of ranks.
-        verbose: whether anything is shown.
+        exchange: files shared with the ranks.
+        np: number of ranks.
+        verbose: whether to show anything.
     """
     if not verbose:
         yield _Nothing(exchange, np)
@@ -162,5 +162,5 @@ def _cell(show: Callable[[Any], str], report: dict[str, Any], key: str) -> str:
 
 
 def _as_shown(line: str) -> str:
-    """Returns what a terminal shows of a line that was written over."""
+    """Returns the visible part of a line with carriage returns."""
     return line.rstrip("\r").rpartition("\r")[2]

@@ -1,4 +1,4 @@
-"""Notebooks whose cells each rank runs in its own process."""
+"""Notebooks on many ranks: each rank runs the cells in its own process."""
 
 from keras_dist.launch.notebook.document import executed_path
 from keras_dist.launch.notebook.execution import run_notebook

@@ -1,4 +1,4 @@
-"""A notebook as a file: read and checked, written in one go or not at all."""
+"""Notebook files: reading with checks, and atomic writing."""
 
 import datetime
 import json
@@ -11,24 +11,24 @@ from keras_dist.storage import atomic_write
 
 __all__ = ["begin", "begun", "executed_path", "read", "write"]
 
-VERSION = 4  # of the format; older notebooks are converted
+VERSION = 4  # format version; older notebooks are converted
 NOTE = "keras_dist"  # in the metadata
 
 
 def read(path: pathlib.Path, where: str) -> nbformat.NotebookNode:
-    """Returns the notebook of a file.
+    """Reads a notebook.
 
     Args:
         path: the file.
         where: this rank, for messages.
 
     Raises:
-        ArgumentError: there is none, or it is no notebook, or one of another language.
+        ArgumentError: there is no such file, or it is not a Python notebook.
     """
     try:
         notebook = nbformat.read(path, VERSION)
         nbformat.validate(notebook)
-    except Exception as error:  # of the file system, of JSON, of the format: each of its own kind
+    except Exception as error:  # errors of the file system, of JSON or of the format
         first = (str(error).splitlines() or [""])[0]
         raise errors.ArgumentError(
             errors.explain(
@@ -52,21 +52,21 @@ def read(path: pathlib.Path, where: str) -> nbformat.NotebookNode:
 
 
 def write(notebook: nbformat.NotebookNode, path: pathlib.Path) -> None:
-    """Writes a notebook in place of what was at the path."""
+    """Writes a notebook atomically."""
     with atomic_write.beside(path) as other:
         nbformat.write(notebook, other)
         atomic_write.move(other, path)
 
 
 def begin(notebook: nbformat.NotebookNode, ranks: int) -> str:
-    """Notes in a notebook when it began to run, and on how many ranks; returns the moment."""
+    """Records start time and number of ranks in the notebook; returns the time."""
     moment = datetime.datetime.now(datetime.UTC).isoformat()
     notebook.metadata[NOTE] = {"began": moment, "ranks": ranks}
     return moment
 
 
 def begun(path: pathlib.Path) -> str | None:
-    """Returns when the notebook of a file began to run; `None` where none is that has."""
+    """Returns the recorded start time of a notebook file; `None` without one."""
     try:
         return str(json.loads(path.read_text())["metadata"][NOTE]["began"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -74,5 +74,5 @@ def begun(path: pathlib.Path) -> str | None:
 
 
 def executed_path(path: pathlib.Path) -> pathlib.Path:
-    """Returns where a notebook goes when it has run: `nb.executed.ipynb` for `nb.ipynb`."""
+    """Returns the path of the executed notebook: `nb.executed.ipynb` for `nb.ipynb`."""
     return path.with_name(f"{path.stem}.executed.ipynb")

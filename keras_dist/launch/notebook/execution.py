@@ -1,4 +1,4 @@
-"""A notebook from its first cell to its last, on this rank."""
+"""Running the cells of a notebook on this rank."""
 
 import contextlib
 import os
@@ -20,33 +20,33 @@ from keras_dist.runtime import launch_environment
 
 __all__ = ["run_notebook"]
 
-SKIPPED, MAY_FAIL = "skip-execution", "raises-exception"  # tags, as nbclient knows them
+SKIPPED, MAY_FAIL = "skip-execution", "raises-exception"  # tags of nbclient
 
 
 class _Failed(NamedTuple):
-    place: int  # among all cells of the notebook
-    number: int  # as notebooks count cells that ran: In [number]
+    place: int  # index among all cells
+    number: int  # execution count, as in In [number]
     error: BaseException
     output: dict[str, Any]
 
 
 def run_notebook(path: pathlib.Path, output: pathlib.Path, values: Mapping[str, Any]) -> int:
-    """Runs a notebook in this process, as one of the ranks a launcher has started.
+    """Runs a notebook in this process, which is a rank of a job.
 
-    The root writes what ran after every cell; each other rank what it prints to a log beside that.
-    When a cell fails, all ranks end.
+    The root writes the notebook after every cell; other ranks write their output to log files
+    beside it. A failing cell ends all ranks.
 
     Args:
-        path: the notebook; cells run in its directory.
-        output: where the executed notebook goes.
+        path: notebook; cells run in its directory.
+        output: path of the executed notebook.
         values: parameters by name.
 
     Returns:
         The exit code.
 
     Raises:
-        ArgumentError: it is no notebook, or a parameter cannot be put into it.
-        SystemExit: a cell says so.
+        ArgumentError: the file is not a notebook, or a parameter cannot be injected.
+        SystemExit: a cell raised it.
     """
     rank, announced = launch_environment.announced_rank() or 0, launch_environment.announced_size()
     ranks = 1 if announced is None else announced.size
@@ -81,7 +81,7 @@ def run_notebook(path: pathlib.Path, output: pathlib.Path, values: Mapping[str, 
 def _run_cells(
     notebook: nbformat.NotebookNode, shell: Shell, save: Callable[[], None]
 ) -> _Failed | None:
-    """Runs the cells, until one fails that may not."""
+    """Runs the cells up to the first failure that is not allowed."""
     to_run = [
         (place, cell)
         for place, cell in enumerate(notebook.cells)
@@ -111,7 +111,7 @@ def _tags(cell: nbformat.NotebookNode) -> list[str]:
 def _writer(
     notebook: nbformat.NotebookNode, output: pathlib.Path, outputs: Outputs, ranks: int
 ) -> Callable[[], None]:
-    """Returns what writes the notebook, with what other ranks tell."""
+    """Returns a function that writes the notebook with failures of other ranks."""
     run = document.begin(notebook, ranks)
 
     def save() -> None:
@@ -141,7 +141,7 @@ def _check_place(output: pathlib.Path, where: str) -> None:
 
 
 def _end(failed: _Failed, notebook: nbformat.NotebookNode, where: str, place: pathlib.Path) -> int:
-    """Says what has failed and ends all ranks; returns where there is no other."""
+    """Reports the failure and ends all ranks; returns if there is one rank."""
     if isinstance(failed.error, KeyboardInterrupt):
         sys.excepthook(KeyboardInterrupt, failed.error, None)
         return 128 + signal.SIGINT

@@ -1,8 +1,8 @@
-"""How the root hears that a cell has failed on another rank, so that the notebook holds it.
+"""Failures of cells on other ranks, sent to the root so that the notebook shows them.
 
-The root may be within a collective then, and the job is about to end: the other rank leaves a file
-beside the notebook, and waits until a thread of the root has taken it. The file says when the run
-began that it belongs to, as the notebook does: both may be there from an earlier one.
+The root may be inside a collective while the job is about to end. So the failing rank writes a file
+beside the notebook and waits until a thread of the root has read it. The file holds the start time
+of its run, because files of an earlier run may be left.
 """
 
 import contextlib
@@ -20,24 +20,24 @@ from keras_dist.storage import atomic_write
 __all__ = ["listen", "tell"]
 
 TURN_SECONDS = 0.1
-TAKEN_SECONDS = 5.0  # the root may be where no thread of it runs, or be gone
+TAKEN_SECONDS = 5.0  # the root may hold the interpreter, or be gone
 
 
 def tell(notebook: pathlib.Path, rank: int, failure: dict[str, Any]) -> None:
-    """Tells the root of a failure; returns when it has heard of it, or has had its time.
+    """Sends a failure to the root; returns after the root has read it, or after a timeout.
 
     Args:
-        notebook: the file that the root writes.
+        notebook: file that the root writes.
         rank: this rank.
-        failure: what the root is to be told, of what JSON knows.
+        failure: JSON value.
     """
     path, told = _path(notebook, str(rank)), None
     end = time.monotonic() + TAKEN_SECONDS
-    with contextlib.suppress(OSError):  # there is still the console
+    with contextlib.suppress(OSError):  # the console shows it as well
         while time.monotonic() < end:
             taken = not path.exists()
             run = document.begun(notebook)
-            if run is not None and run != told:  # that of an earlier run gives way to this one's
+            if run is not None and run != told:  # replaces the file of an earlier run
                 with atomic_write.beside(path) as other:
                     other.write_text(json.dumps({"run": run, "failure": failure}))
                     atomic_write.move(other, path)
@@ -49,12 +49,12 @@ def tell(notebook: pathlib.Path, rank: int, failure: dict[str, Any]) -> None:
 
 
 def listen(notebook: pathlib.Path, run: str, hear: Callable[[dict[str, Any]], None]) -> None:
-    """Hears of failures of other ranks, in a thread, to the end of the process.
+    """Receives failures of other ranks in a thread, until the process ends.
 
     Args:
-        notebook: the file that this rank writes, and has written.
-        run: when its run began, as the notebook says.
-        hear: is called with each failure; until it has returned the other rank waits.
+        notebook: file that this rank has written.
+        run: start time of its run.
+        hear: called with each failure; the other rank waits until it returns.
     """
 
     def look() -> None:

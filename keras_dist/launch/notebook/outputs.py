@@ -1,4 +1,4 @@
-"""What the cell that runs puts out, as notebooks hold it."""
+"""The outputs of cells in the format of notebooks."""
 
 import base64
 import io
@@ -15,27 +15,27 @@ __all__ = ["Outputs", "Stream"]
 
 
 class Outputs:
-    """Gathers the outputs of one cell after another. Text is shown on a console as it comes.
+    """Collects the outputs of the current cell. Text also goes to a console.
 
     Args:
-        console: where text goes besides.
+        console: stream that shows text as well.
     """
 
     def __init__(self, console: TextIO):
-        self.lock = threading.RLock()  # held while outputs change, whichever thread prints
+        self.lock = threading.RLock()  # any thread may print
         self._console = console
         self._outputs: list[nbformat.NotebookNode] = []
         self._displayed: dict[str, list[nbformat.NotebookNode]] = {}
         self._clears = False
 
     def begin(self, cell: nbformat.NotebookNode) -> None:
-        """Takes away what a cell holds; its outputs are gathered from now on."""
+        """Clears a cell and collects its outputs from now on."""
         with self.lock:
             cell.outputs = self._outputs = []
             self._clears = False
 
     def write(self, name: str, text: str) -> None:
-        """Adds text of a stream, `"stdout"` or `"stderr"`, which may overwrite its last line."""
+        """Adds text of `"stdout"` or `"stderr"`, which may overwrite the last line."""
         with self.lock:
             self._clear_if_waiting()
             last = self._outputs[-1] if self._outputs else None
@@ -47,7 +47,7 @@ class Outputs:
     def display(
         self, data: Mapping[str, Any], metadata: Mapping[str, Any], display_id: str | None
     ) -> None:
-        """Adds a rich output, such as a figure, by type of content."""
+        """Adds a rich output, such as a figure, by MIME type."""
         with self.lock:
             self._clear_if_waiting()
             output = self._add(_rich("display_data", data, metadata))
@@ -56,7 +56,7 @@ class Outputs:
         self._show_plain(data)
 
     def update(self, data: Mapping[str, Any], metadata: Mapping[str, Any], display_id: str) -> None:
-        """Changes the rich outputs of a display id, of earlier cells too."""
+        """Updates the rich outputs of a display id, also in earlier cells."""
         with self.lock:
             for output in self._displayed.get(display_id, []):
                 output.update(_rich("display_data", data, metadata))
@@ -76,7 +76,7 @@ class Outputs:
         self._show("\n".join([*traceback, ""]))
 
     def clear(self, wait: bool) -> None:
-        """Takes the cell's outputs away, at once or when the next one comes."""
+        """Clears the outputs of the cell, now or at the next output."""
         with self.lock:
             self._clears = True
             if not wait:
@@ -101,12 +101,12 @@ class Outputs:
 
 
 class Stream(io.TextIOBase):
-    """Takes the place of `sys.stdout` or `sys.stderr` while cells run.
+    """Replaces `sys.stdout` or `sys.stderr` while cells run.
 
     Args:
         name: `"stdout"` or `"stderr"`.
-        outputs: where its text goes.
-        file: what it stands for; subprocesses write there.
+        outputs: receive its text.
+        file: the original stream; subprocesses write there.
     """
 
     encoding = "utf-8"
@@ -126,7 +126,7 @@ class Stream(io.TextIOBase):
 
 
 def _as_on_a_terminal(before: str, text: str) -> str:
-    """Returns a text and what follows it, where a carriage return begins the line anew."""
+    """Appends text, where a carriage return restarts the line."""
     head, newline, line = before.rpartition("\n")
     return head + newline + re.sub(r"[^\n]*\r(?=[^\r\n])", "", (line + text).replace("\r\n", "\n"))
 
@@ -139,7 +139,7 @@ def _rich(
 
 
 def _as_json(value: Any) -> Any:
-    """Returns what a notebook can hold: pictures that come as bytes in base64."""
+    """Converts data to JSON: bytes of images become base64."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return json.loads(json.dumps(value, default=repr))

@@ -1,4 +1,4 @@
-"""Values that are put into a notebook from outside, by the tags that papermill uses."""
+"""Parameters of a notebook, injected by the tags of papermill."""
 
 import ast
 import keyword
@@ -15,17 +15,17 @@ DEFAULTS, INJECTED = "parameters", "injected-parameters"
 
 
 def inject(notebook: nbformat.NotebookNode, parameters: Mapping[str, Any], where: str) -> None:
-    """Puts a cell that assigns parameters behind the one tagged `parameters`, or at the top.
+    """Inserts a cell that assigns parameters after the cell tagged `parameters`, or at the top.
 
-    It takes the place of one that was put there before.
+    It replaces a cell that was injected before.
 
     Args:
         notebook: changed in place.
-        parameters: values by name, of what JSON knows.
+        parameters: JSON values by name.
         where: this rank, for messages.
 
     Raises:
-        ArgumentError: a name cannot be assigned, or a value cannot be written in Python.
+        ArgumentError: a name is not an identifier, or a value has no Python literal.
     """
     if not parameters:
         return

@@ -1,4 +1,4 @@
-"""IPython's shell within this process, so that MPI, devices and memory are those of the rank."""
+"""IPython's shell inside this process, so that cells use MPI, devices and memory of the rank."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ INLINE = "module://matplotlib_inline.backend_inline"
 
 
 class _Results(DisplayHook):
-    """Hands the value of a cell's last expression to its outputs."""
+    """Passes the value of the last expression of a cell to its outputs."""
 
     shell: Any
 
@@ -33,7 +33,7 @@ class _Results(DisplayHook):
 
 
 class _Displays(DisplayPublisher):
-    """Hands what is displayed to the outputs of the cell."""
+    """Passes displayed objects to the outputs of the cell."""
 
     shell: Any
 
@@ -58,7 +58,7 @@ class _Displays(DisplayPublisher):
 
 
 class Shell(InteractiveShell):
-    """Runs cells as a kernel does, and hands what comes of them to `outputs`."""
+    """Runs cells as a kernel does, and passes results to `outputs`."""
 
     displayhook_class = Type(_Results)
     display_pub_class = Type(_Displays)
@@ -72,22 +72,22 @@ class Shell(InteractiveShell):
         self.outputs.error("UsageError", str(exc), [f"UsageError: {exc}"])
 
     def enable_gui(self, gui: Any = None) -> None:
-        """Accepts what `%matplotlib inline` asks for: no event loop."""
+        """Accepts the request of `%matplotlib inline` for no event loop."""
 
     def ask_exit(self) -> NoReturn:
-        """Ends the notebook where a cell says `exit`."""
+        """Ends the notebook when a cell calls `exit`."""
         raise SystemExit
 
 
 def start_shell(outputs: Outputs) -> Shell:
-    """Starts the shell of this process; figures of matplotlib become outputs.
+    """Starts the shell of this process, with inline figures of matplotlib.
 
     Args:
-        outputs: what cells put out.
+        outputs: receive the outputs of cells.
     """
     os.environ.setdefault("MPLBACKEND", INLINE)
     config = Config()
-    config.HistoryManager.enabled = False  # one file in the home directory for all ranks
+    config.HistoryManager.enabled = False  # all ranks would share one file in the home directory
     config.InteractiveShell.colors = "nocolor"
     shell = Shell.instance(config=config)
     shell.outputs = outputs

@@ -1,1 +1,1 @@
-"""The timeline of a job: what each rank records of itself, put together, and looked at."""
+"""The timeline of a job: recording on each rank, one trace of all ranks, and summaries."""

@@ -1,4 +1,4 @@
-"""Beginning and ending a timeline from a script."""
+"""`start_timeline` and `stop_timeline` for scripts."""
 
 import os
 
@@ -14,27 +14,27 @@ def start_timeline(
     steps: tuple[int, int | None] | None = None,
     mbytes: float | None = None,
 ) -> None:
-    """Begins to record what every rank does, for a trace that Chrome and Perfetto open.
+    """Starts recording a timeline of every rank, in the trace format of Chrome and Perfetto.
 
-    A timeline that is being recorded ends and is written first. This one ends at
-    `stop_timeline`, `shutdown` or the end of the script. Unlike in Horovod no variable needs to be
-    set before.
+    A timeline that is already recorded is ended and written first. The timeline ends at
+    `stop_timeline`, `shutdown` or the end of the script. Unlike in Horovod, no environment variable
+    is required.
 
     Collective: every rank of the job, with the same arguments; blocks.
 
     Args:
-        file_path: where the root writes the trace. Each rank records beside it, in a file that
-            is removed in the end.
-        mark_cycles: accepted for the sake of scripts that know Horovod; there are no cycles
-            here. Defaults to `False`.
-        steps: the first step that is recorded, counted from 0 at this call, and the one before
-            which recording ends, or `None`. Defaults to `KERAS_DIST_TIMELINE_STEPS`: all.
-        mbytes: the size at which recording ends, in MB of the whole trace, about; it is shared
-            out over the ranks. Defaults to `KERAS_DIST_TIMELINE_MBYTES`: 100.
+        file_path: path of the trace, which the root writes. Each rank records to a file beside
+            it, which is removed at the end.
+        mark_cycles: accepted for compatibility with Horovod; keras_dist has no cycles. Defaults
+            to `False`.
+        steps: first recorded step, counted from 0 at this call, and the step before which
+            recording ends, or `None`. Defaults to `KERAS_DIST_TIMELINE_STEPS`: all steps.
+        mbytes: approximate size of the trace in MB at which recording ends, divided among the
+            ranks. Defaults to `KERAS_DIST_TIMELINE_MBYTES`: 100.
 
     Raises:
-        ArgumentError: a rank cannot write there, or `steps` or `mbytes` make no sense; the
-            former is raised on every rank.
+        ArgumentError: a rank cannot write there, which is raised on every rank; or `steps` or
+            `mbytes` are invalid.
 
     Example:
     ```python
@@ -57,9 +57,9 @@ def start_timeline(
 
 
 def stop_timeline() -> None:
-    """Ends the timeline and writes it; does nothing when none is recorded.
+    """Ends the timeline and writes the trace; does nothing if no timeline is recorded.
 
-    The root puts together what all ranks have recorded; ranks of other nodes send it theirs.
+    The root merges the recordings of all ranks; ranks of other nodes send theirs to the root.
 
     Collective: every rank of the job; blocks.
     """

@@ -1,4 +1,4 @@
-"""What a timeline tells, as a figure."""
+"""The summary of a timeline as a figure."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,15 +13,15 @@ __all__ = ["save_png"]
 
 
 def save_png(summaries: Sequence[tuple[str, Summary]], path: str) -> None:
-    """Draws where the time of each rank and of each epoch went.
+    """Draws how each rank and each epoch spent its time.
 
     Args:
-        summaries: what each timeline is called, and what it tells; a row of the figure each.
-        path: where to.
+        summaries: names and summaries; one row of the figure each.
+        path: file to write.
 
     Raises:
         ImportError: matplotlib is missing.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     from matplotlib.figure import Figure
 

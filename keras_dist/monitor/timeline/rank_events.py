@@ -1,4 +1,4 @@
-"""What one rank has recorded, as events of a trace. Pure."""
+"""The recording of one rank as events of a trace."""
 
 import itertools
 import json
@@ -14,46 +14,46 @@ __all__ = [
     "EPOCH",
     "HANDLE",
     "WAIT",
-    "Meetings",
+    "Arrivals",
     "RankEvents",
 ]
 
-# Names of lanes and events that have a meaning.
+# Names of threads and events with a meaning.
 COMMUNICATION, BEHIND = "communication", ", behind the script"
 WAIT, HANDLE = "wait for ranks", "wait for what is queued"
 STEP, EPOCH, COMPUTE, QUEUE = "step", "epoch", "compute", "queue"
 
-QUEUED_NS = 20_000  # what is shorter is the way into the operation, and no queue
-AFTER_ALL_ELSE = 1000  # where lanes of communication are put
+QUEUED_NS = 20_000  # shorter times are overhead of the call, not queueing
+LAST_INDEX = 1000  # sort index of communication threads
 
-Meeting = tuple[str, int]  # lane and number, equal on all ranks
-Meetings = dict[Meeting, tuple[int, int]]  # when the last rank came, and which
+Rendezvous = tuple[str, int]  # thread and number, equal on all ranks
+Arrivals = dict[Rendezvous, tuple[int, int]]  # arrival of the last rank, and the rank
 
 
 class RankEvents:
-    """One part, and how its clock relates to that of the root.
+    """The recording of one rank, and the offset of its clock to that of the root.
 
     Args:
-        path: the part.
+        path: the recording.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the recording is damaged.
     """
 
     def __init__(self, path: str):
         self._path = path
         self.head: dict[str, Any] = {}
-        self._lanes: dict[int, str] = {}
+        self._threads: dict[int, str] = {}
         self._names: dict[int, dict[str, Any]] = {}
         self._tail: dict[str, Any] = {}
-        self._until = 0  # the last time in it, by its own clock
+        self._until = 0  # latest time, by its own clock
         for line in lines_of(path):
             if isinstance(line, list):
                 self._until = max(self._until, line[5] if line[0] == OPERATION else line[4])
             elif "job" in line:
                 self.head = line
             elif "lane" in line:
-                self._lanes[line["lane"]] = line["name"]
+                self._threads[line["lane"]] = line["name"]
             elif "number" in line:
                 self._names[line["number"]] = line
             else:
@@ -65,7 +65,7 @@ class RankEvents:
 
     @property
     def said(self) -> dict[str, Any]:
-        """Its rank, host and process; how its clock was aligned; what became of it."""
+        """Rank, host, process, alignment of the clock, and end of the recording."""
         clocks = [self.head["clock"], *([self._tail["clock"]] if "clock" in self._tail else [])]
         return {
             "rank": self.rank,
@@ -77,20 +77,20 @@ class RankEvents:
             "full_at_step": self._tail.get("full"),
         }
 
-    def arrivals(self) -> Iterator[tuple[Meeting, int]]:
-        """Yields each meeting, and when this rank came to it, by the clock of the root."""
+    def arrivals(self) -> Iterator[tuple[Rendezvous, int]]:
+        """Yields each rendezvous and the arrival of this rank, by the clock of the root."""
         for line in self._records():
             if line[0] == OPERATION:
                 for phase, came, _, number in _phases(line):
                     if phase == self._wait and number:
-                        yield self._meeting(line[1], number), self._on_root(came)
+                        yield self._rendezvous(line[1], number), self._on_root(came)
 
-    def events(self, start: int, last: Meetings) -> Iterator[str]:
+    def events(self, start: int, last: Arrivals) -> Iterator[str]:
         """Yields events as JSON.
 
         Args:
-            start: when the trace begins, by the clock of the root.
-            last: who came last to each meeting, and when.
+            start: start of the trace, by the clock of the root.
+            last: last rank of each rendezvous, and its arrival.
         """
         yield from self._metadata()
 
@@ -100,7 +100,7 @@ class RankEvents:
             return self._event(name, "X", lane, **times, **({"args": args} if args else {}))
 
         numbers = itertools.count()
-        busy: list[tuple[int, int]] = []  # when the script did not compute, since the last step
+        busy: list[tuple[int, int]] = []  # intervals without computation since the last step
         opened: dict[tuple[int, ...], list[int]] = {}
         for line in self._records():
             kind, lane, what, *times = line
@@ -109,17 +109,17 @@ class RankEvents:
                 opened[lane, what, times[0]] = line
             elif kind == OPERATION:
                 came, began, ended = times[:3]
-                if not self._lanes[lane].endswith(BEHIND):
+                if not self._threads[lane].endswith(BEHIND):
                     busy.append((began, ended))
                 if began - came > QUEUED_NS:
-                    # Others may overlap it, so it is no bar on the lane.
+                    # Queueing may overlap other bars of the thread.
                     known = {"cat": QUEUE, "id": f"{self.rank}.{next(numbers)}"}
                     for end, at in (("b", came), ("e", began)):
                         at = self._on_root(at) - start
                         yield self._event(QUEUE, end, lane, ts=at / 1e3, **known)
                 yield bar(lane, name, began, ended, self._about(what, line))
                 for phase, low, high, number in _phases(line):
-                    at, rank = last.get(self._meeting(lane, number), (0, 0))
+                    at, rank = last.get(self._rendezvous(lane, number), (0, 0))
                     late = {"last": rank, "late_us": max(0, at - self._on_root(low)) / 1e3}
                     yield bar(lane, self._names[phase]["name"], low, high, late if at else None)
             else:
@@ -144,8 +144,8 @@ class RankEvents:
     def _records(self) -> Iterator[list[int]]:
         return (line for line in lines_of(self._path) if isinstance(line, list))
 
-    def _meeting(self, lane: int, number: int) -> Meeting:
-        return self._lanes[lane].removesuffix(BEHIND), number
+    def _rendezvous(self, lane: int, number: int) -> Rendezvous:
+        return self._threads[lane].removesuffix(BEHIND), number
 
     def _event(self, name: str, kind: str, lane: int, **more: Any) -> str:
         event = {"name": name, "ph": kind, "pid": self.rank, "tid": lane, **more}
@@ -156,8 +156,8 @@ class RankEvents:
         of_rank |= {"process_sort_index": {"sort_index": self.rank}}  # type: ignore[dict-item]
         for kind, args in of_rank.items():
             yield self._event(kind, "M", 0, args=args)
-        for lane, name in self._lanes.items():
-            place = lane + AFTER_ALL_ELSE if name.startswith(COMMUNICATION) else lane
+        for lane, name in self._threads.items():
+            place = lane + LAST_INDEX if name.startswith(COMMUNICATION) else lane
             yield self._event("thread_name", "M", lane, args={"name": name})
             yield self._event("thread_sort_index", "M", lane, args={"sort_index": place})
 
@@ -176,9 +176,9 @@ class RankEvents:
         return next((n for n, said in self._names.items() if said["name"] == name), None)
 
     def _aligner(self) -> Callable[[int], int]:
-        """Returns what turns a time of this rank into one of the root.
+        """Returns a function from times of this rank to times of the root.
 
-        Between the two measurements, at the start and at the end, the difference is interpolated.
+        The offset is interpolated between its two measurements, at the start and at the end.
         """
         began, offset, _ = self.head["clock"]
         ended, later, _ = self._tail.get("clock", (began, offset, 0))
@@ -189,13 +189,13 @@ class RankEvents:
 
 
 def _phases(line: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yields the phases of an operation: what, begin, end, and the number of the meeting."""
+    """Yields the phases of an operation: name, start, end, and number of the rendezvous."""
     phases = line[6:]
     return zip(phases[::4], phases[1::4], phases[2::4], phases[3::4], strict=True)
 
 
 def _gaps(busy: Sequence[tuple[int, int]], began: int, ended: int) -> Iterator[tuple[int, int]]:
-    """Yields what some intervals leave of another one."""
+    """Yields the gaps that intervals leave in another interval."""
     for low, high in sorted(busy):
         if began < min(low, ended):
             yield began, min(low, ended)

@@ -1,4 +1,4 @@
-"""The files in which the ranks of a job record: their names, and what is in them. Pure.
+"""The recordings of the ranks of a job: names of the files, and their contents.
 
 `keras_dist._engine.tracing.trace_writer` writes them. The last line of a rank that was killed may
 be incomplete.
@@ -23,22 +23,22 @@ __all__ = [
     "path_of_restart",
 ]
 
-OPERATION, OPEN = 0, 2  # kinds of records, as `keras_dist._engine.timeline` has them
+OPERATION, OPEN = 0, 2  # kinds of records, as in `_engine.tracing.spans`
 
 
 def path_of_restart(path: str, restart: int) -> str:
-    """Returns where a job that was started anew writes; the file of the first try stays."""
+    """Returns the path for a restarted job; the file of the first run stays."""
     stem, suffix = os.path.splitext(path)
     return f"{stem}.restart{restart}{suffix}" if restart else path
 
 
 def part_path(path: str, rank: int) -> str:
-    """Returns where a rank records that is part of the timeline at `path`."""
+    """Returns the recording of a rank for the timeline at `path`."""
     return f"{path}.rank{rank}.part"
 
 
 def parts_of(path: str, job: str) -> list[str]:
-    """Returns the parts of a job that are here, in the order of their ranks."""
+    """Returns the recordings of a job on this file system, in the order of ranks."""
     found = glob.glob(f"{glob.escape(path)}.rank*.part")
     heads = {part: head_of(part) for part in found}
     mine = [part for part in found if heads[part].get("job") == job]
@@ -46,7 +46,7 @@ def parts_of(path: str, job: str) -> list[str]:
 
 
 def head_of(part: str) -> dict[str, Any]:
-    """Returns what the first line of a part says; nothing when there is none."""
+    """Returns the header of a recording; empty without one."""
     try:
         with open(part) as file:
             line = file.readline()
@@ -56,15 +56,15 @@ def head_of(part: str) -> dict[str, Any]:
 
 
 def lines_of(part: str) -> Iterator[Any]:
-    """Yields what is in a part, line by line: lists of whole numbers, and dicts.
+    """Yields the lines of a recording: lists of integers, and dicts.
 
     Raises:
-        DataError: it is damaged elsewhere than at its end.
+        DataError: a line other than the last is damaged.
     """
     with open(part, errors="replace") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
-                return  # the rank was killed while it wrote
+                return  # the rank was killed during a write
             try:
                 yield json.loads(line)
             except ValueError:
@@ -72,7 +72,7 @@ def lines_of(part: str) -> Iterator[Any]:
 
 
 def damaged(path: str, received: str) -> errors.DataError:
-    """Returns the error about a file that cannot be read as a timeline."""
+    """Returns the error for a file that is not a timeline."""
     remedy = "Record it again, with KERAS_DIST_TIMELINE; parts of it may open in a viewer."
     expected = f"a timeline of keras_dist in {path}"
     return errors.DataError(errors.explain("[keras-dist timeline]", expected, received, remedy))

@@ -1,4 +1,4 @@
-"""How the ranks of a job begin and end a timeline together, and how their parts meet."""
+"""Recording a timeline on all ranks: start, end, and merging of the recordings."""
 
 import glob
 import itertools
@@ -30,16 +30,16 @@ def begin_recording(
     steps: tuple[int, int | None] | None = None,
     mbytes: float | None = None,
 ) -> None:
-    """Begins a timeline, after ending the one before. Collective: every rank; blocks.
+    """Starts a timeline, after ending a previous one. Collective: every rank; blocks.
 
     Args:
         comm: all ranks.
-        path: where the trace is written; a job that was started anew adds its number.
-        steps: the first step that is recorded and the one before which recording ends.
-        mbytes: the size of the whole trace, about, in MB.
+        path: path of the trace; a restarted job adds its number.
+        steps: first recorded step, and the step before which recording ends.
+        mbytes: approximate size of the trace in MB.
 
     Raises:
-        ArgumentError: a rank cannot write there; raised on every rank.
+        ArgumentError: a rank cannot write to the path; raised on every rank.
     """
     end_recording(comm)
     settings = config.settings()
@@ -79,9 +79,9 @@ def begin_recording(
 
 
 def end_recording(comm: _engine.Communicator) -> None:
-    """Ends the timeline, if there is one, and writes it. Collective: every rank; blocks.
+    """Ends the current timeline and writes it. Collective: every rank; blocks.
 
-    What cannot be written is told by a warning; the parts stay.
+    A write error is a warning; the recordings stay.
 
     Args:
         comm: all ranks.
@@ -94,9 +94,9 @@ def end_recording(comm: _engine.Communicator) -> None:
         return
     path, job = part.head["path"], part.head["job"]
     try:
-        is_mine = _bring_together(comm, part)
+        is_mine = _merge(comm, part)
         if comm.rank == 0:
-            _tell(path, complete(path, job))
+            _report_size(path, complete(path, job))
             for one in parts_of(path, job):
                 os.unlink(one)
         elif not is_mine:
@@ -111,11 +111,11 @@ def end_recording(comm: _engine.Communicator) -> None:
         )
 
 
-def _bring_together(comm: _engine.Communicator, part: _engine.TraceWriter) -> bool:
-    """Gives the root the parts that it cannot see, chunk after chunk. Collective.
+def _merge(comm: _engine.Communicator, part: _engine.TraceWriter) -> bool:
+    """Sends the root the recordings that it cannot read, in chunks. Collective.
 
     Returns:
-        Whether the root sees the part of this rank by itself.
+        Whether the root can read the recording of this rank.
     """
     path, job, me = part.head["path"], part.head["job"], part.head["rank"]
     every = _engine.allgather_object(comm, (me, _size_of(part.path)))
@@ -145,7 +145,7 @@ def _raise_on_all(comm: _engine.Communicator, path: str, trouble: OSError | None
         raise errors.ArgumentError(errors.explain(where, expected, text, remedy))
 
 
-def _tell(path: str, ranks: list[dict[str, Any]]) -> None:
+def _report_size(path: str, ranks: list[dict[str, Any]]) -> None:
     _log.info("keras_dist has written the timeline %s", path)
     full = [rank for rank in ranks if rank["full_at_step"] is not None]
     if full:
@@ -165,7 +165,7 @@ def _read(path: str, number: int) -> bytes:
         with open(path, "rb") as file:
             file.seek(number * CHUNK_NBYTES)
             return file.read(CHUNK_NBYTES)
-    except OSError:  # the others wait: they get nothing
+    except OSError:  # the other ranks wait: send an empty chunk
         return b""
 
 

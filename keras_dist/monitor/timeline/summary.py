@@ -1,4 +1,4 @@
-"""Where the time of a job went, computed from its trace. Pure."""
+"""The summary of a timeline: how ranks, epochs and operations spent their time."""
 
 import bisect
 import collections
@@ -21,20 +21,20 @@ from keras_dist.monitor.timeline.trace import KEY, complete
 
 __all__ = ["KINDS", "Operation", "Shares", "Summary", "load_trace", "summarise"]
 
-THE_END = "the end of the script"  # where waiting costs nobody anything
+THE_END = "the end of the script"  # waiting at the end has no cost
 KINDS = ("compute", "wait", "transfer", "queued", "other")
 
 
 @dataclasses.dataclass
 class Shares:
-    """What some time of a rank was spent on, in seconds.
+    """How a rank spent a period, in seconds.
 
     Args:
-        total: all of it.
-        compute: in steps, but in no operation.
-        wait: for other ranks.
-        transfer: in operations, when all ranks had come: copying, reducing, sending.
-        queued: waiting for operations that run behind the script.
+        total: the whole period.
+        compute: in steps, outside of operations.
+        wait: waiting for other ranks.
+        transfer: in operations after the rendezvous: copying, reducing, sending.
+        queued: waiting for queued operations.
     """
 
     total: float = 0.0
@@ -45,17 +45,17 @@ class Shares:
 
     @property
     def other(self) -> float:
-        """What is left: data, callbacks, evaluation, and scripts that train by themselves."""
+        """The remaining time: data, callbacks, evaluation, and custom loops."""
         return max(0.0, self.total - self.compute - self.wait - self.transfer - self.queued)
 
     def part(self, kind: str) -> float:
-        """Returns one of `KINDS` as a share from 0 to 1."""
+        """Returns the ratio of one of `KINDS`, 0 to 1."""
         return getattr(self, kind) / self.total if self.total else 0.0
 
 
 @dataclasses.dataclass
 class Operation:
-    """The operations of one name, such as a bucket of gradients; times are sums, in seconds."""
+    """All operations of one name, such as a bucket of gradients; times are sums in seconds."""
 
     name: str
     calls: int = 0
@@ -66,27 +66,27 @@ class Operation:
 
     @property
     def wait(self) -> float:
-        """How long ranks waited for others."""
+        """Seconds of waiting for other ranks."""
         return self.phases.get(WAIT, 0.0)
 
     @property
     def speed(self) -> float:
-        """Bytes a second, in GB/s, once all ranks had come."""
+        """Rate in GB/s after the rendezvous."""
         busy = self.seconds - self.wait
         return self.nbytes / busy / 1e9 if busy > 0 else 0.0
 
 
 @dataclasses.dataclass
 class Summary:
-    """What a trace tells.
+    """The summary of a trace.
 
     Args:
-        ranks: by rank, where its time went.
-        epochs: number, counted from 1, and the mean of the ranks, in the order of training.
-        operations: by what all ranks together spent on them, most first.
-        last: by rank, to how many meetings it came last.
-        waited_for: by rank, how many seconds others waited for it, all together.
-        about: what the ranks say of themselves, see `RankEvents.said`.
+        ranks: shares of time by rank.
+        epochs: number, from 1, and mean shares over the ranks, in the order of training.
+        operations: operations, those with the longest total time first.
+        last: number of rendezvous to which a rank came last, by rank.
+        waited_for: total seconds that other ranks waited for a rank, by rank.
+        about: descriptions of the ranks, see `RankEvents.said`.
     """
 
     ranks: dict[int, Shares]
@@ -98,15 +98,15 @@ class Summary:
 
     @property
     def slowest(self) -> int | None:
-        """The rank for which the others waited longest; `None` where nobody waited."""
+        """The rank for which others waited longest; `None` if no rank waited."""
         return max(self.waited_for, key=self.waited_for.__getitem__, default=None)
 
 
 def load_trace(path: str) -> dict[str, Any]:
-    """Reads a trace; that of a job that was killed is made of its parts first.
+    """Reads a trace; for a killed job, merges the recordings of the ranks first.
 
     Raises:
-        DataError: it cannot be read, or is no timeline of keras_dist.
+        DataError: the file cannot be read, or is not a timeline of keras_dist.
     """
     try:
         trace = _read(path)
@@ -131,7 +131,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def summarise(path: str) -> Summary:
-    """Reads a trace, see `load_trace`, and says where the time went."""
+    """Reads a trace, see `load_trace`, and summarizes it."""
     trace = load_trace(path)
     try:
         return _summarise(trace)
@@ -183,7 +183,7 @@ def _summarise(trace: Mapping[str, Any]) -> Summary:
 def _with_operation(
     bars: Iterable[dict[str, Any]], lanes: Mapping[tuple[int, int], str]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
-    """Yields each bar and the operation that it is, or is a phase of."""
+    """Yields each bar with its operation, if it is one or a phase of one."""
     running: dict[tuple[int, int], dict[str, Any]] = {}
     for bar in bars:
         lane = bar["pid"], bar["tid"]
@@ -213,7 +213,7 @@ def _add(shares: Shares | None, bar: Mapping[str, Any], is_operation: bool, behi
 
 
 class _Epochs:
-    """The epochs of one rank, in their order."""
+    """The epochs of one rank, in order."""
 
     def __init__(self, bars: Iterable[Mapping[str, Any]], rank: int):
         mine = [bar for bar in bars if bar["pid"] == rank and bar["name"] == EPOCH]

@@ -1,4 +1,4 @@
-"""What a timeline tells, as tables on a terminal or in a page for a browser."""
+"""The summary of a timeline as tables, in a terminal or on a web page."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -30,10 +30,10 @@ PHASES = {
 
 
 def print_report(summaries: Iterable[tuple[str, Summary]]) -> None:
-    """Prints what timelines tell.
+    """Prints summaries.
 
     Args:
-        summaries: what each is called, and what it tells.
+        summaries: names and summaries.
     """
     console = Console()
     for name, summary in summaries:
@@ -41,14 +41,14 @@ def print_report(summaries: Iterable[tuple[str, Summary]]) -> None:
 
 
 def save_html(summaries: Iterable[tuple[str, Summary]], path: str) -> None:
-    """Writes the same as a page without anything that would have to be loaded.
+    """Writes the same tables as a web page without external resources.
 
     Args:
-        summaries: what each is called, and what it tells.
-        path: where to.
+        summaries: names and summaries.
+        path: file to write.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with open("/dev/null", "w") as nowhere:
         console = Console(record=True, width=140, file=nowhere)
@@ -107,7 +107,7 @@ def _operations(operations: list[Operation], ranks: int) -> Table:
         table.add_column(head, justify="right", no_wrap=True)
     for one in operations[:MOST_OPERATIONS]:
         table.add_row(
-            Text(one.name),  # it may have brackets, which are markup
+            Text(one.name),  # brackets would be markup
             str(round(one.calls / ranks)),
             _short(one.nbytes / one.calls / 1e6),
             *(_ms(seconds, one.calls) for seconds in (one.seconds, one.queued)),
@@ -123,7 +123,7 @@ def _operations(operations: list[Operation], ranks: int) -> Table:
 
 
 def _table(title: str | None = None) -> Table:
-    """Returns a table that fits into a terminal of 80 columns."""
+    """Returns an empty table for a terminal of 80 columns."""
     return Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
 
 
