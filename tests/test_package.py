@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from keras_dist._version import __version__
 
@@ -41,6 +42,13 @@ def test_version_stands_in_one_place():
 
 def test_installed_version_is_the_source_version():
     assert importlib.metadata.version("keras_dist") == __version__
+
+
+def test_what_is_cited_is_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == __version__
+    required = {"authors", "cff-version", "message", "title"}
+    assert required <= set(citation)
 
 
 # --- Wheel and sdist
