@@ -128,14 +128,6 @@ VARIABLES = (
         "copy, read or mpi",
     ),
     Variable(
-        "gpu_direct",
-        _flag,
-        "0",
-        "whether keras_dist.torch hands tensors of a GPU to MPI as they are, where that is "
-        "CUDA-aware, in allreduce and broadcast_ by hand; not tried on a GPU",
-        "0 or 1",
-    ),
-    Variable(
         "overlap",
         _one_of("auto", "on", "off"),
         "auto",
@@ -256,7 +248,6 @@ class Settings:
     threads: int
     pin_device: bool
     reduce: str
-    gpu_direct: bool
     overlap: str
     compression: str
     stall_seconds: int

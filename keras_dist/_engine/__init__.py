@@ -14,7 +14,6 @@ from keras_dist._engine.collectives.broadcast import broadcast, broadcast_into
 from keras_dist._engine.collectives.buckets import plan_buckets
 from keras_dist._engine.collectives.end_of_script import at_the_end
 from keras_dist._engine.collectives.fused import FusedAllreduce
-from keras_dist._engine.collectives.in_place import allreduce_in_place, broadcast_in_place
 from keras_dist._engine.collectives.join import stand_in
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
 from keras_dist._engine.collectives.pending import wait_first
@@ -85,14 +84,12 @@ __all__ = [
     "allgather",
     "allgather_object",
     "allreduce",
-    "allreduce_in_place",
     "alltoall",
     "at_the_end",
     "barrier",
     "begin_epoch",
     "best_bucket_nbytes",
     "broadcast",
-    "broadcast_in_place",
     "broadcast_into",
     "broadcast_object",
     "call_off",

@@ -14,8 +14,7 @@ Scripts written for `horovod.torch` run with that import changed: the names, the
 their order are the same. Operations that are queued with a `name` find those of other ranks by it,
 in whatever order. Of others, and of those that block, the order must be the same on all ranks.
 
-Tensors of a GPU travel through pinned memory of the host. With `KERAS_DIST_GPU_DIRECT=1` an MPI
-that is CUDA-aware takes those of `allreduce` and `broadcast_` as they are: not tried on a GPU.
+Tensors of a GPU are staged in pinned memory of the host.
 """
 
 import sys

@@ -1,7 +1,6 @@
 """Collectives of tensors without gradients, blocking: what the other forms are made of.
 
-A tensor on the CPU is read where it lies, one on a GPU is brought to pinned memory of the host,
-unless `direct` takes it.
+A tensor on the CPU is read in place; a tensor on a GPU is staged in pinned memory of the host.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ from keras_dist.ops.arguments import chosen_op
 from keras_dist.ops.reduce_op import Average, ReduceOp
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
-from keras_dist.torch import cuda_aware
 
 __all__ = [
     "allgather",
@@ -87,8 +85,6 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Does `allreduce` for a list of tensors at once: small ones travel together."""
     how = chosen_op(op, average), name, prescale_factor, postscale_factor, process_set
-    if cuda_aware.takes(tensors, process_set, how[0], compression):
-        return cuda_aware.allreduce(tensors, *how)
     given = [to_numpy(tensor) for tensor in tensors]
     arrays = ops.grouped_allreduce(given, *how, compression)
     return [to_torch(array, like) for array, like in zip(arrays, tensors, strict=True)]
@@ -106,9 +102,6 @@ def grouped_allreduce_(
 ) -> list[torch.Tensor]:
     """Does `grouped_allreduce` and writes the results into the tensors, which are returned."""
     how = chosen_op(op, average), name, prescale_factor, postscale_factor, process_set
-    if cuda_aware.takes(tensors, process_set, how[0]):
-        pairs = zip(tensors, cuda_aware.allreduce(tensors, *how), strict=True)
-        return [tensor.detach().copy_(result) for tensor, result in pairs]
     arrays = ops.grouped_allreduce([to_numpy(tensor) for tensor in tensors], *how)
     return [write_into(tensor, array) for tensor, array in zip(tensors, arrays, strict=True)]
 
@@ -240,9 +233,6 @@ def broadcast_all(
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Does `broadcast_` for a list of tensors at once."""
-    if cuda_aware.takes(tensors, process_set):
-        cuda_aware.broadcast(tensors, root_rank, name, process_set)
-        return
     arrays = [to_numpy(tensor) for tensor in tensors]
     ops.broadcast_(arrays, root_rank, name, process_set)
     for tensor, array in zip(tensors, arrays, strict=True):

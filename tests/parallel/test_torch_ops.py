@@ -8,7 +8,6 @@ import torch
 
 import keras_dist.torch as hvd
 from keras_dist import errors
-from keras_dist.torch import cuda_aware
 
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -357,24 +356,6 @@ def test_compression():
 
     total = hvd.allreduce(mine((5,)), op=hvd.Sum, compression=Halved)
     assert total.dtype == torch.float32 and torch.equal(total, everyones((5,)).sum(0))
-
-
-def test_what_mpi_takes_as_it_is_has_the_values_of_the_other_way():
-    """With tensors on the CPU: those of a GPU go the same way through MPI."""
-    for dtype in (torch.float32, torch.float64, torch.int64):
-        tensors = [mine((4, 3), dtype).T, mine((), dtype)]
-        for op in (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product):
-            how = op, "tensors", 2.0, 0.5, hvd.global_process_set
-            for found, like in zip(cuda_aware.allreduce(tensors, *how), tensors, strict=True):
-                expected = hvd.allreduce(like, op=op, prescale_factor=2.0, postscale_factor=0.5)
-                torch.testing.assert_close(found, expected)
-        cuda_aware.broadcast(tensors, hvd.size() - 1, None, hvd.global_process_set)
-        assert torch.equal(tensors[0], mine((4, 3), dtype, hvd.size() - 1).T)
-    assert not cuda_aware.takes(tensors, hvd.global_process_set)  # they are on no GPU
-    if hvd.size() > 1:
-        with pytest.raises(errors.MismatchError, match="'tensor 0' with shape"):
-            value = torch.ones(2 + (hvd.rank() == 1))
-            cuda_aware.allreduce([value], hvd.Sum, None, 1.0, 1.0, hvd.global_process_set)
 
 
 def test_objects():
