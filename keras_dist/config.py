@@ -1,8 +1,8 @@
-"""Every environment variable of keras_dist: name, type, unit, default, meaning.
+"""Environment variables of keras_dist: name, parser, default and meaning.
 
-Knows the variables and how to parse them; does not know what their values are used for.
-`settings()` reads the environment once. A variable that starts with `KERAS_DIST_` and is
-not in the table is most likely a typing error, so it is warned about.
+`VARIABLES` is the source of docs/configuration.md. `settings()` reads the environment once. A
+variable that starts with `KERAS_DIST_` and is not in the table is most likely a typing error, so
+it causes a warning.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ class Variable:
 
     Args:
         field: name of the field in `Settings`; the variable is `KERAS_DIST_` + upper case.
-        parse: turns the text into the value; raises `ValueError` when it cannot.
-        default: the value, as text, when the variable is not set.
-        meaning: what it does, with its unit.
-        expected: the values it takes, in words.
-        other_name: what Horovod calls it; counts where `name` is not set.
+        parse: converts the text to the value; raises `ValueError` or `KeyError` for other text.
+        default: value of an unset variable, as text.
+        meaning: effect and unit, in Markdown; shown in docs/configuration.md.
+        expected: accepted values, in words.
+        other_name: Horovod's variable, read when `name` is not set.
     """
 
     field: str
@@ -41,7 +41,7 @@ class Variable:
 
     @property
     def name(self) -> str:
-        """The variable's name in the environment."""
+        """Name of the environment variable."""
         return PREFIX + self.field.upper()
 
 
@@ -58,7 +58,7 @@ def _natural(text: str) -> int:
 
 
 def _path(text: str) -> str:
-    # Horovod's word for a timeline that a script begins, which here needs no permission.
+    # Horovod needs DYNAMIC before a script may start a timeline; keras_dist does not.
     return "" if text == "DYNAMIC" else text
 
 
@@ -100,85 +100,84 @@ VARIABLES = (
         "bucket_nbytes",
         _natural,
         "0",
-        "bytes of gradients that travel together; the last tensor may go over it. 0: 25 MiB, or "
-        "what a measurement on these ranks finds for gradients of more than that",
+        "Size of a gradient bucket in bytes; the last tensor of a bucket may exceed it. 0: 25 MiB, "
+        "or a size measured on these ranks when the gradients exceed 25 MiB.",
         "a whole number of bytes, 1 or more, or 0",
     ),
     Variable(
         "threads",
         _natural,
         "0",
-        "threads of the framework's compute pool in each rank; 0: the cores this rank may use",
+        "Threads in the compute pool of the framework, for each rank. 0: the cores available to "
+        "the rank.",
         "a whole number, 0 or more",
     ),
     Variable(
         "pin_device",
         _flag,
         "1",
-        "whether a rank sees only the GPU of its local rank",
+        "1: each rank uses the GPU of its local rank. 0: the script selects the GPU.",
         "0 or 1",
     ),
     Variable(
         "reduce",
         _one_of("copy", "read", "mpi"),
         "copy",
-        "how ranks of one node reduce: each copies into shared memory what others reduce "
-        "(copy), each reads large gradients from the others' memory where the kernel allows it "
-        "(read), or all goes through MPI (mpi)",
+        "Reduction within a node. `copy`: each rank copies its contribution into shared memory. "
+        "`read`: each rank reads large gradients from the memory of the other ranks, if the "
+        "kernel permits it. `mpi`: MPI reduces.",
         "copy, read or mpi",
     ),
     Variable(
         "overlap",
         _one_of("auto", "on", "off"),
         "auto",
-        "whether torch's gradients are reduced while others are computed; auto: over several "
-        "nodes, and where every rank has more than one core",
+        "Whether torch reduces gradients during the backward pass. `auto`: on several nodes, or "
+        "when every rank has more than one core.",
         "auto, on or off",
     ),
     Variable(
         "compression",
         _one_of("none", "fp16", "bf16"),
         "none",
-        "what float32 and float64 look like on their way between nodes, in gradients and "
-        "allreduce, unless the call says",
+        "Default compression of float32 and float64 between nodes, for gradients and `allreduce`.",
         "none, fp16 or bf16",
     ),
     Variable(
         "stall_seconds",
         _natural,
         "60",
-        "seconds that a rank waits for others before the root says who has not come and where "
-        "those are, and then between one such message and the next; 0: never",
+        "Seconds a rank waits before the root reports the missing ranks and their stacks, and "
+        "the interval between reports. 0: no report.",
         "a whole number of seconds, 1 or more, or 0",
     ),
     Variable(
         "stall_abort_seconds",
         _natural,
         "600",
-        "seconds that a rank waits for others before the job ends, with the stacks of all ranks; "
-        "0: never",
+        "Seconds a rank waits before the job ends with the stacks of all ranks. 0: no limit.",
         "a whole number of seconds, 1 or more, or 0",
     ),
     Variable(
         "on_failure",
         _one_of("stop", "continue"),
         "stop",
-        "what the others do when a rank dies: end (stop), or go on without it, where MPI allows it "
-        "(continue)",
+        "Reaction to the death of a rank. `stop`: the job ends. `continue`: the other ranks "
+        "continue, if MPI supports it.",
         "stop or continue",
     ),
     Variable(
         "restart",
         _natural,
         "0",
-        "how often `keras-dist run` has started this job anew; it sets it for the ranks",
+        "Number of restarts of this job so far. `keras-dist run` sets it for the ranks.",
         "a whole number, 0 or more",
     ),
     Variable(
         "timeline",
         _path,
         "",
-        "the file for a timeline of all ranks, a trace that Chrome and Perfetto open; empty: none",
+        "File for a timeline of all ranks, a trace for Chrome and Perfetto. Empty: no timeline.",
         "a path",
         "HOROVOD_TIMELINE",
     ),
@@ -186,55 +185,53 @@ VARIABLES = (
         "timeline_steps",
         _window,
         "0:",
-        "the steps that the timeline shows: the first, counted from 0, and the one before which it "
-        "ends",
+        "Steps in the timeline: the first step, counted from 0, and the step after the last.",
         "two numbers of steps, such as 100:200, 100: or :200",
     ),
     Variable(
         "timeline_mbytes",
         _positive,
         "100",
-        "the size of the whole timeline in MB, about, at which recording ends",
+        "Approximate size of the timeline in MB at which recording ends.",
         "a whole number of MB, 1 or more",
     ),
     Variable(
         "top",
         _flag,
         "1",
-        "whether the job can be watched: the root listens on a Unix socket of this user's, and "
-        "asks the ranks when `keras-dist top` reads from it",
+        "1: `keras-dist top` can monitor the job through a Unix socket that only its user can "
+        "open. 0: no monitoring.",
         "0 or 1",
     ),
     Variable(
         "top_port",
         _port,
         "0",
-        "a port on the loopback interface of the root's node, for `keras-dist top --address` at "
-        "the end of a tunnel; whoever connects needs the token that lies beside the socket. "
-        "0: none",
+        "Port on the loopback interface of the root's node for `keras-dist top --address`. "
+        "Requests need the token stored beside the socket. 0: no port.",
         "a port, 1 to 65535, or 0",
     ),
     Variable(
         "prometheus_port",
         _endpoint,
         "0",
-        "where the root answers Prometheus: a port on its loopback interface, or an address and a "
-        "port, such as 0.0.0.0:9400; requests need a token. 0: nowhere",
+        "Port on the loopback interface, or `address:port`, where the root answers Prometheus. "
+        "Requests need a token. 0: no port.",
         "a port, or an address and a port, or 0",
     ),
     Variable(
         "prometheus_token_file",
         str.strip,
         "",
-        "the file with that token, which its user alone can read; made where it is not there. "
-        "Empty: prometheus-token, beside the socket",
+        "File with the Prometheus token, created if missing and readable by its user only. Empty: "
+        "`prometheus-token` beside the socket.",
         "a path",
     ),
     Variable(
         "single_process",
         _flag,
         "0",
-        "1: run as one process and leave MPI alone, whatever a launcher says",
+        "1: run as a single process without MPI, whatever the launcher sets.",
         "0 or 1",
     ),
 )
