@@ -187,6 +187,8 @@ def test_every_metric_is_exact_with_weights_of_samples_and_classes():
         "categorical_crossentropy",
         metrics=[make() for make in METRICS],
         weighted_metrics=[make(name=f"weighted_{make.__name__}") for make in WEIGHTED],
+        # TensorFlow would trace all of them four times; the test above has graphs.
+        run_eagerly=keras.backend.backend() == "tensorflow",
     )
     options = {"verbose": 0, "return_dict": True}
     expected = model.evaluate(x, y, sample_weight=weights, batch_size=batch, **options)

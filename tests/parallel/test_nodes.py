@@ -9,6 +9,7 @@ import keras
 import ml_dtypes
 import numpy as np
 import pytest
+from bits import equal_on_all
 from mpi4py import MPI
 
 import keras_dist
@@ -73,7 +74,7 @@ def test_results_equal_numpy_and_have_the_same_bits(op, dtype, count):
     scale = np.abs(wide).max()
     np.testing.assert_allclose(result.astype(np.float64), expected, atol=tolerance * scale, rtol=0)
     again = keras_dist.allreduce(mine, op)
-    assert len(set(keras_dist.allgather_object((result.tobytes(), again.tobytes())))) == 1
+    assert equal_on_all(result.tobytes())
     assert result.tobytes() == again.tobytes()
 
 
@@ -101,8 +102,7 @@ def test_a_bucket_is_reduced_on_the_nodes_first(way):
     for result, count in zip(results, (LARGE, 100_000, 5), strict=True):
         rows = [contribution(r, count, np.float32) for r in range(comm.size)]
         np.testing.assert_allclose(result, np.mean(rows, axis=0, dtype=np.float64), atol=1e-4)
-    digests = comm.world.allgather(b"".join(result.tobytes() for result in results))
-    assert len(set(digests)) == 1
+    assert equal_on_all(*(result.tobytes() for result in results))
     comm.world.Barrier()
     comm.free()
 
@@ -210,7 +210,7 @@ def test_compressed_results_are_rounded_as_told(dtype, compression, count):
     result = keras_dist.allreduce(rows[keras_dist.rank()], compression=compression)
     expected = travelled(rows, compression, len(rows))
     assert result.tobytes() == expected.tobytes()
-    assert len(set(keras_dist.allgather_object(result.tobytes()))) == 1
+    assert equal_on_all(result.tobytes())
     if compression != "none":
         # Of the size that rounding has: not as they are, nor further off.
         exact = np.mean(rows, axis=0, dtype=np.float64)
