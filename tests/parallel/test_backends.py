@@ -25,12 +25,12 @@ def expected_and_rows(optimizer):
 # --- JAX
 
 
-def jax_loop(compile_step):
+def jax_loop(compile_step, optimizer):
     """Trains by a loop on stateless functions; returns the weights and what was expected."""
     import jax
 
-    expected, x, y = expected_and_rows(keras.optimizers.Adam(0.01))
-    model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+    expected, x, y = expected_and_rows(optimizer())
+    model = make_model(keras_dist.DistributedOptimizer(optimizer()))
     model.optimizer.build(model.trainable_variables)
     loss = keras.losses.SparseCategoricalCrossentropy()
 
@@ -58,8 +58,10 @@ def jax_loop(compile_step):
 def test_a_loop_of_ones_own_in_jit_and_out_of_it():
     import jax
 
-    for compile_step in (jax.jit, lambda step: step):
-        weights, expected = jax_loop(compile_step)
+    # Out of jit each operation is compiled by itself: the fewer the better.
+    loops = (jax.jit, keras.optimizers.Adam), (lambda step: step, keras.optimizers.SGD)
+    for compile_step, optimizer in loops:
+        weights, expected = jax_loop(compile_step, lambda: optimizer(0.01))  # noqa: B023
         assert_close(weights, expected)
         assert len({tuple(w.tobytes() for w in ws) for ws in everyones(weights)}) == 1
 
