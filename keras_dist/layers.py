@@ -10,13 +10,14 @@ import keras
 from keras import ops
 
 from keras_dist import runtime
+from keras_dist._compat.keras import BatchNormalization
 from keras_dist.training.gradient_reduction import sum_over_ranks
 
 __all__ = ["SyncBatchNormalization"]
 
 
 @keras.saving.register_keras_serializable(package="keras_dist")
-class SyncBatchNormalization(keras.layers.BatchNormalization):
+class SyncBatchNormalization(BatchNormalization):
     """Batch normalisation by the mean and variance of all ranks' batches together.
 
     For batches that are small on each rank. In training a sample counts the same whichever rank
@@ -49,10 +50,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     calls_host = True  # in training, so XLA cannot compile a step of TensorFlow with it
 
-    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+    def _keras_dist_moments(self, inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any]:
         if runtime.size() == 1:
-            return super()._moments(inputs, mask)
-        axes = self._reduction_axes
+            return super()._keras_dist_moments(inputs, mask, axes)
         weights = ops.ones_like(inputs) if mask is None else ops.expand_dims(mask, -1)
         weights = ops.cast(ops.broadcast_to(weights, ops.shape(inputs)), inputs.dtype)
         inputs = ops.where(weights > 0, inputs, 0)  # what is masked may be NaN

@@ -13,12 +13,13 @@ import keras
 from keras import ops
 
 from keras_dist import errors
+from keras_dist._compat.keras import DecayHook, has_weight_decay, variable_index
 
 __all__ = ["LARS"]
 
 
 @keras.saving.register_keras_serializable(package="keras_dist")
-class LARS(keras.optimizers.Optimizer):
+class LARS(DecayHook, keras.optimizers.Optimizer):
     """Layer-wise adaptive rate scaling: SGD with momentum and a rate for each variable.
 
     The steps of a variable `w` with gradient `g` are
@@ -96,13 +97,13 @@ class LARS(keras.optimizers.Optimizer):
             for variable in variables
         ]
         self._decays = [
-            adapts and self._use_weight_decay(variable)
+            adapts and has_weight_decay(self, variable)
             for adapts, variable in zip(self._adapts, variables, strict=True)
         ]
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Makes the step of one variable."""
-        index = self._get_variable_index(variable)
+        index = variable_index(self, variable)
         dtype = variable.dtype
         rate = ops.cast(learning_rate, dtype)
         value = ops.convert_to_tensor(variable)
@@ -126,9 +127,6 @@ class LARS(keras.optimizers.Optimizer):
         ratio = self.trust_coefficient * of_value
         ratio = ratio / (of_gradient + decay * of_value + self.epsilon)
         return ops.where(ops.logical_and(of_value > 0, of_gradient > 0), ratio, 1.0)
-
-    def _apply_weight_decay(self, variables: Any) -> None:
-        """Does nothing: the decay is part of the step."""
 
     def get_config(self) -> dict[str, Any]:
         """Returns what `from_config` makes the same optimizer of."""

@@ -60,6 +60,7 @@ LIBRARIES = {
     "data.tf_": ("tensorflow", ""),
     "data.torch_": ("torch", ""),
     "training": ("keras numpy", ""),
+    "training.random_generators": ("", "torch"),
     "training.saving": ("h5py", ""),
     "layers": ("keras", ""),
     "optimizers": ("keras", ""),
@@ -76,6 +77,8 @@ LIBRARIES = {
     "launch.cli.drawing": ("rich", ""),
     "launch.notebook": ("IPython nbformat traitlets", ""),
 }
+
+FRAMEWORKS = ("keras", "tensorflow", "torch", "jax")
 
 # Modules of a package that modules outside of it do not import: its face alone.
 FACES = ["_engine"]
@@ -120,7 +123,7 @@ def check_imports(tree, module):
     for line, name, in_function in imports(tree, module):
         place = "in a function" if in_function else "at the top"
         if name.startswith("."):
-            why = arrow_up(own, name.removeprefix("."))
+            why = arrow_up(own, name.removeprefix("."), in_function)
         elif name in sys.stdlib_module_names or name in libraries(own, in_function):
             why = None
         else:
@@ -134,13 +137,16 @@ def floor(module):
     return next((n for n, line in enumerate(LAYERS) if package in line.split(" ")), None)
 
 
-def arrow_up(module, imported):
+def arrow_up(module, imported, in_function=False):
     """Returns why one module of keras_dist may not import another; `None` where it may."""
     package, other = module.partition(".")[0], imported.partition(".")[0]
     if package == other:
         return None
     if floor(other) is None or floor(other) >= floor(module):
         return f"{other or 'keras_dist'} is not below {package or 'keras_dist'}, see LAYERS"
+    framework = imported.removeprefix("_compat.")
+    if framework in FRAMEWORKS and framework not in libraries(module, in_function):
+        return f"it imports {framework}, see LIBRARIES"
     if any(imported.startswith(f"{face}.") for face in FACES):
         return f"use the face of {other}, see FACES"
     if imported.startswith("_backends.") and not imported.startswith(f"_backends.{package}"):
@@ -320,10 +326,182 @@ def collective_calls(nodes):
                     yield call
 
 
+# --- Rule 5: private names of frameworks are in _compat alone
+
+OURS, COMPAT = "_keras_dist", "keras_dist._compat."
+# Attributes of Python that begin with an underscore and are documented.
+DOCUMENTED = {"os._exit", "sys._current_frames"}
+PRIVATE_MODULES = ("keras.src", "jax._src", "jaxlib", "tensorflow.python", "tf.python")
+# Attributes of objects that need not have them: why their absence is no fault of a framework.
+OPTIONAL = {
+    "MAP_POPULATE": "of Linux alone",
+    "buckets": "of plans of ours",
+    "calls_host": "of layers of ours",
+    "dry_run": "of some commands of ours",
+    "dtype": "of tensors and variables; Python's numbers have none",
+    "dtypes": "of tables of pandas",
+    "element_spec": "of iterators of tf.data",
+    "epochs": "of data sets of ours",
+    "is_on": "of a thread of ours",
+    "name": "of variables; tensors have none",
+    "num_batches": "of data sets of ours and Keras, a public name; lists have none",
+    "op": "of tensors of a graph, a public name",
+    "optimizer": "of compiled models, a public name, see `optimizer_of`",
+    "path": "of variables of Keras, a public name; those of frameworks have none",
+    "process_set_id": "of process sets of ours",
+    "process_vm_readv": "of Linux alone",
+    "shape": "of arrays; lists have none",
+    "strerror": "of errors of the system",
+    "times": "of a thread of ours",
+    "value": "of members of enumerations of ours",
+    "wire": "of compressors of ours",
+}
+
+
+def check_private_names(tree, module):
+    if module.startswith("._compat"):
+        return
+    package = module.split(".")[1]
+    for node, owner in with_classes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            origin = getattr(node, "module", None) or ""
+            names = [f"{origin}.{alias.name}".strip(".") for alias in node.names]
+            for name in [] if getattr(node, "level", 0) else names:
+                if is_private_path(name):
+                    yield node.lineno, f"import of {name}: put what needs it into _compat"
+        elif isinstance(node, ast.Attribute):
+            if is_private_attribute(node, owner, package):
+                yield node.lineno, f"{ast.unparse(node)} is private: put it into _compat"
+        elif isinstance(node, ast.FunctionDef) and owner in FRAMEWORK_CLASSES:
+            if node.name in PRIVATE:
+                yield node.lineno, f"{node.name} overrides a private name: put it into _compat"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            private = node.value.startswith("_") and node.value in PRIVATE
+            if private or node.value.startswith(PRIVATE_MODULES):
+                yield node.lineno, f"{node.value!r} is private: put it into _compat"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ACCESSES:
+            yield from check_access_by_name(node, package)
+
+
+ACCESSES = ("getattr", "hasattr", "setattr", "delattr", "object.__setattr__", "object.__delattr__")
+
+
+def check_access_by_name(call, package):
+    name = call.args[1] if len(call.args) > 1 else None
+    if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
+        return
+    if is_underscored(name.value) and name.value not in DEFINED[package]:
+        if name.value not in PRIVATE and not name.value.startswith(OURS):  # or it was found
+            yield call.lineno, f"{ast.unparse(call)} is private: put it into _compat"
+    elif len(call.args) == 3 and ast.unparse(call.func) == "getattr" and name.value not in OPTIONAL:
+        dunder = name.value.startswith("__")
+        if not dunder and not name.value.startswith(OURS):
+            yield (
+                call.lineno,
+                (
+                    f"{ast.unparse(call)} has a default, so that a framework may rename "
+                    f"{name.value} without an error: put it into _compat, or see OPTIONAL"
+                ),
+            )
+
+
+def is_private_attribute(node, owner, package):
+    name, base = node.attr, node.value
+    if ast.unparse(node).startswith(PRIVATE_MODULES):
+        return True
+    if not is_underscored(name) or name.startswith(OURS) or ast.unparse(node) in DOCUMENTED:
+        return False
+    if ast.unparse(base) == "super()" and name in PRIVATE:
+        return True
+    if ast.unparse(base) in ("self", "cls", "super()") and owner is not None:
+        return name not in ALL_DEFINED or (owner in FRAMEWORK_CLASSES and name in PRIVATE)
+    return name in PRIVATE or name not in DEFINED[package]
+
+
+def is_private_path(name):
+    parts = name.split(".")
+    if parts[0] in ("keras_dist", "__future__"):
+        return False
+    return name.startswith(PRIVATE_MODULES) or any(map(is_underscored, parts))
+
+
+def is_underscored(name):
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def with_classes(node, owner=None):
+    """Yields every node, with the name of the class that it is in."""
+    for child in ast.iter_child_nodes(node):
+        inner = child.name if isinstance(child, ast.ClassDef) else owner
+        yield child, owner
+        yield from with_classes(child, inner)
+
+
+def defined_names(tree):
+    """Returns the names that a module gives to attributes of its own classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, DEFINITIONS):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif is_own_attribute(node) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def is_own_attribute(node):
+    return isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")
+
+
+def private_names():
+    """Returns what _compat touches that is private."""
+    for module, path in SOURCES.items():
+        if module.startswith("._compat."):
+            for node in ast.walk(ast.parse(path.read_text())):
+                attribute = isinstance(node, ast.Attribute) and node.attr
+                text = isinstance(node, ast.Constant) and node.value
+                for name in (attribute, text):
+                    if isinstance(name, str) and is_underscored(name) and name.isidentifier():
+                        yield name
+
+
+def framework_classes():
+    """Returns the names of classes of keras_dist that derive from one of a framework."""
+    bases = {}
+    found = set()
+    for module, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                named = [ast.unparse(base) for base in node.bases]
+                bases.setdefault(node.name, set()).update(named)
+                of_framework = named and named[0].startswith(("keras.", "torch.", "tf.", "jax."))
+                if of_framework or module.startswith("._compat."):
+                    found.add(node.name)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(COMPAT):
+                found |= {alias.asname for alias in node.names if alias.asname}
+    while more := {n for n, over in bases.items() if over & found} - found:
+        found |= more
+    return found
+
+
+PRIVATE = {name for name in private_names() if not name.startswith(OURS)}
+FRAMEWORK_CLASSES = framework_classes()
+DEFINED = {}
+for _module, _path in SOURCES.items():
+    _names = defined_names(ast.parse(_path.read_text()))
+    DEFINED.setdefault(_module.split(".")[1], set()).update(_names)
+ALL_DEFINED = set().union(*DEFINED.values())
+
+
 # --- The rules hold
 
 
-RULES = [check_imports, check_public_names, check_no_assert, check_no_branch_on_rank]
+RULES = [
+    check_imports,
+    check_public_names,
+    check_no_assert,
+    check_no_branch_on_rank,
+    check_private_names,
+]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -471,3 +649,60 @@ def test_branch_on_rank_is_found(source):
 )
 def test_branch_beside_a_collective_is_accepted(source):
     assert not violations(check_no_branch_on_rank, ".runtime", source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "model._foo",
+        "optimizer._iterations",
+        "optimizer._keras_shape",
+        "self.model._initial_epoch = 3",
+        "layer._flatten_layers()",
+        "keras.src.backend.common",
+        "from keras.src import backend",
+        "import keras.src.random.seed_generator",
+        "from jax._src import xla_bridge",
+        "import tensorflow.python.eager",
+        "from torch.nn.modules.batchnorm import _BatchNorm",
+        "torch.nn.modules.batchnorm._BatchNorm",
+        "getattr(optimizer, '_trainable_variables', ())",
+        "getattr(optimizer, '_some_new_name')",
+        "hasattr(stage, '_seed')",
+        "object.__setattr__(model, '_some_new_name', 1)",
+        "NAME = '_get_metrics_result_or_logs'",
+        "module.startswith('keras.src.')",
+        "getattr(optimizer, 'inner_optimizer', None)",
+        "getattr(optimizer, 'variables', ())",
+        "class A(keras.callbacks.Callback):\n    def f(self):\n        self._unknown_name",
+        "class Mixin:\n    def f(self, grads):\n        super()._clip_gradients(grads)",
+        "class BackupAndRestore(KerasBackup):\n    def _save_model(self):\n        pass",
+        "class BackupAndRestore(KerasBackup):\n    def f(self):\n        self._current_epoch = 1",
+    ],
+)
+def test_a_private_name_is_found(source):
+    assert violations(check_private_names, ".training.optimizer", source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nos._exit(1)",
+        "optimizer._keras_dist.registered",
+        "optimizer.__class__.__mro__",
+        "getattr(leaf, 'shape', None)",
+        "getattr(value, '__dict__', None)",
+        "getattr(gradient, '_keras_dist_reduced', False)",
+        "from keras_dist._compat.keras import layers_of",
+        "from keras_dist.data.rows import _own",
+        "class A:\n    def f(self):\n        self._names = []\n        return self._plans",
+    ],
+)
+def test_a_name_of_our_own_is_accepted(source):
+    assert not violations(check_private_names, ".training.optimizer", source)
+
+
+def test_a_framework_is_not_imported_by_way_of_compat():
+    [text] = violations(check_imports, "._engine.arithmetic", "import keras_dist._compat.torch")
+    assert "torch" in text
+    assert not violations(check_imports, "._engine.arithmetic", "import keras_dist._compat.python")

@@ -129,6 +129,7 @@ class Backend(Protocol):
 
         Raises:
             ArgumentError: the framework does.
+            BackendError: Keras does, by the framework.
         """
 
     def train_step_for_host(self, model: Any) -> contextlib.AbstractContextManager[None]:

@@ -18,7 +18,6 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from keras_dist import errors
 from keras_dist._backends.jax_devices import choose_gpu
 from keras_dist._backends.jax_split import split_at
 
@@ -148,8 +147,10 @@ def pass_over(
 ) -> tuple[dict[str, Any], Any]:
     """Leaves the state as it is. See `Backend.pass_over`."""
     if isinstance(batches, Iterator):  # or a list, in earlier versions of Keras
+        from keras_dist._compat.keras import batches_in_item
+
         next(batches)  # no more data is the end of an epoch, unless it ends within an execution
-        for _ in itertools.islice(batches, count - 1):
+        for _ in itertools.islice(batches, count // batches_in_item(count) - 1):
             pass
     return logs, state
 
@@ -159,7 +160,10 @@ def first_batch(count: int, state: Any, batches: Any) -> tuple[Any, tuple[Any, .
     if not isinstance(batches, Iterator):  # a list, in earlier versions of Keras
         return (batches[0] if batches else None), (state, batches)
     taken = list(itertools.islice(batches, 1))
-    return (taken[0] if taken else None), (state, itertools.chain(taken, batches))
+    batch = taken[0] if taken else None
+    # With `steps_per_execution` Keras 3.16 stacks batches, and lists those that fill no execution.
+    first = batch[0] if isinstance(batch, list) else batch
+    return first, (state, itertools.chain(taken, batches))
 
 
 def build_from(model: Any, batches: Any) -> None:
@@ -167,18 +171,7 @@ def build_from(model: Any, batches: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuses a model that JAX trains on several processes. See `Backend.check_model`."""
-    import keras
-
-    if keras.distribution.distribution() is not None and jax.process_count() > 1:
-        raise errors.ArgumentError(
-            errors.explain(
-                "[keras_dist]",
-                f"a model whose gradients keras_dist alone averages, {model.name!r}",
-                "keras.distribution over several processes of JAX",
-                "Leave out either keras.distribution or keras_dist.DistributedOptimizer.",
-            )
-        )
+    """Does nothing: JAX averages under `keras.distribution` alone. See `Backend.check_model`."""
 
 
 @contextlib.contextmanager

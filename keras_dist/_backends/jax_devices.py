@@ -9,7 +9,8 @@ import importlib.metadata
 from typing import Any
 
 import jax
-from jax._src import xla_bridge  # nothing public tells whether there is a client
+
+from keras_dist._compat.jax import has_client, see_only, visible_devices
 
 __all__ = ["choose_gpu"]
 
@@ -30,19 +31,18 @@ def choose_gpu(local_rank: int, local_size: int) -> str | None:
     """
     if jax.config.jax_default_device is not None:
         return None
-    if xla_bridge.backends_are_initialized():
+    if has_client():
         return _choose_default(local_rank, local_size)
     platform = next(filter(_may_use, DRIVERS), None)
     if platform is None:
         return None
-    visible = f"jax_{platform}_visible_devices"
-    if jax.config.values[visible] != "all":
+    if visible_devices(platform) != "all":
         return None
     count = _count(platform)
     if count is None:
         return _choose_default(local_rank, local_size)
     if local_size > 1 and count > 1:
-        jax.config.update(visible, str(local_rank % count))
+        see_only(platform, local_rank % count)
     return _sharing(local_size, count)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from keras_dist._compat.jax import kind_of, part_of
+
 __all__ = ["split_at"]
 
 Call = Callable[..., list[Any]]
@@ -34,18 +36,13 @@ def split_at(marker: core.Primitive, on_host: Call, function: Callable[..., Any]
 
     def run(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
-        kind = (structure, tuple(_kind(leaf) for leaf in leaves))
+        kind = (structure, tuple(kind_of(leaf) for leaf in leaves))
         program = programs.get(kind)
         if program is None:
             program = programs[kind] = _Program(marker, on_host, function, arguments)
         return program(leaves)
 
     return run
-
-
-def _kind(leaf: Any) -> Any:
-    array = jax.api_util.shaped_abstractify(leaf)
-    return array.shape, array.dtype, array.weak_type
 
 
 class _Program:
@@ -104,23 +101,10 @@ class _Program:
             read = [v for equation in equations[stage] for v in _variables(equation.invars)]
             inputs = [v for v in dict.fromkeys(read) if v not in made]
             free = [v in used_up and v not in needed for v in inputs]
-            compiled = _compiled(_part(jaxpr, equations[stage], inputs, outputs), free)
+            compiled = _compiled(part_of(jaxpr, equations[stage], inputs, outputs), free)
             stages.append((compiled, inputs, outputs, markers[stage]))
             needed.update(inputs)
         return stages[::-1]
-
-
-def _part(
-    jaxpr: Any, equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
-) -> Any:
-    """Returns some operations of a traced function as a traced function."""
-    return jaxpr.replace(
-        constvars=[],
-        invars=list(inputs),
-        outvars=list(outputs),
-        eqns=list(equations),
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
 
 
 def _compiled(jaxpr: Any, free: Sequence[bool]) -> Any:
@@ -163,7 +147,7 @@ def _opened(closed: Any, marker: core.Primitive) -> Call:
             if _is_call_of(marker, equation):
                 inner, given = _called(equation), equation.invars
             else:
-                part = _part(jaxpr, [equation], inputs, equation.outvars)
+                part = part_of(jaxpr, [equation], inputs, equation.outvars)
                 inner, given = core.ClosedJaxpr(part, []), inputs
             results = core.jaxpr_as_fun(inner)(*[_value(values, atom) for atom in given])
             values.update(zip(equation.outvars, results, strict=True))

@@ -47,10 +47,12 @@ def _why_not(model: Any) -> str | None:
     """Returns what keeps a model's step from being split; `None` when it can be."""
     import keras
 
+    from keras_dist._compat.keras import layers_of
+
     for name in KERAS_OWN:
         if getattr(model, name) != getattr(keras.Model, name).__get__(model):
             return f"it has a {name} of its own, which may do anything with the update"
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         if getattr(layer, "calls_host", False) or not layer.supports_jit:
             return f"XLA cannot compile a {type(layer).__name__}, which it has"
     return None
@@ -81,8 +83,10 @@ def _split(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 @contextlib.contextmanager
 def _compiled_update(optimizer: Any) -> Iterator[None]:
     """Compiles what an optimizer does with each gradient, of the graph that is traced within."""
-    applying = getattr(optimizer, "inner_optimizer", optimizer)
-    update = applying._distributed_tf_update_step
+    from keras_dist._compat.keras import TF_UPDATE, applying_of
+
+    applying = applying_of(optimizer)
+    update = getattr(applying, TF_UPDATE)
 
     def compiled_update(strategy: Any, pairs: Sequence[tuple[Any, Any]], *arguments: Any) -> None:
         # The ranks together have another number of rows in every step, and XLA would compile
@@ -92,7 +96,7 @@ def _compiled_update(optimizer: Any) -> Iterator[None]:
         update(strategy, rows, *arguments)
         _compiled(lambda: update(strategy, dense, *arguments))()
 
-    with _instead(applying, "_distributed_tf_update_step", compiled_update):
+    with _instead(applying, TF_UPDATE, compiled_update):
         yield
 
 

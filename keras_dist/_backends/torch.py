@@ -183,17 +183,35 @@ def build_from(model: Any, batches: Any) -> None:
 
 def check_model(model: Any) -> None:
     """Refuses a model whose gradients torch averages itself. See `Backend.check_model`."""
+    from keras_dist._compat.keras import layers_of, may_become_ddp
+
+    expected = f"a model whose gradients keras_dist alone averages, {model.name!r}"
     # Keras does not tell torch of the layers in its lists.
-    modules = (module for layer in model._flatten_layers() for module in layer.modules())
+    modules = (module for layer in layers_of(model) for module in layer.modules())
     if any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in modules):
         raise errors.ArgumentError(
             errors.explain(
                 "[keras_dist]",
-                f"a model whose gradients keras_dist alone averages, {model.name!r}",
+                expected,
                 "torch's DistributedDataParallel in it",
                 "Leave out either it (and keras.distribution) or keras_dist.DistributedOptimizer.",
             )
         )
+    if may_become_ddp(model) and _has_process_group():
+        raise errors.BackendError(
+            errors.explain(
+                "[keras_dist]",
+                expected,
+                "torch.distributed initialised, for which this version of Keras wraps the "
+                "model in DistributedDataParallel (ddp_model)",
+                "Leave out either torch.distributed (and keras.distribution) or "
+                "keras_dist.DistributedOptimizer.",
+            )
+        )
+
+
+def _has_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_dist._backends.torch_tensors import to_numpy
+from keras_dist._compat.torch import writes_to
 
 __all__ = ["Arrivals", "in_train_step", "mark_of", "reduce_dense"]
 
@@ -178,7 +179,7 @@ def _is_in_step() -> bool:
 
 def mark_of(gradient: torch.Tensor) -> Any:
     """Returns what changes when a gradient is another one or has been written to."""
-    return gradient.data_ptr(), gradient._version, gradient.shape
+    return gradient.data_ptr(), writes_to(gradient), gradient.shape
 
 
 def _are_gradients_of(

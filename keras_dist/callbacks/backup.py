@@ -12,6 +12,8 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
+from keras_dist._compat.keras import BackupAndRestore as KerasBackup
+from keras_dist._compat.keras import initial_epoch_from
 from keras_dist.callbacks import fit_state, model_arrays, rank_states
 from keras_dist.callbacks.background_writer import NEEDS_ROOM
 from keras_dist.callbacks.callback_list import ListMember
@@ -36,7 +38,7 @@ ABOUT = "about"  # in the file, beside the names of arrays
 _log = logging.getLogger("keras_dist")
 
 
-class BackupAndRestore(ListMember, keras.callbacks.BackupAndRestore):
+class BackupAndRestore(ListMember, KerasBackup):
     """Keras' `BackupAndRestore` for many ranks: only the root writes and reads.
 
     Weights, optimizer state, random states, states of callbacks, epoch and batch are in one file,
@@ -123,11 +125,12 @@ class BackupAndRestore(ListMember, keras.callbacks.BackupAndRestore):
             optimizer.build(self.model.trainable_variables)
         found = self._take_up()
         # Of an earlier fit of this model, which may have failed, it would count again.
-        self.model._initial_epoch = self._written = self._resumed = None
+        initial_epoch_from(self.model, None)
+        self._written = self._resumed = None
         self._step = 0
         if found is None:
             return
-        self.model._initial_epoch = found["epoch"]
+        initial_epoch_from(self.model, found["epoch"])
         self._written = found["epoch"], found["step"]
         found["step"] = _steps_now(found, warns=runtime.rank() == self.root_rank)
         epochs.go_on_with(found["data"])
@@ -139,11 +142,11 @@ class BackupAndRestore(ListMember, keras.callbacks.BackupAndRestore):
                 self.model, self._fit, self._random, found, self.whole_list
             )
         elif found["stopped"]:
-            self.model._initial_epoch = end_at_once(found["epoch"], self.params["epochs"])
+            initial_epoch_from(self.model, end_at_once(found["epoch"], self.params["epochs"]))
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes to which epoch a backup in its midst is to go back."""
-        self._current_epoch = epoch  # Keras counts from 0 until the first that it has seen end
+        self._keras_dist_epoch = epoch  # Keras counts from 0 until the first that it has seen end
         self._data = epochs.numbers()
         self._random.begin_epoch()
         self._has_begun = True
@@ -169,7 +172,7 @@ class BackupAndRestore(ListMember, keras.callbacks.BackupAndRestore):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Removes the backup, unless it is to be kept."""
-        self.model._initial_epoch = None  # or the next fit would begin there
+        initial_epoch_from(self.model, None)  # or the next fit would begin there
         if self.delete_checkpoint:
             verify_before_writing(self.model, ENDING)
             self._on_root(
@@ -190,11 +193,11 @@ class BackupAndRestore(ListMember, keras.callbacks.BackupAndRestore):
             runtime.communicator(), self._step, operation="the place of a backup"
         )
         self._step = max(steps)  # ranks that are out of data have made fewer
-        if self._written != (self._current_epoch, self._step):
+        if self._written != (self._keras_dist_epoch, self._step):
             self._back_up()
-        return self._written == (self._current_epoch, self._step)
+        return self._written == (self._keras_dist_epoch, self._step)
 
-    def _save_model(self) -> None:
+    def _keras_dist_save(self) -> None:
         # Keras calls it in a hook that callbacks behind this one have still to see.
         self.when_all_have_been_called(self._back_up)
 
@@ -203,7 +206,7 @@ class BackupAndRestore(ListMember, keras.callbacks.BackupAndRestore):
         self._of_ranks = self._random.gather(within=self._has_begun)
         self._parts = self._fit.gather(self.model, self.last_logs())
         if self._on_root(self._write, "to write a backup into", NEEDS_ROOM):
-            self._written = (self._current_epoch, self._step)
+            self._written = (self._keras_dist_epoch, self._step)
 
     def _take_up(self) -> dict[str, Any] | None:
         """Gives all ranks the model of the backup; returns what else is in it, if there is one."""
@@ -236,7 +239,7 @@ class BackupAndRestore(ListMember, keras.callbacks.BackupAndRestore):
 
     def _save(self, file: BinaryIO) -> None:
         about = {
-            "epoch": self._current_epoch,
+            "epoch": self._keras_dist_epoch,
             "step": self._step,
             "begun": self._has_begun,
             "stopped": is_stopped(self.model),

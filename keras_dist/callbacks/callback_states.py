@@ -14,11 +14,11 @@ from typing import Any
 import keras
 
 from keras_dist import errors, runtime
+from keras_dist._compat.keras import KEPT
 from keras_dist.callbacks.nested_values import pack
 from keras_dist.callbacks.root import RootOnly
 
 __all__ = [
-    "KEPT",
     "acting",
     "append_to_files",
     "attributes_of",
@@ -29,16 +29,6 @@ __all__ = [
     "with_files_of",
 ]
 
-# What Keras' callbacks keep, by attribute. Those that are missing here keep nothing.
-KEPT = {
-    "BackupAndRestore": ("_batches_seen_since_last_saving", "_last_batch_seen"),
-    "EarlyStopping": ("best", "best_epoch", "best_weights", "stopped_epoch", "wait"),
-    "History": ("epoch", "history"),
-    "ModelCheckpoint": ("_batches_seen_since_last_saving", "_last_batch_seen", "best"),
-    "ReduceLROnPlateau": ("best", "cooldown_counter", "wait"),
-    "SwapEMAWeights": ("_ema_weights_in_model",),
-    "TensorBoard": ("_global_test_batch", "_global_train_batch"),
-}
 ATTRIBUTES, USERS, FILE = "attributes", "state_dict", "file"
 
 State = dict[str, Any]

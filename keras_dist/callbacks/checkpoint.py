@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from keras_dist import errors, runtime
+from keras_dist._compat.keras import ModelCheckpoint as KerasCheckpoint
 from keras_dist.callbacks.background_writer import NEEDS_ROOM, BackgroundWriter, write_beside
 from keras_dist.callbacks.verification import verify_before_writing
 from keras_dist.storage.retry_policy import RetryPolicy
@@ -20,7 +21,7 @@ __all__ = ["BestModelCheckpoint", "ModelCheckpoint"]
 HDF5_NBYTES = 8192
 
 
-class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
+class ModelCheckpoint(KerasCheckpoint):
     """Keras' `ModelCheckpoint` for many ranks: only the root writes.
 
     The file is written beside its place under another name and then moved there, so a
@@ -75,11 +76,10 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         if self._behind is not None:
             self._on_root("the last checkpoint", self._wait, self.filepath)
 
-    def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
+    def _keras_dist_save(self, path: str, save: Callable[[], None]) -> None:
         verify_before_writing(self.model)
-        path = self._get_file_path(epoch, batch, logs or {})
-        save = functools.partial(self._save_atomically, path, epoch, batch, logs or {})
-        self.best = self._on_root("a checkpoint", save, path)
+        work = functools.partial(self._save_atomically, path, save)
+        self.best = self._on_root("a checkpoint", work, path)
 
     def _on_root(self, what: str, work: Callable[[], Any], path: str) -> Any:
         expected = f"to write the checkpoint {path}"
@@ -89,26 +89,22 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         if self._behind is not None:
             self._attempts.make(self._behind.wait, "to write the checkpoint before")
 
-    def _save_atomically(
-        self, path: str, epoch: int, batch: int | None, logs: dict[str, Any]
-    ) -> float | None:
+    def _save_atomically(self, path: str, save: Callable[[], None]) -> float | None:
         """Lets Keras decide and write; returns the best value so far."""
-        if self.save_best_only and self.monitor_op is None:
-            self._set_monitor_op()  # Keras leaves that to the end of the first epoch
         self._wait()
         best = self.best
-        save = functools.partial(self._save, epoch, batch, logs)
+        work = functools.partial(self._save, save)
         # Keras notes the best before it writes.
-        return self.best if self._attempts.make(save, f"to write the checkpoint {path}") else best
+        return self.best if self._attempts.make(work, f"to write the checkpoint {path}") else best
 
-    def _save(self, epoch: int, batch: int | None, logs: dict[str, Any]) -> bool:
+    def _save(self, save: Callable[[], None]) -> bool:
         """Returns whether a file has come to its place."""
         model = self.model
         write = write_beside if self._behind is None else self._behind.write
         saver = _Saver(model, write)
         self.set_model(saver)
         try:
-            super()._save_model(epoch, batch, logs)
+            save()
         finally:
             self.set_model(model)
         return saver.has_saved and self._behind is None

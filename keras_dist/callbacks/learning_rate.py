@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_dist import errors, runtime
-from keras_dist.training.model_state import MULTI_OPTIMIZER
+from keras_dist._compat.keras import MULTI_OPTIMIZER, applying_of, learning_rate, velocities
 
 __all__ = ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]
 
@@ -80,7 +80,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks that the rate can be set and that the steps of an epoch are known."""
         self._rate_of_velocity = 0.0
-        optimizer = _innermost(self.model.optimizer)
+        optimizer = applying_of(self.model.optimizer)
         if isinstance(optimizer, MULTI_OPTIMIZER):
             raise errors.ArgumentError(
                 errors.explain(
@@ -91,7 +91,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 )
             )
         if isinstance(
-            getattr(optimizer, "_learning_rate", None),
+            learning_rate(optimizer),
             keras.optimizers.schedules.LearningRateSchedule,
         ):
             raise errors.ArgumentError(
@@ -139,7 +139,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         return self.initial_lr * factor
 
     def _set_rate(self, rate: float) -> None:
-        optimizer = _innermost(self.model.optimizer)
+        optimizer = applying_of(self.model.optimizer)
         before = _rate_of(optimizer) or self._rate_of_velocity
         optimizer.learning_rate = rate
         after = _rate_of(optimizer)
@@ -147,7 +147,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if self.momentum_correction and after != before and before > 0 and after > 0:
             # The coefficient itself is a constant of the compiled step; the velocity is a
             # variable, and scaling it once is the same.
-            for velocity in getattr(optimizer, "momentums", None) or ():
+            for velocity in velocities(optimizer):
                 velocity.assign(velocity * (after / before))
 
 
@@ -216,9 +216,4 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 def _rate_of(optimizer: Any) -> float:
-    return float(keras.ops.convert_to_numpy(_innermost(optimizer).learning_rate))
-
-
-def _innermost(optimizer: Any) -> Any:
-    """Returns the optimizer inside a `LossScaleOptimizer`, or the optimizer itself."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
+    return float(keras.ops.convert_to_numpy(applying_of(optimizer).learning_rate))

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
+from keras_dist._compat.keras import LOGS, compiled_metrics
 from keras_dist.ops.bucket_size import bucket_nbytes
-from keras_dist.training.model_state import RESULT
 
 __all__ = ["MetricAverageCallback"]
 
@@ -67,14 +67,14 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if self._depth == 1 and runtime.size() > 1:
             model = self.model
             # On the instance, past Keras' tracking: it lives as long as this fit.
-            model.__dict__.pop(RESULT, None)
+            model.__dict__.pop(LOGS, None)
             warns = runtime.rank() == self.root_rank
-            object.__setattr__(model, RESULT, _exact(model, getattr(model, RESULT), warns))
+            object.__setattr__(model, LOGS, _exact(model, getattr(model, LOGS), warns))
 
     def _leave(self) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.model.__dict__.pop(RESULT, None)
+            self.model.__dict__.pop(LOGS, None)
 
 
 def _exact(model: keras.Model, result: Callable[[Any], Any], warns: bool) -> Callable[[Any], Any]:
@@ -105,7 +105,7 @@ def _exact(model: keras.Model, result: Callable[[Any], Any], warns: bool) -> Cal
 
 def _warn_of_averages(model: keras.Model) -> None:
     """Names the metrics whose results are no exact ones."""
-    compiled: Any = getattr(model, "_compile_metrics", None)
+    compiled: Any = compiled_metrics(model)
     averaged = [
         f"{metric.name} ({variable.aggregation!r})"
         for outer in model.metrics

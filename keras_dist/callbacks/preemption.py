@@ -8,12 +8,12 @@ from typing import Any
 import keras
 
 from keras_dist import _engine, runtime
+from keras_dist._compat.keras import LOGS, model_of
 from keras_dist.callbacks.backup import BackupAndRestore
 from keras_dist.callbacks.callback_list import ListMember
 from keras_dist.callbacks.signals import Signals
 from keras_dist.callbacks.stopping import STOPS_JOB
 from keras_dist.runtime.exit_hooks import PREEMPTED_EXIT_CODE
-from keras_dist.training.model_state import RESULT
 
 __all__ = ["PreemptionCallback"]
 
@@ -66,18 +66,18 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
         """Asks the other ranks, and prepares to leave within the epoch, where there is no hook."""
         self._ask()
         model = self.model
-        before = model.__dict__.get(RESULT)
+        before = model.__dict__.get(LOGS)
 
         def result(logs: Any) -> Any:
-            model.__dict__.pop(RESULT)
+            model.__dict__.pop(LOGS)
             if before is not None:
-                object.__setattr__(model, RESULT, before)
-            found = getattr(model, RESULT)(logs)  # all ranks are at the end of its steps then
+                object.__setattr__(model, LOGS, before)
+            found = getattr(model, LOGS)(logs)  # all ranks are at the end of its steps then
             if self._told:
                 self._leave()
             return found
 
-        object.__setattr__(model, RESULT, result)
+        object.__setattr__(model, LOGS, result)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Asks the other ranks."""
@@ -97,10 +97,10 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
             _engine.tell(text)
 
     def _hear(self, told: list[str]) -> None:
-        # From within the step, in whatever thread; `self.model` would copy the state of JAX.
+        # From within the step, in whatever thread.
         self._told = told
-        if not self._model.stop_training:
-            self._model.stop_training = STOPS_JOB
+        if not model_of(self).stop_training:
+            model_of(self).stop_training = STOPS_JOB
 
     def _ask(self) -> None:
         everyone = _engine.allgather_object(

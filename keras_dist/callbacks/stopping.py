@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
+from keras_dist._compat.keras import is_part_of_keras, model_of, module_of
 from keras_dist.callbacks.root import RootOnly, overrides
 from keras_dist.ops.bucket_size import bucket_nbytes
 
@@ -88,8 +89,7 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
         return may_stop_at_a_batch(callbacks)
 
     def _agree(self, batch: int = 0, logs: dict[str, Any] | None = None) -> None:
-        # `self.model` would copy the state of a JAX model at every batch.
-        model, comm = self._model, runtime.communicator()
+        model, comm = model_of(self), runtime.communicator()
         mine = np.array([is_stopped(model)], np.uint8)
         (any_rank,) = _engine.allreduce(
             comm,
@@ -127,6 +127,6 @@ def _inside(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
 
 def _may_stop(hook: Any) -> bool:
     # By where it is defined: a class of the user's may inherit the hook of one of Keras'.
-    module = getattr(hook, "__module__", None) or ""
-    known = module.startswith(("keras.src.", "keras_dist."))
+    module = module_of(hook)
+    known = is_part_of_keras(hook) or module.startswith("keras_dist.")
     return not known or module == keras.callbacks.TerminateOnNaN.__module__

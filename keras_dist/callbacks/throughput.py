@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, runtime
+from keras_dist._compat.keras import samples_weighted
 from keras_dist.ops.bucket_size import bucket_nbytes
 
 __all__ = ["Throughput", "count_samples"]
@@ -120,7 +121,7 @@ def _since(earlier: tuple[float, float]) -> tuple[float, float]:
 def count_samples(model: keras.Model) -> float:
     """Returns how many samples Keras has weighted the loss of this epoch by, 0 where by none."""
     loss = next((metric for metric in model.metrics if metric.name == "loss"), None)
-    count = getattr(loss, "count", None)
+    count = samples_weighted(loss)
     return 0.0 if count is None else float(keras.ops.convert_to_numpy(count))
 
 

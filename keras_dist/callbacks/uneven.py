@@ -6,9 +6,10 @@ from typing import Any
 import keras
 
 from keras_dist import _engine, errors, runtime
+from keras_dist._compat.keras import LOGS, applying_of, batches_seen, model_of
 from keras_dist.callbacks.stopping import STOPS_EPOCH
 from keras_dist.training.distributed import distributed_optimizers
-from keras_dist.training.model_state import RESULT, accumulators, optimizers_inside, trained_by
+from keras_dist.training.model_state import accumulators, optimizers_inside, trained_by
 from keras_dist.training.replicas import broadcast_variables
 
 __all__ = ["UnevenDataCallback"]
@@ -64,25 +65,25 @@ class UnevenDataCallback(keras.callbacks.Callback):
         if runtime.size() == 1:
             return
         model = self.model
-        before = model.__dict__.get(RESULT)
+        before = model.__dict__.get(LOGS)
         for comm in runtime.communicators():
             comm.when_missed = None if self.uneven == "continue" else self._stop
 
         def result(logs: Any) -> Any:
-            model.__dict__.pop(RESULT)
+            model.__dict__.pop(LOGS)
             if before is not None:
-                object.__setattr__(model, RESULT, before)
+                object.__setattr__(model, LOGS, before)
             self._end_steps()
-            return getattr(model, RESULT)(logs)
+            return getattr(model, LOGS)(logs)
 
         # The first that Keras does on every backend when the steps of an epoch have ended, also
         # when there were none. On the instance, past Keras' tracking.
-        object.__setattr__(model, RESULT, result)
+        object.__setattr__(model, LOGS, result)
 
     def _stop(self) -> None:
         # From within the step, in whatever thread. A stop for good is not to be forgotten.
-        if not self._model.stop_training:
-            self._model.stop_training = STOPS_EPOCH
+        if not model_of(self).stop_training:
+            model_of(self).stop_training = STOPS_EPOCH
 
     def _end_steps(self) -> None:
         """Waits until all ranks are out of data, and makes the replicas equal again."""
@@ -141,9 +142,7 @@ class UnevenDataCallback(keras.callbacks.Callback):
 
 def _steps(optimizer: Any) -> int:
     """Returns how many batches an optimizer has seen; `iterations` counts the updates alone."""
-    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
-        optimizer = inner
-    return int(optimizer._iterations)
+    return int(batches_seen(applying_of(optimizer)))
 
 
 def _passes(optimizer: Any) -> int:

@@ -73,7 +73,7 @@ def _attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
 
 def _known_names(kind: type) -> set[str]:
     """Returns the attributes that classes above this one use, which are Keras' or ours."""
-    found = {"_model", "params", "validation_data"}
+    found = {"params", "validation_data"}
     for above in kind.__mro__:
         if above.__module__.startswith(KNOWN):
             codes = [getattr(value, "__code__", None) for value in vars(above).values()]

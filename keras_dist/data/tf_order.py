@@ -4,8 +4,7 @@ Each rank reads the whole pipeline and keeps every n-th element, so an order of 
 make it train on samples of its neighbours and leave others out, silently. Looks at
 transformations alone, never at data: randomness inside Python functions stays unseen.
 
-tf.data tells nobody how a pipeline was made, so this reads private attributes, as of
-TensorFlow 2.21. Where a later version has none it finds nothing, and sharding goes on.
+tf.data tells nobody how a pipeline was made, so this reads private attributes, see `_compat`.
 """
 
 import dataclasses
@@ -13,6 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+
+from keras_dist._compat import contract
+from keras_dist._compat import tensorflow as private
 
 __all__ = ["Shuffled", "forgotten", "is_seeded", "seeds", "shuffled_last", "unordered"]
 
@@ -22,7 +24,6 @@ UNSEEDED = (0, 0)
 # Their state is in the kernel; with a seed each iteration begins with the same numbers.
 STATEFUL_OPS = ("RandomStandardNormal", "RandomUniform", "RandomShuffle", "TruncatedNormal")
 NO_SEED = 87654321  # what TensorFlow takes in place of a global seed
-INTERLEAVE = "_ParallelInterleaveDataset"
 
 
 def unordered(dataset: tf.data.Dataset) -> str | None:
@@ -30,8 +31,8 @@ def unordered(dataset: tf.data.Dataset) -> str | None:
     if UNSEEDED in seeds(dataset):
         return "one that was shuffled without a seed"
     for stage in _stages(dataset):
-        racing = getattr(stage, "_deterministic", None) == "false" or (
-            type(stage).__name__ == INTERLEAVE and _interleaves_by_speed(stage)
+        racing = private.is_nondeterministic(stage) or (
+            private.is_interleave(stage) and _interleaves_by_speed(stage)
         )
         if racing or any(_races(op.node_def) for op in _function_ops(stage)):
             return "one with deterministic=False in map() or interleave()"
@@ -44,7 +45,7 @@ def forgotten(dataset: tf.data.Dataset) -> str | None:
         return what
     for stage in _stages(dataset):
         operations = list(_function_ops(stage))
-        if _reshuffles(stage) or any(op.type.startswith(RANDOM_OPS) for op in operations):
+        if private.reshuffles(stage) or any(op.type.startswith(RANDOM_OPS) for op in operations):
             return "one that is shuffled anew for each epoch"
         if any(_draws(op) for op in operations):
             return "one with random numbers without a seed"
@@ -60,8 +61,8 @@ def seeds(dataset: tf.data.Dataset) -> list[tuple[int | None, int | None]]:
     """Returns the two seeds of every shuffle upstream; they are 0 where none was given."""
     found = []
     for stage in _stages(dataset):
-        if hasattr(stage, "_seed") and hasattr(stage, "_seed2"):
-            found.append((_value(stage._seed), _value(stage._seed2)))
+        if (own := private.seeds_of(stage)) is not None:
+            found.append((_value(own[0]), _value(own[1])))
         for op in _function_ops(stage):
             if op.type.startswith(RANDOM_OPS):
                 names = [argument.name for argument in op.op_def.input_arg]
@@ -89,38 +90,32 @@ class Shuffled:
 
 def shuffled_last(dataset: tf.data.Dataset) -> Shuffled | None:
     """Returns what a pipeline is that shuffles anew for each epoch and then at most batches."""
+    contract.check("tensorflow")
     batch_size, drops = None, False
-    stage = _past(dataset, "_PrefetchDataset")
-    if type(stage).__name__ in ("_BatchDataset", "_ParallelBatchDataset"):
-        batch_size, drops = _value(stage._batch_size), bool(_value(stage._drop_remainder))
-        stage = _past(stage._input_dataset, "_PrefetchDataset")
-    buffer = _value(getattr(stage, "_buffer_size", None))
-    again = getattr(stage, "_reshuffle_each_iteration", None)
-    if type(stage).__name__ != "_ShuffleDataset" or buffer is None or again is False:
+    stage = _before_prefetch(dataset)
+    if (batch := private.batch_of(stage)) is not None:
+        batch_size, drops = _value(batch[0]), bool(_value(batch[1]))
+        stage = _before_prefetch(private.input_of(stage))
+    buffer = _value(private.shuffle_buffer_of(stage))
+    if buffer is None or not private.reshuffles(stage):
         return None
-    return Shuffled(stage._input_dataset, buffer, batch_size, drops)
+    return Shuffled(private.input_of(stage), buffer, batch_size, drops)
 
 
-def _past(stage: Any, name: str) -> Any:
-    return _past(stage._input_dataset, name) if type(stage).__name__ == name else stage
+def _before_prefetch(stage: Any) -> Any:
+    return _before_prefetch(private.input_of(stage)) if private.is_prefetch(stage) else stage
 
 
 def _stages(dataset: tf.data.Dataset) -> Iterator[Any]:
     """Yields a pipeline's transformations, from the last to the sources."""
-    yield dataset
-    for source in getattr(dataset, "_inputs", list)():
-        yield from _stages(source)
+    contract.check("tensorflow")
+    yield from private.stages_of(dataset)
 
 
 def _function_ops(stage: Any) -> Iterator[Any]:
     """Yields the operations inside the functions given to a transformation."""
-    for function in getattr(stage, "_functions", list)():
-        yield from function.function.graph.get_operations()
-
-
-def _reshuffles(stage: Any) -> bool:
-    shuffles = hasattr(stage, "_seed") and hasattr(stage, "_seed2")
-    return shuffles and getattr(stage, "_reshuffle_each_iteration", None) is not False
+    for function in private.functions_of(stage):
+        yield from function.graph.get_operations()
 
 
 def _draws(op: Any) -> bool:
@@ -133,10 +128,8 @@ def _races(node: Any) -> bool:
 
 
 def _interleaves_by_speed(stage: Any) -> bool:
-    """Reads the pipeline's serialised form: the class keeps no note of the argument."""
-    policy = tf.data.experimental.ExternalStatePolicy.IGNORE
-    serialised = stage._as_serialized_graph(external_state_policy=policy).numpy()
-    return any(map(_races, tf.compat.v1.GraphDef.FromString(serialised).node))
+    graph = tf.compat.v1.GraphDef.FromString(private.serialized(stage))
+    return any(map(_races, graph.node))
 
 
 def _value(seed: Any) -> int | None:

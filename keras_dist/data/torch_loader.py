@@ -8,16 +8,12 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from keras_dist import errors
+from keras_dist._compat.torch import draws, options_of
 from keras_dist.data.arrays import no_reader
 from keras_dist.data.indexed import WHOLE, Batches, IndexedSource
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 __all__ = ["PartSampler", "TorchSource"]
-
-KEPT = (
-    "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator "
-    "prefetch_factor persistent_workers pin_memory_device in_order"
-).split()
 
 
 class TorchSource(IndexedSource):
@@ -39,7 +35,7 @@ class TorchSource(IndexedSource):
         self._options: dict[str, Any] = {}
         if isinstance(data, DataLoader):
             terms = _as_loaded(data, terms)
-            self._options = {name: getattr(data, name) for name in KEPT if hasattr(data, name)}
+            self._options = options_of(data)
             data = data.dataset
         self._data = data
         super().__init__(_Samples(data), terms)
@@ -84,8 +80,10 @@ class _Samples:
 def _as_loaded(loader: DataLoader, terms: ShardOptions) -> ShardOptions:
     """Returns the terms with what the loader says where they are silent."""
     sampler = loader.sampler
-    known = isinstance(sampler, RandomSampler | SequentialSampler)
-    if loader.batch_size is None or not known or getattr(sampler, "replacement", False):
+    known = isinstance(sampler, SequentialSampler) or (
+        isinstance(sampler, RandomSampler) and not draws(sampler)
+    )
+    if loader.batch_size is None or not known:
         own = loader.batch_sampler if loader.batch_size is None else sampler
         raise errors.ArgumentError(
             terms.explain(

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from keras_dist._compat.python import inherits_script
+
 __all__ = [
     "Announcement",
     "announced_local_rank",
@@ -100,8 +102,7 @@ def is_child() -> bool:
     process: Any = sys.modules.get("multiprocessing.process")  # in a child it is there
     if process is None:
         return False
-    runs_script = getattr(process.current_process(), "_inheriting", False)
-    return runs_script or process.parent_process() is not None
+    return inherits_script() or process.parent_process() is not None
 
 
 def starts_ranks() -> bool:

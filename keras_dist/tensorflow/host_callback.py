@@ -6,9 +6,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import record  # nothing public tells whether a tape records
 
 from keras_dist._backends.tensorflow import on_host
+from keras_dist._compat.tensorflow import eager_tensor, is_recorded
 from keras_dist.tensorflow.failures import as_tensorflow_raises
 
 __all__ = ["collective", "differentiable", "operation"]
@@ -47,8 +47,8 @@ def collective(
         return on_host(called, tensors, shapes, dtypes, buffers)
     results = called(*map(np.asarray, tensors))
     listed = results if isinstance(results, list | tuple) else [results]
-    made, place = _eager_tensor(), _place()
-    return [made(np.asarray(result), place, None) for result in listed]
+    place = _place()
+    return [eager_tensor(np.asarray(result), place) for result in listed]
 
 
 def differentiable(
@@ -63,7 +63,7 @@ def differentiable(
         backward: takes the list of results and that of their gradients, gives those of the tensors.
         tensors: what `forward` is given.
     """
-    if not tensors or (tf.executing_eagerly() and not record.could_possibly_record()):
+    if not tensors or (tf.executing_eagerly() and not is_recorded()):
         return forward(*tensors)
 
     @tf.custom_gradient
@@ -82,10 +82,3 @@ def differentiable(
 def _place() -> str | None:
     # To read the name takes TensorFlow a third of what it does: it is told where there is a choice.
     return CPU if tf.config.list_logical_devices("GPU") else None
-
-
-@functools.cache
-def _eager_tensor() -> Any:
-    # Its constructor takes a fifth of the time of `tf.constant`, which counts for many tensors.
-    # Not asked for at import: threads and devices can be chosen until TensorFlow makes a tensor.
-    return type(tf.constant(0))

@@ -5,13 +5,14 @@ from typing import Any
 import torch
 
 from keras_dist import errors, runtime
+from keras_dist._compat.torch import BatchNorm
 from keras_dist.ops.reduce_op import Sum
 from keras_dist.torch.reduce_ops import allreduce
 
 __all__ = ["SyncBatchNorm"]
 
 
-class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch normalisation over the batches of all ranks, as if they were one.
 
     In training, mean and variance are those of all ranks' batches, which may be of different
@@ -31,7 +32,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        self._check_input_dim(input)
+        self._keras_dist_check(input)
         if not self.training or runtime.size() == 1:
             return super().forward(input)
         wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
@@ -51,7 +52,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             result = result * self.weight.reshape(shape) + self.bias.reshape(shape)
         return result.to(input.dtype)
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:
+    def _keras_dist_check(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise errors.ArgumentError(
                 errors.explain(

@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from keras_dist._compat.keras import trained_by
 from keras_dist.training.model_state import accumulators, families, optimizers_inside, optimizers_of
 
 __all__ = ["agreed", "begin_anew", "build", "describe", "difference", "held_by"]
@@ -31,7 +32,7 @@ def describe(model: keras.Model) -> Described:
     def built_for(one: Any) -> list[int | None] | None:
         if not one.built:
             return None
-        return [places.get(id(variable)) for variable in one._trainable_variables]
+        return [places.get(id(variable)) for variable in trained_by(one)]
 
     return [[(built_for(one), len(_own(one))) for one in family] for family in families(model)]
 
@@ -112,7 +113,7 @@ def _reset(optimizer: Any, but: set[int]) -> None:
     They need not be 0: some begin as a constant, or as a copy of the weights.
     """
     fresh = type(optimizer).from_config(optimizer.get_config())
-    fresh.build(list(optimizer._trainable_variables))
+    fresh.build(trained_by(optimizer))
     for variable, value in zip(optimizer.variables, fresh.variables, strict=True):
         if id(variable) not in but:
             variable.assign(value)

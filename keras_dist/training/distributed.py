@@ -18,14 +18,21 @@ import keras
 from keras import ops
 
 from keras_dist import errors, runtime
+from keras_dist._compat.keras import (
+    ENTRANCES,
+    MULTI_OPTIMIZER,
+    ClippingHook,
+    UpdateHook,
+    batches_seen,
+    inner_optimizer,
+    make_unpickler,
+    stateless_skip,
+    stateless_step,
+    trained_by,
+)
 from keras_dist.training import saved_options
 from keras_dist.training.gradient_reduction import GradientReduction, check_not_reduced
-from keras_dist.training.model_state import (
-    MULTI_OPTIMIZER,
-    accumulators,
-    optimizers_inside,
-    optimizers_of,
-)
+from keras_dist.training.model_state import accumulators, optimizers_inside, optimizers_of
 from keras_dist.training.update_check import Update, check_reduced
 
 __all__ = [
@@ -37,9 +44,6 @@ __all__ = [
     "move_outwards",
 ]
 
-
-# Through these methods gradients come to an optimizer.
-ENTRANCES = ("apply", "apply_gradients", "stateless_apply", "_backend_apply_gradients")
 
 # Those that have been made distributed and are still there.
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -65,7 +69,7 @@ def move_outwards(optimizer: Any) -> bool:
     Returns:
         Whether there was one to move.
     """
-    inner = getattr(optimizer, "inner_optimizer", None)
+    inner = inner_optimizer(optimizer)
     if not is_distributed(inner) or is_distributed(optimizer):
         return False
     reduction = inner._keras_dist
@@ -136,7 +140,7 @@ def _distributed_class(base: Any, mixin: Any) -> type:
     return made
 
 
-class _Distributed:
+class _Distributed(UpdateHook):
     """The override that makes an optimizer distributed. Comes before the user's class."""
 
     _keras_dist: GradientReduction
@@ -150,7 +154,7 @@ class _Distributed:
     def __reduce__(self) -> Any:
         """Pickles what the user's class would: an optimizer that is not distributed."""
         arguments = super().__reduce__()[1]
-        return type(self).__bases__[1]._unpickle_model, arguments  # type: ignore[attr-defined]
+        return make_unpickler(type(self).__bases__[1]), arguments
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copies as Keras does, and makes the copy distributed on the same terms."""
@@ -172,7 +176,7 @@ class _Distributed:
         if hasattr(super(), "save_assets"):
             super().save_assets(directory)  # type: ignore[misc]
         mine = self._keras_dist
-        variables = getattr(self, "_trainable_variables", ())
+        variables = trained_by(self)
         text = saved_options.describe(mine.terms, variables, mine.registered, mine.local_layers)
         pathlib.Path(directory, saved_options.FILE).write_text(text)
 
@@ -210,22 +214,15 @@ class _Distributed:
             BackendError: Keras has updated them by those of this rank alone.
         """
         given = [] if trainable_variables is None else [list(trainable_variables)]
-        of = given[0] if given else self._trainable_variables  # type: ignore[attr-defined]
+        of = given[0] if given else trained_by(self)
         with Update(self, len(grads) > 0) as update:
             # Of no gradients, or others than it was built for, Keras says what is to be said.
             are_known = len(grads) == len(of) or (given and len(grads) > 0)
             ready = self._prepared(grads, of) if update.is_outermost and are_known else grads
             return super().apply(ready, *given, *rest, **options)  # type: ignore[misc]
 
-    def _backend_reset_gradient_accumulators(self) -> None:
-        # On torch Keras multiplies them by 0, which makes NaN of what has overflowed.
-        for gathered in self._accumulated_gradients:  # type: ignore[attr-defined]
-            if gathered is not None:
-                gathered.assign(keras.ops.zeros(gathered.shape, gathered.dtype))
-
-    def _backend_update_step(self, grads: Any, trainable_variables: Any, *rest: Any) -> Any:
+    def _keras_dist_before_update(self) -> None:
         check_reduced(self)
-        return super()._backend_update_step(grads, trainable_variables, *rest)  # type: ignore[misc]
 
     def _prepared(self, grads: Any, variables: Any) -> Any:
         """Returns the gradients with which the user's class is entered."""
@@ -236,7 +233,7 @@ class _Distributed:
         return True
 
 
-class _Clipping(_Distributed):
+class _Clipping(ClippingHook, _Distributed):
     """The override for Keras' own `apply`: the reduction comes right before clipping."""
 
     def _prepared(self, grads: Any, variables: Any) -> Any:
@@ -247,21 +244,23 @@ class _Clipping(_Distributed):
         # Elsewhere passes that only accumulate reduce nothing; then updates are checked alone.
         return not self.gradient_accumulation_steps or keras.backend.backend() == "jax"  # type: ignore[attr-defined]
 
-    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
-        # `_clip_gradients`, the one call between accumulation and update, is not told of
-        # which variables the gradients are.
-        self._keras_dist.variables = list(trainable_variables)
+    def _keras_dist_before_passes(self, grads: Any, variables: Any) -> None:
+        # Clipping, the one call between accumulation and update, is not told of which variables
+        # the gradients are.
+        self._keras_dist.variables = list(variables)
         check_not_reduced(grads)  # before some passes are gathered, where nobody can tell
-        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
-    def _clip_gradients(self, grads: Any) -> Any:
+    def _keras_dist_before_clipping(self, grads: Any) -> Any:
+        variables = self._keras_dist.variables
+        if not variables:  # Keras has not called the other hook
+            check_reduced(self)
+            return grads
         when = None
         if self.gradient_accumulation_steps and keras.backend.backend() == "jax":  # type: ignore[attr-defined]
             # On JAX Keras comes here in every step and drops the result of those that only
             # accumulate; elsewhere only in steps that update.
-            when = (self._iterations + 1) % self.gradient_accumulation_steps == 0  # type: ignore[attr-defined]
-        reduced = self._keras_dist(grads, self._keras_dist.variables, when)
-        return super()._clip_gradients(reduced)  # type: ignore[misc]
+            when = (batches_seen(self) + 1) % self.gradient_accumulation_steps == 0  # type: ignore[attr-defined]
+        return self._keras_dist(grads, variables, when)
 
 
 class _HandingOn(_Distributed):
@@ -280,7 +279,7 @@ class _HandingOn(_Distributed):
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> Any:
-        of = self._trainable_variables  # type: ignore[attr-defined]
+        of = trained_by(self)
         with Update(self, len(grads) > 0) as update:
             ready = self._prepared(grads, of) if update.is_outermost else grads
             return self._stateless(optimizer_variables, ready, trainable_variables)
@@ -311,8 +310,8 @@ class _LossScaled(_HandingOn):
             return super()._stateless(*given)
         # Keras would reduce inside a branch, where a step of JAX cannot be cut.
         finite = self.check_finite(grads)
-        taken = self._stateless_handle_finite_grads(*given)  # type: ignore[attr-defined]
-        skipped = self._stateless_handle_non_finite_grads(optimizer_variables, trainable_variables)  # type: ignore[attr-defined]
+        taken = stateless_step(self, *given)
+        skipped = stateless_skip(self, optimizer_variables, trainable_variables)
         return keras.tree.map_structure(functools.partial(ops.where, finite), taken, skipped)
 
     def _prepared(self, grads: Any, variables: Any) -> Any:

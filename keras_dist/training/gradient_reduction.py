@@ -13,6 +13,7 @@ import numpy as np
 from keras import ops
 
 from keras_dist import _backends, _engine, errors, runtime
+from keras_dist._compat.keras import is_overwritten
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.ops.gradient_plans import GradientPlans
 from keras_dist.ops.reduction_options import ReductionOptions
@@ -82,7 +83,7 @@ class GradientReduction:
         present = [
             place
             for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
-            if gradient is not None and not _is_overwritten(variable)
+            if gradient is not None and not is_overwritten(variable)
         ]
         alone = [i for i in present if mine[i]]
         shared = [i for i in present if not mine[i]]
@@ -121,7 +122,7 @@ class GradientReduction:
         _check_as_many(gradients, variables)
         result = list(gradients)
         present = [at for at, gradient in enumerate(gradients) if gradient is not None]
-        every = [at for at in present if _is_overwritten(variables[at])]
+        every = [at for at in present if is_overwritten(variables[at])]
         if not every or self.communicator() is None:
             return result
         self.has_reduced = self.has_reduced or every == present
@@ -232,11 +233,6 @@ def _check_as_many(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
                 "Pass the variables that the gradients are of, in the same order.",
             )
         )
-
-
-def _is_overwritten(variable: Any) -> bool:
-    """Tells whether Keras puts the gradient of a variable in the place of its value."""
-    return getattr(variable, "overwrite_with_gradient", False)
 
 
 def _name(variable: Any) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_dist._compat import keras as private
+
 __all__ = [
-    "MULTI_OPTIMIZER",
-    "RESULT",
     "SKIPPING",
     "accumulators",
     "bytes_of",
@@ -32,9 +32,6 @@ __all__ = [
 
 # On a model, while batches of a resumed epoch are skipped: what ends it.
 SKIPPING = "_keras_dist_skipping"
-RESULT = "_get_metrics_result_or_logs"  # where Keras turns states into the logs of an epoch
-# Of Keras 3.15 and later.
-MULTI_OPTIMIZER: Any = getattr(keras.optimizers, "MultiOptimizer", ())
 # On a model: which variables each rank keeps for itself, whatever its optimizers do.
 LOCAL = "_keras_dist_local"
 
@@ -51,7 +48,7 @@ def optimizers_of(model: keras.Model) -> list[Any]:
 
 def families(model: keras.Model) -> list[list[Any]]:
     """Returns each optimizer of a model together with those inside it, in the same order."""
-    found: list[Any] = [getattr(model, "optimizer", None)]
+    found: list[Any] = [private.optimizer_of(model)]
     for value in vars(model).values():
         items = value.values() if isinstance(value, dict) else value
         found.extend(items if isinstance(value, list | tuple | dict) else [value])
@@ -61,9 +58,9 @@ def families(model: keras.Model) -> list[list[Any]]:
 
 def optimizers_inside(optimizer: Any) -> list[Any]:
     """Returns the optimizers to which this one hands gradients on, as far as they are known."""
-    if isinstance(optimizer, MULTI_OPTIMIZER):
+    if isinstance(optimizer, private.MULTI_OPTIMIZER):
         return list(optimizer.optimizers)
-    inner = getattr(optimizer, "inner_optimizer", None)
+    inner = private.inner_optimizer(optimizer)
     return [] if inner is None else [inner, *optimizers_inside(inner)]
 
 
@@ -72,7 +69,7 @@ def has_weights(model: keras.Model) -> bool:
 
     A model with a `train_step` of its own may never be built itself, but for its layers.
     """
-    layers = [layer for layer in model._flatten_layers() if layer is not model]
+    layers = [layer for layer in private.layers_of(model) if layer is not model]
     return model.built or (bool(layers) and all(layer.built for layer in layers))
 
 
@@ -107,14 +104,13 @@ def trained_by(optimizer: Any) -> list[Any]:
     every = [optimizer, *optimizers_inside(optimizer)]
     local = optimizer._keras_dist.local_variables()
     own = _with_slots(every, local) | {id(one) for one in accumulators(every)}
-    variables = [*getattr(optimizer, "_trainable_variables", ()), *optimizer.variables]
+    variables = [*private.trained_by(optimizer), *optimizer.variables]
     return list({id(v): v for v in variables if id(v) not in own}.values())
 
 
 def accumulators(optimizers: Iterable[Any]) -> list[Any]:
     """Returns the variables in which a rank gathers its own gradients between two updates."""
-    lists = [getattr(one, "_accumulated_gradients", None) or [] for one in optimizers]
-    return [variable for found in lists for variable in found if variable is not None]
+    return [variable for one in optimizers for variable in private.accumulators(one)]
 
 
 def keep_local(model: keras.Model, variables: Iterable[Any]) -> None:
@@ -163,10 +159,9 @@ def _with_slots(optimizers: Iterable[Any], variables: Iterable[Any]) -> set[int]
     """Returns the ids of some variables and of what optimizers keep for each."""
     left_out = {id(variable) for variable in variables}
     for one in optimizers:
-        trainable = list(getattr(one, "_trainable_variables", ()))
+        trainable = private.trained_by(one)
         places = [place for place, variable in enumerate(trainable) if id(variable) in left_out]
         # Keras' optimizers keep what belongs to each variable in lists as long as theirs.
-        for name, slots in vars(one).items() if places else ():
-            if name != "_variables" and isinstance(slots, list) and len(slots) == len(trainable):
-                left_out.update(id(slots[place]) for place in places)
+        for slots in private.slots(one, len(trainable)) if places else ():
+            left_out.update(id(slots[place]) for place in places)
     return left_out

@@ -6,13 +6,15 @@ from typing import Any
 import keras
 
 from keras_dist import _engine, errors, runtime
+from keras_dist._compat import contract
+from keras_dist._compat.keras import MULTI_OPTIMIZER, applying_of
 from keras_dist.ops.arguments import chosen_groups
 from keras_dist.ops.reduction_options import parse_layers, parse_terms
 from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.distributed import attach, check_local, is_distributed
 from keras_dist.training.gradient_reduction import GradientReduction
 from keras_dist.training.loss_scales import watch_loss_scales
-from keras_dist.training.model_state import MULTI_OPTIMIZER, optimizers_inside
+from keras_dist.training.model_state import optimizers_inside
 from keras_dist.training.trainer import watch_models
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer"]
@@ -105,6 +107,8 @@ def DistributedOptimizer(
     model.compile(optimizer=keras_dist.DistributedOptimizer(optimizer), loss="mse")
     ```
     """
+    for framework in ("python", "keras", keras.backend.backend()):
+        contract.check(framework)
     where = runtime.where()
     _check_optimizer(optimizer, where)
     terms = parse_terms(
@@ -186,7 +190,7 @@ def _accumulate(optimizer: Any, passes: int, where: str) -> None:
         ArgumentError: it accumulates another number of batches, has been built without, or
             leaves that to several others.
     """
-    applying = getattr(optimizer, "inner_optimizer", optimizer)
+    applying = applying_of(optimizer)
     given = applying.gradient_accumulation_steps
     # An optimizer that was loaded from a file accumulates already, as it did when it was saved.
     if passes == 1 or given == passes:

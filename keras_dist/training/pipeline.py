@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from keras_dist import _backends, _engine, errors, runtime
+from keras_dist._compat.keras import has_mask, is_summed, outputs_of
 from keras_dist.training.distributed import check_local
 
 __all__ = ["Pipeline"]
@@ -81,7 +82,7 @@ class Pipeline:
         self.optimizer = keras.optimizers.get(optimizer)
         check_local(self.optimizer, "the stage of a pipeline")
         self._loss = keras.losses.get(loss)
-        self._adds_up = getattr(self._loss, "reduction", None) == "sum"
+        self._adds_up = is_summed(self._loss)
         self._micro_batches = _parse_micro_batches(micro_batches)
         stage = every.index(runtime.rank())
         self._before = every[stage - 1] if stage > 0 else None
@@ -258,8 +259,8 @@ def _parse_micro_batches(count: Any) -> int:
 
 def _check_unmasked(model: Any) -> None:
     """Checks that no mask goes with the outputs: none is sent, and a mean would want its sum."""
-    outputs = getattr(model, "outputs", None) or []
-    if any(getattr(output, "_keras_mask", None) is not None for output in outputs):
+    outputs = outputs_of(model)
+    if any(has_mask(output) for output in outputs):
         expected = "a stage whose outputs have no mask, in a pipeline that cuts model or batches"
         remedy = "Let the mask begin and end within a stage, or leave out mask_zero and Masking."
         raise _error(expected, f"model {model.name!r}, which masks them", remedy)

@@ -13,9 +13,8 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.backend.common import global_state
-from keras.src.random import seed_generator
 
+from keras_dist._compat.keras import drawn_seeds, global_generator
 from keras_dist.data.kinds import is_a
 
 __all__ = ["go_on_with", "states"]
@@ -33,9 +32,8 @@ def states(data: Any = None) -> dict[str, Any]:
     name, key, *more = np.random.get_state(legacy=True)
     if name == "MT19937":  # a script may have put another in its place
         found["numpy"] = [name, _text(np.asarray(key)), *more]
-    of_keras = global_state.get_global_attribute("global_seed_generator")
-    if of_keras is not None:
-        found["keras"] = keras.ops.convert_to_numpy(of_keras.state).tolist()
+    if (of_keras := drawn_seeds()) is not None:
+        found["keras"] = keras.ops.convert_to_numpy(of_keras).tolist()
     if (torch := sys.modules.get("torch")) is not None:
         found["torch"] = _text(torch.get_rng_state().numpy())
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -52,7 +50,7 @@ def go_on_with(states: Mapping[str, Any], data: Any = None) -> None:
         data: what is trained on.
     """
     if "keras" in states:  # before Python's, from which it takes its seed where it is made
-        variable = seed_generator.global_seed_generator().state
+        variable = global_generator()
         variable.assign(np.array(states["keras"], variable.dtype))
     if "python" in states:
         version, numbers, gauss = states["python"]
@@ -73,10 +71,11 @@ def go_on_with(states: Mapping[str, Any], data: Any = None) -> None:
 
 def _of_loader(data: Any) -> list[Any]:
     """Returns the generators that a `DataLoader` and its samplers were given."""
-    sampler = getattr(data, "batch_sampler", None)
-    holders = [data, getattr(data, "sampler", None), sampler, getattr(sampler, "sampler", None)]
-    found = [getattr(one, "generator", None) for one in holders]
-    return list({id(one): one for one in found if is_a(one, "torch", "Generator")}.values())
+    if not is_a(data, "torch", "DataLoader"):
+        return []
+    from keras_dist._compat.torch import generators_of
+
+    return generators_of(data)
 
 
 def _text(array: np.ndarray) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from keras_dist import _engine, errors, runtime
+from keras_dist._compat.keras import layers_of
 from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.runtime.process_sets import say_ranks
 from keras_dist.training.model_state import variable_name
@@ -200,7 +201,7 @@ def _find_variable(saved: dict[str, Any], variables: Sequence[Any], where: str) 
 def _find_layer(
     saved: dict[str, Any], model: keras.Model, variables: Sequence[Any], where: str
 ) -> keras.Layer:
-    layers, places = model._flatten_layers(include_self=True), _places(variables)
+    layers, places = layers_of(model), _places(variables)
     # One that was not built, or frozen, has nothing but its path.
     wanted = saved["places"]
     fitting = [one for one in layers if not wanted or _places_of(one, places) == wanted]

@@ -16,6 +16,7 @@ import h5py
 import keras
 
 from keras_dist import errors, runtime
+from keras_dist._compat.keras import applying_of, optimizer_of, trained_by
 from keras_dist.training import saved_options
 from keras_dist.training.distributed import check_local
 from keras_dist.training.optimizer import DistributedOptimizer
@@ -169,7 +170,7 @@ def _load(filepath: Any, known: dict[str, Any], compile: bool, safe_mode: bool) 
 
 
 def _optimizer_of(model: keras.Model) -> Any:
-    return getattr(model, "optimizer", None)  # a model that was never compiled has none
+    return optimizer_of(model)  # a model that was never compiled has none
 
 
 def _is_new(warning: str, optimizer: Any) -> bool:
@@ -178,9 +179,7 @@ def _is_new(warning: str, optimizer: Any) -> bool:
     if optimizer is None or number is None:
         return False
     new = type(optimizer).from_config(optimizer.get_config())
-    return any(
-        int(number[1]) == len(one.variables) for one in (new, getattr(new, "inner_optimizer", new))
-    )
+    return any(int(number[1]) == len(one.variables) for one in (new, applying_of(new)))
 
 
 def _restore_legacy(model: keras.Model, filepath: Any) -> None:
@@ -226,7 +225,7 @@ def _distribute(
     if saved is None:
         DistributedOptimizer(optimizer, **given)
         return
-    variables = list(getattr(optimizer, "_trainable_variables", ()))
+    variables = trained_by(optimizer)
     try:
         found = saved_options.settings(saved, variables, given, where)
         local, layers = saved_options.local_parts(saved, model, variables, where)

@@ -15,12 +15,13 @@ from typing import Any
 import keras
 
 from keras_dist import _backends, _engine, errors, runtime
+from keras_dist._compat.keras import LOGS, layers_of
 from keras_dist.data import epochs
 from keras_dist.training.distributed import distributed_optimizers, move_outwards
 from keras_dist.training.fit_plan import agree_on_fit
-from keras_dist.training.model_state import RESULT, SKIPPING, optimizers_of
+from keras_dist.training.model_state import SKIPPING, optimizers_of
 
-__all__ = ["watch_models"]
+__all__ = ["check_undistributed", "watch_models"]
 
 
 TRACED_FOR = "_keras_dist_traced_for"
@@ -46,6 +47,7 @@ def watch_models() -> None:
         meets_host: Any = contextlib.nullcontext()
         if any(comm is not None for _, comm in reductions):
             backend = _backends.active()
+            check_undistributed(f"a model whose gradients keras_dist alone averages, {self.name!r}")
             backend.check_model(self)
             _check_layers(self)
             # Only the train step meets the host; evaluate and predict are compiled as ever.
@@ -60,6 +62,30 @@ def watch_models() -> None:
     keras.Model.fit = _agreed(keras.Model.fit)
     for task in ("fit", "evaluate", "predict"):
         setattr(keras.Model, task, _noted(getattr(keras.Model, task), task))
+
+
+def check_undistributed(expected: str) -> None:
+    """Refuses a distribution of Keras, which averages gradients and shares out data itself.
+
+    Args:
+        expected: what is done by keras_dist alone, for the message.
+
+    Raises:
+        BackendError: a distribution is active.
+    """
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return
+    raise errors.BackendError(
+        errors.explain(
+            runtime.where(),
+            expected,
+            f"keras.distribution.{type(distribution).__name__} active on {runtime.size()} ranks; "
+            "both would act",
+            "Leave out either keras.distribution or keras_dist.DistributedOptimizer and "
+            "keras_dist.data.",
+        )
+    )
 
 
 def _recorded(step: Callable[..., Any], model: keras.Model) -> Callable[..., Any]:
@@ -86,13 +112,15 @@ def _agreed(fit: Callable[..., Any]) -> Callable[..., Any]:
     def agreed(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
+        if epochs.is_shared_out(bound.arguments["x"]) and runtime.size() > 1:
+            check_undistributed("data that keras_dist alone shares out over the ranks")
         everywhere = agree_on_fit(bound.arguments)
         # As they were given, since others may have wrapped `fit` as well; but for their order.
         ordered = bound.arguments["callbacks"]
         given = [ordered if at == place else value for at, value in enumerate(args)]
         options = {**kwargs, "callbacks": ordered} if "callbacks" in kwargs else kwargs
         model = bound.arguments["self"]
-        result = model.__dict__.get(RESULT)
+        result = model.__dict__.get(LOGS)
         try:
             with epochs.training_on(bound.arguments, everywhere):
                 return fit(*given, **options)
@@ -107,9 +135,9 @@ def _agreed(fit: Callable[..., Any]) -> Callable[..., Any]:
 
 def _leave_result(model: keras.Model, before: Any) -> None:
     """Leaves a model its function of the logs from before a fit, which may have failed."""
-    model.__dict__.pop(RESULT, None)
+    model.__dict__.pop(LOGS, None)
     if before is not None:
-        object.__setattr__(model, RESULT, before)
+        object.__setattr__(model, LOGS, before)
 
 
 def _noted(method: Callable[..., Any], task: str) -> Callable[..., Any]:
@@ -131,7 +159,7 @@ def _check_layers(model: keras.Model) -> None:
     """
     names = [
         layer.path
-        for layer in model._flatten_layers()
+        for layer in layers_of(model)
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
     ]
     if names:

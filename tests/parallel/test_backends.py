@@ -159,6 +159,54 @@ def test_sparse_gradients_travel_as_rows():
     assert _backends.active().add_up_rows([gradient])[0].indices().shape == (1, 2)
 
 
+@pytest.fixture
+def distribution():
+    before = keras.distribution.distribution()
+    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=["cpu:0"]))
+    yield
+    keras.distribution.set_distribution(before)
+
+
+def sgd():
+    return keras_dist.DistributedOptimizer(keras.optimizers.SGD())
+
+
+def test_a_distribution_of_keras_is_refused_beside_a_distributed_optimizer(distribution):
+    if keras_dist.size() == 1:
+        pytest.skip("with one rank nobody averages")
+    model = compiled(make_model(), sgd())
+    with pytest.raises(errors.BackendError, match="DataParallel active on") as raised:
+        model.fit(*make_data(8), verbose=0)
+    assert "gradients keras_dist alone averages" in str(raised.value)
+
+
+def test_a_distribution_of_keras_is_refused_beside_data_that_is_shared_out(distribution):
+    if keras_dist.size() == 1:
+        pytest.skip("with one rank nobody shares out")
+    sgd()  # `fit` is watched from now on
+    data = keras_dist.data.shard(make_data(8), batch_size=2)
+    model = compiled(make_model(), keras.optimizers.SGD())
+    with pytest.raises(errors.BackendError, match="data that keras_dist alone shares out"):
+        model.fit(data, verbose=0)
+
+
+@on_torch
+def test_a_model_that_keras_would_wrap_for_torch_is_refused(shared_tmp_path):
+    import torch
+
+    if keras_dist.size() == 1:
+        pytest.skip("with one rank nobody averages")
+    store = torch.distributed.FileStore(str(shared_tmp_path / f"{keras_dist.rank()}"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = compiled(make_model(), sgd())
+        vars(model).setdefault("ddp_model", None)  # as of Keras 3.16
+        with pytest.raises(errors.BackendError, match=r"DistributedDataParallel \(ddp_model\)"):
+            model.fit(*make_data(8), verbose=0)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parity("a model in `DistributedDataParallel` is refused")
 @on_torch
 def test_a_model_that_torch_distributes_is_refused(shared_tmp_path):

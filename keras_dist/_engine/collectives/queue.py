@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from keras_dist._compat.python import is_foreign_thread, is_mine
 from keras_dist._engine.collectives.ticket import Handle, NameInFlightError, Reordered, Ticket
 
 __all__ = ["CollectiveQueue"]
@@ -50,7 +51,7 @@ class CollectiveQueue:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
-        if self._lock._is_owned():  # as `threading.Condition` asks: a part of a collective
+        if is_mine(self._lock):  # a part of a collective
             self._lock.acquire()
             return
         place = Ticket(waiters=[threading.get_ident()])
@@ -64,7 +65,7 @@ class CollectiveQueue:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-        if not self._lock._is_owned():
+        if not is_mine(self._lock):
             self._leave(self._line[0])
 
     def run(self, work: Callable[[], R], name: str) -> R:
@@ -77,7 +78,7 @@ class CollectiveQueue:
         Raises:
             NameInFlightError: another one has that name.
         """
-        if self._lock._is_owned():
+        if is_mine(self._lock):
             return work()
         place = Ticket(name, [threading.get_ident()])
         try:
@@ -210,5 +211,5 @@ def _threads_of_script() -> list[threading.Thread]:
     return [
         one
         for one in threading.enumerate()
-        if not (one.name.startswith(OWN) or isinstance(one, threading._DummyThread))
+        if not (one.name.startswith(OWN) or is_foreign_thread(one))
     ]
