@@ -1,10 +1,10 @@
-"""Shows the docstrings of the house as they are meant; griffe reads sources and runs none."""
+"""Shows docstrings as they are meant; griffe reads sources and runs none of them."""
 
-import importlib
-import inspect
 import re
 
 import griffe
+
+from keras_dist.ops import descriptions
 
 LABELS = re.compile(r"^(Collective|Example|Reference):", re.MULTILINE)
 BOLD = r"**\1:**"
@@ -13,35 +13,67 @@ AS_IT_IS = r"```text\n\g<0>\n```"
 
 
 class Docstrings(griffe.Extension):
-    """Knows the labels of the dialect, and what stands behind names that are assigned."""
-
-    def on_instance(self, *, obj, **_):
-        """Sets labels in bold, as griffe does with its own, and leaves tables as they are."""
-        if obj.docstring:
-            text = TABLE.sub(AS_IT_IS, obj.docstring.value)
-            obj.docstring.value = LABELS.sub(BOLD, text)
+    """Composes inherited docstrings, resolves assigned names and formats labels."""
 
     def on_package(self, *, pkg, **_):
-        """Shows the class that a name is bound to, and the function that was made for a name."""
-        for room in pkg.modules.values():
+        """Prepares the docstrings of a package."""
+        for room in [found for found in _objects(pkg) if found.is_module]:
             for name, member in list(room.members.items()):
                 if member.is_alias or not member.is_attribute:
                     continue
                 if str(member.value).startswith("_engine."):
-                    target = room.modules_collection[member.value.canonical_path].final_target
+                    target = _object(room, member.value)
                     room.set_member(name, griffe.Alias(name, target, parent=room))
-                elif str(member.value).startswith("_queued("):
+                elif str(member.value).startswith("queued("):
                     room.set_member(name, _queued(room, member))
+        for function in list(_objects(pkg)):
+            if function.is_function:
+                _compose(function)
+        for shown in _objects(pkg):
+            if shown.docstring:
+                text = TABLE.sub(AS_IT_IS, shown.docstring.value)
+                shown.docstring.value = LABELS.sub(BOLD, text)
+
+
+def _objects(root):
+    yield root
+    for member in root.members.values():
+        if not member.is_alias:
+            yield from _objects(member)
+
+
+def _object(room, name):
+    found = room.modules_collection[name.canonical_path]
+    return found.final_target if found.is_alias else found
+
+
+def _compose(function):
+    """Replaces the docstring of a function under `described_by` by the composed one, once."""
+    found = [one.value for one in function.decorators if _is_description(one.value)]
+    if not found:
+        return
+    operation = _object(function.parent, found[0].arguments[0])
+    _compose(operation)
+    package = function.canonical_path.split(".")[1]
+    names = [parameter.name for parameter in function.parameters]
+    own = function.docstring.value if function.docstring else ""
+    text = descriptions.compose(operation.docstring.value, own, names, package)
+    function.docstring = griffe.Docstring(text, parent=function)
+    function.decorators = [one for one in function.decorators if one.value is not found[0]]
+
+
+def _is_description(decorator):
+    return str(decorator).startswith("described_by(")
 
 
 def _queued(room, member):
-    [operation] = member.value.arguments
+    operation = _object(room, member.value.arguments[0])
     made = griffe.Function(
         member.name,
-        parameters=room.modules_collection[operation.canonical_path].parameters,
+        parameters=operation.parameters,
         returns=griffe.ExprName("Handle", parent=room),
         parent=room,
     )
-    live = getattr(importlib.import_module(room.path), member.name)
-    made.docstring = griffe.Docstring(LABELS.sub(BOLD, inspect.getdoc(live)), parent=made)
+    text = descriptions.queued_docstring(operation.name)
+    made.docstring = griffe.Docstring(text, parent=made)
     return made

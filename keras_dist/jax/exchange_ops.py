@@ -1,4 +1,4 @@
-"""Arrays that go from rank to rank as they are, with gradients, in and out of `jax.jit`."""
+"""Differentiable data movement of arrays, inside and outside of `jax.jit`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +8,7 @@ import numpy as np
 
 from keras_dist import errors, ops, runtime
 from keras_dist.jax.differentiable_host_callback import differentiable, on_host
+from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 
@@ -15,46 +16,30 @@ __all__ = ["allgather", "alltoall", "broadcast", "broadcast_parameters", "groupe
 
 
 @raises_on_all
+@described_by(ops.allgather)
 def allgather(
     array: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Joins the arrays of all ranks along their first dimension, in rank order.
+    """The gradient is this rank's rows of the average of the ranks' gradients, as in Horovod.
 
-    Collective: every rank; dtype, `name` and all dimensions but the first must agree; blocks.
-
-    Inside of `jax.jit` the lengths must be equal. The gradient is, as in Horovod, this rank's rows
-    of the average of the ranks' gradients.
-
-    Args:
-        array: an array with at least one dimension.
-        name: a name, by which calls that ranks make in different orders find each other.
-        process_set: the ranks that take part. Defaults to all.
-
-    Returns:
-        New array whose length is the sum of the ranks' lengths.
+    Inside of `jax.jit` the lengths must be equal.
     """
     return grouped_allgather([array], name, process_set)[0]
 
 
 @raises_on_all
+@described_by(ops.grouped_allgather)
 def grouped_allgather(
     arrays: Sequence[Any],
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     lengths: Sequence[int] | None = None,
 ) -> list[Any]:
-    """Does `allgather` for a list of arrays at once: they travel together.
-
-    Collective: as `allgather`.
+    """Inside of `jax.jit` the lengths must be equal, or known. The gradient is that of `allgather`.
 
     Args:
-        arrays: list of arrays; dtypes may differ.
-        name: as for `allgather`.
-        process_set: as for `allgather`.
-        lengths: of the results inside of `jax.jit`. Defaults to those of equal lengths.
-
-    Returns:
-        List of new arrays.
+        lengths: lengths of the results inside of `jax.jit`. Defaults to those of arrays of equal
+            length on all ranks.
     """
     comm = runtime.communicator(process_set)
 
@@ -91,29 +76,21 @@ def grouped_allgather(
 
 
 @raises_on_all
+@described_by(ops.alltoall)
 def alltoall(
     array: Any,
     splits: Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Sends some rows of each rank to each rank. Its gradient sends their gradients back.
-
-    Collective: every rank; dtype, `name` and all dimensions but the first must agree; blocks.
+    """The gradient sends the rows back; with `splits` there is none.
 
     Args:
-        array: an array with at least one dimension: its first rows go to rank 0, and so on.
-        splits: how many rows each rank gets, whole numbers; outside of `jax.jit` alone. Defaults
-            to equal numbers, for which the length must divide by the number of ranks.
-        name: as for `allgather`.
-        process_set: as for `allgather`.
-
-    Returns:
-        New array. With `splits` a pair: that array, and how many rows came from each rank; this
-        form has no gradient.
+        splits: as in `keras_dist.alltoall`, outside of `jax.jit` only.
 
     Raises:
-        ArgumentError: `splits` inside of `jax.jit`, or where a gradient is asked for.
+        ArgumentError: `splits` inside of `jax.jit` or `jax.grad`; `array` is a scalar, or `splits`
+            does not fit it.
     """
     if splits is not None:
         _check_is_known(array)
@@ -131,24 +108,14 @@ def alltoall(
 
 
 @raises_on_all
+@described_by(ops.broadcast)
 def broadcast(
     array: Any,
     root_rank: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the root's array on every rank.
-
-    Collective: every rank; shape, dtype, `root_rank` and `name` must agree; blocks.
-
-    The gradient is, as in Horovod, the average of the ranks' gradients on the root, 0 elsewhere.
-
-    Args:
-        array: an array; only the root's values count.
-        root_rank: the rank whose array all receive, by its number in the job. Defaults to 0.
-        name: as for `allgather`.
-        process_set: as for `allgather`.
-    """
+    """The gradient is, as in Horovod, the average over the ranks on the root and zero elsewhere."""
 
     def run(given: Any) -> Any:
         def send(arrays: list[Any]) -> list[Any]:
@@ -170,19 +137,22 @@ def broadcast(
 def broadcast_parameters(
     tree: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns the root's tree of arrays on every rank: weights, or the state of an optimizer.
+    """Returns the root's pytree on every rank, such as weights or the state of an optimizer.
 
-    Collective: every rank; the trees must be alike; blocks. Not for `jax.jit`.
+    Collective: every rank; the trees must have the same structure, shapes and dtypes; blocks. Not
+    for use inside of `jax.jit`.
 
     Args:
-        tree: arrays and numbers in any containers, keys of `jax.random` among them; it stays as it
-            is.
-        root_rank: the rank whose values all receive. Defaults to 0.
-        process_set: the ranks that take part. Defaults to all.
+        tree: pytree of arrays and numbers, keys of `jax.random` included; it is not changed.
+        root_rank: rank of the job that sends its tree. Defaults to 0.
+        process_set: as in `allreduce`.
 
     Returns:
-        A tree of the same structure. Arrays of JAX, arrays of numpy and numbers stay what they are,
-        of their own dtypes.
+        A tree of the same structure. JAX arrays, numpy arrays and numbers keep their types and
+        dtypes.
+
+    Raises:
+        MismatchError: the arguments of the ranks differ; raised on every rank.
     """
     named, structure = jax.tree_util.tree_flatten_with_path(tree)
     # What a structure prints differs from rank to rank where it holds functions.

@@ -1,6 +1,5 @@
-"""Reductions of arrays and of trees of arrays, with gradients, in and out of `jax.jit`."""
+"""Differentiable reductions of arrays and of pytrees, inside and outside of `jax.jit`."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,9 @@ from keras_dist import ops, runtime
 from keras_dist.jax.differentiable_host_callback import differentiable, on_host
 from keras_dist.jax.exchange_ops import grouped_allgather
 from keras_dist.ops.compression import Compression
+from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.reduce_op import Average, ReduceOp, Sum
+from keras_dist.ops.reduction import Reduction
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 
@@ -26,6 +27,7 @@ __all__ = [
 
 
 @raises_on_all
+@described_by(ops.allreduce)
 def allreduce(
     array: Any,
     op: ReduceOp | str = Average,
@@ -35,36 +37,22 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     compression: Any = Compression.none,
 ) -> Any:
-    """Combines the arrays of all ranks into one, with the same bits on each.
-
-    Collective: every rank; shape, dtype, `op`, `name` and the factors must agree; blocks.
-
-    The gradient of a sum or an average is that of the ranks' losses together: the same reduction
-    of their gradients. Other ops have none.
+    """The gradient of `Average` and `Sum` is the same reduction of gradients; other ops have none.
 
     Args:
-        array: an array of any numeric dtype, bfloat16 included, also within `jax.jit`.
-        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`, or its name. Defaults to
-            `Average`.
-        name: a name, by which calls that ranks make in different orders find each other.
-        prescale_factor: every rank's array is multiplied by it first. Defaults to 1.0.
-        postscale_factor: the result is multiplied by it. Defaults to 1.0.
-        process_set: the ranks that take part. Defaults to all.
-        compression: what it looks like between nodes. Defaults to `Compression.none`.
-
-    Returns:
-        New array of the shape and dtype of `array`.
+        compression: as in `keras_dist.allreduce`. Defaults to `Compression.none`.
 
     Raises:
-        MismatchError: the ranks differ; raised on every rank. Inside of `jax.jit` it comes as an
-            error of JAX that tells it.
-        ArgumentError: an argument cannot be used.
+        MismatchError: the arguments of the ranks differ; raised on every rank. Inside of `jax.jit`
+            JAX raises an error of its own with the same text.
     """
-    how = op, name, prescale_factor, postscale_factor, process_set, compression
-    return grouped_allreduce([array], *how)[0]
+    return grouped_allreduce(
+        [array], op, name, prescale_factor, postscale_factor, process_set, compression
+    )[0]
 
 
 @raises_on_all
+@described_by(ops.grouped_allreduce)
 def grouped_allreduce(
     arrays: Sequence[Any],
     op: ReduceOp | str = Average,
@@ -74,32 +62,21 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     compression: Any = Compression.none,
 ) -> list[Any]:
-    """Does `allreduce` for a list of arrays at once: small ones travel together.
+    """The gradient is that of `allreduce`."""
+    reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set, compression)
 
-    Collective: as `allreduce`.
+    def run(given: list[Any]) -> list[Any]:
+        return on_host(reduction.allreduce, given, [array.shape for array in given])
 
-    Args:
-        arrays: list of arrays; dtypes may differ.
-        op: as for `allreduce`.
-        name: as for `allreduce`.
-        prescale_factor: as for `allreduce`.
-        postscale_factor: as for `allreduce`.
-        process_set: as for `allreduce`.
-        compression: as for `allreduce`.
-
-    Returns:
-        List of new arrays.
-    """
-    how = op, name, prescale_factor, postscale_factor, process_set, compression
-    run = functools.partial(_allreduce, how)
     given = list(map(jax.numpy.asarray, arrays))
-    if getattr(op, "value", str(op).lower()) not in (Average.value, Sum.value):
+    if not reduction.is_differentiable:
         return run(given)
     forward, backward = lambda given: (run(given), None), lambda _, gradients: (run(gradients),)
     return differentiable(run, forward, backward, given)
 
 
 @raises_on_all
+@described_by(ops.reducescatter)
 def reducescatter(
     array: Any,
     op: ReduceOp | str = Average,
@@ -108,30 +85,14 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Combines the arrays of all ranks and gives each rank its part of the rows.
-
-    Collective: every rank; shape, dtype, `op`, `name` and the factors must agree; blocks.
-
-    Rows are shared out in rank order; where they do not divide, the first ranks get one more. The
-    gradient is an allgather of the ranks' gradients, as in Horovod times the number of ranks where
-    `op` is `Sum`.
-
-    Args:
-        array: an array with at least one dimension, also within `jax.jit`.
-        op: `Average` or `Sum`, or its name. Defaults to `Average`.
-        name: as for `allreduce`.
-        process_set: as for `allreduce`.
-        prescale_factor: as for `allreduce`.
-        postscale_factor: as for `allreduce`.
-
-    Returns:
-        New array: this rank's rows of the result.
-    """
-    how = op, name, process_set, prescale_factor, postscale_factor
-    return grouped_reducescatter([array], *how)[0]
+    """The gradient is an allgather, as in Horovod times the number of ranks for `Sum`."""
+    return grouped_reducescatter([array], op, name, process_set, prescale_factor, postscale_factor)[
+        0
+    ]
 
 
 @raises_on_all
+@described_by(ops.grouped_reducescatter)
 def grouped_reducescatter(
     arrays: Sequence[Any],
     op: ReduceOp | str = Average,
@@ -140,39 +101,20 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """Does `reducescatter` for a list of arrays at once: they travel together.
-
-    Collective: as `reducescatter`.
-
-    Args:
-        arrays: list of arrays with at least one dimension; dtypes may differ.
-        op: as for `reducescatter`.
-        name: as for `allreduce`.
-        process_set: as for `allreduce`.
-        prescale_factor: as for `allreduce`.
-        postscale_factor: as for `allreduce`.
-
-    Returns:
-        List of new arrays: this rank's rows of each.
-    """
+    """The gradient is that of `reducescatter`."""
     comm = runtime.communicator(process_set)
-    sums = getattr(op, "value", str(op).lower()) == Sum.value
-    factor = prescale_factor * postscale_factor * (comm.size if sums else 1)
-
-    def scatter(given: list[Any]) -> list[Any]:
-        how = op, name, prescale_factor, postscale_factor, process_set
-        return ops.grouped_reducescatter(given, *how)
+    reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set)
 
     def rows_of(array: Any) -> tuple[int, ...]:
         rows = array.shape[0] if array.ndim else 0
         return (rows // comm.size + (comm.rank < rows % comm.size), *array.shape[1:])
 
     def run(given: list[Any]) -> list[Any]:
-        return on_host(scatter, given, [rows_of(array) for array in given])
+        return on_host(reduction.reducescatter, given, [rows_of(array) for array in given])
 
     def back(lengths: list[int], gradients: list[Any]) -> tuple[list[Any]]:
         whole = grouped_allgather(gradients, name, process_set, lengths)
-        return ([factor * gradient for gradient in whole],)
+        return ([reduction.scatter_gradient_factor * gradient for gradient in whole],)
 
     def forward(given: list[Any]) -> tuple[list[Any], list[int]]:
         return run(given), [len(array) for array in given]
@@ -181,16 +123,19 @@ def grouped_reducescatter(
 
 
 def pmean(tree: Any, process_set: ProcessSet = global_process_set) -> Any:
-    """Averages a tree of arrays over the ranks, as `jax.lax.pmean` does over devices.
+    """Averages a pytree of arrays over the ranks, as `jax.lax.pmean` does over devices.
 
-    Collective: every rank; the trees must be alike; blocks. All leaves travel together.
+    Collective: every rank; the trees must have the same structure, shapes and dtypes; blocks.
 
     Args:
-        tree: arrays in any containers, such as the gradients of `jax.grad`; also in `jax.jit`.
-        process_set: the ranks that take part. Defaults to all.
+        tree: pytree of arrays, such as the gradients of `jax.grad`, inside or outside of `jax.jit`.
+        process_set: as in `allreduce`.
 
     Returns:
-        A tree of the same structure.
+        A tree of the same structure. All leaves are reduced in one operation.
+
+    Raises:
+        MismatchError: as in `allreduce`.
 
     Example:
     ```python
@@ -210,13 +155,19 @@ def pmean(tree: Any, process_set: ProcessSet = global_process_set) -> Any:
 
 
 def psum(tree: Any, process_set: ProcessSet = global_process_set) -> Any:
-    """Adds up a tree of arrays over the ranks, as `jax.lax.psum` does. See `pmean`.
+    """Sums a pytree of arrays over the ranks, as `jax.lax.psum` does over devices.
 
     Collective: as `pmean`.
 
     Args:
-        tree: as for `pmean`.
-        process_set: as for `pmean`.
+        tree: as in `pmean`.
+        process_set: as in `allreduce`.
+
+    Returns:
+        A tree of the same structure.
+
+    Raises:
+        MismatchError: as in `allreduce`.
     """
     return _mapped(tree, Sum, process_set)
 
@@ -228,10 +179,3 @@ def _mapped(tree: Any, op: ReduceOp, process_set: ProcessSet) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     reduced = grouped_allreduce(leaves, op, process_set=process_set) if leaves else leaves
     return jax.tree.unflatten(structure, reduced)
-
-
-def _allreduce(how: Any, arrays: list[Any]) -> list[Any]:
-    def reduce(given: list[Any]) -> list[Any]:
-        return ops.grouped_allreduce(given, *how)
-
-    return on_host(reduce, arrays, [array.shape for array in arrays])

@@ -1,10 +1,10 @@
-"""Collectives on values: what a script calls by hand. numpy in, numpy out.
+"""Collectives on values, for scripts: numpy arrays in, numpy arrays out.
 
-Each takes whatever numpy can make an array of (numbers, lists, arrays, eager tensors on the
-CPU) and gives new numpy arrays. Every rank must call the same operations in the same order;
-a difference is an error on every rank. Calls with a `name` that several threads of a rank make may
-come in any order: ranks find each other's by it. With a `process_set` all of this holds for the
-ranks of the set: they alone call, they alone are counted, and results are in their order.
+Arguments are whatever numpy can convert to an array (numbers, lists, arrays, eager tensors on the
+CPU); results are new numpy arrays. All ranks must call the same operations in the same order; a
+mismatch is an error on every rank. Operations with a `name` that several threads of a rank issue
+may come in any order: operations match by name. With a `process_set` all of this holds for the
+ranks of the set: only they take part and count, and results are in their order.
 """
 
 from keras_dist.ops.exchanges import (

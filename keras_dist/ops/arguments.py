@@ -1,4 +1,4 @@
-"""Arguments that Horovod's functions have and those of keras_dist have not, or not so."""
+"""Deprecated arguments of Horovod."""
 
 import warnings
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 from keras_dist import errors, runtime
 from keras_dist.ops.reduce_op import Average, ReduceOp, Sum
 
-__all__ = ["chosen_groups", "chosen_op"]
+__all__ = ["resolve_groups", "resolve_op"]
 
 
-def chosen_op(op: ReduceOp | str | None, average: bool | None) -> ReduceOp | str:
-    """Returns the op that is meant.
+def resolve_op(op: ReduceOp | str | None, average: bool | None) -> ReduceOp | str:
+    """Returns the reduction that `op` or the deprecated `average` selects.
 
     Args:
-        op: the reduction; `None` where it is not given.
-        average: what was passed before there was `op`: whether to average or to add up.
+        op: the reduction; `None` for the default, `Average`.
+        average: `True` for `Average`, `False` for `Sum`, `None` where it is not given.
 
     Raises:
         ArgumentError: both are given.
@@ -39,8 +39,8 @@ def chosen_op(op: ReduceOp | str | None, average: bool | None) -> ReduceOp | str
     return chosen
 
 
-def chosen_groups(groups: Any, num_groups: int) -> Any:
-    """Returns the groups that are meant: `num_groups` is what they were before."""
+def resolve_groups(groups: Any, num_groups: int) -> Any:
+    """Returns `groups`, or the deprecated `num_groups` where only that is given."""
     if not num_groups:
         return groups
     warnings.warn("num_groups is deprecated: pass groups.", DeprecationWarning, stacklevel=3)

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec
 
 from keras_dist import _engine, errors, ops, runtime
+from keras_dist.ops.descriptions import queued_docstring
 
 __all__ = [
     "Handle",
@@ -107,16 +108,7 @@ def queued(operation: Callable[P, Any], name: str | None = None) -> Callable[P, 
     queue.__name__ = queue.__qualname__ = name or f"{what}_async"
     queue.__module__ = __name__
     vars(queue)["__signature__"] = signature.replace(return_annotation=Handle)
-    queue.__doc__ = f"""Queues `{what}`.
-
-    Collective: every rank, in the same order or with a `name`; does not block.
-
-    Args: those of `{what}`; arrays and lists among them must not be changed until the handle is
-    done. A `process_set` has an order of its own: that of the calls on the set.
-
-    Returns:
-        The handle; `synchronize` gives what `{what}` returns, or raises its error.
-    """
+    queue.__doc__ = queued_docstring(operation.__name__)
     return queue
 
 

@@ -1,4 +1,4 @@
-"""Values that go from rank to rank as they are, and the wait for all ranks."""
+"""Data movement: operations that pass values between ranks unchanged, and the barrier."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,23 +26,22 @@ def allgather(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> np.ndarray:
-    """Joins the arrays of all ranks along their first dimension, in rank order.
+    """Concatenates the arrays of all ranks along the first dimension, in rank order.
 
     Collective: every rank; dtype, `name` and all dimensions but the first must agree; blocks.
 
     Args:
         value: array with at least one dimension; its length may differ from rank to rank.
-        name: a name, by which calls that ranks make in different orders find each other.
-        process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
-            an `ArgumentError`. Defaults to `None`.
+        name: as in `allreduce`.
+        process_set: as in `allreduce`.
 
     Returns:
-        New array whose length is the sum of the ranks' lengths.
+        New array whose length is the sum of the lengths on all ranks.
 
     Raises:
-        MismatchError: the ranks differ; raised on every rank.
+        MismatchError: the arguments of the ranks differ; raised on every rank.
         ArgumentError: `value` is a scalar.
-        ArgumentTypeError: it holds Python objects.
+        ArgumentTypeError: `value` holds Python objects.
     """
     comm = runtime.communicator(process_set)
     with _engine.telling(comm, "allgather", name):
@@ -56,22 +55,22 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> list[np.ndarray]:
-    """Does `allgather` for a list of values at once: they travel together.
+    """Gathers a list of arrays from all ranks, as `allgather`, in one message.
 
     Collective: every rank; dtypes, `name` and all dimensions but the first must agree; blocks.
 
     Args:
         values: list of arrays with at least one dimension; dtypes may differ within the list.
-        name: as for `allgather`.
-        process_set: as for `allgather`.
+        name: as in `allreduce`.
+        process_set: as in `allreduce`.
 
     Returns:
         List of new arrays.
 
     Raises:
-        MismatchError: the ranks differ; raised on every rank.
+        MismatchError: the arguments of the ranks differ; raised on every rank.
         ArgumentError: a value is a scalar.
-        ArgumentTypeError: one holds Python objects.
+        ArgumentTypeError: a value holds Python objects.
     """
     comm = runtime.communicator(process_set)
     with _engine.telling(comm, "allgather", name):
@@ -86,29 +85,28 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-    """Sends some rows of each rank to each rank.
+    """Sends rows of the array of each rank to every rank.
 
     Collective: every rank; dtype, `name` and all dimensions but the first must agree; blocks.
 
     Args:
         value: array with at least one dimension; its length may differ from rank to rank. Its
             first rows go to rank 0, the next to rank 1, and so on.
-        splits: how many rows each rank gets: one whole number a rank, 0 included. They may
-            differ from rank to rank; rows behind their sum are not sent. Defaults to equal
-            numbers, for which the length must divide by the number of ranks.
-        name: a name, by which calls that ranks make in different orders find each other.
-        process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
-            an `ArgumentError`. Defaults to `None`.
+        splits: number of rows for each rank, integers of shape (number of ranks,), 0 included. They
+            may differ from rank to rank; rows beyond their sum are not sent. Defaults to equal
+            numbers, for which the length must be divisible by the number of ranks.
+        name: as in `allreduce`.
+        process_set: as in `allreduce`.
 
     Returns:
-        New array: the rows from rank 0, then from rank 1, and so on. With `splits` a pair:
-        that array, and how many rows came from each rank, int64 of shape (number of ranks,).
+        New array: the rows from rank 0, then from rank 1, and so on. With `splits` a pair: that
+        array, and the number of rows from each rank, int64 of shape (number of ranks,).
 
     Raises:
-        MismatchError: the ranks differ; raised on every rank.
-        ArgumentError: `value` is a scalar, or `splits` do not fit it; raised on every rank,
-            whichever rank passed them.
-        ArgumentTypeError: it holds Python objects; raised on every rank.
+        MismatchError: the arguments of the ranks differ; raised on every rank.
+        ArgumentError: `value` is a scalar, or `splits` does not fit it; raised on every rank,
+            whichever rank passed it.
+        ArgumentTypeError: `value` holds Python objects; raised on every rank.
 
     Example:
     ```python
@@ -129,24 +127,22 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> np.ndarray:
-    """Returns the root's value on every rank.
+    """Returns the value of the root rank on every rank.
 
     Collective: every rank; shape, dtype, `root_rank` and `name` must agree; blocks.
 
     Args:
-        value: number or array; only the root's values count.
-        root_rank: the rank whose value all receive, by its number in the job, also in a
-            process set. Defaults to 0.
-        name: a name, by which calls that ranks make in different orders find each other.
-        process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
-            an `ArgumentError`. Defaults to `None`.
+        value: number or array; its values are ignored on ranks other than the root.
+        root_rank: rank of the job that sends its value, also in a process set. Defaults to 0.
+        name: as in `allreduce`.
+        process_set: as in `allreduce`.
 
     Returns:
         New array.
 
     Raises:
-        MismatchError: the ranks differ; raised on every rank.
-        ArgumentError: `root_rank` is not one of the ranks.
+        MismatchError: the arguments of the ranks differ; raised on every rank.
+        ArgumentError: `root_rank` is not a rank of the process set.
         ArgumentTypeError: `value` holds Python objects.
     """
     comm = runtime.communicator(process_set)
@@ -162,22 +158,20 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> None:
-    """Writes the root's values into the arrays of every rank, where they lie.
+    """Writes the values of the root rank into arrays of every rank, in place.
 
     Collective: every rank; shapes, dtypes, `root_rank` and `name` must agree; blocks.
 
     Args:
-        variables: list of numpy arrays that can be written to; only the root's values count.
-        root_rank: the rank whose values all receive, by its number in the job, also in a
-            process set. Defaults to 0.
-        name: a name, by which calls that ranks make in different orders find each other.
-        process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
-            an `ArgumentError`. Defaults to `None`.
+        variables: list of writeable numpy arrays.
+        root_rank: rank of the job that sends its values, also in a process set. Defaults to 0.
+        name: as in `allreduce`.
+        process_set: as in `allreduce`.
 
     Raises:
-        MismatchError: the ranks differ; raised on every rank.
-        ArgumentError: `root_rank` is not one of the ranks, or an array is read-only.
-        ArgumentTypeError: one is not a numpy array of numbers.
+        MismatchError: the arguments of the ranks differ; raised on every rank.
+        ArgumentError: `root_rank` is not a rank of the process set, or an array is read-only.
+        ArgumentTypeError: a variable is not a numpy array of numbers.
     """
     comm, names = runtime.communicator(process_set), names_of(name, len(variables))
     with _engine.telling(comm, "broadcast_", name):
@@ -187,10 +181,11 @@ def broadcast_(
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:
-    """Waits until every rank has come here. Collective: every rank; blocks.
+    """Blocks until every rank has called it.
+
+    Collective: every rank; blocks.
 
     Args:
-        process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
-            an `ArgumentError`. Defaults to `None`.
+        process_set: as in `allreduce`.
     """
     _engine.barrier(runtime.communicator(process_set))

@@ -1,4 +1,4 @@
-"""join: for loops of one's own whose data ends earlier on some ranks than on others."""
+"""`join`: uneven inputs in training loops written by hand."""
 
 from keras_dist import _engine, runtime
 
@@ -6,27 +6,27 @@ __all__ = ["join"]
 
 
 def join() -> int:
-    """Takes part in the reductions that other ranks still call, until all ranks have joined.
-
-    A rank calls it when it is out of data. `allreduce`, `grouped_allreduce` and
-    `sparse_allreduce` of the others, and the gradients of a `DistributedOptimizer`, go on
-    meanwhile, on process sets as well: this rank brings nothing, and an average is that over the
-    ranks which still bring something. (In Horovod an average still divides by the number of all
-    ranks.) `Adasum` and all other collectives are an error on every rank.
-
-    The rank does not take the steps that others take meanwhile: broadcast weights and optimizer
-    state afterwards, from the rank that is returned. `fit` with `keras_dist.callbacks()` does all
-    that by itself.
+    """Takes part in the reductions of the other ranks until all ranks have joined.
 
     Collective: every rank; blocks.
 
+    A rank calls it when it has run out of data. Meanwhile `allreduce`, `grouped_allreduce` and
+    `sparse_allreduce` of the other ranks, and the gradients of a `DistributedOptimizer`, continue,
+    on process sets as well: a joined rank contributes nothing, and an average is that over the
+    ranks that have not joined. (In Horovod an average still divides by the number of all ranks.)
+    `Adasum` and all other collectives are an error on every rank.
+
+    A joined rank does not take the steps of the other ranks: broadcast weights and optimizer
+    state afterwards, from the rank that is returned. `fit` with `keras_dist.callbacks()` does this
+    automatically.
+
     Returns:
-        The last rank to join; of those that joined behind the same operation, the highest. Equal
-        on all ranks.
+        The last rank to join, equal on all ranks; the highest of those that joined after the same
+        operation.
 
     Raises:
-        MismatchError: other ranks call what has no meaning without this one; raised on every
-            rank. Where there are process sets, they cannot be used afterwards.
+        MismatchError: other ranks call an operation that has no meaning without this rank; raised
+            on every rank. Process sets that exist cannot be used afterwards.
 
     Example:
     ```python

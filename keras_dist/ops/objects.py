@@ -1,4 +1,4 @@
-"""Python objects that go from rank to rank, pickled."""
+"""Collectives on Python objects, which are sent pickled."""
 
 from typing import Any
 
@@ -19,22 +19,24 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Any:
-    """Returns the root's Python object on every rank. It travels pickled.
+    """Returns the Python object of the root rank on every rank. Objects are sent pickled.
 
     Collective: every rank; `root_rank` and `name` must agree; blocks.
 
     Args:
-        value: any object that can be pickled; only the root's counts.
-        root_rank: the rank whose object all receive, by its number in the job, also in a
-            process set. Defaults to 0.
-        name: a name, by which calls that ranks make in different orders find each other.
-        process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
-            an `ArgumentError`. Defaults to `None`.
+        value: any object that can be pickled; ignored on ranks other than the root. Defaults to
+            `None`.
+        root_rank: rank of the job that sends its object, also in a process set. Defaults to 0.
+        name: as in `allreduce`.
+        process_set: as in `allreduce`.
+
+    Returns:
+        The root's own object on the root, a copy on the other ranks.
 
     Raises:
-        MismatchError: the ranks differ; raised on every rank.
-        ArgumentError: `root_rank` is not one of the ranks, or its object cannot be pickled; raised
-            on every rank.
+        MismatchError: the arguments of the ranks differ; raised on every rank.
+        ArgumentError: `root_rank` is not a rank of the process set, or its object cannot be
+            pickled; raised on every rank.
     """
     return _engine.broadcast_object(runtime.communicator(process_set), value, root_rank, name)
 
@@ -45,18 +47,20 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> list[Any]:
-    """Returns the Python objects of all ranks, in rank order. They travel pickled.
+    """Returns the Python objects of all ranks, in rank order. Objects are sent pickled.
 
     Collective: every rank; `name` must agree; blocks.
 
     Args:
         value: any object that can be pickled.
-        name: a name, by which calls that ranks make in different orders find each other.
-        process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
-            an `ArgumentError`. Defaults to `None`.
+        name: as in `allreduce`.
+        process_set: as in `allreduce`.
+
+    Returns:
+        List of one object a rank.
 
     Raises:
-        MismatchError: the ranks differ; raised on every rank.
+        MismatchError: the arguments of the ranks differ; raised on every rank.
         ArgumentError: the object of a rank cannot be pickled; raised on every rank.
     """
     return _engine.allgather_object(runtime.communicator(process_set), value, name)

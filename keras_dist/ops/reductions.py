@@ -1,4 +1,4 @@
-"""Reductions of values: one result from the contributions of all ranks."""
+"""Reductions: one result from the values of all ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist import _engine, runtime
-from keras_dist.ops.arguments import chosen_op
+from keras_dist.ops.arguments import resolve_op
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.ops.reduce_op import ReduceOp
 from keras_dist.ops.shared_errors import raises_on_all
@@ -33,39 +33,41 @@ def allreduce(
     compression: _engine.Compressor | str | None = None,
     average: bool | None = None,
 ) -> np.ndarray:
-    """Combines the values of all ranks into one, the same bits on every rank.
+    """Reduces a value over all ranks; every rank receives the same bits.
 
     Collective: every rank; shape, dtype, `op`, `name`, the factors and `compression` must
     agree; blocks.
 
     Args:
-        value: number or array of any shape, of any numeric dtype, bfloat16 included.
-            float16 and bfloat16 are summed in float32.
-        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`, or its name. Booleans have
-            `Min`, `Max` and `Product`; `Adasum` is for floats, on 1, 2, 4, 8, ... ranks: it
-            adds what differs in the values and averages what they have in common. Averages of
-            whole numbers are exact and truncated towards zero. Defaults to `Average`.
-        name: a name, by which calls that ranks make in different orders find each other.
-        prescale_factor: every rank's value is multiplied by it first. Whole numbers are
-            multiplied in float64 and truncated, float16 and bfloat16 in float32. Defaults to
-            1.0.
-        postscale_factor: the result is multiplied by it, in the same way. Defaults to 1.0.
-        process_set: the ranks that take part, a `ProcessSet` or `None` for all; any other gets
-            an `ArgumentError`. Defaults to `None`.
-        compression: what float32 and float64 look like between nodes, of `Compression`, its
-            name or a `Compressor` of your own; not for `Adasum`, nor up to 32 KiB. Contributions
-            are rounded to it before they are combined, and so is the result. Defaults to
-            `KERAS_DIST_COMPRESSION`, that is `none`.
+        value: number or array of any shape and numeric dtype, bfloat16 included. float16 and
+            bfloat16 are summed in float32.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`, or its name. Booleans take
+            `Min`, `Max` and `Product`. `Adasum` takes floats and a power of two of ranks: it
+            adds orthogonal values and averages parallel ones. Averages of integers are exact and
+            truncated towards zero. Defaults to `Average`.
+        name: operation name. Ranks may issue named operations in different orders; operations
+            match by name. Defaults to `None`: operations match by their order.
+        prescale_factor: factor by which the value of every rank is multiplied before the
+            reduction. Integers are multiplied in float64 and truncated, float16 and bfloat16 in
+            float32. Defaults to 1.0.
+        postscale_factor: factor by which the result is multiplied, in the same precision.
+            Defaults to 1.0.
+        process_set: `ProcessSet` of the ranks that take part; on other ranks an `ArgumentError`.
+            Defaults to all ranks.
+        compression: wire format of float32 and float64 between nodes: a member of `Compression`,
+            its name or a `Compressor`. Values and result are rounded to it. Not
+            applied to `Adasum`, nor up to 32 KiB. Defaults to `KERAS_DIST_COMPRESSION`, which
+            defaults to `none`.
         average: deprecated: `True` is `op=Average`, `False` is `op=Sum`.
 
     Returns:
-        New array of the shape and dtype of `value`. A variable of JAX that is assigned it may take
-        it without a copy: do not write to it then.
+        New array of the shape and dtype of `value`. A JAX variable that is assigned the result may
+        alias its memory: do not write to the result afterwards.
 
     Raises:
-        MismatchError: the ranks differ; raised on every rank.
-        ArgumentError: there is no such `op` or `compression`, a factor is not finite, or the
-            number of ranks is not a power of two for `Adasum`; both `op` and `average` are given.
+        MismatchError: the arguments of the ranks differ; raised on every rank.
+        ArgumentError: `op` or `compression` is unknown, a factor is not finite, the number of
+            ranks is not a power of two for `Adasum`, or both `op` and `average` are given.
         ArgumentTypeError: `op` or a factor is not defined for the dtype.
 
     Example:
@@ -74,9 +76,10 @@ def allreduce(
     ```
     """
     with _engine.telling(runtime.communicator(process_set), "allreduce", name):
-        chosen = chosen_op(op, average)
-    factors = prescale_factor, postscale_factor
-    return grouped_allreduce([value], chosen, name, *factors, process_set, compression)[0]
+        chosen = resolve_op(op, average)
+    return grouped_allreduce(
+        [value], chosen, name, prescale_factor, postscale_factor, process_set, compression
+    )[0]
 
 
 @raises_on_all
@@ -89,26 +92,26 @@ def grouped_allreduce(
     process_set: ProcessSet | None = None,
     compression: _engine.Compressor | str | None = None,
 ) -> list[np.ndarray]:
-    """Does `allreduce` for a list of values at once: small ones travel together.
+    """Reduces a list of values over all ranks, as `allreduce`; small values share a buffer.
 
     Collective: every rank; shapes, dtypes, `op`, `name`, the factors and `compression` must
     agree; blocks.
 
     Args:
         values: list of numbers or arrays; dtypes may differ within the list.
-        op: as for `allreduce`. `Adasum` combines each value by itself.
-        name: as for `allreduce`.
-        prescale_factor: as for `allreduce`.
-        postscale_factor: as for `allreduce`.
-        process_set: as for `allreduce`.
-        compression: as for `allreduce`.
+        op: as in `allreduce`. `Adasum` combines each value separately.
+        name: as in `allreduce`.
+        prescale_factor: as in `allreduce`.
+        postscale_factor: as in `allreduce`.
+        process_set: as in `allreduce`.
+        compression: as in `allreduce`.
 
     Returns:
         List of new arrays.
 
     Raises:
-        MismatchError: the ranks differ; raised on every rank.
-        ArgumentError: as for `allreduce`.
+        MismatchError: the arguments of the ranks differ; raised on every rank.
+        ArgumentError: as in `allreduce`.
         ArgumentTypeError: `op` or a factor is not defined for a dtype.
     """
     comm = runtime.communicator(process_set)
@@ -133,31 +136,33 @@ def reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> np.ndarray:
-    """Combines the arrays of all ranks and gives each rank its part of the rows.
+    """Reduces an array over all ranks and scatters the rows of the result.
 
     Collective: every rank; shape, dtype, `op`, `name` and the factors must agree; blocks.
 
-    The rows are shared out in rank order. Where they do not divide, the first ranks get one
-    more. On one node the bits are those of the same rows of `allreduce`.
+    Rows are distributed in rank order. Where the number of rows is not divisible by the number of
+    ranks, the first ranks get one row more.
 
     Args:
         value: array with at least one dimension, of any numeric dtype, bfloat16 included.
         op: `Average` or `Sum`, or its name. Defaults to `Average`.
-        name: a name, by which calls that ranks make in different orders find each other.
-        prescale_factor: as for `allreduce`.
-        postscale_factor: as for `allreduce`.
-        process_set: as for `allreduce`.
+        name: as in `allreduce`.
+        prescale_factor: as in `allreduce`.
+        postscale_factor: as in `allreduce`.
+        process_set: as in `allreduce`.
 
     Returns:
-        New array: this rank's rows of the result; none, where there are more ranks than rows.
+        New array: the rows of this rank; empty where there are more ranks than rows. On one node
+        the bits are those of the same rows of `allreduce`.
 
     Raises:
-        MismatchError: the ranks differ; raised on every rank.
-        ArgumentError: `value` is a scalar, `op` another one, or a factor not finite.
+        MismatchError: the arguments of the ranks differ; raised on every rank.
+        ArgumentError: `value` is a scalar, `op` is another reduction, or a factor is not finite.
         ArgumentTypeError: `op` is not defined for the dtype.
     """
-    factors = prescale_factor, postscale_factor
-    return grouped_reducescatter([value], op, name, *factors, process_set)[0]
+    return grouped_reducescatter([value], op, name, prescale_factor, postscale_factor, process_set)[
+        0
+    ]
 
 
 @raises_on_all
@@ -169,24 +174,24 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> list[np.ndarray]:
-    """Does `reducescatter` for a list of values at once: they travel together.
+    """Reduces and scatters a list of arrays, as `reducescatter`, in one message.
 
     Collective: every rank; shapes, dtypes, `op`, `name` and the factors must agree; blocks.
 
     Args:
-        values: list of arrays; dtypes may differ within the list.
-        op: as for `reducescatter`.
-        name: as for `reducescatter`.
-        prescale_factor: as for `allreduce`.
-        postscale_factor: as for `allreduce`.
-        process_set: as for `allreduce`.
+        values: list of arrays with at least one dimension; dtypes may differ within the list.
+        op: as in `reducescatter`.
+        name: as in `allreduce`.
+        prescale_factor: as in `allreduce`.
+        postscale_factor: as in `allreduce`.
+        process_set: as in `allreduce`.
 
     Returns:
-        List of new arrays: this rank's rows of each.
+        List of new arrays: the rows of this rank.
 
     Raises:
-        MismatchError: the ranks differ; raised on every rank.
-        ArgumentError: as for `reducescatter`.
+        MismatchError: the arguments of the ranks differ; raised on every rank.
+        ArgumentError: as in `reducescatter`.
         ArgumentTypeError: `op` is not defined for a dtype.
     """
     comm = runtime.communicator(process_set)
@@ -206,33 +211,33 @@ def sparse_allreduce(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Combines rows of a table, of which each rank holds a few, as an embedding's gradient.
+    """Reduces rows of a table over all ranks, such as the gradient of an embedding.
 
     Collective: every rank; dtypes, `op`, `name` and all dimensions of `values` but the first
     must agree; blocks.
 
-    Rows of equal index are added up, those of one rank and those of several, in rank order: the
-    bits are the same on every rank.
+    Rows of equal index are added up, within a rank and over ranks, in rank order: every rank
+    receives the same bits.
 
     Args:
-        values: array of rows, of any numeric dtype, bfloat16 included; their number may differ
-            from rank to rank.
-        indices: whole numbers, shape (number of rows,): which row of the table each is. An
-            index may occur several times.
+        values: array of rows, of any numeric dtype, bfloat16 included; the number of rows may
+            differ from rank to rank.
+        indices: integers of shape (number of rows,): the row of the table of each. An index may
+            occur several times.
         op: `Average` or `Sum`, or its name. An average divides by the number of ranks, as that
-            of the whole table does, not by the number of ranks that hold the row. Defaults to
+            of the dense table does, not by the number of ranks that have the row. Defaults to
             `Average`.
-        name: a name, by which calls that ranks make in different orders find each other.
-        process_set: as for `allreduce`. Defaults to `None`.
+        name: as in `allreduce`.
+        process_set: as in `allreduce`.
 
     Returns:
-        Pair of new arrays: the rows, and their indices in ascending order, each once.
+        Pair of new arrays: the rows, and their unique indices in ascending order.
 
     Raises:
-        MismatchError: the ranks differ; raised on every rank.
-        ArgumentError: `values` is a scalar, `indices` do not fit it, or `op` is another one;
-            raised on every rank, whichever rank passed it.
-        ArgumentTypeError: `indices` are no whole numbers, or `op` is not defined for the dtype;
+        MismatchError: the arguments of the ranks differ; raised on every rank.
+        ArgumentError: `values` is a scalar, `indices` is of another length, or `op` is another
+            reduction; raised on every rank, whichever rank passed it.
+        ArgumentTypeError: `indices` are not integers, or `op` is not defined for the dtype;
             raised on every rank, whichever rank passed it.
 
     Example:

@@ -1,4 +1,4 @@
-"""Tensors that go from rank to rank as they are, with gradients; variables that are broadcast."""
+"""Differentiable data movement of tensors, and the broadcast of variables."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import _engine, ops, runtime
+from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.gradient_plans import SAME_MODEL
 from keras_dist.ops.reduce_op import Average
 from keras_dist.ops.shared_errors import raises_on_all
@@ -26,59 +27,27 @@ __all__ = [
 ]
 
 
+@described_by(ops.allgather)
 def allgather(
     tensor: Any,
     name: str | None = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Joins the tensors of all ranks along their first dimension, in rank order.
-
-    Collective: every rank; dtype, `name` and all dimensions but the first must agree; blocks.
-
-    The gradient is, as in Horovod, the average of the ranks' gradients of this rank's rows.
-
-    Args:
-        tensor: a tensor with at least one dimension; its length may differ from rank to rank.
-        name: a name, by which calls that ranks make in different orders find each other.
-        ignore_name_scope: accepted; has no effect.
-        process_set: the ranks that take part. Defaults to all.
-
-    Returns:
-        Tensor whose length is the sum of the ranks' lengths.
-
-    Raises:
-        FailedPreconditionError: the ranks differ; raised on every rank.
-        InvalidArgumentError: `tensor` is a scalar.
-    """
+    """The gradient is this rank's rows of the average of the ranks' gradients, as in Horovod."""
     return grouped_allgather([tensor], name, process_set=process_set)[0]
 
 
 @operation
 @raises_on_all
+@described_by(ops.grouped_allgather)
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Does `allgather` for a list of tensors at once: they travel together.
-
-    Collective: as `allgather`.
-
-    Args:
-        tensors: list of tensors with at least one dimension.
-        name: as for `allgather`.
-        ignore_name_scope: accepted; has no effect.
-        process_set: as for `allgather`.
-
-    Returns:
-        List of tensors.
-
-    Raises:
-        FailedPreconditionError: as `allgather`.
-        InvalidArgumentError: as `allgather`.
-    """
+    """The gradient is that of `allgather`."""
     given = as_tensors(tensors)
 
     def gather(*arrays: Any) -> Any:
@@ -107,6 +76,7 @@ def grouped_allgather(
 
 @operation
 @raises_on_all
+@described_by(ops.broadcast)
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -114,27 +84,10 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the root's tensor on every rank.
-
-    Collective: every rank; shape, dtype, `root_rank` and `name` must agree; blocks.
-
-    The gradient is, as in Horovod, the average of the ranks' gradients on the root, and zero on
-    the others.
+    """The gradient is, as in Horovod, the average over the ranks on the root and zero elsewhere.
 
     Args:
-        tensor: a tensor; only the root's values count.
-        root_rank: the rank whose tensor all receive, by its number in the job, also in a
-            process set.
-        name: a name, by which calls that ranks make in different orders find each other.
-        ignore_name_scope: accepted; has no effect.
-        process_set: the ranks that take part. Defaults to all.
-
-    Returns:
-        Tensor of the same shape and dtype.
-
-    Raises:
-        FailedPreconditionError: the ranks differ; raised on every rank.
-        InvalidArgumentError: `root_rank` is not one of the ranks.
+        root_rank: rank of the job that sends its tensor, also in a process set.
     """
 
     def send(array: Any) -> Any:
@@ -155,6 +108,7 @@ def broadcast(
 
 @operation
 @raises_on_all
+@described_by(ops.alltoall)
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -162,30 +116,11 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Sends some rows of each rank to each rank.
-
-    Collective: every rank; dtype, `name` and all dimensions but the first must agree; blocks.
-
-    The gradient sends the rows back.
-
-    Args:
-        tensor: a tensor with at least one dimension. Its first rows go to rank 0, the next to
-            rank 1, and so on.
-        splits: how many rows each rank gets: one whole number a rank, 0 included. Rows behind
-            their sum are not sent. Defaults to equal numbers, for which the length must divide by
-            the number of ranks.
-        name: a name, by which calls that ranks make in different orders find each other.
-        ignore_name_scope: accepted; has no effect.
-        process_set: the ranks that take part. Defaults to all.
+    """The gradient sends the rows back.
 
     Returns:
         Tensor: the rows from rank 0, then from rank 1, and so on. With `splits` a pair: that
-        tensor, and how many rows came from each rank, int32 of shape (number of ranks,).
-
-    Raises:
-        FailedPreconditionError: the ranks differ; raised on every rank.
-        InvalidArgumentError: `tensor` is a scalar, or `splits` do not fit it; raised on every
-            rank, whichever rank passed them.
+        tensor, and the number of rows from each rank, int32 of shape (number of ranks,).
     """
     size = runtime.communicator(process_set).size
     numbers = [] if splits is None else as_tensors([splits])
@@ -224,23 +159,22 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Assigns the root's values to variables on every rank.
+    """Assigns the values of the root rank to variables of every rank.
 
     Collective: every rank; shapes, dtypes, `root_rank` and `name` must agree; blocks.
 
     Args:
         variables: list of variables of TensorFlow or Keras.
-        root_rank: as for `broadcast`.
-        name: as for `broadcast`.
-        process_set: as for `broadcast`.
+        root_rank: rank of the job that sends its values, also in a process set.
+        name: as in `allreduce`.
+        process_set: as in `allreduce`.
 
     Returns:
         The variables.
 
     Raises:
-        FailedPreconditionError: the ranks differ; the text names the variable; raised on every
-            rank.
-        InvalidArgumentError: `root_rank` is not one of the ranks.
+        MismatchError: the ranks differ; the message names the variable; raised on every rank.
+        ArgumentError: `root_rank` is not a rank of the process set.
     """
     variables = list(variables)
     names = [variable_name(variable) for variable in variables]
@@ -257,32 +191,22 @@ def broadcast_(
     return variables
 
 
+@described_by(broadcast_)
 def broadcast_variables(
     variables: Sequence[Any],
     root_rank: int,
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Assigns the root's values to variables on every rank, in one message after the other.
+    """The states of random generators are among `model.variables`, but not in `model.weights`.
 
-    Collective: every rank; shapes, dtypes and `root_rank` must agree; blocks.
+    Broadcasting them makes all ranks drop the same units of a dropout layer.
 
-    The states of random generators are among `model.variables`: with them all ranks drop the same
-    units of a dropout layer. `model.weights` leaves them out.
+    Variables in which a `DistributedOptimizer` accumulates the gradients of several passes keep
+    their values, though `optimizer.variables` contains them: each rank has accumulated its own.
 
-    Variables in which a `DistributedOptimizer` gathers the gradients of several passes stay as they
-    are, though `optimizer.variables` has them: each rank has gathered its own.
-
-    Args:
-        variables: list of variables of TensorFlow or Keras.
-        root_rank: as for `broadcast`.
-        process_set: as for `broadcast`.
-        inplace: accepted; has no effect.
-
-    Raises:
-        FailedPreconditionError: the ranks differ; the text names the variable; raised on every
-            rank.
-        InvalidArgumentError: `root_rank` is not one of the ranks.
+    Returns:
+        `None`.
 
     Example:
     ```python

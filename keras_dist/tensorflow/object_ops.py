@@ -1,4 +1,4 @@
-"""Python objects, and what ranks wait for: `join`, `barrier`."""
+"""Collectives on Python objects, `join` and `barrier`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import errors, ops, runtime
+from keras_dist.ops.descriptions import described_by
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.host_callback import collective, operation
 
@@ -21,6 +22,7 @@ __all__ = [
 
 
 @operation
+@described_by(ops.broadcast_object)
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -28,17 +30,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the root's Python object on every rank. See `keras_dist.broadcast_object`.
-
-    Collective: every rank; `root_rank` and `name` must agree; blocks.
-
-    Args:
-        obj: any object that can be pickled; only the root's counts.
-        root_rank: the rank whose object all receive. Defaults to 0.
-        session: accepted; has no effect.
-        name: a name, by which calls that ranks make in different orders find each other.
-        process_set: the ranks that take part. Defaults to all.
-    """
+    """See `keras_dist.broadcast_object`."""
     return ops.broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -48,7 +40,14 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Returns `broadcast_object` with these arguments, as a function of the object."""
+    """Returns a function of an object that calls `broadcast_object` with these arguments.
+
+    Args:
+        root_rank: as in `broadcast_object`.
+        session: accepted for scripts of Horovod; has no effect.
+        name: as in `allreduce`.
+        process_set: as in `allreduce`.
+    """
 
     def broadcast(obj: Any) -> Any:
         return broadcast_object(obj, root_rank, session, name, process_set)
@@ -57,44 +56,28 @@ def broadcast_object_fn(
 
 
 @operation
+@described_by(ops.allgather_object)
 def allgather_object(
     obj: Any,
     session: Any = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Returns the Python objects of all ranks, in rank order. See `keras_dist.allgather_object`.
-
-    Collective: every rank; `name` must agree; blocks.
-
-    Args:
-        obj: any object that can be pickled.
-        session: accepted; has no effect.
-        name: a name, by which calls that ranks make in different orders find each other.
-        process_set: the ranks that take part. Defaults to all.
-    """
+    """See `keras_dist.allgather_object`."""
     return ops.allgather_object(obj, name, process_set)
 
 
 @operation
+@described_by(ops.join)
 def join() -> Any:
-    """Takes part in the reductions of other ranks until all have joined. See `keras_dist.join`.
-
-    Averages are those over the ranks that have not joined. Collective: every rank; blocks.
-
-    Returns:
-        The last rank to join, int32; equal on all ranks.
-    """
+    """The result is an int32 tensor."""
     return collective(lambda: np.int32(ops.join()), [], [()], [tf.int32])[0]
 
 
 @operation
+@described_by(ops.barrier)
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until every rank has come here. Collective: every rank; blocks.
-
-    Args:
-        process_set: the ranks that take part. Defaults to all.
-    """
+    """See `keras_dist.barrier`."""
 
     def wait() -> np.ndarray:
         ops.barrier(process_set)
@@ -104,7 +87,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Is of TensorFlow 1: there are no global variables any more.
+    """Raises an error: TensorFlow 2 has no global variables.
+
+    Args:
+        root_rank: as in `broadcast_variables`.
 
     Raises:
         RuntimeError: always.

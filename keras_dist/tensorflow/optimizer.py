@@ -1,16 +1,18 @@
-"""DistributedOptimizer with the arguments that Horovod's has, in their order."""
+"""`DistributedOptimizer` with the arguments of Horovod's, in their order."""
 
 from typing import Any
 
 import keras
 
+from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.reduce_op import Average, ReduceOp
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
-from keras_dist.training import optimizer as own
+from keras_dist.training import optimizer as optimizer_module
 
 __all__ = ["DistributedOptimizer"]
 
 
+@described_by(optimizer_module.DistributedOptimizer)
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
     name: str | None = None,
@@ -28,33 +30,19 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> keras.optimizers.Optimizer:
-    """Makes an optimizer average its gradients. See `keras_dist.DistributedOptimizer`.
+    """Optimizers of TensorFlow 1 are not supported.
 
-    Use it or `DistributedGradientTape`, not both: gradients that the tape has reduced are an
-    error.
+    Use either this function or `DistributedGradientTape`: an optimizer refuses gradients that a
+    tape has reduced.
 
     Args:
-        optimizer: an instance of a Keras optimizer; those of TensorFlow 1 are not wrapped.
-        name: accepted; has no effect.
-        use_locking: accepted; has no effect.
-        device_dense: accepted; has no effect.
-        device_sparse: accepted; has no effect.
-        compression: as for `keras_dist.DistributedOptimizer`, as are the others.
-        sparse_as_dense: whether rows of an embedding's gradient become dense first.
-        backward_passes_per_step: the number of passes for each step.
-        op: `Average`, `Sum` or `Adasum`.
-        gradient_predivide_factor: by what an average divides before the sum.
-        average_aggregated_gradients: whether the passes are averaged.
-        num_groups: deprecated: `groups` as a number.
-        groups: which gradients travel together.
-        process_set: the ranks that average among themselves. Defaults to all.
-        scale_local_gradients: whether gradients of local variables are divided by the number
-            of ranks.
-
-    Returns:
-        `optimizer`.
+        name: accepted for scripts of Horovod; has no effect.
+        device_dense: accepted for scripts of Horovod; has no effect.
+        device_sparse: accepted for scripts of Horovod; has no effect.
+        compression: a member of `Compression`, or a value that `keras_dist.DistributedOptimizer`
+            takes. Defaults to `KERAS_DIST_COMPRESSION`.
     """
-    return own.DistributedOptimizer(
+    return optimizer_module.DistributedOptimizer(
         optimizer,
         op,
         process_set,

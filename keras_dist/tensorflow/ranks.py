@@ -1,4 +1,4 @@
-"""Ranks and sizes as operations: found out when the graph runs, not when it is traced."""
+"""Ranks and sizes as TensorFlow operations: evaluated when the graph runs, not when traced."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +17,11 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Returns the number of ranks, int32.
 
     Args:
-        process_set_id: the id of the set whose size it is. Defaults to that of all ranks.
-        name: accepted; has no effect.
+        process_set_id: id of a process set. Defaults to 0, the set of all ranks.
+        name: accepted for scripts of Horovod; has no effect.
 
     Raises:
-        InvalidArgumentError: there is no such set.
+        InvalidArgumentError: no process set has this id.
     """
     return _number(lambda: len(runtime.ranks_by_id(process_set_id)))
 
@@ -31,30 +31,42 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     """Returns whether this rank is in a process set, 0 or 1, int32.
 
     Args:
-        process_set_id: the id of the set. Defaults to that of all ranks.
-        name: accepted; has no effect.
+        process_set_id: id of a process set. Defaults to 0, the set of all ranks.
+        name: accepted for scripts of Horovod; has no effect.
 
     Raises:
-        InvalidArgumentError: there is no such set.
+        InvalidArgumentError: no process set has this id.
     """
     return _number(lambda: int(runtime.rank() in runtime.ranks_by_id(process_set_id)))
 
 
 @operation
 def rank_op(name: str | None = None) -> Any:
-    """Returns the number of this process among all, int32."""
+    """Returns the rank of this process, int32.
+
+    Args:
+        name: accepted for scripts of Horovod; has no effect.
+    """
     return _number(runtime.rank)
 
 
 @operation
 def local_rank_op(name: str | None = None) -> Any:
-    """Returns the number of this process among those on its node, int32."""
+    """Returns the rank of this process among those of its node, int32.
+
+    Args:
+        name: accepted for scripts of Horovod; has no effect.
+    """
     return _number(runtime.local_rank)
 
 
 @operation
 def local_size_op(name: str | None = None) -> Any:
-    """Returns the number of processes on this node, int32."""
+    """Returns the number of processes on this node, int32.
+
+    Args:
+        name: accepted for scripts of Horovod; has no effect.
+    """
     return _number(runtime.local_size)
 
 

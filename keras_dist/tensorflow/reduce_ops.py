@@ -1,5 +1,6 @@
-"""Reductions of tensors, with gradients: `allreduce`, `reducescatter` and their grouped forms."""
+"""Differentiable reductions of tensors: `allreduce`, `reducescatter` and their grouped forms."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,9 +8,11 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import _engine, errors, ops, runtime
-from keras_dist.ops.arguments import chosen_op
+from keras_dist.ops.arguments import resolve_op
 from keras_dist.ops.bucket_size import bucket_nbytes
-from keras_dist.ops.reduce_op import Average, ReduceOp, Sum
+from keras_dist.ops.descriptions import described_by
+from keras_dist.ops.reduce_op import Average, ReduceOp
+from keras_dist.ops.reduction import Reduction
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.ops.tensor_compression import compressed, decompressed, wire_of
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
@@ -20,6 +23,7 @@ from keras_dist.tensorflow.tensors import as_tensors
 __all__ = ["allreduce", "grouped_allreduce", "grouped_reducescatter", "reducescatter"]
 
 
+@described_by(ops.allreduce)
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -33,39 +37,24 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Combines the tensors of all ranks into one, with the same bits on each.
+    """The gradient of `Average` and `Sum` is the same reduction of gradients; other ops have none.
 
-    Collective: every rank; shape, dtype, `op`, `name` and the factors must agree; blocks.
-
-    The gradient of a sum or an average is that of the ranks' losses together: the same reduction
-    of their gradients. Other ops have none, nor have `IndexedSlices`.
+    `IndexedSlices` have no gradient.
 
     Args:
-        tensor: a tensor, a variable or what a tensor can be made from, of any numeric dtype,
-            bfloat16 included. `IndexedSlices` are reduced as rows: those of equal index are
-            added up, within a rank and over ranks.
-        average: deprecated: `True` is `op=Average`, `False` is `op=Sum`.
-        device_dense: accepted; has no effect, tensors travel through the host.
-        device_sparse: as `device_dense`.
-        compression: of `Compression`, or a class with its methods, which work on tensors; has no
-            effect on `IndexedSlices`. What `keras_dist.allreduce` takes works as well. Defaults to
-            `KERAS_DIST_COMPRESSION`.
-        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`, or its name. Defaults to
-            `Average`.
-        prescale_factor: every rank's tensor is multiplied by it first. Defaults to 1.0.
-        postscale_factor: the result is multiplied by it. Defaults to 1.0.
-        name: a name, by which calls that ranks make in different orders find each other.
-        process_set: the ranks that take part. Defaults to all.
-        ignore_name_scope: accepted; has no effect, scopes are no part of names here.
+        tensor: a tensor, a variable or a value that TensorFlow converts to a tensor, of any numeric
+            dtype, bfloat16 included. `IndexedSlices` are reduced as by
+            `keras_dist.sparse_allreduce`.
+        compression: a member of `Compression`, or a `Compressor` subclass, whose methods work on
+            tensors; a value that `keras_dist.allreduce` takes works as well. Has no effect on
+            `IndexedSlices`. Defaults to `KERAS_DIST_COMPRESSION`.
 
     Returns:
         Tensor of the shape and dtype of `tensor`, or `IndexedSlices`.
 
     Raises:
-        FailedPreconditionError: the ranks differ; raised on every rank. It is a `MismatchError`.
-        InvalidArgumentError: an argument cannot be used. It is an `ArgumentError`, or an
-            `ArgumentTypeError`.
-        NotImplementedError: `IndexedSlices` with an op other than sum and average, or a factor.
+        NotImplementedError: `IndexedSlices` with an op other than `Average` and `Sum`, or with a
+            factor.
 
     Example:
     ```python
@@ -74,12 +63,21 @@ def allreduce(
     loss = hvd.allreduce(loss, op=hvd.Average)
     ```
     """
-    how = (compression, op, prescale_factor, postscale_factor, process_set)
-    return grouped_allreduce([tensor], average, "", "", *how, name=name)[0]
+    return grouped_allreduce(
+        [tensor],
+        average,
+        compression=compression,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+        name=name,
+    )[0]
 
 
 @operation
 @raises_on_all
+@described_by(ops.grouped_allreduce)
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -93,48 +91,32 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """Does `allreduce` for a list of tensors at once: small ones travel together.
-
-    Collective: as `allreduce`.
+    """The gradient is that of `allreduce`.
 
     Args:
         tensors: list of tensors; dtypes may differ, and `IndexedSlices` may be among them.
-        average: as for `allreduce`.
-        device_dense: as for `allreduce`.
-        device_sparse: as for `allreduce`.
-        compression: as for `allreduce`.
-        op: as for `allreduce`.
-        prescale_factor: as for `allreduce`.
-        postscale_factor: as for `allreduce`.
-        process_set: as for `allreduce`.
-        ignore_name_scope: as for `allreduce`.
-        name: as for `allreduce`.
-
-    Returns:
-        List of tensors.
 
     Raises:
-        FailedPreconditionError: as `allreduce`.
-        InvalidArgumentError: as `allreduce`.
-        NotImplementedError: as `allreduce`.
+        NotImplementedError: as in `allreduce`.
     """
-    chosen = chosen_op(op, average)
-    factors = (prescale_factor, postscale_factor)
-    rows = [i for i, one in enumerate(tensors) if _is_rows(one)]
-    dense = [i for i in range(len(tensors)) if i not in rows]
-    if rows:
-        _check_rows(chosen, factors)
+    wire = wire_of(compression)
+    chosen = resolve_op(op, average)
+    reduction = Reduction(chosen, name, prescale_factor, postscale_factor, process_set, wire)
+    sparse = [i for i, one in enumerate(tensors) if _is_slices(one)]
+    dense = [i for i in range(len(tensors)) if i not in sparse]
+    if sparse:
+        _check_reduces_slices(reduction)
     result: dict[int, Any] = {}
-    if dense or not rows:
+    if dense or not sparse:
         small, contexts = compressed(compression, as_tensors([tensors[i] for i in dense]))
-        how = (factors, process_set, wire_of(compression))
-        reduced = decompressed(compression, _reduced(small, chosen, name, *how), contexts)
+        reduced = decompressed(compression, _reduce(small, reduction), contexts)
         result.update(zip(dense, reduced, strict=True))
-    for i in rows:
-        result[i] = _reduced_rows(tensors[i], chosen, name, process_set)
+    for i in sparse:
+        result[i] = _reduce_slices(tensors[i], reduction)
     return [result[i] for i in range(len(tensors))]
 
 
+@described_by(ops.reducescatter)
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -146,38 +128,24 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Combines the tensors of all ranks and gives each rank its part of the rows.
-
-    Collective: every rank; shape, dtype, `op`, `name` and the factors must agree; blocks.
-
-    Rows are shared out in rank order; where they do not divide, the first ranks get one more. The
-    gradient is an allgather of the ranks' gradients, as in Horovod times the number of ranks where
-    `op` is `Sum`.
+    """The gradient is an allgather, as in Horovod times the number of ranks for `Sum`.
 
     Args:
-        tensor: a tensor with at least one dimension.
-        device_dense: accepted; has no effect.
-        compression: accepted; has no effect.
-        op: `Average` or `Sum`, or its name. Defaults to `Average`.
-        name: as for `allreduce`.
-        process_set: as for `allreduce`.
-        ignore_name_scope: accepted; has no effect.
-        prescale_factor: as for `allreduce`.
-        postscale_factor: as for `allreduce`.
-
-    Returns:
-        Tensor: this rank's rows.
-
-    Raises:
-        FailedPreconditionError: the ranks differ; raised on every rank.
-        InvalidArgumentError: `tensor` is a scalar, or `op` another one.
+        compression: accepted for scripts of Horovod; has no effect.
     """
-    factors = (prescale_factor, postscale_factor)
-    return grouped_reducescatter([tensor], "", None, op, process_set, *factors, name=name)[0]
+    return grouped_reducescatter(
+        [tensor],
+        op=op,
+        process_set=process_set,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        name=name,
+    )[0]
 
 
 @operation
 @raises_on_all
+@described_by(ops.grouped_reducescatter)
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
@@ -188,89 +156,64 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> list[Any]:
-    """Does `reducescatter` for a list of tensors at once: they travel together.
-
-    Collective: as `reducescatter`.
+    """The gradient is that of `reducescatter`.
 
     Args:
-        tensors: list of tensors with at least one dimension.
-        device_dense: accepted; has no effect.
-        compression: accepted; has no effect.
-        op: as for `reducescatter`.
-        process_set: as for `allreduce`.
-        prescale_factor: as for `allreduce`.
-        postscale_factor: as for `allreduce`.
-        name: as for `allreduce`.
-
-    Returns:
-        List of tensors: this rank's rows of each.
-
-    Raises:
-        FailedPreconditionError: as `reducescatter`.
-        InvalidArgumentError: as `reducescatter`.
+        compression: accepted for scripts of Horovod; has no effect.
     """
-    factors = (prescale_factor, postscale_factor)
+    reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set)
 
     def reduce(*arrays: Any) -> Any:
-        return ops.grouped_reducescatter(arrays, op, name, *factors, process_set)
+        return reduction.reducescatter(arrays)
 
     def forward(*given: Any) -> list[Any]:
         return collective(reduce, given, [(None, *one.shape[1:]) for one in given])
 
     def backward(_: Any, upstream: list[Any]) -> list[Any]:
-        sums = _engine.parse_op(op, runtime.where()) is Sum
-        factor = prescale_factor * postscale_factor
-        factor *= runtime.communicator(process_set).size if sums else 1
+        factor = reduction.scatter_gradient_factor
         scaled = [tf.math.scalar_mul(factor, gradient) for gradient in upstream]
-        return grouped_allgather(scaled, _of_gradient(name), process_set=process_set)
+        return grouped_allgather(scaled, _gradient_name(name), process_set=process_set)
 
     return differentiable(forward, backward, as_tensors(tensors))
 
 
-def _reduced(
-    tensors: Sequence[Any],
-    op: Any,
-    name: str | None,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-    compression: Any,
-) -> list[Any]:
+def _reduce(tensors: Sequence[Any], reduction: Reduction) -> list[Any]:
     def reduce(*arrays: Any) -> Any:
-        how = (op, name, *factors, process_set, compression)
-        return ops.grouped_allreduce(arrays, *how)
+        return reduction.allreduce(arrays)
 
     def forward(*given: Any) -> list[Any]:
-        buffers = () if tf.executing_eagerly() else _buffers(given, process_set)
+        buffers = () if tf.executing_eagerly() else _buffers(given, reduction.process_set)
         return collective(reduce, given, [one.shape for one in given], buffers=buffers)
 
     def backward(_: Any, upstream: list[Any]) -> list[Any]:
-        _check_has_gradient(op)
-        how = (factors, process_set, compression)
-        return _reduced(upstream, op, _of_gradient(name), *how)
+        reduction.check_differentiable()
+        return _reduce(
+            upstream, dataclasses.replace(reduction, name=_gradient_name(reduction.name))
+        )
 
     return differentiable(forward, backward, tensors)
 
 
-def _is_rows(one: Any) -> bool:
-    # TensorFlow tells sooner that a tensor is one than that it is nothing else.
+def _is_slices(one: Any) -> bool:
+    # The first test is cheap, the second is not.
     return not isinstance(one, tf.Tensor) and isinstance(one, tf.IndexedSlices)
 
 
 def _buffers(tensors: Sequence[Any], process_set: ProcessSet) -> list[list[int]]:
-    """Returns which results of a reduction lie in one buffer: their places, in their order."""
+    """Returns the results that lie in each buffer of a reduction, by their indices, in order."""
     known = all(one.shape.is_fully_defined() for one in tensors)
-    if not known or not runtime.includes_me(process_set):  # a branch that others take
+    if not known or not runtime.includes_me(process_set):  # in a branch for other ranks
         return []
     specs = [(tuple(one.shape), np.dtype(one.dtype.as_numpy_dtype)) for one in tensors]
     buckets = _engine.plan_buckets(specs, bucket_nbytes(runtime.communicator(process_set)))
     return [[slot.index for slot in bucket.slots] for bucket in buckets]
 
 
-def _reduced_rows(
-    slices: tf.IndexedSlices, op: Any, name: str | None, process_set: ProcessSet
-) -> tf.IndexedSlices:
+def _reduce_slices(slices: tf.IndexedSlices, reduction: Reduction) -> tf.IndexedSlices:
     def reduce(values: Any, indices: Any) -> Any:
-        rows, places = ops.sparse_allreduce(values, indices, op, name, process_set)
+        rows, places = ops.sparse_allreduce(
+            values, indices, reduction.op, reduction.name, reduction.process_set
+        )
         return rows, places.astype(indices.dtype)
 
     given = [slices.values, slices.indices]
@@ -278,31 +221,19 @@ def _reduced_rows(
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
-def _of_gradient(name: str | None) -> str | None:
+def _gradient_name(name: str | None) -> str | None:
     return None if name is None else f"the gradient of {name}"
 
 
-def _check_rows(op: Any, factors: tuple[float, float]) -> None:
-    if _engine.parse_op(op, runtime.where()) in (Average, Sum) and factors == (1.0, 1.0):
+def _check_reduces_slices(reduction: Reduction) -> None:
+    factors = (reduction.prescale_factor, reduction.postscale_factor)
+    if reduction.is_differentiable and factors == (1.0, 1.0):
         return
     raise NotImplementedError(
         errors.explain(
             runtime.where(),
             "op to be Average or Sum, and no factors, for IndexedSlices",
-            f"op={op} and factors {factors}",
-            "Make them dense first, by tf.convert_to_tensor, or pass sparse_as_dense=True.",
-        )
-    )
-
-
-def _check_has_gradient(op: Any) -> None:
-    if _engine.parse_op(op, runtime.where()) in (Average, Sum):
-        return
-    raise errors.ArgumentError(
-        errors.explain(
-            runtime.where(),
-            "op to be Average or Sum in an allreduce that is differentiated",
-            str(op),
-            "Put tf.stop_gradient around it where no gradient is wanted.",
+            f"op={reduction.op} and factors {factors}",
+            "Convert them by tf.convert_to_tensor, or pass sparse_as_dense=True.",
         )
     )

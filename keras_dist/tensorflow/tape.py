@@ -11,7 +11,8 @@ import keras
 import tensorflow as tf
 
 from keras_dist import errors, runtime
-from keras_dist.ops.arguments import chosen_groups
+from keras_dist.ops.arguments import resolve_groups
+from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.reduce_op import Average, ReduceOp
 from keras_dist.ops.reduction_options import ReductionOptions, parse_layers, parse_terms
 from keras_dist.ops.tensor_compression import compressed, decompressed, wire_of
@@ -103,6 +104,7 @@ def DistributedGradientTape(
 
 
 @operation
+@described_by(DistributedGradientTape)
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -117,27 +119,11 @@ def PartialDistributedGradientTape(
     local_layers: keras.Layer | Iterable[keras.Layer] | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Makes a `DistributedGradientTape` that leaves some layers to each rank.
+    """Some layers are local: their gradients stay on each rank.
 
     Args:
-        gradtape: as for `DistributedGradientTape`, as are all but `local_layers`.
-        device_dense: accepted; has no effect.
-        device_sparse: accepted; has no effect.
-        compression: what gradients look like between nodes.
-        sparse_as_dense: whether rows of an embedding's gradient become dense first.
-        op: `Average`, `Sum` or `Adasum`.
-        gradient_predivide_factor: by what an average divides before the sum.
-        num_groups: deprecated: `groups` as a number.
-        groups: which gradients travel together.
-        process_set: the ranks that average among themselves.
         local_layers: a layer or a list of layers whose trainable variables are local sources.
-        scale_local_gradients: whether their gradients are divided by the number of ranks.
-
-    Returns:
-        A tape, as `DistributedGradientTape`.
-
-    Raises:
-        InvalidArgumentError: as `DistributedGradientTape`.
+            Defaults to none.
     """
     layers = parse_layers(local_layers)
     if not isinstance(gradtape, tf.GradientTape) or isinstance(gradtape, _DistributedTape):
@@ -155,7 +141,7 @@ def PartialDistributedGradientTape(
         wire_of(compression),
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
-        groups=chosen_groups(groups, num_groups),
+        groups=resolve_groups(groups, num_groups),
         scale_local_gradients=scale_local_gradients,
     )
     base = type(gradtape)

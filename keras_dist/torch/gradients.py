@@ -139,8 +139,9 @@ class Gradients:
         for parameter, array in zip(dense, results, strict=True):
             self._take(parameter, array)
         for parameter in sparse:
-            how = None, self._terms.op, self.process_set
-            parameter.grad = sync_ops.sparse_allreduce(parameter.grad, *how)
+            parameter.grad = sync_ops.sparse_allreduce(
+                parameter.grad, op=self._terms.op, process_set=self.process_set
+            )
         return anywhere
 
     def _come(self, parameter: torch.Tensor) -> None:

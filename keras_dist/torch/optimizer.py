@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from keras_dist import errors, runtime
-from keras_dist.ops.arguments import chosen_groups
+from keras_dist.ops.arguments import resolve_groups
 from keras_dist.ops.reduce_op import Average, ReduceOp
 from keras_dist.ops.reduction_options import parse_passes, parse_terms
 from keras_dist.ops.tensor_compression import wire_of
@@ -89,7 +89,7 @@ def DistributedOptimizer(
         backward_passes_per_step=backward_passes_per_step,
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
-        groups=chosen_groups(groups, num_groups),
+        groups=resolve_groups(groups, num_groups),
     )
     names = _checked_names(optimizer, named_parameters, where)
     optimizer._keras_dist = Gradients(terms, compression, names)

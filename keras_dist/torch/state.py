@@ -1,4 +1,4 @@
-"""The state of a model and its optimizer, and Python objects, from the root to all ranks."""
+"""Broadcast of the state of models and optimizers, and collectives on Python objects."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from keras_dist import errors, ops, runtime
+from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.torch import sync_ops
@@ -25,19 +26,18 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Gives every rank the root's parameters and buffers.
+    """Broadcasts the parameters and buffers of the root rank, in place.
 
     Collective: every rank; names, shapes, dtypes and `root_rank` must agree; blocks.
 
     Args:
-        params: `model.state_dict()`, or `model.named_parameters()`; they are written to where
-            they lie.
-        root_rank: the rank whose values all receive, by its number in the job.
-        process_set: the ranks that take part. Defaults to all.
+        params: `model.state_dict()` or `model.named_parameters()`.
+        root_rank: rank of the job that sends its values.
+        process_set: as in `allreduce`.
 
     Raises:
         ArgumentTypeError: `params` is neither.
-        MismatchError: the ranks differ; raised on every rank.
+        MismatchError: the arguments of the ranks differ; raised on every rank.
     """
     if isinstance(params, Mapping):
         params = params.items()
@@ -63,19 +63,19 @@ def broadcast_optimizer_state(
     model: Any = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Gives every rank the root's optimizer state: buffers, steps, learning rates.
+    """Broadcasts the optimizer state of the root rank: buffers, step counts, learning rates.
 
     Collective: every rank; the optimizers must have the same parameters; blocks. Ranks whose
-    optimizer has no state yet, or another one, take that of the root.
+    optimizer has no state, or another state, take that of the root.
 
     Args:
-        optimizer: any optimizer of torch, distributed or not.
-        root_rank: the rank whose state all receive, by its number in the job.
-        model: accepted; has no effect.
-        process_set: the ranks that take part. Defaults to all.
+        optimizer: any torch optimizer, distributed or not.
+        root_rank: rank of the job that sends its state.
+        model: accepted for scripts of Horovod; has no effect.
+        process_set: as in `allreduce`.
 
     Raises:
-        ArgumentError: it is `LBFGS`, whose state belongs to the gradients of one rank.
+        ArgumentError: `optimizer` is an `LBFGS`, whose state belongs to the gradients of one rank.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         expected, remedy = "an optimizer that steps by gradients alone", "Begin it anew."
@@ -97,52 +97,29 @@ def broadcast_optimizer_state(
 
 
 @raises_on_all
+@described_by(ops.broadcast_object)
 def broadcast_object(
     obj: Any = None,
     root_rank: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the root's Python object on every rank. See `keras_dist.broadcast_object`.
-
-    Collective: every rank; `root_rank` and `name` must agree; blocks.
-
-    Args:
-        obj: any object that can be pickled; only the root's counts.
-        root_rank: the rank whose object all receive. Defaults to 0.
-        name: a name, by which calls that ranks make in different orders find each other.
-        process_set: the ranks that take part. Defaults to all.
-    """
+    """See `keras_dist.broadcast_object`."""
     return ops.broadcast_object(obj, root_rank, name, process_set)
 
 
 @raises_on_all
+@described_by(ops.allgather_object)
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Returns the Python objects of all ranks, in rank order. See `keras_dist.allgather_object`.
-
-    Collective: every rank; `name` must agree; blocks.
-
-    Args:
-        obj: any object that can be pickled.
-        name: a name, by which calls that ranks make in different orders find each other.
-        process_set: the ranks that take part. Defaults to all.
-    """
+    """See `keras_dist.allgather_object`."""
     return ops.allgather_object(obj, name, process_set)
 
 
+@described_by(ops.join)
 def join(device: int = -1) -> int:
-    """Takes part in the reductions of other ranks until all have joined. See `keras_dist.join`.
-
-    Averages are those over the ranks that have not joined. Collective: every rank; blocks.
-
-    Args:
-        device: accepted; has no effect.
-
-    Returns:
-        The last rank to join; equal on all ranks.
-    """
+    """See `keras_dist.join`."""
     return ops.join()
 
 

@@ -1,4 +1,4 @@
-"""Collectives of tensors without gradients, blocking: what the other forms are made of.
+"""Blocking collectives of tensors without gradients, on which the other forms are built.
 
 A tensor on the CPU is read in place; a tensor on a GPU is staged in pinned memory of the host.
 """
@@ -16,8 +16,10 @@ from keras_dist._backends.torch_tensors import (
     to_torch,
     write_into,
 )
-from keras_dist.ops.arguments import chosen_op
+from keras_dist.ops.arguments import resolve_op
+from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.reduce_op import Average, ReduceOp
+from keras_dist.ops.reduction import Reduction
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 
@@ -33,6 +35,8 @@ __all__ = [
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_reducescatter",
+    "reduce_scatter_tensors",
+    "reduce_tensors",
     "reducescatter",
     "sparse_allreduce",
 ]
@@ -40,7 +44,22 @@ __all__ = [
 Tensors = Sequence[torch.Tensor]
 
 
+def reduce_tensors(reduction: Reduction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Reduces tensors. Collective: see `keras_dist.grouped_allreduce`."""
+    arrays = reduction.allreduce([to_numpy(tensor) for tensor in tensors])
+    return tuple(to_torch(array, like) for array, like in zip(arrays, tensors, strict=True))
+
+
+def reduce_scatter_tensors(
+    reduction: Reduction, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Reduces and scatters tensors. Collective: see `keras_dist.grouped_reducescatter`."""
+    arrays = reduction.reducescatter([to_numpy(tensor) for tensor in tensors])
+    return tuple(to_torch(array, like) for array, like in zip(arrays, tensors, strict=True))
+
+
 @raises_on_all
+@described_by(ops.allreduce)
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -49,15 +68,15 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-    compression: Any = None,
 ) -> torch.Tensor:
-    """Combines the tensors of all ranks into one. See `keras_dist.torch.allreduce`."""
-    factors = prescale_factor, postscale_factor
-    how = chosen_op(op, average), *factors, process_set, compression
-    return grouped_allreduce([tensor], None, name, *how)[0]
+    """No gradient."""
+    chosen = resolve_op(op, average)
+    reduction = Reduction(chosen, name, prescale_factor, postscale_factor, process_set)
+    return reduce_tensors(reduction, tensor)[0]
 
 
 @raises_on_all
+@described_by(ops.allreduce)
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -67,12 +86,23 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Does `allreduce` and writes the result into the tensor, which is returned."""
-    how = chosen_op(op, average), prescale_factor, postscale_factor, process_set
-    return grouped_allreduce_([tensor], None, name, *how)[0]
+    """The result is written into the tensor, in place.
+
+    Returns:
+        `tensor`.
+    """
+    return grouped_allreduce_(
+        [tensor],
+        name=name,
+        op=resolve_op(op, average),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )[0]
 
 
 @raises_on_all
+@described_by(ops.grouped_allreduce)
 def grouped_allreduce(
     tensors: Tensors,
     average: bool | None = None,
@@ -81,16 +111,15 @@ def grouped_allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-    compression: Any = None,
 ) -> list[torch.Tensor]:
-    """Does `allreduce` for a list of tensors at once: small ones travel together."""
-    how = chosen_op(op, average), name, prescale_factor, postscale_factor, process_set
-    given = [to_numpy(tensor) for tensor in tensors]
-    arrays = ops.grouped_allreduce(given, *how, compression)
-    return [to_torch(array, like) for array, like in zip(arrays, tensors, strict=True)]
+    """No gradient."""
+    chosen = resolve_op(op, average)
+    reduction = Reduction(chosen, name, prescale_factor, postscale_factor, process_set)
+    return list(reduce_tensors(reduction, *tensors))
 
 
 @raises_on_all
+@described_by(ops.grouped_allreduce)
 def grouped_allreduce_(
     tensors: Tensors,
     average: bool | None = None,
@@ -100,37 +129,39 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Does `grouped_allreduce` and writes the results into the tensors, which are returned."""
-    how = chosen_op(op, average), name, prescale_factor, postscale_factor, process_set
-    arrays = ops.grouped_allreduce([to_numpy(tensor) for tensor in tensors], *how)
+    """The results are written into the tensors, in place.
+
+    Returns:
+        `tensors`, as a list.
+    """
+    chosen = resolve_op(op, average)
+    reduction = Reduction(chosen, name, prescale_factor, postscale_factor, process_set)
+    arrays = reduction.allreduce([to_numpy(tensor) for tensor in tensors])
     return [write_into(tensor, array) for tensor, array in zip(tensors, arrays, strict=True)]
 
 
 @raises_on_all
+@described_by(ops.sparse_allreduce)
 def sparse_allreduce(
     tensor: torch.Tensor,
     name: str | None = None,
     op: ReduceOp | str = Average,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Combines sparse tensors, as the gradient of an embedding; rows of equal index are added up.
-
-    Collective: every rank; blocks. See `keras_dist.sparse_allreduce`.
+    """The values and indices are those of one sparse tensor.
 
     Args:
         tensor: a sparse COO tensor.
-        name: a name, by which calls that ranks make in different orders find each other.
-        op: `Average` or `Sum`, or its name. Defaults to `Average`.
-        process_set: the ranks that take part. Defaults to all.
 
     Returns:
-        A sparse tensor of the same shape.
+        Sparse COO tensor of the same shape.
     """
     own = tensor.coalesce()
     return sparse_of(*ops.sparse_allreduce(*rows_of(own), op, name, process_set), own)
 
 
 @raises_on_all
+@described_by(ops.reducescatter)
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -139,12 +170,13 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Gives each rank its rows of the reduction. See `keras_dist.torch.reducescatter`."""
-    how = op, process_set, prescale_factor, postscale_factor
-    return grouped_reducescatter([tensor], name, *how)[0]
+    """No gradient."""
+    reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set)
+    return reduce_scatter_tensors(reduction, tensor)[0]
 
 
 @raises_on_all
+@described_by(ops.grouped_reducescatter)
 def grouped_reducescatter(
     tensors: Tensors,
     name: str | None = None,
@@ -153,40 +185,42 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Does `reducescatter` for a list of tensors at once: they travel together."""
-    how = op, name, prescale_factor, postscale_factor, process_set
-    arrays = ops.grouped_reducescatter([to_numpy(tensor) for tensor in tensors], *how)
-    return [to_torch(array, like) for array, like in zip(arrays, tensors, strict=True)]
+    """No gradient."""
+    reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set)
+    return list(reduce_scatter_tensors(reduction, *tensors))
 
 
 @raises_on_all
+@described_by(ops.allgather)
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Joins the tensors of all ranks, in rank order. See `keras_dist.torch.allgather`."""
+    """No gradient."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
 @raises_on_all
+@described_by(ops.grouped_allgather)
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Does `allgather` for a list of tensors at once: they travel together."""
+    """No gradient."""
     arrays = [to_numpy(tensor) for tensor in tensors]
     joined = ops.grouped_allgather(arrays, name, process_set)
     return [to_torch(array, like) for array, like in zip(joined, tensors, strict=True)]
 
 
 @raises_on_all
+@described_by(ops.alltoall)
 def alltoall(
     tensor: torch.Tensor,
     splits: Any = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Sends some rows of each rank to each rank. See `keras_dist.torch.alltoall`."""
-    wanted = to_numpy(splits) if isinstance(splits, torch.Tensor) else splits
-    result: Any = ops.alltoall(to_numpy(tensor), wanted, name, process_set)
+    """No gradient. The numbers of rows are int32."""
+    numbers = to_numpy(splits) if isinstance(splits, torch.Tensor) else splits
+    result: Any = ops.alltoall(to_numpy(tensor), numbers, name, process_set)
     if splits is None:
         return to_torch(result, tensor)
     rows, received = result
@@ -194,32 +228,33 @@ def alltoall(
 
 
 @raises_on_all
+@described_by(ops.broadcast)
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Returns the root's tensor on every rank. See `keras_dist.torch.broadcast`."""
+    """No gradient."""
     return to_torch(ops.broadcast(to_numpy(tensor), root_rank, name, process_set), tensor)
 
 
 @raises_on_all
+@described_by(ops.broadcast)
 def broadcast_(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Writes the root's values into the tensor of every rank, and returns it.
-
-    Collective: every rank; shape, dtype, `root_rank` and `name` must agree; blocks.
+    """The root's values are written into the tensor of every rank, in place.
 
     Args:
-        tensor: a tensor, a parameter too; only the root's values count.
-        root_rank: the rank whose values all receive, by its number in the job.
-        name: a name, by which calls that ranks make in different orders find each other.
-        process_set: the ranks that take part. Defaults to all.
+        tensor: a tensor or a parameter; its values are ignored on ranks other than the root.
+        root_rank: rank of the job that sends its tensor, also in a process set.
+
+    Returns:
+        `tensor`.
     """
     broadcast_all([tensor], root_rank, name, process_set)
     return tensor
@@ -232,11 +267,11 @@ def broadcast_all(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Does `broadcast_` for a list of tensors at once."""
+    """Writes the root's values into a list of tensors. Collective: see `broadcast_`."""
     arrays = [to_numpy(tensor) for tensor in tensors]
     ops.broadcast_(arrays, root_rank, name, process_set)
     for tensor, array in zip(tensors, arrays, strict=True):
         if tensor.data_ptr() != array.ctypes.data:
             write_into(tensor, array)
-        else:  # it was written where it lies; autograd must know that it has changed
+        else:  # written in place: autograd must know of the change
             torch.autograd.graph.increment_version(tensor)

@@ -8,7 +8,7 @@ import keras
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat import contract
 from keras_dist._compat.keras import MULTI_OPTIMIZER, applying_of
-from keras_dist.ops.arguments import chosen_groups
+from keras_dist.ops.arguments import resolve_groups
 from keras_dist.ops.reduction_options import parse_layers, parse_terms
 from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.distributed import attach, check_local, is_distributed
@@ -119,7 +119,7 @@ def DistributedOptimizer(
         average_aggregated_gradients=average_aggregated_gradients,
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
-        groups=chosen_groups(groups, num_groups),
+        groups=resolve_groups(groups, num_groups),
         scale_local_gradients=scale_local_gradients,
     )
     _accumulate(optimizer, terms.passes, where)

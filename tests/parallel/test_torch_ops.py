@@ -271,7 +271,7 @@ def test_gradients_as_horovod_registers_them():
     assert torch.equal(infinite, torch.where(torch.tensor(rank == 0), torch.inf, 0 * ones))
     assert torch.equal(gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum)), ones * size)
     assert torch.equal(gradient(hvd.alltoall), ones)
-    with pytest.raises(errors.ArgumentError, match="Average or Sum where gradients"):
+    with pytest.raises(errors.ArgumentError, match="Average or Sum in an allreduce"):
         gradient(lambda x: hvd.allreduce(x, op=hvd.Max))
 
 

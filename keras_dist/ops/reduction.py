@@ -1,0 +1,90 @@
+"""The options of one reduction, which framework packages use in forward and in backward passes."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_dist import _engine, errors, ops, runtime
+from keras_dist.ops.reduce_op import Average, ReduceOp, Sum
+from keras_dist.runtime.process_sets import ProcessSet
+
+__all__ = ["Reduction"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """The arguments of an `allreduce` or a `reducescatter`, with their names.
+
+    Args:
+        op: the reduction, or its name.
+        name: operation name, or `None`.
+        prescale_factor: factor before the reduction.
+        postscale_factor: factor after the reduction.
+        process_set: the ranks that take part.
+        compression: wire format of an `allreduce`.
+    """
+
+    op: ReduceOp | str
+    name: str | None
+    prescale_factor: float
+    postscale_factor: float
+    process_set: ProcessSet
+    compression: Any = None
+
+    def allreduce(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+        """Reduces arrays. Collective: see `keras_dist.grouped_allreduce`."""
+        return ops.grouped_allreduce(
+            arrays,
+            op=self.op,
+            name=self.name,
+            prescale_factor=self.prescale_factor,
+            postscale_factor=self.postscale_factor,
+            process_set=self.process_set,
+            compression=self.compression,
+        )
+
+    def reducescatter(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+        """Reduces and scatters arrays. Collective: see `keras_dist.grouped_reducescatter`."""
+        return ops.grouped_reducescatter(
+            arrays,
+            op=self.op,
+            name=self.name,
+            prescale_factor=self.prescale_factor,
+            postscale_factor=self.postscale_factor,
+            process_set=self.process_set,
+        )
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether the reduction is linear: `Average` or `Sum`.
+
+        Raises:
+            ArgumentError: `op` is unknown.
+        """
+        return _engine.parse_op(self.op, runtime.where()) in (Average, Sum)
+
+    def check_differentiable(self) -> None:
+        """Checks that the reduction has a gradient.
+
+        Raises:
+            ArgumentError: it has none.
+        """
+        if not self.is_differentiable:
+            raise errors.ArgumentError(
+                errors.explain(
+                    runtime.where(),
+                    "op to be Average or Sum in an allreduce that is differentiated",
+                    str(self.op),
+                    "Detach the tensor (tf.stop_gradient in TensorFlow) where no gradient is "
+                    "needed.",
+                )
+            )
+
+    @property
+    def scatter_gradient_factor(self) -> float:
+        """The factor of the gradient of a `reducescatter`: Horovod's, whose sum is not averaged."""
+        sums = _engine.parse_op(self.op, runtime.where()) is Sum
+        size = runtime.communicator(self.process_set).size if sums else 1
+        return self.prescale_factor * self.postscale_factor * size
