@@ -33,7 +33,7 @@ MODULES = {
     "_engine/reduce.py": "tests/test_reduce.py",
     "data/partition.py": "tests/test_data_partition.py",
     "data/order.py": "tests/test_data_order.py",
-    "terms.py": "tests/test_terms.py",
+    "ops/reduction_options.py": "tests/test_reduction_options.py",
     "callbacks/learning_rate.py": "tests/test_learning_rate.py",
 }
 

@@ -1,25 +1,26 @@
-"""Collectives that run behind the script's back, while it goes on.
+"""Queued collectives, which run while the script continues.
 
-Each is queued and returns a `Handle` at once; `synchronize` waits for the result. A thread of
-each rank runs what is queued, one after the other. Blocking collectives that are called later,
-by the script or within a training step, wait until those before them have run: what counts on
-every rank is the order of the calls, blocking or not, and that order must be the same on all
-ranks. A difference is an error on every rank.
+Each function queues its operation and returns a `Handle`; `synchronize` waits for the result. A
+background thread of each rank runs queued operations one after the other. A blocking collective
+that is called later, by the script or within a training step, waits until the operations before it
+have run: operations match in the order of the calls, blocking or queued, and that order must be the
+same on all ranks. A mismatch is an error on every rank.
 
-Operations with a `name` need no order: where ranks differ, one whose name all of them hold comes
-first. A rank may hold many by queueing them, or by threads that block. Where they hold no common
-name, it is an error on every rank once all Python threads of all ranks, daemon threads too, wait
-for operations. As long as one does not, it might call what is missing: the ranks wait, and the
-stall watch says so and ends the job after `KERAS_DIST_STALL_ABORT_SECONDS`.
+Operations with a `name` may come in any order: where ranks differ, an operation whose name is
+pending on all of them runs first. A rank may have many pending names, by queueing them or from
+several threads. Where the ranks have no name in common, it is an error on every rank once all
+Python threads of all ranks, daemon threads included, wait for operations. While a thread does not
+wait, it may still call the missing operation: the ranks wait, and the stall watchdog reports it and
+ends the job after `KERAS_DIST_STALL_ABORT_SECONDS`.
 
-Of one name there is one operation at a time: to ask for another before the first has ended is an
-`ArgumentError`, as in Horovod; also on a rank where the first has ended and that waits for the
-second.
+A name is in use until its operation has completed on every rank: queueing the name again before is
+an `ArgumentError`, as in Horovod, also on a rank where the first operation has completed and that
+waits for the second.
 
-A value is read when the operation runs, not when it is queued, and it is not copied: it must
-not be changed until the handle is done. Results are new arrays. In which order a rank asks for
-its results, and whether it does, is its own affair: the operation runs anyway. An error that
-nobody asks for is logged. The end of the script and `shutdown` wait for what is queued.
+A value is read when the operation runs, not when it is queued, and it is not copied: do not change
+it until the handle is done. Results are new arrays. A rank may synchronize in any order or not at
+all: the operation runs regardless. An error that no `synchronize` raises is logged. The end of the
+script and `shutdown` wait for queued operations.
 
 A script that calls MPI itself while operations are queued needs `MPI_THREAD_MULTIPLE`.
 """
@@ -53,29 +54,31 @@ P = ParamSpec("P")
 
 
 def poll(handle: Handle) -> bool:
-    """Tells whether a queued operation has ended, well or not. Does not block.
+    """Returns whether a queued operation has completed or failed. Does not block.
 
     Args:
-        handle: what the operation returned when it was queued.
+        handle: `Handle` of the operation.
 
     Raises:
-        ArgumentTypeError: it is no handle.
+        ArgumentTypeError: `handle` is not a `Handle`.
     """
     return _checked(handle).done()
 
 
 def synchronize(handle: Handle) -> Any:
-    """Waits for a queued operation. Blocks; other ranks may ask in another order, or not at all.
+    """Waits for a queued operation and returns its result. Blocks.
+
+    Not collective: ranks may synchronize in any order, or not at all.
 
     Args:
-        handle: what the operation returned when it was queued.
+        handle: `Handle` of the operation.
 
     Returns:
         What the blocking operation returns.
 
     Raises:
-        ArgumentTypeError: it is no handle.
-        KerasDistError: what the blocking operation raises, at every call.
+        ArgumentTypeError: `handle` is not a `Handle`.
+        KerasDistError: the error of the operation, at every call.
 
     Example:
     ```python
@@ -88,11 +91,11 @@ def synchronize(handle: Handle) -> Any:
 
 
 def queued(operation: Callable[P, Any], name: str | None = None) -> Callable[P, Handle]:
-    """Returns the form of a collective that queues it.
+    """Returns the queued form of a collective.
 
     Args:
         operation: a blocking collective.
-        name: what the form is called. Defaults to the operation's name and `_async`.
+        name: name of the queued form. Defaults to the name of the operation with `_async`.
     """
     what, signature = operation.__name__, inspect.signature(operation)
 
@@ -101,7 +104,7 @@ def queued(operation: Callable[P, Any], name: str | None = None) -> Callable[P, 
         try:
             given = signature.bind(*args, **kwargs).arguments
             comm = runtime.communicator(given.get("process_set"))
-        except TypeError:  # which the operation raises, and tells the ranks that wait for this one
+        except TypeError:  # the operation raises it and publishes it to the waiting ranks
             return operation(*args, **kwargs)
         return comm.queue(functools.partial(operation, *args, **kwargs), what, given.get("name"))
 

@@ -1,4 +1,4 @@
-"""How large buckets are: as the user says, as it is usual, or as the ranks have measured."""
+"""The size of buckets: set by the user, measured by the ranks, or the default."""
 
 import logging
 
@@ -18,17 +18,17 @@ def bucket_nbytes(
 ) -> int:
     """Returns the size in bytes at which a bucket is closed.
 
-    Collective when there are more gradients than one usual bucket holds: then the ranks
-    measure, once, unless `KERAS_DIST_BUCKET_NBYTES` is set.
+    Collective where the gradients exceed one bucket of the default size: the ranks measure once,
+    unless `KERAS_DIST_BUCKET_NBYTES` is set.
 
     Args:
-        comm: the ranks.
-        gradients: what is to be cut into buckets, again and again. Defaults to what is reduced
-            now and then.
-        nbytes: how many bytes they are.
+        comm: communicator of the ranks.
+        gradients: signature of the gradients of an optimizer. Defaults to `None`: values that are
+            reduced occasionally, for which nothing is measured.
+        nbytes: size of the gradients in bytes.
 
     Raises:
-        MismatchError: the ranks differ in their gradients.
+        MismatchError: the gradients of the ranks differ.
     """
     chosen = config.settings().bucket_nbytes
     if chosen or gradients is None or comm.size == 1 or nbytes <= USUAL_BUCKET_NBYTES:

@@ -1,4 +1,4 @@
-"""What numbers look like between nodes: `Compression.fp16`, or a `Compressor` of one's own."""
+"""Wire formats of numbers between nodes: `Compression.fp16`, or a custom `Compressor`."""
 
 from keras_dist import _engine
 

@@ -1,6 +1,6 @@
-"""The plans by which gradients are reduced: names, shapes and terms to buckets.
+"""Plans of gradient reductions: names, shapes and options of gradients to buckets.
 
-Knows no framework and no optimizer.
+Independent of framework and optimizer.
 """
 
 import math
@@ -24,11 +24,11 @@ class GradientPlans:
     """The plans of one optimizer's gradients; each is made once.
 
     Args:
-        terms: how they are reduced.
+        options: how they are reduced.
     """
 
-    def __init__(self, terms: ReductionOptions):
-        self._terms = terms
+    def __init__(self, options: ReductionOptions):
+        self._options = options
         self._plans: dict[Any, _engine.FusedAllreduce] = {}
 
     def __call__(
@@ -53,7 +53,7 @@ class GradientPlans:
             # Ranks that have been left since give their shared memory back.
             self._plans = {known: plan for known, plan in self._plans.items() if known[0] is comm}
             nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
-            op, prescale, postscale = self._terms.scaling(comm.size)
+            op, prescale, postscale = self._options.scaling(comm.size)
             what = "the reduction of gradients"
             gradients = _engine.CollectiveSignature(
                 what, _engine.entries_of(names, specs), op.value, remedy=SAME_MODEL
@@ -70,24 +70,24 @@ class GradientPlans:
                 lend=True,
                 prescale=prescale,
                 postscale=postscale,
-                compression=self._terms.compression,
+                compression=self._options.compression,
                 groups=groups,
                 overlaps=overlaps(comm),
                 updates=True,
-                divides=op is not self._terms.op,
-                ranks=self._terms.ranks,
+                divides=op is not self._options.op,
+                ranks=self._options.ranks,
             )
         return self._plans[key]
 
 
 def overlaps(comm: _engine.Communicator) -> bool:
-    """Tells whether gradients should be reduced while others are computed.
+    """Returns whether gradients are reduced while others are computed.
 
-    Where it is left open: when a rank waits for a network meanwhile, or has a core to spare. On
-    one core the two only take turns, and it costs a few hundredths of the speed.
+    `auto` overlaps where ranks wait for a network or have a core to spare. On a single core the
+    reduction and the computation compete, which costs a few per cent of the speed.
 
     Args:
-        comm: the ranks; the answer is equal on all.
+        comm: communicator of the ranks; the answer is equal on all of them.
     """
     chosen = config.settings().overlap
     if chosen == "auto":

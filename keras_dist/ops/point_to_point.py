@@ -1,6 +1,6 @@
-"""`send` and `recv`: from one rank to another, for models whose parts lie on several.
+"""`send` and `recv`: point-to-point operations for models that span several ranks.
 
-Knows tensors by the backend's `through_host` alone; how two ranks meet is the engine's.
+Tensors are known through `through_host` of the backend only; the engine matches the two ranks.
 """
 
 import sys
@@ -15,36 +15,36 @@ __all__ = ["recv", "send"]
 
 
 def send(value: Any, destination: int, name: str | None = None) -> Any:
-    """Sends a value to another rank, which calls `recv`; blocks until it has come.
+    """Sends a value to another rank, which calls `recv`; blocks until the value has arrived.
 
-    Of a tensor of Keras' backend it gives back a zero that stands for what becomes of it: the
-    loss of this rank, if it has no other, or a part of it. Taking the gradient of that zero
-    receives the gradient from the other rank. So each rank takes gradients of what it has, and
-    all take them in the reverse order of their calls.
-
-    Two ranks take part, and no other. Shape, dtype and `name` must agree with what the other
+    Only the two ranks take part. Shape, dtype and `name` must agree with those that the other rank
     expects.
 
+    For a tensor of Keras' backend it returns a zero that represents what the receiver computes: use
+    it as the loss of this rank, or add it to the loss. Taking the gradient of that zero receives
+    the gradient from the other rank. Each rank thus takes gradients of its own loss, and all ranks
+    take them in the reverse order of their calls.
+
     Args:
-        value: number, array, tensor or Keras variable; a tensor may be one of a graph, or traced.
-        destination: the rank that receives it, by its number in the job.
-        name: a name for messages; where the two pass different names both get an error. Defaults
-            to `None`.
+        value: number, array, tensor or Keras variable; a tensor may be symbolic or traced.
+        destination: rank of the job that receives the value.
+        name: operation name, for messages; different names on the two ranks are an error on both.
+            Defaults to `None`.
 
     Returns:
-        A zero of the dtype of `value`, a tensor without dimensions, where that is a tensor or a
-        variable; else `None`.
+        A scalar zero tensor of the dtype of `value` where `value` is a tensor or a variable, else
+        `None`.
 
     Raises:
-        ArgumentError: there is no other rank of that number.
+        ArgumentError: `destination` is not another rank of the job.
         ArgumentTypeError: `value` holds Python objects.
-        MismatchError: the other rank does something else; raised on both.
-        RankLostError: a rank has died. Ranks do not go on without it, whatever
+        MismatchError: the other rank calls another operation; raised on both.
+        RankLostError: a rank has died. The operation is not retried, whatever
             `KERAS_DIST_ON_FAILURE` says.
 
     Example:
     ```python
-    # y = w0 * x0 + w1 * x1, of which each rank has a term
+    # y = w0 * x0 + w1 * x1, with one term on each rank
     w, x = keras.Variable(1.0), keras.ops.ones(4)
     if keras_dist.rank() == 0:
         loss = keras_dist.send(w * x, destination=1)
@@ -73,26 +73,26 @@ def send(value: Any, destination: int, name: str | None = None) -> Any:
 
 
 def recv(source: int, like: Any = None, name: str | None = None) -> Any:
-    """Receives what another rank sends by `send`; blocks until it has come.
+    """Receives a value that another rank sends by `send`; blocks until the value has arrived.
 
-    Two ranks take part, and no other.
+    Only the two ranks take part.
 
     Args:
-        source: the rank that sends it, by its number in the job.
-        like: an array or tensor of the shape and dtype that are expected; its values do not
-            count. Where it is a tensor of Keras' backend, or a Keras variable, the result is a
-            tensor, and taking a gradient through that sends the gradient back. For this `like`
-            must depend on what gradients are taken for, such as weights. Defaults to `None`: any
-            shape and dtype.
-        name: as for `send`.
+        source: rank of the job that sends the value.
+        like: array or tensor of the expected shape and dtype; its values are ignored. For a tensor
+            of Keras' backend, or a Keras variable, the result is a tensor whose gradient is sent
+            back to `source`; `like` must then depend on the weights to differentiate by. Defaults
+            to `None`: any shape and dtype.
+        name: as in `send`.
 
     Returns:
-        What was sent: a tensor where `like` is one or a variable, else a numpy array.
+        The value that was sent: a tensor where `like` is a tensor or a variable, else a numpy
+        array.
 
     Raises:
-        ArgumentError: there is no other rank of that number.
-        MismatchError: the other rank does something else; raised on both.
-        RankLostError: a rank has died. Ranks do not go on without it, whatever
+        ArgumentError: `source` is not another rank of the job.
+        MismatchError: the other rank calls another operation; raised on both.
+        RankLostError: a rank has died. The operation is not retried, whatever
             `KERAS_DIST_ON_FAILURE` says.
     """
     comm, label = runtime.communicator(), name or "value"
@@ -117,7 +117,7 @@ def _gradient(name: str | None) -> Any:
 
 
 def _tensor_of(value: Any) -> Any:
-    """Returns a tensor of Keras' backend, or what a variable holds; without Keras there is none."""
+    """Returns a tensor of Keras' backend, or the value of a variable; `None` for other values."""
     keras = sys.modules.get("keras")
     if keras is None:
         return None

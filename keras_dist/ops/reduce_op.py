@@ -1,4 +1,4 @@
-"""The reductions by the names that users know: `Average`, `Sum`, `Min` and so on."""
+"""The public names of reductions: `Average`, `Sum`, `Min`, `Max`, `Product`, `Adasum`."""
 
 from keras_dist import _engine
 

@@ -1,7 +1,4 @@
-"""The terms on which gradients are reduced, and what is wrong with those that a user asks for.
-
-Reduces nothing: `reduction` does, by these terms.
-"""
+"""The options of gradient reductions, and the checks of their arguments."""
 
 import dataclasses
 import numbers
@@ -20,7 +17,7 @@ __all__ = [
     "parse_layers",
     "parse_passes",
     "parse_predivide",
-    "parse_terms",
+    "parse_reduction_options",
 ]
 
 #: so many groups of equal number, or the variables of each group
@@ -29,18 +26,18 @@ Groups = int | tuple[tuple[Any, ...], ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReductionOptions:
-    """How one optimizer's gradients are reduced.
+    """Options of the gradient reduction of one optimizer.
 
     Args:
         op: `ReduceOp.AVERAGE`, `ReduceOp.SUM` or `ReduceOp.ADASUM`.
-        process_set: the ranks that reduce among themselves; `None` for all.
-        sets: the ranks of that set and of those that were made together with it.
-        compression: what gradients look like between nodes.
-        predivide: an average divides by it before the sum, and by the rest after it.
-        sparse_as_dense: whether rows of an embedding's gradient are to become dense first.
-        groups: which gradients travel together; `()` leaves it to their size.
-        passes: the number of backward passes for each step.
-        averages: whether their gradients are averaged, not added up.
+        process_set: the ranks that reduce; `None` for all.
+        sets: the ranks of that set and of the sets that were made together with it.
+        compression: wire format of gradients.
+        predivide: divisor of an average before the sum; the rest is divided after it.
+        sparse_as_dense: whether sparse gradients of embeddings are converted to dense ones.
+        groups: gradients that share a message; `()` groups them by size.
+        passes: number of backward passes per step.
+        averages: whether gradients of several passes are averaged instead of summed.
         scale_local: whether gradients of local variables are divided by the number of ranks.
     """
 
@@ -57,7 +54,7 @@ class ReductionOptions:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What is equal for equal terms."""
+        """A hashable key, equal for equal options."""
         groups = self.groups
         if not isinstance(groups, int):
             groups = tuple(tuple(id(variable) for variable in group) for group in groups)
@@ -66,20 +63,20 @@ class ReductionOptions:
 
     @property
     def dense(self) -> bool:
-        """Whether rows of an embedding's gradient become dense first."""
+        """Whether sparse gradients are converted to dense ones."""
         return self.sparse_as_dense or self.op is _engine.ReduceOp.ADASUM
 
     @property
     def factor(self) -> float:
-        """By what every gradient is multiplied first: Keras gives the mean of several passes."""
+        """Factor of every gradient before the reduction: Keras gives the mean of several passes."""
         return 1.0 if self.averages else float(self.passes)
 
     def ranks(self) -> _engine.Communicator:
-        """Returns the communicator, of the moment, of the ranks that reduce."""
+        """Returns the current communicator of the ranks that reduce."""
         return runtime.communicator(self.process_set)
 
     def scaling(self, size: int) -> tuple[_engine.ReduceOp, float, float]:
-        """Returns the op that is called for, and the factors before and after it.
+        """Returns the op to run, and the factors before and after it.
 
         Args:
             size: the number of ranks that reduce.
@@ -89,7 +86,7 @@ class ReductionOptions:
         return _engine.ReduceOp.SUM, 1 / self.predivide, self.predivide / size
 
     def grouped(self, variables: Sequence[Any]) -> list[list[int]]:
-        """Returns the positions, in a list of variables, of those that travel together."""
+        """Returns the indices of the variables of each group."""
         if isinstance(self.groups, int):
             parts = np.array_split(np.arange(len(variables)), self.groups)
             return [part.tolist() for part in parts if len(part)]
@@ -98,7 +95,7 @@ class ReductionOptions:
         return [sorted(positions) for positions in found if positions]
 
 
-def parse_terms(
+def parse_reduction_options(
     op: Any,
     process_set: Any,
     compression: Any,
@@ -110,11 +107,11 @@ def parse_terms(
     groups: Any = None,
     scale_local_gradients: bool = True,
 ) -> ReductionOptions:
-    """Returns the terms of these arguments, which are those of `keras_dist.DistributedOptimizer`.
+    """Returns the options that arguments of `keras_dist.DistributedOptimizer` select.
 
     Raises:
-        ArgumentTypeError: as that.
-        ArgumentError: as that.
+        ArgumentTypeError: as in `DistributedOptimizer`.
+        ArgumentError: as in `DistributedOptimizer`.
     """
     where = runtime.where()
     parsed = _parse_op(op, average_aggregated_gradients, where)
@@ -140,22 +137,22 @@ def parse_terms(
 
 
 def parse_passes(passes: Any, where: str) -> int:
-    """Returns the number of backward passes for each step.
+    """Returns the number of backward passes per step.
 
     Raises:
-        ArgumentTypeError: it is no whole number.
-        ArgumentError: it is less than 1.
+        ArgumentTypeError: `passes` is not an integer.
+        ArgumentError: `passes` is less than 1.
     """
     expected, remedy = "backward_passes_per_step to be 1 or more", "1 makes a step of each pass."
     return _positive(passes, expected, remedy, where)
 
 
 def parse_predivide(factor: Any, op: _engine.ReduceOp, where: str) -> float:
-    """Returns the factor of `gradient_predivide_factor`.
+    """Returns `gradient_predivide_factor`, checked.
 
     Raises:
-        ArgumentTypeError: it is no real number.
-        ArgumentError: it is not finite or not above 0, or `op` does not divide.
+        ArgumentTypeError: `factor` is not a real number.
+        ArgumentError: `factor` is not finite or not positive, or `op` is not an average.
     """
     parsed = _engine.parse_factor(factor, "gradient_predivide_factor", where)
     if parsed <= 0:
@@ -169,10 +166,10 @@ def parse_predivide(factor: Any, op: _engine.ReduceOp, where: str) -> float:
 
 
 def parse_groups(groups: Any, where: str) -> Groups:
-    """Returns the groups in which gradients travel, `()` for `None`.
+    """Returns the groups of gradients, `()` for `None`.
 
     Raises:
-        ArgumentTypeError: `groups` is neither a whole number nor lists of variables.
+        ArgumentTypeError: `groups` is neither an integer nor lists of variables.
         ArgumentError: a number is less than 1, or a variable is in two groups.
     """
     expected = "groups to be a number of groups, 1 or more, or lists of variables"
@@ -197,10 +194,10 @@ def parse_groups(groups: Any, where: str) -> Groups:
 
 
 def parse_layers(layers: Any) -> tuple[Any, ...]:
-    """Returns the layers of `local_layers`: a Keras layer or a collection of them.
+    """Returns the layers of `local_layers`: a Keras layer or a collection of layers.
 
     Raises:
-        ArgumentTypeError: there is something else.
+        ArgumentTypeError: `layers` holds another object.
     """
     import keras  # not for scripts that use another library than Keras
 
@@ -222,7 +219,7 @@ def parse_layers(layers: Any) -> tuple[Any, ...]:
 
 
 def _parse_op(op: Any, averages: bool, where: str) -> _engine.ReduceOp:
-    """Returns the op, one that has a meaning for gradients."""
+    """Returns the op, one that is defined for gradients."""
     parsed = _engine.parse_op(op, where)
     if parsed not in (_engine.ReduceOp.AVERAGE, _engine.ReduceOp.SUM, _engine.ReduceOp.ADASUM):
         raise errors.ArgumentError(

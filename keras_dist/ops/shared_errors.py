@@ -1,7 +1,7 @@
-"""Errors of arguments, told to the ranks that wait: so all go on with the same next call.
+"""Argument errors of one rank, raised on all ranks, so that the job can continue in step.
 
-A collective begins with a meeting. A rank that finds its arguments wrong before would leave the
-others waiting, and be a call behind if its script goes on.
+A collective begins with a rendezvous. A rank that rejects its arguments before it would leave the
+other ranks waiting, and would be one operation behind if its script continued.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ R = TypeVar("R")
 
 
 def raises_on_all(operation: Callable[P, R]) -> Callable[P, R]:
-    """Makes a collective tell the other ranks what it raises before it has met them.
+    """Makes a collective publish the errors that it raises before its rendezvous.
 
-    Collective: as the operation; a rank whose arguments are wrong waits for the others. They raise
-    its error, and it raises what it would have raised.
+    Collective: as the operation. A rank whose arguments are invalid waits for the other ranks;
+    they raise its error, and it raises the original exception.
 
     Args:
-        operation: a function that takes part in one meeting or more; the arguments `name` and
-            `process_set`, where it has them, say where.
+        operation: a function with one rendezvous or more. Its arguments `name` and `process_set`,
+            where it has them, select the rendezvous.
     """
 
     @functools.wraps(operation)
@@ -34,27 +34,27 @@ def raises_on_all(operation: Callable[P, R]) -> Callable[P, R]:
         before = _engine.times_met()
         try:
             return operation(*args, **kwargs)
-        except Exception as error:  # what a user passes may raise anything when it is looked at
+        except Exception as error:  # converting the value of a user may raise anything
             if _engine.times_met() == before:
-                _tell(operation, error, args, kwargs)
+                _publish(operation, error, args, kwargs)
             raise
 
     return called
 
 
-def _tell(operation: Callable[..., Any], error: Exception, args: Any, kwargs: Any) -> None:
+def _publish(operation: Callable[..., Any], error: Exception, args: Any, kwargs: Any) -> None:
     given = dict(kwargs)
-    with contextlib.suppress(TypeError):  # those do not fit it, which is the error
+    with contextlib.suppress(TypeError):  # the arguments do not fit, which is the error
         given = inspect.signature(operation).bind(*args, **kwargs).arguments
     name = given.get("name")
-    with contextlib.suppress(Exception):  # nobody knows to whom: it is not the set of this rank
+    with contextlib.suppress(Exception):  # this rank is not in the set
         comm = _ranks(given.get("process_set"))
         key = name if isinstance(name, str) else None
         _engine.tell_error(comm, operation.__name__, error, key)
 
 
 def _ranks(process_set: Any) -> _engine.Communicator:
-    """Returns the ranks of a process set; all of them where it is none, which is the error."""
+    """Returns the communicator of a process set; of all ranks where the process set is invalid."""
     try:
         return runtime.communicator(process_set)
     except errors.ArgumentTypeError:

@@ -1,6 +1,6 @@
-"""Horovod's interface of a compressor: tensors of a framework to others and back. Knows none.
+"""Horovod's interface of compressors, which convert tensors of any framework.
 
-`keras_dist.Compressor` is another one: of numpy arrays, in the engine, between nodes alone.
+`keras_dist.Compressor` is a different one: it converts numpy arrays, between nodes only.
 """
 
 from collections.abc import Sequence
@@ -13,24 +13,24 @@ __all__ = ["AsItIs", "Compressor", "compressed", "decompressed", "is_done_here",
 
 
 class Compressor:
-    """The base of a compression of one's own, as in Horovod: tensors to other tensors and back.
+    """Base class of custom compressions, as in Horovod: tensors to other tensors and back.
 
-    It works on what a rank brings and on the result, which is summed in between as it is. The class
-    itself is passed, not an instance.
+    It converts the tensors of a rank before the reduction and the results after it. Pass the class
+    itself, not an instance.
     """
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Returns what is reduced, and what `decompress` needs to know."""
+        """Returns the tensor to reduce, and a context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Returns what a result stands for.
+        """Returns the tensor that a result represents.
 
         Args:
-            tensor: the result, of the dtype that `compress` has given.
-            ctx: what `compress` has returned besides.
+            tensor: the result, of the dtype of the compressed tensor.
+            ctx: the context from `compress`.
         """
         raise NotImplementedError
 
@@ -52,12 +52,12 @@ class AsItIs(Compressor):
 
 
 def wire_of(compression: Any) -> Any:
-    """Returns what the engine is to do; nothing, where a user's class does it here."""
+    """Returns the wire format for the engine; none where a custom class converts tensors."""
     return Wires.none if is_done_here(compression) else getattr(compression, "wire", compression)
 
 
 def compressed(compression: Any, tensors: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
-    """Returns what is reduced, and what `decompressed` needs to know of each."""
+    """Returns the tensors to reduce, and the context of each."""
     if not is_done_here(compression):
         return tensors, []
     pairs = [compression.compress(tensor) for tensor in tensors]
@@ -65,7 +65,7 @@ def compressed(compression: Any, tensors: Sequence[Any]) -> tuple[Sequence[Any],
 
 
 def decompressed(compression: Any, tensors: Sequence[Any], contexts: list[Any]) -> list[Any]:
-    """Returns what results stand for."""
+    """Returns the tensors that results represent."""
     if not is_done_here(compression):
         return list(tensors)
     pairs = zip(tensors, contexts, strict=True)
@@ -73,6 +73,6 @@ def decompressed(compression: Any, tensors: Sequence[Any], contexts: list[Any]) 
 
 
 def is_done_here(compression: Any) -> bool:
-    """Tells whether a compression is a user's class, which the engine knows nothing of."""
+    """Returns whether a compression is a custom class, unknown to the engine."""
     known = compression is None or isinstance(compression, str | Wire)
     return not known and not hasattr(compression, "wire") and hasattr(compression, "compress")

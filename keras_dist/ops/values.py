@@ -1,4 +1,4 @@
-"""What users pass to collectives: values, names, factors; checked and made into arrays."""
+"""Conversion and checks of the arguments of collectives: values, names, factors."""
 
 import functools
 from typing import Any
@@ -14,9 +14,9 @@ def as_array(value: Any) -> np.ndarray:
     """Returns a value as an array.
 
     Raises:
-        ArgumentError: its rows have different lengths.
-        ArgumentTypeError: it has no values yet, as within `tf.function` and `jax.jit`, or they are
-            not in the memory of the host.
+        ArgumentError: rows of the value have different lengths.
+        ArgumentTypeError: the value is symbolic, as within `tf.function` and `jax.jit`, or not in
+            the memory of the host.
     """
     try:
         return np.asarray(value)
@@ -43,14 +43,14 @@ def as_array(value: Any) -> np.ndarray:
 
 @functools.lru_cache
 def names_of(name: str | None, count: int) -> tuple[str, ...]:
-    """Returns what the values of a list are called in messages."""
+    """Returns the names of the values of a list, for messages."""
     if count == 1:
         return (name or "value",)
     return tuple(f"{name or 'values'}[{index}]" for index in range(count))
 
 
 def parse_factors(prescale: float, postscale: float) -> tuple[float, float]:
-    """Returns the two factors, checked. See `keras_dist._engine.parse_factor`."""
+    """Returns both factors, checked. See `keras_dist._engine.parse_factor`."""
     where = runtime.where()
     return (
         _engine.parse_factor(prescale, "prescale_factor", where),
@@ -63,11 +63,11 @@ def check_writeable(variable: Any, name: str) -> None:
 
     Args:
         variable: the value.
-        name: what it is called in messages.
+        name: its name in messages.
 
     Raises:
-        ArgumentError: it is a read-only array.
-        ArgumentTypeError: it is not a numpy array of numbers.
+        ArgumentError: the value is a read-only array.
+        ArgumentTypeError: the value is not a numpy array of numbers.
     """
     where = runtime.where()
     if not isinstance(variable, np.ndarray) or variable.dtype.hasobject:

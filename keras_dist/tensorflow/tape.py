@@ -1,7 +1,7 @@
 """DistributedGradientTape: a tape of TensorFlow's whose gradients are those of all ranks.
 
 All gradients of a call are one plan of buckets, as an optimizer's are. Tapes come and go with each
-step, so what reduces for them is kept here: one for each set of terms.
+step, so what reduces for them is kept here: one for each set of options.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from keras_dist import errors, runtime
 from keras_dist.ops.arguments import resolve_groups
 from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.reduce_op import Average, ReduceOp
-from keras_dist.ops.reduction_options import ReductionOptions, parse_layers, parse_terms
+from keras_dist.ops.reduction_options import ReductionOptions, parse_layers, parse_reduction_options
 from keras_dist.ops.tensor_compression import compressed, decompressed, wire_of
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.host_callback import operation
@@ -135,7 +135,7 @@ def PartialDistributedGradientTape(
                 "Wrap the tape of the step once.",
             )
         )
-    terms = parse_terms(
+    options = parse_reduction_options(
         op,
         process_set,
         wire_of(compression),
@@ -148,7 +148,7 @@ def PartialDistributedGradientTape(
     made: Any = object.__new__(type(base.__name__, (_DistributedTape, base), {}))
     # What has been recorded is shared; which of the two records from now on is the user's choice.
     made.__dict__.update(gradtape.__dict__)
-    made._keras_dist_terms, made._keras_dist_compression = terms, compression
+    made._keras_dist_options, made._keras_dist_compression = options, compression
     made._keras_dist_registered, made._keras_dist_layers = [], layers
     return made
 
@@ -156,7 +156,7 @@ def PartialDistributedGradientTape(
 class _DistributedTape:
     """What makes a tape distributed. Comes before the tape's own class."""
 
-    _keras_dist_terms: ReductionOptions
+    _keras_dist_options: ReductionOptions
     _keras_dist_compression: Any
     _keras_dist_registered: list[Any]
     _keras_dist_layers: Sequence[keras.Layer]
@@ -246,11 +246,11 @@ class _DistributedTape:
         return mark_reduced(_with(reduced, places, whole))
 
     def _reduction(self) -> GradientReduction:
-        """Returns what reduces on the terms of this tape, and has made plans for its sources."""
-        terms = self._keras_dist_terms
-        if terms.key not in _reductions:
-            _reductions[terms.key] = GradientReduction(terms)
-        reduction = _reductions[terms.key]
+        """Returns what reduces on the options of this tape, and has made plans for its sources."""
+        options = self._keras_dist_options
+        if options.key not in _reductions:
+            _reductions[options.key] = GradientReduction(options)
+        reduction = _reductions[options.key]
         reduction.registered = list(self._keras_dist_registered)
         reduction.local_layers = self._keras_dist_layers
         return reduction

@@ -29,18 +29,18 @@ class Gradients:
     """The gradients of one optimizer.
 
     Args:
-        terms: how they are reduced.
-        compression: of torch's tensors; what the engine does about it is in the terms.
+        options: how they are reduced.
+        compression: of torch's tensors; what the engine does about it is in the options.
         names: what parameters are called in messages, by their ids.
     """
 
-    def __init__(self, terms: ReductionOptions, compression: Any, names: dict[int, str]):
-        self.passes = terms.passes
+    def __init__(self, options: ReductionOptions, compression: Any, names: dict[int, str]):
+        self.passes = options.passes
         self.are_reduced = False  # and nothing has come since
-        self._terms = terms
+        self._options = options
         self._compression = compression
         self._names = names
-        self._plans = GradientPlans(terms)
+        self._plans = GradientPlans(options)
         self._watched: Any = WeakTensorKeyDictionary()  # the number of each
         self._counts: dict[int, int] = {}  # by number: gradients since the last step
         self._layout: _Layout | None = None  # of the last step
@@ -51,7 +51,7 @@ class Gradients:
     @property
     def process_set(self) -> Any:
         """The ranks that reduce among themselves."""
-        return self._terms.process_set
+        return self._options.process_set
 
     def is_shared(self) -> bool:
         """Tells whether there are other ranks to reduce with."""
@@ -120,7 +120,7 @@ class Gradients:
         Returns:
             Which of them a rank has.
         """
-        sparse = [p for p in trained if p.grad.is_sparse and not self._terms.dense]
+        sparse = [p for p in trained if p.grad.is_sparse and not self._options.dense]
         kept = {id(parameter) for parameter in sparse}
         dense = [parameter for parameter in trained if id(parameter) not in kept]
         has = np.array(which, self._dtype_beside(dense))
@@ -140,7 +140,7 @@ class Gradients:
             self._take(parameter, array)
         for parameter in sparse:
             parameter.grad = sync_ops.sparse_allreduce(
-                parameter.grad, op=self._terms.op, process_set=self.process_set
+                parameter.grad, op=self._options.op, process_set=self.process_set
             )
         return anywhere
 
@@ -180,7 +180,7 @@ class Gradients:
     def _lay_out(self, dense: Sequence[torch.Tensor], has: np.ndarray) -> "_Layout":
         specs = [*((tuple(p.grad.shape), self._dtype(p)) for p in dense), (has.shape, has.dtype)]
         names = [*(self._name(parameter) for parameter in dense), "which gradients there are"]
-        plan = self._plans(self._communicator(), names, specs, self._terms.grouped(dense))
+        plan = self._plans(self._communicator(), names, specs, self._options.grouped(dense))
         return _Layout(plan, dense)
 
     def _brought(self, parameter: torch.Tensor) -> np.ndarray:
@@ -226,7 +226,7 @@ class Gradients:
         return f"the gradient of {self._names.get(id(parameter), f'parameter {number}')}"
 
     def _communicator(self) -> _engine.Communicator:
-        return self._terms.ranks()
+        return self._options.ranks()
 
     def _drop_arrivals(self) -> None:
         """Waits for what is on its way, for nobody: the gradients have become others."""

@@ -11,7 +11,7 @@ import torch
 from keras_dist import errors, runtime
 from keras_dist.ops.arguments import resolve_groups
 from keras_dist.ops.reduce_op import Average, ReduceOp
-from keras_dist.ops.reduction_options import parse_passes, parse_terms
+from keras_dist.ops.reduction_options import parse_passes, parse_reduction_options
 from keras_dist.ops.tensor_compression import wire_of
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.torch.compressors import Compression
@@ -82,7 +82,7 @@ def DistributedOptimizer(
         received = "one that is distributed" if distributed else type(optimizer).__name__
         expected, remedy = "an optimizer of torch, not distributed", "Call it once, on torch's own."
         raise kind(errors.explain(where, expected, received, remedy))
-    terms = parse_terms(
+    options = parse_reduction_options(
         op,
         process_set,
         wire_of(compression),
@@ -92,7 +92,7 @@ def DistributedOptimizer(
         groups=resolve_groups(groups, num_groups),
     )
     names = _checked_names(optimizer, named_parameters, where)
-    optimizer._keras_dist = Gradients(terms, compression, names)
+    optimizer._keras_dist = Gradients(options, compression, names)
     own: Any = type(optimizer)
     optimizer.__class__ = _distributed_class(own)
     optimizer._keras_dist.watch(_parameters_of(optimizer))

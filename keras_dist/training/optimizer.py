@@ -9,7 +9,7 @@ from keras_dist import _engine, errors, runtime
 from keras_dist._compat import contract
 from keras_dist._compat.keras import MULTI_OPTIMIZER, applying_of
 from keras_dist.ops.arguments import resolve_groups
-from keras_dist.ops.reduction_options import parse_layers, parse_terms
+from keras_dist.ops.reduction_options import parse_layers, parse_reduction_options
 from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.distributed import attach, check_local, is_distributed
 from keras_dist.training.gradient_reduction import GradientReduction
@@ -111,7 +111,7 @@ def DistributedOptimizer(
         contract.check(framework)
     where = runtime.where()
     _check_optimizer(optimizer, where)
-    terms = parse_terms(
+    terms = parse_reduction_options(
         op,
         process_set,
         compression,

@@ -1,4 +1,4 @@
-"""The terms of a reduction: what they mean, and which are refused. Without other ranks."""
+"""The options of a reduction: their values, and the arguments that are rejected. On one rank."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from keras_dist.ops.reduction_options import (
     parse_layers,
     parse_passes,
     parse_predivide,
-    parse_terms,
+    parse_reduction_options,
 )
 
 
@@ -46,12 +46,12 @@ class Without:
 
 @pytest.fixture
 def parsed(monkeypatch):
-    """`parse_terms` with the usual op, set and compression, in a job of one rank."""
+    """`parse_reduction_options` with the usual op, set and compression, in a job of one rank."""
     monkeypatch.setattr(_backends, "active", lambda: Without)
     was_initialized = runtime.is_initialized()
 
     def parse(op="average", process_set=None, compression="none", **others):
-        return parse_terms(op, process_set, compression, **others)
+        return parse_reduction_options(op, process_set, compression, **others)
 
     yield parse
     if not was_initialized:
@@ -179,7 +179,7 @@ def test_every_argument_comes_to_its_place(parsed):
 
 def test_options_are_passed_by_name():
     with pytest.raises(TypeError, match="positional"):
-        parse_terms("average", None, "none", 2)
+        parse_reduction_options("average", None, "none", 2)
 
 
 def test_adasum_alone_asks_how_many_ranks_there_are(parsed, monkeypatch):
