@@ -26,7 +26,7 @@ monitor.follow()
 # Under a launcher two things cannot wait until keras_dist is used.
 launch_environment.limit_threads()
 if launch_environment.starts_ranks():
-    exit_hooks.watch()
+    exit_hooks.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -100,7 +100,7 @@ class BackupAndRestore(ListMember, KerasBackup):
         runtime.communicator().place_of_root(root_rank)
         self.root_rank = root_rank
         self._directory = pathlib.Path(self.backup_dir)
-        self._attempts = RetryPolicy()
+        self._retry_policy = RetryPolicy()
         self._whole: pathlib.Path | None = None  # on the root: the last one that is known to be
         self._data: dict[str, int] = {}
         # Batches of this epoch that have been learnt; whether callbacks have been told of it.
@@ -115,7 +115,9 @@ class BackupAndRestore(ListMember, KerasBackup):
     def before_training(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Finds the backup, while the files of other callbacks are as they were left."""
         self._fit = FitState(callbacks, self.root_rank)
-        self._fit.agree(self._on_root(self._find, "to find the backup in", versioned_backups.ANEW))
+        self._fit.agree(
+            self._on_root(self._find, "to find the backup in", versioned_backups.REMEDY)
+        )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Gives all ranks what the root finds in the directory, if anything."""
@@ -210,7 +212,7 @@ class BackupAndRestore(ListMember, KerasBackup):
 
     def _take_up(self) -> dict[str, Any] | None:
         """Gives all ranks the model of the backup; returns what else is in it, if there is one."""
-        found = self._on_root(self._restore, "to restore the backup in", versioned_backups.ANEW)
+        found = self._on_root(self._restore, "to restore the backup in", versioned_backups.REMEDY)
         if found is None:
             return None
         self._fit.found(found["parts"])
@@ -235,7 +237,7 @@ class BackupAndRestore(ListMember, KerasBackup):
             self._whole = versioned_backups.add(self._directory, self._save, self._whole)
             return True
 
-        return self._attempts.make(write, f"to write a backup into {self.backup_dir}")
+        return self._retry_policy.attempt(write, f"to write a backup into {self.backup_dir}")
 
     def _save(self, file: BinaryIO) -> None:
         about = {
@@ -256,7 +258,7 @@ class BackupAndRestore(ListMember, KerasBackup):
     def _find(self) -> bool:
         _warn_of_forgetful_data()
         self._forgotten = UnsavedState(self._fit.callbacks)
-        self._whole = versioned_backups.newest_whole(self._directory)
+        self._whole = versioned_backups.newest_intact(self._directory)
         return self._whole is not None
 
     def _restore(self) -> dict[str, Any] | None:

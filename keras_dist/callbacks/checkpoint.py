@@ -67,7 +67,7 @@ class ModelCheckpoint(KerasCheckpoint):
         runtime.communicator().place_of_root(root_rank)
         self.root_rank = root_rank
         self._behind = BackgroundWriter() if asynchronous else None
-        self._attempts = RetryPolicy()
+        self._retry_policy = RetryPolicy()
         if runtime.rank() != root_rank:
             self.verbose = 0
 
@@ -87,7 +87,7 @@ class ModelCheckpoint(KerasCheckpoint):
 
     def _wait(self) -> None:
         if self._behind is not None:
-            self._attempts.make(self._behind.wait, "to write the checkpoint before")
+            self._retry_policy.attempt(self._behind.wait, "to write the checkpoint before")
 
     def _save_atomically(self, path: str, save: Callable[[], None]) -> float | None:
         """Lets Keras decide and write; returns the best value so far."""
@@ -95,7 +95,11 @@ class ModelCheckpoint(KerasCheckpoint):
         best = self.best
         work = functools.partial(self._save, save)
         # Keras notes the best before it writes.
-        return self.best if self._attempts.make(work, f"to write the checkpoint {path}") else best
+        return (
+            self.best
+            if self._retry_policy.attempt(work, f"to write the checkpoint {path}")
+            else best
+        )
 
     def _save(self, save: Callable[[], None]) -> bool:
         """Returns whether a file has come to its place."""

@@ -93,7 +93,7 @@ def _check(mine: Sequence[Any], written: Sequence[Any], path: pathlib.Path) -> N
             f"with {expected!r} of shape {kind[0]} and dtype {kind[1]}",
             f"{len(written)} variables, with {received!r} of shape {other[0]} and dtype "
             f"{other[1]} in that place",
-            versioned_backups.ANEW,
+            versioned_backups.REMEDY,
         )
     )
 

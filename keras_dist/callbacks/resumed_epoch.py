@@ -11,7 +11,7 @@ from keras_dist.callbacks import rank_states
 from keras_dist.callbacks.callback_list import SharedCallbackList
 from keras_dist.callbacks.fit_state import FitState
 from keras_dist.callbacks.random_state import RandomState
-from keras_dist.storage.versioned_backups import ANEW
+from keras_dist.storage.versioned_backups import REMEDY
 from keras_dist.training.model_state import SKIPPING
 
 __all__ = ["ResumedEpoch", "end_at_once"]
@@ -31,7 +31,7 @@ def end_at_once(epoch: int, epochs: int) -> int:
             "keras_dist: training was stopped after epoch %d, as the backup says: no epoch is "
             "trained. %s",
             epoch,
-            ANEW,
+            REMEDY,
         )
     return max(epoch, epochs)
 

@@ -138,7 +138,7 @@ class ObjectState(State):
             text = errors.explain(runtime.where(), expected, repr(bcast_object), remedy)
             raise errors.ArgumentTypeError(text)
         self._directory = None if directory is None else pathlib.Path(directory)
-        self._attempts = RetryPolicy()
+        self._retry_policy = RetryPolicy()
         self._names = list(attributes)
         for name, value in attributes.items():
             setattr(self, name, value)
@@ -178,7 +178,7 @@ class ObjectState(State):
         """
         if self._directory is not None:
             read = functools.partial(self._read, self._directory)
-            self._on_root(read, "to read the newest state in", versioned_backups.ANEW)
+            self._on_root(read, "to read the newest state in", versioned_backups.REMEDY)
             self._directory_is_read = True
         self._gather()
         comm = runtime.communicator()
@@ -234,7 +234,7 @@ class ObjectState(State):
             self._whole = versioned_backups.add(directory, save, self._whole)
             return True
 
-        self._attempts.make(write, f"{WRITE} {directory}")
+        self._retry_policy.attempt(write, f"{WRITE} {directory}")
 
     def _write(self, text: str, file: BinaryIO) -> None:
         everything: dict[str, Any] = {ABOUT: np.array(text), **self._without_own(self._kept[1])}
@@ -246,7 +246,7 @@ class ObjectState(State):
     def _read(self, directory: pathlib.Path) -> None:
         if self._directory_is_read:
             return
-        self._whole = versioned_backups.newest_whole(directory)
+        self._whole = versioned_backups.newest_intact(directory)
         if self._whole is not None:
             with np.load(self._whole, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files if name != ABOUT}

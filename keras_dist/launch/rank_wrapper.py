@@ -45,7 +45,7 @@ def main() -> None:
             _give_up(f"--log-dir {options.log_dir}, for rank {rank}", error, WRONG_USAGE)
         if rank > 0 or not options.live or log is not None:
             _have_output_read(rank, options.live, log)
-    launch_environment.forget_threads()
+    launch_environment.restore_threads()
     try:
         os.execvp(options.program[0], options.program)
     except OSError as error:

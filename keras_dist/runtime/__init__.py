@@ -1,7 +1,7 @@
-"""The job of this process: its ranks, its process sets, its start and its end.
+"""Job lifecycle: initialization, ranks, process sets and shutdown.
 
-The names are those of `__init__.pyi`. They are imported when they are used: `keras_dist` sizes
-thread pools before numpy is imported.
+Names are imported lazily from `__init__.pyi`, because `keras_dist` sizes thread pools before numpy
+is imported.
 """
 
 from typing import Any

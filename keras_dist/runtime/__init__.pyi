@@ -14,6 +14,9 @@ from .job import (
     cross_size as cross_size,
 )
 from .job import (
+    detach as detach,
+)
+from .job import (
     find_process_set as find_process_set,
 )
 from .job import (
@@ -27,9 +30,6 @@ from .job import (
 )
 from .job import (
     is_initialized as is_initialized,
-)
-from .job import (
-    leave as leave,
 )
 from .job import (
     local_rank as local_rank,

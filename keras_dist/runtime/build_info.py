@@ -1,6 +1,6 @@
-"""What Horovod's functions of these names tell, told of keras_dist: MPI is all that it needs.
+"""Horovod's build queries, answered for keras_dist.
 
-Where Horovod was built with or without a library, keras_dist finds MPI or not when it starts.
+Horovod links libraries when it is built; keras_dist looks for an MPI library when it starts.
 """
 
 from keras_dist import _engine, errors, runtime
@@ -20,20 +20,20 @@ __all__ = [
 
 
 def mpi_built() -> bool:
-    """Tells whether an MPI library was found."""
+    """Returns whether an MPI library was found."""
     return _engine.load_mpi() is not None
 
 
 def mpi_enabled() -> bool:
-    """Tells whether this job uses MPI. Initialises keras_dist when the user has not."""
+    """Returns whether this job uses MPI. Initializes keras_dist if needed."""
     return runtime.communicator().mpi is not None
 
 
 def mpi_threads_supported() -> bool:
-    """Tells whether MPI may be called by several threads at once.
+    """Returns whether several threads may call MPI at the same time (`MPI_THREAD_MULTIPLE`).
 
     Raises:
-        ArgumentError: keras_dist is not initialised, or has no MPI.
+        ArgumentError: keras_dist is not initialized, or no MPI library was found.
     """
     mpi = runtime.communicator().mpi if runtime.is_initialized() else None
     if mpi is not None:
@@ -41,9 +41,9 @@ def mpi_threads_supported() -> bool:
     raise errors.ArgumentError(
         errors.explain(
             "[keras_dist]",
-            "keras_dist to be initialised, with MPI",
-            "that it is not",
-            "Call keras_dist.init() first; install an MPI library where there is none.",
+            "keras_dist to be initialized, with MPI",
+            "no initialized MPI",
+            "Call keras_dist.init() first; install an MPI library if there is none.",
         )
     )
 
@@ -59,7 +59,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Returns 0: tensors of a GPU travel through the host."""
+    """Returns 0: GPU tensors are copied through host memory."""
     return 0
 
 
@@ -74,7 +74,7 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Returns `False`: keras_dist itself has no code for GPUs."""
+    """Returns `False`: keras_dist itself has no GPU code."""
     return False
 
 

@@ -1,6 +1,6 @@
-"""Lifecycle events of the job. Packages above `runtime` subscribe; `runtime` imports none of them.
+"""Lifecycle events of the job, to which packages above `runtime` subscribe.
 
-Every handler runs on every rank, in the order of subscription, and may call collectives.
+Handlers run on every rank, in the order of subscription, and may call collectives.
 """
 
 from collections import defaultdict
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 __all__ = ["JOB_ENDING", "JOB_JOINED", "JOB_STARTED", "publish", "subscribe"]
 
-JOB_JOINED = "job joined"  # the ranks have found each other; an error ends `init`
+JOB_JOINED = "job joined"  # the ranks are connected; an error makes `init` fail
 JOB_STARTED = "job started"  # `init` has succeeded
-JOB_ENDING = "job ending"  # `shutdown`, or the end of the script; all ranks still answer
+JOB_ENDING = "job ending"  # `shutdown`, or the end of the script; all ranks are still connected
 
 _handlers: defaultdict[str, list[Callable[["Communicator"], None]]] = defaultdict(list)
 
 
 def subscribe(event: str, handler: "Callable[[Communicator], None]") -> None:
-    """Calls a function at each such event.
+    """Registers a handler for an event.
 
     Args:
         event: one of the events of this module.
-        handler: is given the communicator of all ranks.
+        handler: called with the communicator of all ranks.
     """
     _handlers[event].append(handler)
 
@@ -34,7 +34,7 @@ def publish(event: str, comm: "Communicator") -> None:
 
     Args:
         event: one of the events of this module.
-        comm: the ranks of the job.
+        comm: the communicator of all ranks.
     """
     for handler in _handlers[event]:
         handler(comm)

@@ -1,8 +1,8 @@
-"""How a job ends: all ranks together. No rank is left waiting for one that has gone.
+"""Exit hooks: all ranks end together, so that no rank waits for one that has exited.
 
-A rank may go by an exception that nobody catches, or by reaching the end of the script,
-`sys.exit` included, while others still call collectives. Under a launcher both are watched
-from the moment keras_dist is imported.
+A rank may exit by an uncaught exception, or by reaching the end of the script (`sys.exit`
+included), while others still call collectives. Under a launcher the hooks are installed when
+keras_dist is imported.
 """
 
 import atexit
@@ -23,110 +23,114 @@ from keras_dist.runtime import events, launch_environment
 if TYPE_CHECKING:
     from keras_dist._engine import Communicator
 
-__all__ = ["PREEMPTED_EXIT_CODE", "follow", "watch"]
+__all__ = ["PREEMPTED_EXIT_CODE", "install", "register_job"]
 
-PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL: state was kept, another try may go on
+PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL: the state was saved, a restart may resume
 
-INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT  # as a shell says it
-STAGGER_SECONDS = 1.0  # from one rank that ends the job to the next that does, if it still lives
-MOST_STAGGERED = 3  # ranks; those after them come at the same time
-START_SECONDS = 5.0  # for MPI, where this rank has not used it before it failed
-GRACE_SECONDS = 0.5  # an error of all ranks reaches them at about the same time
+INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT  # as shells report it
+STAGGER_SECONDS = 1.0  # between the MPI_Abort of one rank and that of the next
+MAX_STAGGERED_RANKS = 3  # all further ranks abort at the same time
+MPI_START_SECONDS = 5.0  # if MPI was not initialized before the failure
+GRACE_SECONDS = 0.5  # an error raised on all ranks reaches them at about the same time
 
-# What `runtime.job` knows, once it has joined one.
+# Set by `register_job`.
 _communicators: "Callable[[], list[Communicator]]" = list
-_leave_job: Callable[[str], None] | None = None
+_detach: Callable[[str], None] | None = None
 
-AGREED = errors.MismatchError | errors.CallbackError | errors.CheckpointError
+# Raised on every rank by agreement.
+COLLECTIVE_ERRORS = errors.MismatchError | errors.CallbackError | errors.CheckpointError
 
 
-def follow(communicators: "Callable[[], list[Communicator]]", leave: Callable[[str], None]) -> None:
-    """Names the job that the hooks end, and watches for the end of this process.
+def register_job(
+    communicators: "Callable[[], list[Communicator]]", detach: Callable[[str], None]
+) -> None:
+    """Registers the job that the hooks end, and installs the hooks.
 
     Args:
-        communicators: returns the communicators of the job, that of all ranks first; none where
-            this process is in no job.
-        leave: detaches this process from the job; is given the reason for messages.
+        communicators: returns the communicators of the job, that of all ranks first; an empty
+            list if this process is in no job.
+        detach: detaches this process from the job; called with the reason, for messages.
     """
-    global _communicators, _leave_job
-    _communicators, _leave_job = communicators, leave
-    watch()
+    global _communicators, _detach
+    _communicators, _detach = communicators, detach
+    install()
 
 
 @functools.cache
-def watch() -> None:
-    """Watches for the end of this process. Further calls do nothing."""
+def install() -> None:
+    """Installs the exit hooks of this process. Further calls do nothing."""
     previous, pid = sys.excepthook, os.getpid()
-    of_threads = threading.excepthook
+    previous_thread_hook = threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != pid or _alone():  # a forked child is no rank
+        if os.getpid() != pid or _is_single_process():  # a forked child is not a rank
             previous(kind, error, trace)
             return
         _report("".join(traceback.format_exception(kind, error, trace)))
-        if isinstance(error, AGREED) and _has_no_sets():
-            return  # raised by agreement: it ends each rank by itself
-        # A launcher ends the others as soon as one is gone; let them say the same first.
+        if isinstance(error, COLLECTIVE_ERRORS) and _has_no_subsets():
+            return  # every rank raises the same error and exits by itself
+        # The launcher kills the other ranks when one exits; let them print their error first.
         time.sleep(GRACE_SECONDS)
-        if not isinstance(error, errors.LaunchError):  # then MPI had better be left alone
-            _end_all(INTERRUPTED_EXIT_CODE if isinstance(error, KeyboardInterrupt) else 1)
+        if not isinstance(error, errors.LaunchError):  # MPI may be unusable then
+            _abort(INTERRUPTED_EXIT_CODE if isinstance(error, KeyboardInterrupt) else 1)
 
     def thread_hook(failed: threading.ExceptHookArgs) -> None:
-        # As in one process a thread ends alone; but which rank's it was must be told.
-        if os.getpid() != pid or _alone() or failed.exc_type is SystemExit:
-            of_threads(failed)
+        # Only the thread ends, as without keras_dist; the report names the rank.
+        if os.getpid() != pid or _is_single_process() or failed.exc_type is SystemExit:
+            previous_thread_hook(failed)
             return
         name = failed.thread.name if failed.thread is not None else "unknown"
         text = traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
         _report(f"Exception in thread {name}:\n{''.join(text)}")
 
     sys.excepthook, threading.excepthook = hook, thread_hook
-    atexit.register(_leave, pid)
+    atexit.register(_finalize, pid)
 
 
-def _alone() -> bool:
+def _is_single_process() -> bool:
     comms = _communicators()
     return comms[0].size == 1 if comms else not launch_environment.starts_ranks()
 
 
-def _has_no_sets() -> bool:
-    """Tells whether all ranks agree upon what is agreed, and not those of a process set alone."""
+def _has_no_subsets() -> bool:
+    """Returns whether collective errors are raised on all ranks, not only in a process set."""
     comms = _communicators()
     return not comms or not comms[0].subsets
 
 
 def _report(text: str) -> None:
-    """Prints the traceback with the rank before each line, and the reason once more.
+    """Prints a traceback, each line prefixed with the rank.
 
-    A framework wraps an error of the engine in pages of its own.
+    The reason of a mismatch is repeated at the end, because frameworks bury errors of the engine
+    under their own tracebacks.
     """
     from keras_dist import _engine
 
-    mark, reason = "", None
+    prefix, reason = "", None
     if comms := _communicators():
         _engine.flush_trace()
-        mark = f"[{comms[0].rank}] "
+        prefix = f"[{comms[0].rank}] "
         reason = comms[0].mismatch
     lines = text.splitlines(keepends=True)
     if reason is not None and reason not in lines[-1]:
         lines.append(f"{reason}\n")
-    sys.stderr.write("".join(mark + line for line in lines))
+    sys.stderr.write("".join(prefix + line for line in lines))
     sys.stderr.flush()
 
 
-def _leave(pid: int) -> None:
-    """Leaves MPI at the end of the script, after the last meeting where there are other ranks."""
+def _finalize(pid: int) -> None:
+    """Synchronizes with the other ranks at the end of the script, then finalizes MPI."""
     from keras_dist import _engine
 
     if os.getpid() != pid:  # a forked child
         return
     if comms := _communicators():
-        _meet(comms)
+        _synchronize(comms)
     _engine.stop_mpi()
 
 
-def _meet(comms: "list[Communicator]") -> None:
-    """Meets the other ranks; ends the job when they are elsewhere."""
+def _synchronize(comms: "list[Communicator]") -> None:
+    """Waits for the other ranks; aborts the job if they are in another collective."""
     from keras_dist import _engine
 
     if comms[0].mpi is not None and comms[0].mpi.Is_finalized():
@@ -134,36 +138,36 @@ def _meet(comms: "list[Communicator]") -> None:
     try:
         _engine.at_the_end(comms)
         events.publish(events.JOB_ENDING, comms[0])
-        if comms[0].size > 1 and _leave_job is not None:
-            _leave_job("a call from a handler of atexit, when the ranks had met and left")
+        if comms[0].size > 1 and _detach is not None:
+            _detach("a call from an atexit handler, after the job has ended")
     except errors.MismatchError as error:
         _report(f"{error}\n")
         time.sleep(GRACE_SECONDS)
-        _end_all(1)
+        _abort(1)
     except Exception:
         _report(traceback.format_exc())
         time.sleep(GRACE_SECONDS)
-        _end_all(1)
+        _abort(1)
     except KeyboardInterrupt:
         _report("KeyboardInterrupt while waiting for the other ranks at the end of the script\n")
-        _end_all(INTERRUPTED_EXIT_CODE)
+        _abort(INTERRUPTED_EXIT_CODE)
 
 
-def _end_all(code: int) -> None:
+def _abort(code: int) -> None:
+    """Ends all ranks with `MPI_Abort`."""
     from keras_dist import _engine
 
     mpi = _engine.load_mpi()
     if mpi is not None:
-        # MPI starts when all ranks have come to that, and some may never. No handler could run
-        # meanwhile: the signal itself ends this process, and that ends the job.
+        # `MPI_Init` returns once all ranks have called it, which some may never do. Python runs
+        # no signal handler meanwhile: the default action ends this process, and so the job.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, START_SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, MPI_START_SECONDS)
         _engine.start_mpi(mpi)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _engine.take_names_away()
         if _engine.outlives_processes():
-            # Where several ranks end a job at once, Open MPI's mpiexec was seen to stay, or to end
-            # with 0. The first one is enough.
-            place = min(mpi.COMM_WORLD.Get_rank(), MOST_STAGGERED)
-            time.sleep(place * STAGGER_SECONDS)
+            # Open MPI's mpiexec was seen to hang, or to exit with 0, when several ranks abort at
+            # the same time. One abort is enough.
+            time.sleep(min(mpi.COMM_WORLD.Get_rank(), MAX_STAGGERED_RANKS) * STAGGER_SECONDS)
         mpi.COMM_WORLD.Abort(code)

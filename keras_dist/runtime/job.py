@@ -1,8 +1,8 @@
-"""Who am I: the ranks of this job, this rank's place among them.
+"""Job state: initialization, ranks and process sets.
 
-Holds the communicator of the job and those of its process sets. Whoever asks for a rank or
-runs a collective before `init` was called initialises keras_dist with its defaults. How a job
-is joined is `startup`'s; moves no data.
+Holds the communicators of the job and of its process sets. Asking for a rank, or running a
+collective, before `init` initializes keras_dist with its defaults. See `startup` for how ranks
+connect.
 """
 
 import functools
@@ -13,12 +13,12 @@ from typing import Any
 
 from keras_dist import _engine, config, errors
 from keras_dist.runtime import events, exit_hooks, startup
-from keras_dist.runtime.process_set_table import SetTable
+from keras_dist.runtime.process_set_table import ProcessSetTable
 from keras_dist.runtime.process_sets import (
     ProcessSet,
     Ranks,
-    as_set,
-    check_list,
+    as_process_set,
+    check_process_sets,
     global_process_set,
     without_id,
 )
@@ -29,12 +29,12 @@ __all__ = [
     "communicators",
     "cross_rank",
     "cross_size",
+    "detach",
     "find_process_set",
     "includes_me",
     "init",
     "is_homogeneous",
     "is_initialized",
-    "leave",
     "local_rank",
     "local_size",
     "may_outlive_ranks",
@@ -50,20 +50,20 @@ __all__ = [
 ]
 
 _log = logging.getLogger("keras_dist")
-_sets: SetTable | None = None  # with the communicator of all ranks
-_left: str | None = None  # how this process has ceased to be a rank, if it has
+_sets: ProcessSetTable | None = None  # with the communicator of all ranks
+_detached: str | None = None  # why this process is not a rank any more
 
 
 def init(
     comm: Any | Sequence[int] | None = None,
     process_sets: Sequence[ProcessSet] | str | None = None,
 ) -> None:
-    """Joins the ranks of the job and takes this rank's device and cores.
+    """Initializes keras_dist: connects the ranks, pins this rank's device and sizes thread pools.
 
-    Call it once, at the top of the script and before the first model is built: a device can
-    be pinned and thread pools can be sized only before the framework has used them. A second
-    call does nothing but add `process_sets` that have no id yet. Without it keras_dist
-    initialises itself at the first use.
+    Call it once, at the top of the script and before the first model is built: the device and the
+    thread pools cannot be changed after the framework has used them. A second call only adds
+    `process_sets` that have no id yet. If it is not called, keras_dist initializes itself at the
+    first use.
 
     Collective: every rank of the world, or of `comm`; `process_sets` must agree; blocks.
 
@@ -71,21 +71,22 @@ def init(
         comm: the ranks that train together: an `mpi4py.MPI.Comm`, which is duplicated, or a
             list of ranks of the world. Defaults to the whole world.
         process_sets: list of `ProcessSet`, which get the ids 1, 2, ... in this order; or
-            `"dynamic"`, which is accepted for the sake of scripts that know Horovod: sets can
-            always be added later. After an error in them init may be called again. Defaults
-            to no set but that of all ranks.
+            `"dynamic"`, which is accepted for compatibility with Horovod: sets can always be
+            added later. After an error in them `init` may be called again. Defaults to no
+            further set.
 
     Raises:
-        LaunchError: the launcher speaks of more ranks than MPI sees, or MPI does not allow
-            calls from several threads; or this is a child of a rank, made by a fork or by
+        LaunchError: the launcher announces more ranks than MPI sees, MPI does not allow calls
+            from several threads, or this process is a child of a rank, forked or started by
             `multiprocessing`.
         ArgumentTypeError: `comm` is neither a communicator nor a list of ranks, or
-            `process_sets` no list of `ProcessSet`; the latter is raised on every rank, as are
-            the next two.
-        ArgumentError: two process sets have the same ranks, or one has a rank that is not there.
-        MismatchError: the ranks pass different process sets, run other versions of Python,
-            keras_dist, Keras or the backend, or `KERAS_DIST_*` variables that decide how data
-            travels are not set alike; raised on every rank.
+            `process_sets` is not a list of `ProcessSet`; the latter is raised on every rank, as
+            are the next two.
+        ArgumentError: two process sets have the same ranks, or a set has a rank that does not
+            exist.
+        MismatchError: the ranks pass different process sets, run different versions of Python,
+            keras_dist, Keras or the backend, or differ in `KERAS_DIST_*` variables that affect
+            communication; raised on every rank.
 
     Example:
     ```python
@@ -96,26 +97,26 @@ def init(
     ```
     """
     global _sets
-    wanted: Any = [] if process_sets is None or process_sets == "dynamic" else process_sets
+    requested: Any = [] if process_sets is None or process_sets == "dynamic" else process_sets
     if _sets is not None:
-        if new := without_id(wanted):
-            _sets.add(lambda: check_list(new), "init")
+        if new := without_id(requested):
+            _sets.add(lambda: check_process_sets(new), "init")
         return
-    if _left is not None:
+    if _detached is not None:
         raise errors.LaunchError(
             errors.explain(
                 "[keras_dist]",
                 "the process that has called keras_dist.init, before the end of its script",
-                _left,
-                "Use keras_dist in that process alone, and hand its workers what they need, such "
+                _detached,
+                "Use keras_dist in that process only, and pass its workers what they need, such "
                 "as the rank, as arguments.",
             )
         )
     _watch_forks()
     joined = startup.join_ranks(comm)
-    sets = SetTable(joined, comm if _engine.is_communicator(comm) else None)
+    sets = ProcessSetTable(joined, comm if _engine.is_communicator(comm) else None)
     try:
-        sets.add(lambda: check_list(wanted), "init")
+        sets.add(lambda: check_process_sets(requested), "init")
         startup.compare_versions(joined)
     except errors.KerasDistError:
         sets.free()
@@ -132,14 +133,14 @@ def init(
     if config.settings().on_failure == "continue":
         outlive_ranks()
     events.publish(events.JOB_STARTED, joined)
-    exit_hooks.follow(_all_communicators, leave)
+    exit_hooks.register_job(_all_communicators, detach)
 
 
 def shutdown() -> None:
-    """Leaves the ranks of the job; a later `init` may join others. Process sets lose their ids.
+    """Leaves the job; a later `init` may join other ranks. Process sets lose their ids.
 
-    Collective: every rank. MPI itself stays up until the process ends. Does nothing when
-    keras_dist is not initialised.
+    Collective: every rank. MPI itself stays initialized until the process exits. Does nothing if
+    keras_dist is not initialized.
     """
     global _sets
     if _sets is not None:
@@ -148,36 +149,38 @@ def shutdown() -> None:
         _sets = None
 
 
-def leave(how: str) -> None:
-    """Makes this process no rank any more, without a word to the others; any use is an error.
+def detach(reason: str) -> None:
+    """Detaches this process from the job without notifying the other ranks.
+
+    Any later use of keras_dist is a `LaunchError`.
 
     Args:
-        how: how it has come to that, for the message.
+        reason: what the process is now, for that error's message.
     """
-    global _sets, _left
-    _sets, _left = None, how
+    global _sets, _detached
+    _sets, _detached = None, reason
 
 
 def is_initialized() -> bool:
-    """Tells whether `init` has been called, by the user or by keras_dist itself."""
+    """Returns whether keras_dist is initialized, by the user or by itself."""
     return _sets is not None
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
-    """Makes a process set that collectives can be called on.
+    """Registers a process set, so that collectives can be called on it.
 
     Collective: every rank of the job, in the set or not; the ranks of the set must agree;
     blocks.
 
     Args:
-        process_set: a `ProcessSet`, or what one can be made from: a list of ranks.
+        process_set: a `ProcessSet`, or a list of ranks.
 
     Returns:
-        The set, with an id: the lowest that is free, the same on every rank.
+        The set, with the lowest free id, the same on every rank.
 
     Raises:
         MismatchError: the ranks pass different sets; raised on every rank.
-        ArgumentError: there is a set of the same ranks, or it has ranks that the job has not;
+        ArgumentError: a set of the same ranks exists, or a rank does not exist in the job;
             raised on every rank.
 
     Example:
@@ -185,13 +188,13 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     first = keras_dist.add_process_set([0])
     ```
     """
-    return _process_sets().add(lambda: [as_set(process_set)], "add_process_set")[0]
+    return _process_sets().add(lambda: [as_process_set(process_set)], "add_process_set")[0]
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Takes a process set's id away, which a later set may get.
+    """Removes a process set; a later set may get its id.
 
-    Sets that were made together, from communicators of different ranks, go together.
+    Sets that were added together, from communicators of different ranks, are removed together.
 
     Collective: every rank of the job, in the set or not, with the same set; blocks.
 
@@ -199,147 +202,147 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         process_set: the set.
 
     Returns:
-        Whether there was such a set; `False` for `global_process_set`, which stays.
+        Whether the set was registered; `False` for `global_process_set`, which stays.
 
     Raises:
         MismatchError: the ranks pass different sets; raised on every rank.
-        ArgumentTypeError: it is no `ProcessSet`; raised on every rank.
+        ArgumentTypeError: `process_set` is not a `ProcessSet`; raised on every rank.
     """
     return _process_sets().remove(process_set, "remove_process_set")
 
 
 def communicator(process_set: ProcessSet | None = None) -> _engine.Communicator:
-    """Returns the communicator, after initialising keras_dist when the user has not.
+    """Returns the communicator of a process set; initializes keras_dist if needed.
 
     Args:
-        process_set: the set whose communicator it is. Defaults to that of all ranks.
+        process_set: the process set. Defaults to all ranks.
 
     Raises:
-        ArgumentTypeError: `process_set` is no `ProcessSet`.
-        ArgumentError: it has no id, or this rank is not in it.
+        ArgumentTypeError: `process_set` is not a `ProcessSet`.
+        ArgumentError: the set has no id, or this rank is not in it.
     """
     sets = _process_sets()
     return sets.job if process_set is None else sets.communicator(process_set)
 
 
 def communicators() -> list[_engine.Communicator]:
-    """Returns the communicators of all ranks and of every process set that this rank is in."""
+    """Returns the communicators that this rank belongs to: all ranks first, then process sets."""
     _process_sets()
     return _all_communicators()
 
 
 def includes_me(process_set: ProcessSet | None) -> bool:
-    """Tells whether this rank is in a process set; `None` is that of all ranks.
+    """Returns whether this rank is in a process set; `None` stands for all ranks.
 
     Raises:
-        ArgumentTypeError: `process_set` is no `ProcessSet`.
-        ArgumentError: it has no id.
+        ArgumentTypeError: `process_set` is not a `ProcessSet`.
+        ArgumentError: the set has no id.
     """
     return process_set is None or _process_sets().includes_me(process_set)
 
 
 def ranks_of(process_set: ProcessSet | None) -> tuple[Ranks, ...]:
-    """Returns the ranks of a set and of those made together with it; none for all ranks."""
+    """Returns the ranks of a set and of the sets added together with it; `()` for all ranks."""
     if process_set is None or process_set is global_process_set:
         return ()
-    return _process_sets().made_with(process_set)
+    return _process_sets().ranks_of_group(process_set)
 
 
 def ranks_by_id(process_set_id: int) -> Ranks:
-    """Returns the ranks of the process set with an id, 0 for that of all.
+    """Returns the ranks of the process set with an id; id 0 is all ranks.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: no set has this id.
     """
     return _process_sets().ranks_by_id(process_set_id)
 
 
-def find_process_set(wanted: Sequence[Ranks]) -> ProcessSet | None:
-    """Returns the set that this rank knows by what `ranks_of` has returned, if there is one."""
-    return _process_sets().find(wanted)
+def find_process_set(group: Sequence[Ranks]) -> ProcessSet | None:
+    """Returns the process set for which `ranks_of` returns `group`; `None` if there is none."""
+    return _process_sets().find(group)
 
 
 def may_outlive_ranks() -> bool:
-    """Tells whether this rank could go on when others die: whether MPI allows it."""
+    """Returns whether MPI lets this rank continue when others die."""
     return communicator().size > 1 and _engine.outlives_processes()
 
 
 def outlive_ranks() -> None:
-    """Makes this rank go on when others die, where MPI allows it; else the root says so.
+    """Makes this rank continue when others die; if MPI does not allow it, rank 0 logs a warning.
 
-    Collective: every rank of the job; blocks where MPI allows it.
+    Collective: every rank of the job; blocks if MPI allows it.
 
     Raises:
-        MismatchError: another rank does something else; raised on every rank.
+        MismatchError: another rank calls another operation; raised on every rank.
     """
     comm = communicator()
     if comm.size == 1 or comm.recovery is not None:
         return
     if _engine.outlives_processes():
-        # A rank that alone were ready for deaths would wait for the others behind each operation.
+        # If only some ranks did it, they would wait for the others after each operation.
         _engine.barrier(comm, operation="on_failure=continue")
         comm.recovery = _engine.Retry(comm)
         return
     notify(
-        "keras_dist cannot go on without a rank that dies: only Open MPI 5 or newer can, started "
-        f"with: mpiexec --with-ft ulfm. This is {_engine.library(comm.mpi)}. The job ends then; "
-        "keras-dist run --max-restarts starts it anew."
+        "keras_dist cannot continue without a rank that dies: only Open MPI 5 or newer can, "
+        f"started with: mpiexec --with-ft ulfm. This is {_engine.library(comm.mpi)}. The job ends "
+        "when a rank dies; keras-dist run --max-restarts restarts it."
     )
 
 
 def rank() -> int:
-    """Returns the number of this process among all, 0 to `size() - 1`."""
+    """Returns the rank of this process, 0 to `size() - 1`."""
     return communicator().rank
 
 
 def size() -> int:
-    """Returns the number of processes that train together."""
+    """Returns the number of ranks of the job."""
     return communicator().size
 
 
 def local_rank() -> int:
-    """Returns the number of this process among those on its node: the GPU it takes."""
+    """Returns the rank of this process on its node, which selects its GPU."""
     return communicator().local_rank
 
 
 def local_size() -> int:
-    """Returns the number of processes on this node."""
+    """Returns the number of ranks on this node."""
     return communicator().local_size
 
 
 def cross_rank() -> int:
-    """Returns the number of this node among those that have a rank of this local rank."""
+    """Returns the rank of this node among the nodes that have this local rank."""
     return communicator().cross_rank
 
 
 def cross_size() -> int:
-    """Returns the number of nodes that have a rank of this local rank."""
+    """Returns the number of nodes that have this local rank."""
     return communicator().cross_size
 
 
 def is_homogeneous() -> bool:
-    """Tells whether every node has the same number of ranks."""
+    """Returns whether every node has the same number of ranks."""
     return communicator().is_homogeneous
 
 
 def where() -> str:
-    """Returns the place of this rank for messages, such as `[rank 1 of 4]`."""
+    """Returns the prefix of messages, such as `[rank 1 of 4]`."""
     return communicator().where()
 
 
 def notify(message: str) -> None:
-    """Tells the user something, once for the job: only rank 0 logs it, as a warning."""
+    """Logs a warning once for the job, on rank 0."""
     if rank() == 0:
         _log.warning(message)
 
 
 @functools.cache
 def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_be_no_rank)
+    os.register_at_fork(after_in_child=_detach_child)
 
 
-def _be_no_rank() -> None:
-    leave(f"process {os.getpid()}, which was forked from it and is no rank")
+def _detach_child() -> None:
+    detach(f"process {os.getpid()}, which was forked from it and is not a rank")
     _engine.forget_trace()
 
 
@@ -347,9 +350,9 @@ def _all_communicators() -> list[_engine.Communicator]:
     return [] if _sets is None else [_sets.job, *_sets.communicators()]
 
 
-def _process_sets() -> SetTable:
+def _process_sets() -> ProcessSetTable:
     if _sets is None:
         init()
     if _sets is None:
-        raise errors.LaunchError("keras_dist could not be initialised.")
+        raise errors.LaunchError("keras_dist could not be initialized.")
     return _sets

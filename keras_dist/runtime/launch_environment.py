@@ -1,8 +1,8 @@
-"""What a launcher's environment variables say about the job. Knows no MPI.
+"""The environment variables by which launchers describe the job. Does not use MPI.
 
-mpirun, mpiexec and srun tell each process through the environment how many ranks the job
-has. MPI itself is the truth; these variables serve to notice when MPI and the launcher do
-not belong together, and to size thread pools before MPI is up.
+mpirun, mpiexec and srun announce the number of ranks through the environment. MPI itself is
+authoritative; these variables serve to detect that MPI and the launcher do not match, and to size
+thread pools before MPI is initialized.
 """
 
 import dataclasses
@@ -19,15 +19,15 @@ __all__ = [
     "announced_local_size",
     "announced_rank",
     "announced_size",
-    "forget_threads",
     "has_sized_threads",
     "is_child",
     "limit_threads",
+    "restore_threads",
     "starts_ranks",
 ]
 
-# Launcher, variable with the number of ranks. The first that is present wins: a process
-# started by mpirun inside a Slurm allocation carries both kinds.
+# Launcher and its variable for the number of ranks. The first variable that is set wins: a
+# process started by mpirun inside a Slurm allocation has both kinds.
 SIZES = (
     ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE"),
     ("the Hydra mpiexec of MPICH or Intel MPI (or another PMI launcher)", "PMI_SIZE"),
@@ -49,12 +49,12 @@ _sized = False
 
 @dataclasses.dataclass(frozen=True)
 class Announcement:
-    """What a launcher said.
+    """The number of ranks that a launcher announces.
 
     Args:
-        launcher: its name in words.
-        variable: the environment variable that said so.
-        size: the number of ranks it speaks of, at least.
+        launcher: the name of the launcher, for messages.
+        variable: the environment variable that announces the number.
+        size: the number of ranks, or a lower bound.
     """
 
     launcher: str
@@ -63,10 +63,9 @@ class Announcement:
 
 
 def announced_size(environment: Mapping[str, str] = os.environ) -> Announcement | None:
-    """Returns what the launcher says about the number of ranks; `None` when nothing does.
+    """Returns the announced number of ranks; `None` without a launcher.
 
-    `PMIX_RANK` names this process' rank alone, so it can only say that there are at least
-    that many ranks and one more.
+    `PMIX_RANK` holds only the rank of this process, so it gives a lower bound.
     """
     for launcher, variable in SIZES:
         size = _number(environment.get(variable))
@@ -79,44 +78,43 @@ def announced_size(environment: Mapping[str, str] = os.environ) -> Announcement 
 
 
 def announced_local_size(environment: Mapping[str, str] = os.environ) -> int:
-    """Returns the number of ranks on this node as the launcher says; 1 when nothing does."""
+    """Returns the announced number of ranks on this node; 1 without a launcher."""
     size = _first_number(LOCAL_SIZES, environment)
     return _slurm_tasks_per_node(environment) if size is None else size
 
 
 def announced_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Returns the number of this process as the launcher says; `None` when nothing does."""
+    """Returns the announced rank of this process; `None` without a launcher."""
     return _first_number(RANKS, environment)
 
 
 def announced_local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Returns the number of this process on its node; `None` when no launcher says it."""
+    """Returns the announced local rank of this process; `None` without a launcher."""
     return _first_number(LOCAL_RANKS, environment)
 
 
 def is_child() -> bool:
-    """Tells whether `multiprocessing` has started this process: its parent is the rank.
+    """Returns whether `multiprocessing` has started this process, as a child of a rank.
 
-    It inherits the environment, and a script that is not guarded runs in it from the top.
+    The child inherits the environment, and runs an unguarded script from the top.
     """
-    process: Any = sys.modules.get("multiprocessing.process")  # in a child it is there
+    process: Any = sys.modules.get("multiprocessing.process")  # always imported in a child
     if process is None:
         return False
     return inherits_script() or process.parent_process() is not None
 
 
 def starts_ranks() -> bool:
-    """Tells whether a launcher has started this process as one of several ranks."""
+    """Returns whether a launcher has started this process as one of several ranks."""
     announced = announced_size()
     return announced is not None and announced.size > 1 and not is_child()
 
 
 def limit_threads() -> None:
-    """Gives TensorFlow's compute pool this rank's share of the cores, unless it is set.
+    """Sizes TensorFlow's compute pool to this rank's share of the cores, unless the user has.
 
-    TensorFlow sizes its pool when the first operation runs, which may come before
-    `keras_dist.init()` in a script that leaves `init` to keras_dist; only an environment
-    variable set at import reaches it in time.
+    TensorFlow creates its pool when the first operation runs, which may be before
+    `keras_dist.init()`; only an environment variable set at import takes effect in time.
     """
     global _sized
     local_size = announced_local_size()
@@ -128,10 +126,10 @@ def limit_threads() -> None:
         _sized = True
 
 
-def forget_threads() -> None:
-    """Takes the pool's size out of the environment again, if it is ours: another program follows.
+def restore_threads() -> None:
+    """Unsets the variable that `limit_threads` has set, before another program is started.
 
-    There it would look like the user's choice.
+    That program would take it for the user's choice.
     """
     global _sized
     if _sized:
@@ -140,7 +138,7 @@ def forget_threads() -> None:
 
 
 def has_sized_threads() -> bool:
-    """Tells whether the pool's size in the environment is ours, and not the user's choice."""
+    """Returns whether `limit_threads`, not the user, has set the size of the pool."""
     return _sized
 
 

@@ -1,7 +1,6 @@
-"""The process sets of a job: which there are, how the ranks agree on them, how they come to life.
+"""The table of the process sets of a job, which the ranks add and remove collectively.
 
-The ids and ranks of all sets are the same on every rank; the communicator of a set is with its
-members alone.
+Ids and ranks of all sets are the same on every rank; only members hold a set's communicator.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,29 +10,30 @@ from keras_dist import _engine, errors
 from keras_dist.runtime.process_sets import (
     ProcessSet,
     Ranks,
-    check_set,
+    check_process_set,
+    format_ranks,
     global_process_set,
-    say_ranks,
 )
 
-__all__ = ["SetTable"]
+__all__ = ["ProcessSetTable"]
 
 GLOBAL = 0  # the id of the set of all ranks
+Request = tuple[str, Ranks]  # "ranks" or "a communicator", and the ranks
 SAME_SETS = "Pass the same process sets, in the same order, on every rank."
 
 
-class SetTable:
-    """The sets of a job: the same ids and ranks on every rank.
+class ProcessSetTable:
+    """The process sets of a job, with the same ids and ranks on every rank.
 
     Args:
         job: the communicator of all ranks.
-        mpi_comm: the user's communicator that it was made from, if there was one.
+        mpi_comm: the user's communicator that was passed to `init`, if any.
     """
 
     def __init__(self, job: _engine.Communicator, mpi_comm: Any | None):
         self.job = job
         self._ranks: dict[int, Ranks] = {GLOBAL: tuple(job.ranks)}  # by id
-        self._known: list[ProcessSet] = []  # those that this rank has objects of
+        self._sets: list[ProcessSet] = []
         global_process_set._bind(GLOBAL, job.ranks, job, job, (GLOBAL,))
         global_process_set.mpi_comm = mpi_comm
 
@@ -41,196 +41,189 @@ class SetTable:
         """Returns the communicator of a set.
 
         Raises:
-            ArgumentTypeError: it is no `ProcessSet`.
-            ArgumentError: this rank is not in it, or the set has no id.
+            ArgumentTypeError: `process_set` is not a `ProcessSet`.
+            ArgumentError: this rank is not in the set, or the set has no id.
         """
-        return check_set(process_set, self.job.where())._among(self.job)
+        return check_process_set(process_set, self.job.where())._communicator_in(self.job)
 
     def includes_me(self, process_set: Any) -> bool:
-        """Tells whether this rank is in a set.
+        """Returns whether this rank is in a set.
 
         Raises:
-            ArgumentTypeError: it is no `ProcessSet`.
+            ArgumentTypeError: `process_set` is not a `ProcessSet`.
             ArgumentError: the set has no id.
         """
-        check_set(process_set, self.job.where())._check(self.job)
+        check_process_set(process_set, self.job.where())._check(self.job)
         return bool(process_set.included())
 
     def communicators(self) -> list[_engine.Communicator]:
-        """Returns the communicators of all sets that this rank is in, without that of all."""
-        return [one._communicator for one in self._known if one._communicator is not None]
+        """Returns the communicators of all sets that this rank is in, except the global set."""
+        return [each._communicator for each in self._sets if each._communicator is not None]
 
-    def made_with(self, process_set: ProcessSet) -> tuple[Ranks, ...]:
-        """Returns the ranks of a set and of those that were made together with it."""
-        return tuple(self._ranks[number] for number in process_set._entry)
+    def ranks_of_group(self, process_set: ProcessSet) -> tuple[Ranks, ...]:
+        """Returns the ranks of a set and of the sets added together with it."""
+        return tuple(self._ranks[set_id] for set_id in process_set._group_ids)
 
-    def ranks_by_id(self, number: int) -> Ranks:
+    def ranks_by_id(self, set_id: int) -> Ranks:
         """Returns the ranks of the set with an id.
 
         Raises:
-            ArgumentError: there is none.
+            ArgumentError: no set has this id.
         """
-        if number in self._ranks:
-            return self._ranks[number]
-        expected = f"the id of a process set, of {sorted(self._ranks)}"
+        if set_id in self._ranks:
+            return self._ranks[set_id]
+        expected = f"the id of a process set, one of {sorted(self._ranks)}"
         remedy = "Add the set first, and pass its process_set_id."
-        raise errors.ArgumentError(errors.explain(self.job.where(), expected, repr(number), remedy))
+        raise errors.ArgumentError(errors.explain(self.job.where(), expected, repr(set_id), remedy))
 
-    def find(self, wanted: Sequence[Ranks]) -> ProcessSet | None:
-        """Returns a set that has some of these ranks, one that this rank is in if there is any.
+    def find(self, group: Sequence[Ranks]) -> ProcessSet | None:
+        """Returns a set with one of these lists of ranks, preferably a set with this rank in it.
 
         Args:
-            wanted: the ranks of sets that were made together, in any order.
+            group: the ranks of sets that were added together, in any order.
         """
-        found = [one for one in self._known if one._ranks in wanted]
-        return next((one for one in found if one.included()), found[0] if found else None)
+        found = [each for each in self._sets if each._ranks in group]
+        return next((each for each in found if each.included()), found[0] if found else None)
 
-    def add(self, list_them: Callable[[], list[ProcessSet]], operation: str) -> list[ProcessSet]:
-        """Brings sets to life. Collective: every rank of the job; blocks.
+    def add(self, make_sets: Callable[[], list[ProcessSet]], operation: str) -> list[ProcessSet]:
+        """Registers sets. Collective: every rank of the job; blocks.
 
         Args:
-            list_them: gives the sets; what it raises on one rank is raised on all.
-            operation: what the call is called in messages.
+            make_sets: returns the sets; an error on one rank is raised on all.
+            operation: name of the call, for messages.
 
         Returns:
             The sets.
 
         Raises:
-            MismatchError: the ranks pass other sets; raised on every rank.
-            ArgumentError: a set is there already, or has ranks that the job has not; raised
-                on every rank.
+            MismatchError: the ranks pass different sets; raised on every rank.
+            ArgumentError: a set exists already, or has ranks that do not exist; raised on every
+                rank.
         """
         sets: list[ProcessSet] = []
 
-        def wishes() -> list[tuple[str, Ranks]]:
-            sets.extend(list_them())
-            return [self._wish(one) for one in sets]
+        def requests() -> list[Request]:
+            sets.extend(make_sets())
+            return [self._request(each) for each in sets]
 
         with self.job.lock:
             self._ranks[GLOBAL] = tuple(self.job.ranks)  # some may have died since
-            agreed = _agree(self._share(wishes, operation), self.job)
-            self._check_new([ranks for entry in agreed for ranks in entry])
-            for process_set, entry in zip(sets, agreed, strict=True):
-                self._make(process_set, entry)
+            groups = _match(self._gather(requests, operation), self.job)
+            self._check_new([ranks for group in groups for ranks in group])
+            for process_set, group in zip(sets, groups, strict=True):
+                self._register(process_set, group)
             self.job.subsets = len(self._ranks) - 1
         return sets
 
     def remove(self, process_set: Any, operation: str) -> bool:
-        """Takes a set's id away. Collective: every rank of the job; blocks.
+        """Removes a set. Collective: every rank of the job; blocks.
 
         Returns:
-            Whether it had one; the set of all ranks stays, so for that it is `False`.
+            Whether the set was registered; `False` for the global set, which stays.
 
         Raises:
-            MismatchError: the ranks pass other sets; raised on every rank.
-            ArgumentTypeError: it is no `ProcessSet`; raised on every rank.
+            MismatchError: the ranks pass different sets; raised on every rank.
+            ArgumentTypeError: `process_set` is not a `ProcessSet`; raised on every rank.
         """
         job = self.job
         if isinstance(process_set, ProcessSet) and process_set._communicator is not None:
-            # What is queued asks for the set's communicator when it runs.
+            # Queued operations look up the set's communicator when they run.
             process_set._communicator.finish_queued()
         with job.lock:
-            entries = self._share(lambda: check_set(process_set)._entry, operation)
-            for rank, entry in enumerate(entries):
-                if entry != entries[0]:
-                    expected, received = self._say(entries[0]), self._say(entry)
+            groups = self._gather(lambda: check_process_set(process_set)._group_ids, operation)
+            for rank, group in enumerate(groups):
+                if group != groups[0]:
+                    expected, received = self._format(groups[0]), self._format(group)
                     raise _mismatch(job, rank, f"to remove {expected} as on rank 0", received)
-            if not entries[0] or GLOBAL in entries[0]:
+            if not groups[0] or GLOBAL in groups[0]:
                 return False
-            for number in entries[0]:
-                del self._ranks[number]
+            for set_id in groups[0]:
+                del self._ranks[set_id]
             self.job.subsets = len(self._ranks) - 1
-            self._known.remove(process_set)
+            self._sets.remove(process_set)
             _release(process_set)
             return True
 
     def free(self) -> None:
-        """Takes the ids of all sets away and gives all communicators back.
-
-        Collective: every rank of the job.
-        """
+        """Unregisters all sets and frees all communicators. Collective: every rank of the job."""
         self.job.finish_queued()
-        for process_set in self._known:
+        for process_set in self._sets:
             if process_set._communicator is not None:
                 process_set._communicator.finish_queued()
             _release(process_set)
-        self._known.clear()
+        self._sets.clear()
         global_process_set._unbind()
         self.job.free()
 
-    def _share(self, tell: Callable[[], Any], operation: str) -> list[Any]:
-        """Returns what every rank tells. What is wrong on one rank is raised on all."""
-        mine: Any
+    def _gather(self, compute: Callable[[], Any], operation: str) -> list[Any]:
+        """Returns the value of every rank. An error on one rank is raised on all."""
+        value: Any
         try:
-            mine = tell()
+            value = compute()
         except errors.KerasDistError as error:
-            mine = error
-        told = _engine.allgather_object(self.job, mine, operation=operation)
-        for rank, one in enumerate(told):
-            if isinstance(one, errors.KerasDistError):
-                raise type(one)(f"[rank {rank} of {self.job.size}] {one}")
-        return told
+            value = error
+        values = _engine.allgather_object(self.job, value, operation=operation)
+        for rank, each in enumerate(values):
+            if isinstance(each, errors.KerasDistError):
+                raise type(each)(f"[rank {rank} of {self.job.size}] {each}")
+        return values
 
-    def _wish(self, process_set: ProcessSet) -> tuple[str, Ranks]:
-        """Returns what a set is made from, and its ranks."""
+    def _request(self, process_set: ProcessSet) -> Request:
         if process_set is global_process_set:
             return "ranks", self._ranks[GLOBAL]
         if process_set.mpi_comm is not None:
             return "a communicator", _engine.places_of(self.job, process_set.mpi_comm)
         return "ranks", process_set._ranks or ()
 
-    def _check_new(self, wanted: Sequence[Ranks]) -> None:
-        taken = dict.fromkeys(self._ranks.values(), "a set that is there already")
-        for number, ranks in enumerate(wanted):
+    def _check_new(self, requested: Sequence[Ranks]) -> None:
+        taken = dict.fromkeys(self._ranks.values(), "a set that exists already")
+        for number, ranks in enumerate(requested):
             problem = taken.get(ranks)
             if not set(ranks) <= set(self._ranks[GLOBAL]):
-                problem = f"a rank that the job has not: it has 0 to {self.job.size - 1}"
+                problem = f"a rank that does not exist: the job has 0 to {self.job.size - 1}"
             if problem is not None:
                 raise errors.ArgumentError(
                     errors.explain(
                         self.job.where(),
                         "process sets of ranks of this job, no two of them equal",
-                        f"{say_ranks(ranks)}, {problem}",
-                        "Use the set that is there, or remove it first by "
-                        "keras_dist.remove_process_set; keras_dist.global_process_set is that "
-                        "of all ranks.",
+                        f"{format_ranks(ranks)}, {problem}",
+                        "Use the existing set, or remove it first with "
+                        "keras_dist.remove_process_set; keras_dist.global_process_set is the "
+                        "set of all ranks.",
                     )
                 )
             taken[ranks] = f"which is in the list twice, as number {number} too"
 
-    def _make(self, process_set: ProcessSet, entry: Sequence[Ranks]) -> None:
-        """Makes the sets of one entry; `process_set` becomes that which this rank is in."""
-        numbers = []
-        for ranks in entry:
-            numbers.append(next(n for n in range(len(self._ranks) + 1) if n not in self._ranks))
-            self._ranks[numbers[-1]] = ranks
-        mine = next((i for i, ranks in enumerate(entry) if self.job.rank in ranks), None)
-        # Only members take part in making a communicator; sets are made in the same order on
-        # all ranks, so none waits for one that waits for it.
-        communicator = None if mine is None else _engine.subset(self.job, entry[mine])
-        number, ranks = numbers[mine or 0], entry[mine or 0]
-        process_set._bind(number, ranks, self.job, communicator, tuple(numbers))
-        self._known.append(process_set)
+    def _register(self, process_set: ProcessSet, group: Sequence[Ranks]) -> None:
+        """Registers the sets of a group; `process_set` becomes the set with this rank in it."""
+        ids = []
+        for ranks in group:
+            ids.append(next(n for n in range(len(self._ranks) + 1) if n not in self._ranks))
+            self._ranks[ids[-1]] = ranks
+        own = next((i for i, ranks in enumerate(group) if self.job.rank in ranks), None)
+        # Only members create a communicator. All ranks create sets in the same order, so this
+        # does not deadlock.
+        communicator = None if own is None else _engine.subset(self.job, group[own])
+        process_set._bind(ids[own or 0], group[own or 0], self.job, communicator, tuple(ids))
+        self._sets.append(process_set)
 
-    def _say(self, entry: Sequence[int]) -> str:
-        return (
-            " and ".join(say_ranks(self._ranks[number]) for number in entry) or "a set without id"
-        )
+    def _format(self, group_ids: Sequence[int]) -> str:
+        ranks = [format_ranks(self._ranks[set_id]) for set_id in group_ids]
+        return " and ".join(ranks) or "a set without id"
 
 
-def _agree(wishes: Sequence[Sequence[tuple[str, Ranks]]], job: _engine.Communicator) -> list[Any]:
-    """Returns for each entry of the ranks' lists the sets that come of it.
+def _match(requests: Sequence[Sequence[Request]], job: _engine.Communicator) -> list[Any]:
+    """Returns the group of sets for each position of the ranks' lists.
 
-    A list of ranks is one set, and must be the same on all ranks. Of communicators there may
-    be several; each of a communicator's ranks must have passed that one.
+    A list of ranks is one set, and must be the same on all ranks. Communicators may differ: each
+    rank of a communicator must have passed that communicator.
     """
-    for rank, wish in enumerate(wishes):
-        if len(wish) != len(wishes[0]):
-            raise _mismatch(
-                job, rank, f"{len(wishes[0])} process sets as on rank 0", f"{len(wish)}"
-            )
-    agreed = []
-    for number, column in enumerate(zip(*wishes, strict=True)):
+    for rank, own in enumerate(requests):
+        if len(own) != len(requests[0]):
+            expected = f"{len(requests[0])} process sets as on rank 0"
+            raise _mismatch(job, rank, expected, f"{len(own)}")
+    groups = []
+    for number, column in enumerate(zip(*requests, strict=True)):
         label, first = f"process set number {number}", column[0]
         for rank, (kind, ranks) in enumerate(column):
             if kind != first[0] or (kind == "ranks" and ranks != first[1]):
@@ -240,12 +233,12 @@ def _agree(wishes: Sequence[Sequence[tuple[str, Ranks]]], job: _engine.Communica
                 if column[other][1] != ranks:
                     expected = f"{label} to be {_describe(column[rank])} as on rank {rank}"
                     raise _mismatch(job, other, expected, _describe(column[other]))
-        agreed.append(sorted({ranks for _, ranks in column if ranks}))
-        if not agreed[-1]:
+        groups.append(sorted({ranks for _, ranks in column if ranks}))
+        if not groups[-1]:
             expected, received = f"{label} to have ranks", "MPI.COMM_NULL on every rank"
-            remedy = "Pass a communicator on the ranks that are in it."
+            remedy = "Pass a communicator on the ranks that belong to it."
             raise errors.ArgumentError(errors.explain(job.where(), expected, received, remedy))
-    return agreed
+    return groups
 
 
 def _mismatch(
@@ -255,11 +248,11 @@ def _mismatch(
     return errors.MismatchError(errors.explain(where, expected, received, SAME_SETS))
 
 
-def _describe(wish: tuple[str, Ranks]) -> str:
-    kind, ranks = wish
+def _describe(request: Request) -> str:
+    kind, ranks = request
     if kind == "ranks":
-        return say_ranks(ranks)
-    return f"a communicator of {say_ranks(ranks)}" if ranks else "MPI.COMM_NULL"
+        return format_ranks(ranks)
+    return f"a communicator of {format_ranks(ranks)}" if ranks else "MPI.COMM_NULL"
 
 
 def _release(process_set: ProcessSet) -> None:

@@ -1,7 +1,6 @@
-"""Process sets: some of the ranks, which can call collectives among themselves.
+"""Process sets: subsets of the ranks on which collectives can be called.
 
-Knows what a set is and how users write one. Which sets there are, and how they come to life,
-is in `set_table`.
+See `process_set_table` for how sets are registered.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,11 +13,11 @@ from keras_dist import _engine, errors
 __all__ = [
     "ProcessSet",
     "Ranks",
-    "as_set",
-    "check_list",
-    "check_set",
+    "as_process_set",
+    "check_process_set",
+    "check_process_sets",
+    "format_ranks",
     "global_process_set",
-    "say_ranks",
     "without_id",
 ]
 
@@ -26,23 +25,22 @@ Ranks = tuple[int, ...]
 
 
 class ProcessSet:
-    """Some of the ranks, which can call collectives among themselves.
+    """A subset of the ranks, on which collectives can be called.
 
-    It comes to life when it is passed to `keras_dist.init` or `keras_dist.add_process_set`,
-    and can be passed as `process_set` from then on. Within a set the ranks keep their order.
+    A set is registered when it is passed to `keras_dist.init` or `keras_dist.add_process_set`,
+    and can be used as `process_set` afterwards. Within a set the ranks keep their order.
 
     Args:
-        ranks_or_comm: the ranks, in any order; or an `mpi4py.MPI.Comm` of these ranks. A
-            communicator is made by its own ranks alone, so each rank passes the one that it
-            is in, as `Comm.Split` gives them: one set for each. A rank that is in none
-            passes `MPI.COMM_NULL`.
+        ranks_or_comm: the ranks, in any order; or an `mpi4py.MPI.Comm`. Each rank passes the
+            communicator that it belongs to, as `Comm.Split` returns it, and each communicator
+            becomes a set. A rank without a communicator passes `MPI.COMM_NULL`.
 
     Attributes:
-        mpi_comm: the user's communicator, when it was made from one; `None` otherwise.
+        mpi_comm: the user's communicator, if the set was made from one; `None` otherwise.
 
     Raises:
-        ArgumentTypeError: `ranks_or_comm` is neither.
-        ArgumentError: there is no rank, one occurs twice, or one is not a whole number.
+        ArgumentTypeError: `ranks_or_comm` is neither a list of ranks nor a communicator.
+        ArgumentError: the list is empty, has a rank twice, or has a rank that is not an integer.
 
     Example:
     ```python
@@ -56,7 +54,7 @@ class ProcessSet:
     mpi_comm: Any
     _ranks: Ranks | None
     _id: int | None
-    _entry: tuple[int, ...]
+    _group_ids: tuple[int, ...]
     _job: _engine.Communicator | None
     _communicator: _engine.Communicator | None
 
@@ -70,28 +68,28 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The number of the set, 0 for that of all ranks; `None` as long as it has none."""
+        """The id of the set, 0 for the set of all ranks; `None` before it is registered."""
         return self._id
 
     @property
     def ranks(self) -> list[int] | None:
-        """The ranks, ascending; `None` where they are not known before the set has an id."""
+        """The ranks, ascending; `None` for a communicator's set before it is registered."""
         return None if self._ranks is None else list(self._ranks)
 
     def size(self) -> int | None:
-        """Returns the number of ranks in the set; `None` as long as it has no id."""
+        """Returns the number of ranks in the set; `None` before it is registered."""
         return None if self._id is None or self._ranks is None else len(self._ranks)
 
     def rank(self) -> int | None:
-        """Returns the number of this rank within the set; `None` as long as it has no id.
+        """Returns the rank of this process in the set; `None` before the set is registered.
 
         Raises:
             ArgumentError: this rank is not in the set.
         """
-        return None if self._job is None else self._among(self._job).rank
+        return None if self._job is None else self._communicator_in(self._job).rank
 
     def included(self) -> bool | None:
-        """Tells whether this rank is in the set; `None` as long as it has no id."""
+        """Returns whether this rank is in the set; `None` before the set is registered."""
         return None if self._id is None else self._communicator is not None
 
     def __repr__(self) -> str:
@@ -101,29 +99,29 @@ class ProcessSet:
 
     def _bind(
         self,
-        number: int,
+        set_id: int,
         ranks: Sequence[int],
         job: _engine.Communicator,
         communicator: _engine.Communicator | None,
-        entry: tuple[int, ...],
+        group_ids: tuple[int, ...],
     ) -> None:
-        """Brings the set to life.
+        """Binds the set to a job.
 
         Args:
-            number: its id.
-            ranks: its ranks, ascending.
+            set_id: the id of the set.
+            ranks: the ranks of the set, ascending.
             job: the communicator of all ranks.
-            communicator: that of the set; `None` on a rank that is not in it.
-            entry: the ids of the sets that the ranks made together, this one among them.
+            communicator: the communicator of the set; `None` on a rank that is not in it.
+            group_ids: the ids of the sets that were added together, this set included.
         """
-        self._id, self._ranks, self._entry = number, tuple(ranks), entry
+        self._id, self._ranks, self._group_ids = set_id, tuple(ranks), group_ids
         self._job, self._communicator = job, communicator
 
     def _unbind(self) -> None:
-        self._id, self._entry = None, ()
+        self._id, self._group_ids = None, ()
         self._job, self._communicator = None, None
 
-    def _among(self, job: _engine.Communicator) -> _engine.Communicator:
+    def _communicator_in(self, job: _engine.Communicator) -> _engine.Communicator:
         """Returns the communicator of the set.
 
         Raises:
@@ -135,9 +133,9 @@ class ProcessSet:
         raise errors.ArgumentError(
             errors.explain(
                 job.where(),
-                f"this rank to be in the process set that it uses, {say_ranks(self._ranks or ())}",
+                f"this rank to be in the process set, {format_ranks(self._ranks or ())}",
                 f"rank {job.rank}",
-                "Only the ranks of the set may call, or train with an optimizer of it: ask "
+                "Only ranks of the set may call its collectives or train with its optimizer: check "
                 "process_set.included() first.",
             )
         )
@@ -145,14 +143,14 @@ class ProcessSet:
     def _check(self, job: _engine.Communicator) -> None:
         if self._job is job:
             return
-        what = "a set" if self._ranks is None else f"a set of {say_ranks(self._ranks)}"
+        name = "a set" if self._ranks is None else f"a set of {format_ranks(self._ranks)}"
         raise errors.ArgumentError(
             errors.explain(
                 job.where(),
-                "process_set to be one that keras_dist knows",
-                f"{what} that was never added, or removed since",
+                "process_set to be registered",
+                f"{name} that was never added, or has been removed",
                 "Pass it to keras_dist.init or keras_dist.add_process_set on every rank first, "
-                "and use the object that was passed.",
+                "and use the same object.",
             )
         )
 
@@ -169,41 +167,41 @@ class _GlobalProcessSet(ProcessSet):
 global_process_set = _GlobalProcessSet()
 
 
-def as_set(value: Any) -> ProcessSet:
-    """Returns a `ProcessSet`, made from `value` unless it is one."""
+def as_process_set(value: Any) -> ProcessSet:
+    """Returns `value` as a `ProcessSet`."""
     return value if isinstance(value, ProcessSet) else ProcessSet(value)
 
 
-def check_list(process_sets: Any) -> list[ProcessSet]:
-    """Returns a list of sets.
+def check_process_sets(process_sets: Any) -> list[ProcessSet]:
+    """Returns `process_sets` as a list.
 
     Raises:
-        ArgumentTypeError: it is none.
+        ArgumentTypeError: `process_sets` is not a list of `ProcessSet`.
     """
     if isinstance(process_sets, list | tuple):
-        return [check_set(one) for one in process_sets]
+        return [check_process_set(each) for each in process_sets]
     raise errors.ArgumentTypeError(
         errors.explain(
             "[keras_dist.init]",
             "process_sets to be a list of keras_dist.ProcessSet, or 'dynamic'",
             repr(process_sets),
-            "Pass a list; sets can also be added later, by keras_dist.add_process_set.",
+            "Pass a list; keras_dist.add_process_set adds sets later.",
         )
     )
 
 
 def without_id(process_sets: Any) -> Any:
-    """Returns those of a list of sets that have no id yet; anything else as it is."""
+    """Returns the sets of a list that are not registered; any other value unchanged."""
     if not isinstance(process_sets, list | tuple):
         return process_sets
-    return [one for one in process_sets if getattr(one, "process_set_id", None) is None]
+    return [each for each in process_sets if getattr(each, "process_set_id", None) is None]
 
 
-def check_set(value: Any, where: str = "[keras_dist]") -> ProcessSet:
+def check_process_set(value: Any, where: str = "[keras_dist]") -> ProcessSet:
     """Returns `value`.
 
     Raises:
-        ArgumentTypeError: it is no `ProcessSet`.
+        ArgumentTypeError: `value` is not a `ProcessSet`.
     """
     if isinstance(value, ProcessSet):
         return value
@@ -212,13 +210,13 @@ def check_set(value: Any, where: str = "[keras_dist]") -> ProcessSet:
             where,
             "a keras_dist.ProcessSet",
             f"{value!r} of type {type(value).__name__}",
-            "Make one of a list of ranks: keras_dist.ProcessSet([0, 1]).",
+            "Make a set from a list of ranks: keras_dist.ProcessSet([0, 1]).",
         )
     )
 
 
-def say_ranks(ranks: Sequence[int]) -> str:
-    """Returns ranks for messages, such as `ranks 0, 2`."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Returns ranks as text for messages, such as `ranks 0, 2`."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
@@ -235,9 +233,9 @@ def _parse_ranks(value: Any) -> Ranks:
                 remedy,
             )
         ) from error
-    whole = all(isinstance(rank, int | np.integer) for rank in ranks)
-    if not whole or not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0:
-        expected = "at least one rank, each a whole number from 0 on, none twice"
+    are_integers = all(isinstance(rank, int | np.integer) for rank in ranks)
+    if not are_integers or not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0:
+        expected = "at least one rank, distinct integers from 0 on"
         raise errors.ArgumentError(
             errors.explain("[keras_dist.ProcessSet]", expected, repr(value), remedy)
         )

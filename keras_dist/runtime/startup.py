@@ -1,7 +1,7 @@
-"""How a job is joined: is it started rightly, and what of the node is this rank's.
+"""Startup: connects the ranks, checks launcher, settings and versions, assigns device and cores.
 
-MPI itself is the truth; what the launcher says is compared with it, and the settings of the ranks
-with each other, before anything travels.
+MPI is authoritative: what the launcher announces is compared with it, and the settings of the ranks
+with each other, before any data is exchanged.
 """
 
 import collections
@@ -29,21 +29,21 @@ ALIKE = (
     "timeline_steps",
     "timeline_mbytes",
     "top",
-)  # the settings that all ranks must share
+)  # the settings that must be equal on all ranks
 
 _log = logging.getLogger("keras_dist")
 
 
 def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
-    """Starts MPI, unless it has been, and joins the ranks. Collective: every rank; blocks.
+    """Initializes MPI if needed and connects the ranks. Collective: every rank; blocks.
 
     Args:
         comm: as for `keras_dist.init`.
 
     Raises:
-        LaunchError: launcher and MPI do not fit.
+        LaunchError: the launcher and the MPI library do not match.
         ArgumentTypeError: `comm` is neither a communicator nor a list of ranks.
-        ArgumentError: `comm` is a list without this rank, or of ranks that are not there.
+        ArgumentError: `comm` is a list without this rank, or has ranks that do not exist.
         MismatchError: settings differ between the ranks.
     """
     alone = config.settings().single_process
@@ -68,42 +68,42 @@ def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
 
 
 def compare_versions(comm: _engine.Communicator) -> None:
-    """Makes sure that all ranks run the same Python, keras_dist, Keras and backend. Collective.
+    """Checks that all ranks run the same Python, keras_dist, Keras and backend. Collective.
 
     Raises:
         MismatchError: the versions differ; raised on every rank.
     """
     host = os.uname().nodename
-    everyone = _engine.allgather_object(comm, (host, _versions(_backends.in_use())))
-    root, expected = everyone[0]
-    for rank, (host, received) in enumerate(everyone):
+    versions = _engine.allgather_object(comm, (host, _versions(_backends.in_use())))
+    first_host, expected = versions[0]
+    for rank, (host, received) in enumerate(versions):
         if received != expected:
             raise errors.MismatchError(
                 errors.explain(
                     f"[rank {rank} of {comm.size}]",
-                    f"{expected} as on rank 0 (on {root})",
+                    f"{expected} as on rank 0 (on {first_host})",
                     f"{received} (on {host})",
-                    "Install the same versions on every host, or use one environment that all "
-                    "hosts see.",
+                    "Install the same versions on every host, or share one environment between "
+                    "the hosts.",
                 )
             )
 
 
 def take_device(comm: _engine.Communicator) -> None:
-    """Takes this rank's GPU and its share of the cores."""
+    """Pins this rank's GPU and sizes thread pools to its share of the cores."""
     backends = _backends.in_use()
     settings = config.settings()
     if settings.pin_device:
         for backend in backends:
-            trouble = backend.pin_device(comm.local_rank, comm.local_size)
-            if trouble is not None:
-                _log.warning("%s %s", comm.where(), trouble)
+            warning = backend.pin_device(comm.local_rank, comm.local_size)
+            if warning is not None:
+                _log.warning("%s %s", comm.where(), warning)
     for backend in backends:
         _engine.wait_first(backend.finish_calls)
     cores = _cores_of_ranks(comm)
     comm.fewest_cores = min(cores)
     if comm.size > 1 or settings.threads:
-        # The size that was put into the environment at import was a guess, and no choice.
+        # `launch_environment.limit_threads` has guessed at import; the user has not chosen.
         override = settings.threads > 0 or launch_environment.has_sized_threads()
         for backend in backends:
             backend.limit_threads(settings.threads or cores[comm.rank], override)
@@ -133,9 +133,9 @@ def _subset(mpi: Any, ranks: list[int]) -> Any:
         raise errors.ArgumentError(
             errors.explain(
                 f"[rank {world.rank} of {world.size}]",
-                f"comm to list ranks between 0 and {world.size - 1}, this one among them",
+                f"comm to list ranks between 0 and {world.size - 1}, this rank included",
                 repr(ranks),
-                "Only the ranks in the list may call init with it.",
+                "Only ranks in the list may call init with it.",
             )
         )
     group = world.group.Incl(sorted(set(ranks)))
@@ -147,16 +147,16 @@ def _check_process() -> None:
         raise errors.LaunchError(
             errors.explain(
                 "[keras_dist.init]",
-                "a process that a launcher has started",
-                "a child that multiprocessing has started from one, which is no rank",
-                "Put what the script does under if __name__ == '__main__', so that its children "
-                "do not run it, and use keras_dist in the script alone.",
+                "a process started by a launcher",
+                "a child of it started by multiprocessing, which is not a rank",
+                "Put the body of the script under if __name__ == '__main__', so that its children "
+                "do not run it, and use keras_dist in the script only.",
             )
         )
 
 
 def _check_launcher(mpi: Any) -> None:
-    """Finds the one wrong pair of launcher and library that MPI itself does not survive."""
+    """Refuses Open MPI's launcher with another MPI library, which would crash MPI itself."""
     announced = launch_environment.announced_size()
     vendor = mpi.get_vendor()[0]
     if (
@@ -165,19 +165,19 @@ def _check_launcher(mpi: Any) -> None:
         and vendor not in ("Open MPI", "Spectrum MPI")
         and not mpi.Is_initialized()
     ):
-        raise _not_together(announced, _engine.library(mpi))
+        raise _launcher_mismatch(announced, _engine.library(mpi))
 
 
 def _check_all_live(mpi: Any) -> None:
-    """Makes sure that no rank has died before, in a job whose others go on."""
+    """Checks that no rank has died earlier in a job that continues without it."""
     if _engine.outlives_processes() and (dead := mpi.COMM_WORLD.Get_failed().Get_size()):
         raise errors.LaunchError(
             errors.explain(
                 "[keras_dist.init]",
-                "all ranks to live",
-                f"{dead} of {mpi.COMM_WORLD.size} that have died",
-                "After a shutdown the ranks that live cannot join again: leave shutdown out, or "
-                "start the job again.",
+                "all ranks to be alive",
+                f"{dead} of {mpi.COMM_WORLD.size} ranks dead",
+                "The surviving ranks cannot join again after a shutdown: do not call shutdown, or "
+                "restart the job.",
             )
         )
 
@@ -187,11 +187,11 @@ def _check_ranks(mpi: Any | None) -> None:
     seen = 1 if mpi is None else mpi.COMM_WORLD.size
     if announced is not None and announced.size > seen == 1:
         found = (
-            f"no MPI library at all ({_engine.mpi_failure()})"
+            f"no MPI library ({_engine.mpi_failure()})"
             if mpi is None
-            else f"1 process, by {_engine.library(mpi)}"
+            else f"1 process, according to {_engine.library(mpi)}"
         )
-        raise _not_together(announced, found)
+        raise _launcher_mismatch(announced, found)
     if mpi is not None and seen > 1 and mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         raise errors.LaunchError(
             errors.explain(
@@ -204,25 +204,26 @@ def _check_ranks(mpi: Any | None) -> None:
 
 
 def _check_settings(comm: Any) -> None:
-    """Makes sure that what decides how data travels is set alike. Collective."""
-    everyone = comm.allgather([(name, getattr(config.settings(), name)) for name in ALIKE])
-    for rank, theirs in enumerate(everyone):
-        for (name, expected), (_, received) in zip(everyone[0], theirs, strict=True):
+    """Checks that the settings of `ALIKE` are equal on all ranks. Collective."""
+    settings = comm.allgather([(name, getattr(config.settings(), name)) for name in ALIKE])
+    for rank, received_settings in enumerate(settings):
+        pairs = zip(settings[0], received_settings, strict=True)
+        for (name, expected), (_, received) in pairs:
             if received != expected:
                 variable = config.PREFIX + name.upper()
                 raise errors.MismatchError(
                     errors.explain(
-                        f"[rank {rank} of {len(everyone)}]",
+                        f"[rank {rank} of {len(settings)}]",
                         f"{variable}={expected} as on rank 0",
                         repr(received),
-                        "Set it alike on every rank; mpiexec passes variables on with -x "
+                        "Set the same value on every rank; mpiexec passes variables with -x "
                         "(Open MPI) or -genv (MPICH).",
                     )
                 )
 
 
 def _versions(backends: Sequence[Any]) -> str:
-    """Returns what this process runs, in words. Of Python, patches need not be the same."""
+    """Returns the versions that must match, as text. Patch releases of Python may differ."""
     frameworks = [backend.__name__.rpartition(".")[2] for backend in backends]
     loaded = [(name, sys.modules.get(name)) for name in ("keras", *frameworks)]
     packages = [f"{name} {module.__version__}" for name, module in loaded if module is not None]
@@ -230,32 +231,35 @@ def _versions(backends: Sequence[Any]) -> str:
     return ", ".join([python, f"keras_dist {__version__}", *packages])
 
 
-def _not_together(announced: launch_environment.Announcement, found: str) -> errors.LaunchError:
+def _launcher_mismatch(
+    announced: launch_environment.Announcement, found: str
+) -> errors.LaunchError:
     mpiexec = os.path.join(os.path.dirname(sys.executable), "mpiexec")
     hint = f" (it may be {mpiexec})" if os.path.exists(mpiexec) else ""
     return errors.LaunchError(
         errors.explain(
             "[keras_dist.init]",
-            f"{announced.size} ranks or more, as {announced.launcher} says ({announced.variable})",
+            f"{announced.size} ranks or more, as announced by {announced.launcher} "
+            f"({announced.variable})",
             found,
-            "The launcher and the MPI library of mpi4py do not belong together. Start the "
-            f"job with the mpiexec of that library{hint}, or install the library that "
-            "belongs to the launcher. To run one process on purpose set "
-            "KERAS_DIST_SINGLE_PROCESS=1.",
+            "The launcher and the MPI library of mpi4py do not match. Start the job with the "
+            f"mpiexec of that library{hint}, or install the launcher's library. To run a single "
+            "process on purpose set KERAS_DIST_SINGLE_PROCESS=1.",
         )
     )
 
 
 def _cores_of_ranks(comm: _engine.Communicator) -> list[int]:
-    """Returns every rank's share of the cores it may run on, at least 1. Collective.
+    """Returns the number of cores of every rank, at least 1. Collective.
 
-    A core that several ranks of a node may use counts for each of them by its share, so
-    bound and unbound ranks are both right.
+    A core that n ranks of a node may use counts 1/n for each of them, which is right for bound
+    and for unbound ranks.
     """
     if not hasattr(os, "sched_getaffinity"):
         share = max(1, (os.cpu_count() or 1) // comm.local_size)
         return _engine.allgather_object(comm, share)
-    places = _engine.allgather_object(comm, (os.uname().nodename, os.sched_getaffinity(0)))
-    users = collections.Counter((node, core) for node, cores in places for core in cores)
-    shares = [sum(1 / users[node, core] for core in cores) for node, cores in places]
+    affinity = (os.uname().nodename, os.sched_getaffinity(0))
+    affinities = _engine.allgather_object(comm, affinity)
+    users = collections.Counter((node, core) for node, cores in affinities for core in cores)
+    shares = [sum(1 / users[node, core] for core in cores) for node, cores in affinities]
     return [max(1, int(share + 1e-6)) for share in shares]

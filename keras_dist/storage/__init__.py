@@ -1,1 +1,1 @@
-"""What the root keeps in a directory, for all ranks. Knows no framework, and needs no Keras."""
+"""Files that the root writes for all ranks. Uses no framework and no Keras."""

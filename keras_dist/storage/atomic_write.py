@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all. Knows no ranks."""
+"""Atomic file writes."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ __all__ = ["beside", "move"]
 
 @contextlib.contextmanager
 def beside(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives an unguessable, hidden name beside the target; a file of it is gone afterwards."""
+    """Yields the path of a hidden temporary file beside the target; removes the file at the end."""
     path = target.with_name(f".{secrets.token_hex(8)}.{target.name}")
     try:
         yield path
@@ -20,14 +20,14 @@ def beside(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def move(path: pathlib.Path, target: pathlib.Path) -> None:
-    """Gives a file another name in its directory, when it is on disk, and puts that there too."""
+    """Renames a file within its directory; flushes the file before and the directory after."""
     _flush(path)
     os.replace(path, target)
     _flush(target.parent)
 
 
 def _flush(path: pathlib.Path) -> None:
-    """Makes the system put a file, or the entries of a directory, on disk."""
+    """Flushes a file, or the entries of a directory, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

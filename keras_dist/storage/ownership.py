@@ -1,4 +1,4 @@
-"""Owner and permissions of files and directories. Knows no ranks."""
+"""Owner and permissions of files and directories."""
 
 import functools
 import os
@@ -21,43 +21,43 @@ UNMAPPED = Path("/proc/sys/kernel/overflowuid")
 
 
 def private_name() -> str:
-    """Returns what the directory of this user is called where others have theirs as well."""
+    """Returns the name of this user's directory in a place shared with other users."""
     return f"keras_dist-{os.getuid()}"
 
 
 def is_private_directory(path: Path) -> bool:
-    """Tells whether this is a directory of this user, no link, to which nobody else has access."""
+    """Returns whether a path is a directory, not a link, that only this user can access."""
     try:
-        found = path.lstat()  # not what a link of somebody else's leads to
+        found = path.lstat()  # not the target of another user's link
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and _is_own(found) and not found.st_mode & OTHERS
 
 
 def find_unsafe(path: Path) -> Path | None:
-    """Returns the directory on the way to a path in which others can replace what lies there.
+    """Returns the first directory of a path in which other users can replace entries, or `None`.
 
-    A directory is safe that belongs to this user or to root, and that the others on the node cannot
-    write to, unless its sticky bit is set. Members of its group are trusted.
+    A directory is safe if it belongs to this user or to root, and is not writable by all users or
+    has its sticky bit set. Members of its group are trusted.
 
     Args:
         path: a directory, without links; see `os.path.realpath`.
     """
-    return next((place for place in (path, *path.parents) if not _is_safe(place.lstat())), None)
+    return next((each for each in (path, *path.parents) if not _is_safe(each.lstat())), None)
 
 
 def describe(path: Path) -> str:
-    """Returns whose a file or directory is, and its mode, for an error message."""
+    """Returns owner and mode of a file or directory, for an error message."""
     found = path.lstat()
     return f"one of user {_name_of(found.st_uid)}, mode {stat.filemode(found.st_mode)}"
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a new file that this user alone may read.
+    """Writes a new file that only this user may read.
 
     Raises:
-        FileExistsError: there is one, or a link.
-        OSError: it cannot be written.
+        FileExistsError: the path exists, or is a link.
+        OSError: the file cannot be written.
     """
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
@@ -74,11 +74,13 @@ def _is_safe(found: os.stat_result) -> bool:
 
 @functools.cache
 def _roots() -> tuple[int, ...]:
-    """Returns the users that are root: in a container the node's root has no number of its own."""
+    """Returns the uids of root. In a user namespace the node's root is the overflow uid."""
     try:
-        counts = MAPPED.read_text().split()[2::3]  # lines of first inside, first outside, count
+        counts = MAPPED.read_text().split()[
+            2::3
+        ]  # lines: first uid inside, first uid outside, count
         return (0,) if sum(map(int, counts)) >= ALL_USERS else (0, int(UNMAPPED.read_text()))
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return (0,)
 
 

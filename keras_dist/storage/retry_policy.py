@@ -1,4 +1,4 @@
-"""What becomes of a write that fails: an error where the path is wrong, else training goes on."""
+"""Error policy for file writes: raise if the path is wrong, else log and continue training."""
 
 import errno
 import logging
@@ -8,53 +8,52 @@ from keras_dist import errors, runtime
 
 __all__ = ["RetryPolicy"]
 
-GOES_ON = (
-    "Training goes on, and what was written before stays as it is. Make room, or mend the file "
-    "system: the next write is tried as usual."
+REMEDY = (
+    "Training continues, and earlier files are unchanged. Free space, or repair the file system: "
+    "the next write is tried as usual."
 )
-# What a disk, a quota or a limit says that is full, and a device or a server that fails: nothing
-# is wrong with the path, and it may pass.
-OUT_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
+# Errors of a full disk, quota or limit, or of a failing device or server: the path is right, and
+# the error may pass.
+TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
 
 _log = logging.getLogger("keras_dist")
 
 
 class RetryPolicy:
-    """The writes of one callback on the root.
+    """Decides which failed writes of a callback are errors.
 
-    A disk that is full or fails does not end the training, nor does anything that comes after a
-    write which succeeded: it is worth more than one more checkpoint. A failure before that is an
-    error, as the path is likely to be wrong, unless it says that there is no room.
+    A full or failing disk does not end the training, nor does any failure after a successful
+    write: the training is worth more than one checkpoint. Any other failure is raised, because
+    the path is probably wrong.
     """
 
     def __init__(self) -> None:
         self._has_succeeded = False
 
-    def make(self, write: Callable[[], bool], expected: str) -> bool:
-        """Makes one; a failure that does not count is logged.
+    def attempt(self, write: Callable[[], bool], expected: str) -> bool:
+        """Calls `write`; logs a failure that is not raised.
 
         Args:
-            write: writes a file; returns whether there was one to write.
-            expected: what it is to do, for messages.
+            write: writes a file; returns whether there was anything to write.
+            expected: what the write does, for messages.
 
         Returns:
-            Whether it succeeded.
+            Whether the write succeeded.
 
         Raises:
-            OSError: the failure, where it counts.
+            OSError: the write failed, and no write has succeeded before.
         """
         try:
             self._has_succeeded = write() or self._has_succeeded
         except OSError as error:
             reason = error.__cause__ if isinstance(error, errors.CheckpointError) else error
-            if not self._has_succeeded and not _is_out_of_room(reason or error):
+            if not self._has_succeeded and not _is_transient(reason or error):
                 raise
             received = f"{type(reason).__name__}: {reason}"
-            _log.warning(errors.explain(runtime.where(), expected, received, GOES_ON))
+            _log.warning(errors.explain(runtime.where(), expected, received, REMEDY))
             return False
         return True
 
 
-def _is_out_of_room(error: BaseException) -> bool:
-    """Tells whether the disk is full, or fails, rather than the path being wrong."""
-    return isinstance(error, OSError) and error.errno in OUT_OF_ROOM
+def _is_transient(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in TRANSIENT

@@ -1,4 +1,4 @@
-"""What the root does alone, and how the other ranks hear of its failure."""
+"""Work that only the root does; a failure is raised on all ranks."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,36 +18,35 @@ def on_root(
     expected: str,
     remedy: str,
 ) -> Value:
-    """Does something on the root, and returns on every rank what came of it.
+    """Calls a function on the root and returns its result on every rank.
 
     Collective: every rank; blocks until the root is done.
 
     Args:
-        root_rank: the rank that works.
-        key: a name under which the ranks must meet.
-        work: what it does; what it returns travels as an object.
-        kind: the error to raise where it fails; one of that kind which the work raises is passed
-            on with its own words.
-        expected: what it is to do; the text of the root counts, here and below.
-        remedy: what the user should do when it fails.
+        root_rank: the rank that calls `work`.
+        key: the operation name; the same on every rank.
+        work: the function; its result is broadcast as an object.
+        kind: the class of the error. An error of this class that `work` raises keeps its text.
+        expected: what `work` does, for the message; the root's text is used, as for `remedy`.
+        remedy: what the user should do after a failure.
 
     Raises:
-        KerasDistError: the work failed; of that kind, raised on every rank.
+        KerasDistError: `work` failed; an error of class `kind`, raised on every rank.
     """
     cause: Exception | None = None
-    told: Any = None
-    while told is None:  # a root that dies tells nothing, and the next rank has its number
+    outcome: Any = None
+    while outcome is None:  # a root that dies sends nothing, and another rank gets its number
         value = failure = None
         if runtime.rank() == root_rank:
             try:
                 value = work()
-            except Exception as error:  # whatever it is, the others are waiting to hear of it
+            except Exception as error:  # the other ranks wait for the outcome
                 received = f"{type(error).__name__}: {error}"
                 explained = errors.explain(runtime.where(), expected, received, remedy)
                 cause, failure = error, str(error) if isinstance(error, kind) else explained
-            told = failure, value
-        told = _engine.broadcast_object(runtime.communicator(), told, root_rank, key)
-    failure, value = told
+            outcome = failure, value
+        outcome = _engine.broadcast_object(runtime.communicator(), outcome, root_rank, key)
+    failure, value = outcome
     if failure is not None:
         raise kind(failure) from cause
     return value

@@ -1,8 +1,7 @@
-"""The backups in a directory, one generation after another: which is the newest whole one?
+"""Versioned backup files in a directory, written atomically and verified by digest.
 
-The name of each carries its number and a digest of its bytes. So there is no list of them that
-could be of another moment than they are: a file is there under its name, whole, or it is not.
-Knows no model and moves nothing between ranks; whoever reads and writes is the root.
+A file name carries the version and a digest of the bytes, so there is no index that could disagree
+with the files. Does not communicate: only the root reads and writes.
 """
 
 import hashlib
@@ -15,10 +14,10 @@ from typing import BinaryIO
 from keras_dist import errors, runtime
 from keras_dist.storage.atomic_write import beside, move
 
-__all__ = ["ANEW", "add", "is_whole", "newest_first", "newest_whole"]
+__all__ = ["REMEDY", "add", "is_intact", "newest_first", "newest_intact"]
 
-#: the remedy where a backup cannot be read
-ANEW = "Remove it to begin anew."
+#: remedy for a backup that cannot be read
+REMEDY = "Remove the backup to start over."
 
 SUFFIX = ".npz"
 NAME = re.compile(rf"(\d{{8,}})-([0-9a-f]{{32}}){re.escape(SUFFIX)}")
@@ -27,70 +26,69 @@ _log = logging.getLogger("keras_dist")
 
 
 def add(
-    directory: pathlib.Path, save: Callable[[BinaryIO], None], before: pathlib.Path | None
+    directory: pathlib.Path, save: Callable[[BinaryIO], None], previous: pathlib.Path | None
 ) -> pathlib.Path:
-    """Writes a new generation; then all others but one are removed.
+    """Writes a new version; then removes all older versions except one.
 
-    Whenever it is interrupted, the one before is there, and the new one is or is not.
+    The previous version survives an interruption at any point.
 
     Args:
-        directory: where to; it is made when it is missing.
-        save: writes into a file.
-        before: the generation before, which is known to be whole and is kept; `None` where that
-            is not known: then the newest is kept.
+        directory: the directory; created if missing.
+        save: writes the contents into a file.
+        previous: an intact version, which is kept; `None` to keep the newest.
 
     Returns:
-        The path of the new one.
+        The path of the new version.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    for left in directory.glob(f".*{SUFFIX}"):
-        left.unlink(missing_ok=True)  # by a writer that was killed
+    for partial in directory.glob(f".*{SUFFIX}"):
+        partial.unlink(missing_ok=True)  # of a writer that was killed
     known = newest_first(directory)
     number = _number(known[0]) + 1 if known else 1
-    before = before or next(iter(known), None)
-    with beside(directory / f"backup{SUFFIX}") as hidden:
-        with hidden.open("xb") as file:
+    previous = previous or next(iter(known), None)
+    with beside(directory / f"backup{SUFFIX}") as partial:
+        with partial.open("xb") as file:
             save(file)
-        path = directory / f"{number:08d}-{_digest(hidden)}{SUFFIX}"
-        move(hidden, path)
+        path = directory / f"{number:08d}-{_digest(partial)}{SUFFIX}"
+        move(partial, path)
     for old in known:
-        if old != before:
+        if old != previous:
             old.unlink(missing_ok=True)
     return path
 
 
 def newest_first(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the paths of all generations in a directory, whole or not."""
+    """Returns the paths of all versions in a directory, intact or not."""
     found = [path for path in directory.glob(f"*{SUFFIX}") if NAME.fullmatch(path.name)]
     return sorted(found, key=_number, reverse=True)
 
 
-def newest_whole(directory: pathlib.Path) -> pathlib.Path | None:
-    """Returns the newest generation that is whole; those after it are named in a warning.
+def newest_intact(directory: pathlib.Path) -> pathlib.Path | None:
+    """Returns the newest intact version; logs a warning that names damaged ones.
 
     Raises:
-        CheckpointError: there are some, and none is whole.
+        CheckpointError: there are versions, and all are damaged.
     """
     found = newest_first(directory)
-    whole = next((path for path in found if is_whole(path)), None)
-    damaged = found if whole is None else found[: found.index(whole)]
+    intact = next((path for path in found if is_intact(path)), None)
+    damaged = found if intact is None else found[: found.index(intact)]
     names = ", ".join(str(path) for path in damaged)
-    if damaged and whole is None:
-        expected = f"a whole backup in {directory}"
-        received = f"{names}: the bytes are not those that were written"
-        raise errors.CheckpointError(errors.explain(runtime.where(), expected, received, ANEW))
+    if damaged and intact is None:
+        expected = f"an intact backup in {directory}"
+        received = f"{names}, damaged: the digest does not match"
+        raise errors.CheckpointError(errors.explain(runtime.where(), expected, received, REMEDY))
     if damaged:
         _log.warning(
-            "%s is damaged: the bytes are not those that were written. Training goes on from "
-            "the backup before it, %s.",
+            "%s is damaged: the digest does not match. Training resumes from an earlier backup, "
+            "%s.",
             names,
-            whole,
+            intact,
         )
-    return whole
+    return intact
 
 
-def is_whole(path: pathlib.Path) -> bool:
-    """Tells whether a generation can be read and holds the bytes that were written."""
+def is_intact(path: pathlib.Path) -> bool:
+    """Returns whether a version can be read and matches its digest."""
     try:
         return f"-{_digest(path)}" in path.name
     except OSError:

@@ -14,7 +14,7 @@ import keras
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras import layers_of
 from keras_dist.ops.reduction_options import ReductionOptions
-from keras_dist.runtime.process_sets import say_ranks
+from keras_dist.runtime.process_sets import format_ranks
 from keras_dist.training.model_state import variable_name
 
 __all__ = ["FILE", "describe", "local_parts", "parse", "settings"]
@@ -154,7 +154,7 @@ def _find_set(sets: list[list[int]], where: str) -> Any:
         return None
     found = runtime.find_process_set([tuple(ranks) for ranks in sets])
     if found is None:
-        listed = " and ".join(say_ranks(ranks) for ranks in sets)
+        listed = " and ".join(format_ranks(ranks) for ranks in sets)
         raise errors.ArgumentError(
             errors.explain(
                 where,

@@ -74,7 +74,7 @@ for turn in range(40):
     os.close(read)
     within.append(any(path.name.startswith(".") for path in folder.iterdir()))
     found = versioned_backups.newest_first(folder)
-    assert all(versioned_backups.is_whole(path) for path in found), found
+    assert all(versioned_backups.is_intact(path) for path in found), found
     with np.load(found[0], allow_pickle=False) as file:
         number = int(file["number"])
         assert (file["values"] == number).all()
@@ -122,11 +122,12 @@ try:
     fit(backup, epochs=5)
     raise SystemExit("not found")
 except errors.CheckpointError as error:
-    assert "a whole backup in" in str(error) and "Remove it to begin anew." in str(error), error
+    assert "an intact backup in" in str(error), error
+    assert "Remove the backup to start over." in str(error), error
 """
     ended = job(2, text, FOLDER=str(tmp_path / "backup"), KERAS_BACKEND="jax")
     assert ended.returncode == 0, ended.stdout
-    assert ended.stdout.count("is damaged: the bytes are not those that were written.") == 2
+    assert ended.stdout.count("is damaged: the digest does not match.") == 2
 
 
 @pytest.mark.fault(
@@ -169,7 +170,7 @@ if rank == 0:
 """
     ended = job(2, text, FOLDER=str(tmp_path / "out"), KERAS_BACKEND="jax")
     assert ended.returncode == 0, ended.stdout
-    lines = [line for line in ended.stdout.splitlines() if "Training goes on" in line]
+    lines = [line for line in ended.stdout.splitlines() if "Training continues" in line]
     # Two epochs without room, four writes in each.
     assert len(lines) == 8 and all("File too large" in line for line in lines), ended.stdout
 
@@ -194,5 +195,5 @@ assert at.epochs == [0, 1, 2]
 """
     ended = job(2, text, FOLDER=str(tmp_path / "backup"), KERAS_BACKEND="jax")
     assert ended.returncode == 0, ended.stdout
-    assert ended.stdout.count("Training goes on, and what was written before stays") == 1
+    assert ended.stdout.count("Training continues, and earlier files are unchanged") == 1
     assert "FileExistsError" in ended.stdout

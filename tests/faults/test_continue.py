@@ -348,7 +348,7 @@ ops.barrier()
 """
     ended = job(2, BEGIN + text, bare=True, **GO_ON)
     assert ended.returncode != 0
-    assert "cannot go on without a rank that dies: only Open MPI 5 or newer can" in ended.stdout
+    assert "cannot continue without a rank that dies: only Open MPI 5 or newer can" in ended.stdout
     assert "keras-dist run --max-restarts" in ended.stdout
 
 

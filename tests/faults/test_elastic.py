@@ -95,11 +95,12 @@ try:
     started_anew()
     raise SystemExit("not found")
 except errors.CheckpointError as error:
-    assert "a whole backup in" in str(error) and "Remove it to begin anew." in str(error), error
+    assert "an intact backup in" in str(error), error
+    assert "Remove the backup to start over." in str(error), error
 """
     ended = job(2, text, FOLDER=str(tmp_path / "state"), KERAS_BACKEND="jax")
     assert ended.returncode == 0, ended.stdout
-    assert ended.stdout.count("is damaged: the bytes are not those that were written.") == 1
+    assert ended.stdout.count("is damaged: the digest does not match.") == 1
 
 
 @pytest.mark.fault(
@@ -141,7 +142,7 @@ except errors.CheckpointError as error:
 """
     ended = job(2, text, FOLDER=str(tmp_path / "state"), KERAS_BACKEND="jax")
     assert ended.returncode == 0, ended.stdout
-    lines = [line for line in ended.stdout.splitlines() if "Training goes on" in line]
+    lines = [line for line in ended.stdout.splitlines() if "Training continues" in line]
     assert ["File too large" in line for line in lines] == [True, True, False], ended.stdout
 
 

@@ -220,7 +220,7 @@ def test_a_backup_of_another_model_is_an_error_on_every_rank(other, directory):
         fit(BackupAndRestore(directory), model=model)
     assert agreed(str(caught.value))
     assert str(newest_first(directory)[0]) in str(caught.value)
-    assert "Remove it to begin anew" in str(caught.value)
+    assert "Remove the backup to start over" in str(caught.value)
     if keras_dist.rank() == 0:
         assert everything_of(model)[: len(before)] == before
 

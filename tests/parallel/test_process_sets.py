@@ -129,7 +129,7 @@ def test_sets_lose_their_ids_at_shutdown_and_may_come_again(fresh):
             assert keras_dist.allreduce(1.0, "sum", process_set=kept) == world.size - 1
         keras_dist.shutdown()
         assert (kept.process_set_id, kept.included()) == (None, None)
-    with pytest.raises(errors.ArgumentError, match="or removed since"):
+    with pytest.raises(errors.ArgumentError, match="or has been removed"):
         keras_dist.barrier(process_set=kept)
 
 
@@ -263,11 +263,11 @@ def test_sets_that_cannot_be_added(add, wrong):
     several()
     add([1])
     ranks, text = {
-        "all": (range(SIZE()), "a set that is there already"),
-        "twice": ([1], "rank 1, a set that is there already"),
-        "global": (keras_dist.global_process_set, "a set that is there already"),
-        "not there": ([SIZE()], f"it has 0 to {SIZE() - 1}"),
-        "not whole": ([0.5], "each a whole number"),
+        "all": (range(SIZE()), "a set that exists already"),
+        "twice": ([1], "rank 1, a set that exists already"),
+        "global": (keras_dist.global_process_set, "a set that exists already"),
+        "not there": ([SIZE()], f"the job has 0 to {SIZE() - 1}"),
+        "not whole": ([0.5], "distinct integers"),
     }[wrong]
     texts = raised_on_all(errors.ArgumentError, lambda: keras_dist.add_process_set(ranks))
     assert all(text in each for each in texts)
@@ -321,7 +321,7 @@ def some(request, add):
 
 def outside(call):
     """Checks that a rank outside a set is told so."""
-    with pytest.raises(errors.ArgumentError, match=r"to be in the process set that it uses, rank"):
+    with pytest.raises(errors.ArgumentError, match=r"to be in the process set, rank"):
         call()
 
 
@@ -581,5 +581,5 @@ def test_an_optimizer_needs_a_set_with_an_id(add):
     model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.SGD(), process_set=some))
     keras_dist.remove_process_set(some)
     x, y = make_data(4)
-    with pytest.raises(errors.ArgumentError, match="removed since"):
+    with pytest.raises(errors.ArgumentError, match="has been removed"):
         model.fit(x, y, verbose=0)

@@ -88,7 +88,7 @@ def test_something_that_is_no_communicator(fresh, comm):
 
 
 def test_a_list_without_this_rank(fresh):
-    with pytest.raises(errors.ArgumentError, match="this one among them"):
+    with pytest.raises(errors.ArgumentError, match="this rank included"):
         keras_dist.init([world.size])
 
 
