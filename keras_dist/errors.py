@@ -1,21 +1,21 @@
-"""The errors of keras_dist. Knows nothing but their names and how they read.
+"""The exception classes of keras_dist and the format of their messages.
 
-Every error says where it happened (`[rank r of n]`), what was expected, what was
-received and what to do about it; `explain` puts the four together.
+Every message states where the error occurred (`[rank r of n]`), what was expected, what was
+received and the remedy; `explain` formats the four parts.
 
 ```
 KerasDistError
-├── LaunchError        (RuntimeError)  the job was not started as it should have been
-├── ArgumentError      (ValueError)    an argument has a value that cannot be used
-├── ArgumentTypeError  (TypeError,     an argument is of a kind that cannot be used
+├── LaunchError        (RuntimeError)  the job was started incorrectly
+├── ArgumentError      (ValueError)    an argument has an invalid value
+├── ArgumentTypeError  (TypeError,     an argument has an invalid type
 │                       ValueError)
-├── DataError          (ValueError)    the data cannot be shared out over the ranks
-├── MismatchError      (RuntimeError)  the ranks do not mean the same thing
-├── UsageError         (RuntimeError)  a call came where it has no meaning
-├── RankError          (RuntimeError)  what ranks do together, or run for a caller, failed on one
-├── RankLostError      (RuntimeError)  a rank has died, and others wait for it
-├── CellError          (RuntimeError)  a cell of a notebook failed on a rank
-├── BackendError     (RuntimeError)  Keras or its backend does not do what keras_dist rests on
+├── DataError          (ValueError)    the data cannot be sharded over the ranks
+├── MismatchError      (RuntimeError)  the ranks call different operations or pass different values
+├── UsageError         (RuntimeError)  a call is not valid in the current state
+├── RankError          (RuntimeError)  a collective, or a function run on ranks, failed on a rank
+├── RankLostError      (RuntimeError)  a rank that others wait for has died
+├── CellError          (RuntimeError)  a notebook cell failed on a rank
+├── BackendError       (RuntimeError)  Keras or its backend behaves unexpectedly
 ├── CallbackError      (RuntimeError)  a callback failed on the root
 └── CheckpointError    (OSError)       a checkpoint could not be written or read
 ```
@@ -40,47 +40,50 @@ __all__ = [
 
 
 class KerasDistError(Exception):
-    """The base of every error that keras_dist raises on purpose."""
+    """Base class of the errors of keras_dist."""
 
 
 class LaunchError(KerasDistError, RuntimeError):
-    """The job was not started as it should have been, or MPI cannot be used."""
+    """The job was started incorrectly, or MPI cannot be used."""
 
 
 class ArgumentError(KerasDistError, ValueError):
-    """An argument has a value that cannot be used."""
+    """An argument has an invalid value."""
 
 
 class ArgumentTypeError(KerasDistError, TypeError, ValueError):
-    """An argument is of a kind that cannot be used.
+    """An argument has an invalid type.
 
-    A `ValueError` as well: scripts written for Horovod catch that.
+    Also a `ValueError`, which scripts written for Horovod catch.
     """
 
 
 class DataError(KerasDistError, ValueError):
-    """The data cannot be shared out over the ranks."""
+    """The data cannot be sharded over the ranks."""
 
 
 class MismatchError(KerasDistError, RuntimeError):
-    """The ranks do not mean the same thing. Raised on every rank, with the same text."""
+    """The ranks call different operations or pass different values.
+
+    Raised on every rank, with the same text.
+    """
 
 
 class UsageError(KerasDistError, RuntimeError):
-    """A call came where it has no meaning, before or after others."""
+    """A call is not valid in the current state."""
 
 
 class RankError(KerasDistError, RuntimeError):
-    """What ranks do together failed on one.
+    """A collective, or a function run on ranks, failed on a rank.
 
-    A reduction raises it on every rank when one of them could not do its share. `keras_dist.run`
-    raises it where it was called when the function that it runs on ranks failed on one; its cause
-    is the exception itself, where that can be brought here.
+    A reduction raises it on every rank when one rank fails. `keras_dist.run` raises it in the
+    calling process when the function fails on a rank; its cause is the original exception, if that
+    can be pickled.
 
     Args:
         message: what happened.
-        rank: the rank on which it did; `None` when the job ended without a word of it.
-        traceback: where it did, as text.
+        rank: the rank that failed; `None` if the job ended without reporting it.
+        traceback: the traceback of that rank, as text.
     """
 
     def __init__(self, message: str, rank: int | None = None, traceback: str = ""):
@@ -90,18 +93,17 @@ class RankError(KerasDistError, RuntimeError):
 
 
 class RankLostError(KerasDistError, RuntimeError):
-    """A rank has died while others wait for it. Raised on those that wait."""
+    """A rank has died while others wait for it. Raised on the waiting ranks."""
 
 
 class CellError(KerasDistError, RuntimeError):
-    """A cell of a notebook that all ranks run failed on this one."""
+    """A notebook cell that all ranks run failed on this rank."""
 
 
 class BackendError(KerasDistError, RuntimeError):
-    """Keras or its backend does not do what keras_dist rests on.
+    """Keras or its backend behaves unexpectedly.
 
-    While a `tf.function` of a script is traced, TensorFlow raises a `StagingError` with its text in
-    its place.
+    While a `tf.function` is traced, TensorFlow raises a `StagingError` with the same text instead.
     """
 
 
@@ -114,12 +116,12 @@ class CheckpointError(KerasDistError, OSError):
 
 
 def explain(where: str, expected: str, received: str, remedy: str) -> str:
-    """Puts the four parts of an error message together.
+    """Formats the four parts of an error message.
 
     Args:
-        where: the place, normally `runtime.where()`, such as `"[rank 1 of 4]"`.
+        where: the location, normally `runtime.where()`, such as `"[rank 1 of 4]"`.
         expected: what was expected, a phrase without a full stop.
-        received: what came instead, a phrase without a full stop.
+        received: what was received, a phrase without a full stop.
         remedy: what the user should do, one or more whole sentences.
 
     Returns:
