@@ -27,7 +27,7 @@ SEED = "seed"  # in the names of arrays; those of other variables are their numb
 def write(model: keras.Model, about: dict[str, Any]) -> dict[str, Any]:
     """Returns the arrays of a model by name, and adds to the JSON of a backup what they are."""
     about["optimizers"] = described = built_optimizers.describe(model)
-    held = built_optimizers.held_by(model, described)
+    held = built_optimizers.variables_of(model, described)
     about["variables"] = _describe(held)
     return {name: bytes_of(variable) for name, variable in _named(held, model)}
 
@@ -49,13 +49,13 @@ def restore(
     _check_built(model, path)
     described = about.get("optimizers") or built_optimizers.describe(model)
     built_optimizers.build(model, described)
-    held = built_optimizers.held_by(model, described)
+    held = built_optimizers.variables_of(model, described)
     _check(_describe(held), about["variables"], path)
     if (other := built_optimizers.difference(model, described)) is not None:
         raise ValueError(other)
     for name, variable in _named(held, model):
         variable.assign(file[name].view(to_numpy(variable).dtype).reshape(variable.shape))
-    built_optimizers.begin_anew(model, described)
+    built_optimizers.reset_undescribed(model, described)
 
 
 def _named(held: Sequence[Any], model: keras.Model) -> list[tuple[str, Any]]:

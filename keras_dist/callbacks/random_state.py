@@ -70,7 +70,7 @@ def _data() -> Any:
 
 
 def _set(states: States) -> None:
-    random_generators.go_on_with(states, _data())
+    random_generators.restore(states, _data())
 
 
 def _of_steps(states: States) -> States:

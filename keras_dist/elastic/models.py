@@ -82,10 +82,10 @@ class KerasState(_VariablesState):
         super().__init__(directory=directory, **attributes)
 
     def _variables(self) -> list[Any]:
-        from keras_dist.training.built_optimizers import describe, held_by
+        from keras_dist.training.built_optimizers import describe, variables_of
 
         own = [] if self.optimizer is None else self.optimizer.variables
-        held = held_by(self.model, self._described or describe(self.model))
+        held = variables_of(self.model, self._described or describe(self.model))
         return list({id(one): one for one in [*held, *own]}.values())
 
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -101,7 +101,7 @@ class KerasState(_VariablesState):
         built_optimizers.build(self.model, described)
         super()._put_arrays(arrays, of_file)
         self._described = None
-        built_optimizers.begin_anew(self.model, described)
+        built_optimizers.reset_undescribed(self.model, described)
 
     def _own(self) -> list[Any]:
         from keras_dist.training.model_state import accumulators, optimizers_inside

@@ -1,11 +1,11 @@
-"""For which variables the optimizers of a model are built, and the same brought about elsewhere.
+"""Descriptions of the variables that optimizers are built for, to build others equally.
 
-An optimizer that a custom `train_step` uses is built at its first step, for what it is given
-there. State of a model that is restored, or comes from another rank, needs it built before.
+An optimizer of a custom `train_step` is built at its first step. State that is restored or
+broadcast requires it to be built before.
 
-What is described is JSON: for each optimizer, and those inside it, the places of the variables
-among the weights of the model for which it is built, or `None`, and the number of its own.
-Knows no ranks.
+A description is JSON: for each optimizer and its inner optimizers, the indices among the weights
+of the model of the variables it is built for, or `None`, and the number of its own variables.
+Does not communicate.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ import keras
 from keras_dist._compat.keras import trained_by
 from keras_dist.training.model_state import accumulators, families, optimizers_inside, optimizers_of
 
-__all__ = ["agreed", "begin_anew", "build", "describe", "difference", "held_by"]
+__all__ = ["build", "describe", "difference", "merge", "reset_undescribed", "variables_of"]
 
-# One for each optimizer of a model: itself, then those inside it, as (places, number) each.
+# For each optimizer of a model, itself and its inner optimizers: (indices, number of variables).
 Described = list[list[tuple[list[int | None] | None, int]]]
 
-_EVERY: Any = (None, None)  # of an optimizer that is not described
+_EVERY: Any = (None, None)  # description of an optimizer that was not described
 
 
 def describe(model: keras.Model) -> Described:
-    """Returns for which variables the optimizers of a model are built."""
+    """Returns the description of the optimizers of a model."""
     places = {id(weight): place for place, weight in enumerate(model.weights)}
 
     def built_for(one: Any) -> list[int | None] | None:
@@ -37,8 +37,8 @@ def describe(model: keras.Model) -> Described:
     return [[(built_for(one), len(_own(one))) for one in family] for family in families(model)]
 
 
-def agreed(descriptions: Sequence[Described]) -> Described:
-    """Returns what holds on all ranks once each has built what any has: the first such counts."""
+def merge(descriptions: Sequence[Described]) -> Described:
+    """Merges the descriptions of all ranks: the first rank that has built an optimizer counts."""
     return [
         [
             next((one for one in members if one and one[0] is not None), None)
@@ -50,7 +50,7 @@ def agreed(descriptions: Sequence[Described]) -> Described:
 
 
 def build(model: keras.Model, described: Described) -> None:
-    """Builds the optimizers of a model that are not, for the variables that are described."""
+    """Builds the unbuilt optimizers of a model for the described variables."""
     weights = list(model.weights)
     for number, members in enumerate(described[: len(families(model))]):
         for place, (built_for, _) in enumerate(members):
@@ -63,7 +63,7 @@ def build(model: keras.Model, described: Described) -> None:
 
 
 def difference(model: keras.Model, described: Described) -> str | None:
-    """Returns which optimizer of a model is built for other variables, in words."""
+    """Returns, for messages, the first optimizer that is built for other variables, or `None`."""
     for family, mine, members in zip(families(model), describe(model), described, strict=False):
         for one, (now, _), (built_for, _) in zip(family, mine, members, strict=False):
             if now is not None and built_for is not None and now != list(built_for):
@@ -71,15 +71,15 @@ def difference(model: keras.Model, described: Described) -> str | None:
     return None
 
 
-def held_by(model: keras.Model, described: Described) -> list[Any]:
-    """Returns those variables of the state of a model that it had when it was described.
+def variables_of(model: keras.Model, described: Described) -> list[Any]:
+    """Returns the state variables of a model that existed when it was described.
 
     Args:
-        model: a built Keras model, whose optimizers are built for what is described, or more.
-        described: as of `describe`.
+        model: a built Keras model, whose described optimizers are built.
+        described: from `describe`.
 
     Returns:
-        List of Keras variables, in the order in which the model that was described has them.
+        List of Keras variables, in the order of the described model.
     """
     variables = list(model.weights)
     for family, members in zip_longest(families(model), described, fillvalue=()):
@@ -90,9 +90,9 @@ def held_by(model: keras.Model, described: Described) -> list[Any]:
     return list({id(v): v for v in variables if id(v) not in left_out}.values())
 
 
-def begin_anew(model: keras.Model, described: Described) -> None:
-    """Sets what the optimizers of a model had not when it was described to what they begin with."""
-    held = {id(variable) for variable in held_by(model, described)}
+def reset_undescribed(model: keras.Model, described: Described) -> None:
+    """Resets optimizer variables that did not exist when the model was described."""
+    held = {id(variable) for variable in variables_of(model, described)}
     for family, members in zip(families(model), described, strict=False):
         if len(family) > len(members) or any(
             one.built and built_for is None
@@ -102,18 +102,18 @@ def begin_anew(model: keras.Model, described: Described) -> None:
 
 
 def _own(optimizer: Any) -> list[Any]:
-    """Returns the variables of an optimizer but for those of others inside it."""
+    """Returns the variables of an optimizer without those of its inner optimizers."""
     inside = {id(v) for inner in optimizers_inside(optimizer) for v in inner.variables}
     return [variable for variable in optimizer.variables if id(variable) not in inside]
 
 
-def _reset(optimizer: Any, but: set[int]) -> None:
-    """Sets variables of an optimizer, but for some, to what they are when it has just been built.
+def _reset(optimizer: Any, excluded: set[int]) -> None:
+    """Resets the variables of an optimizer, except some, to their initial values.
 
-    They need not be 0: some begin as a constant, or as a copy of the weights.
+    Initial values need not be 0: some are constants, some copies of the weights.
     """
     fresh = type(optimizer).from_config(optimizer.get_config())
     fresh.build(trained_by(optimizer))
     for variable, value in zip(optimizer.variables, fresh.variables, strict=True):
-        if id(variable) not in but:
+        if id(variable) not in excluded:
             variable.assign(value)

@@ -1,12 +1,11 @@
-"""How an optimizer comes to reduce its gradients: a mixin over the user's own class.
+"""Mixins that make a Keras optimizer reduce its gradients.
 
-The optimizer keeps its class, its name and its state: a subclass of its own class, with the
-same name and module, is put in place on the instance. So `isinstance` holds, state that was
-built stays, and a model saved with it loads in a process that has no keras_dist.
+The class of the instance is replaced by a subclass with the same name and module. So `isinstance`
+holds, built state stays, and a saved model loads in a process without keras_dist.
 
-The reduction comes after Keras' local gradient accumulation and before clipping, so that a
-clipping norm is taken of the averaged gradient. Where a class has an `apply` of its own, it comes
-before that one. `update_check` has each update proved to have come through it.
+Gradients are reduced after Keras' local gradient accumulation and before clipping, so that the
+clipping norm is that of the averaged gradient. If a class overrides `apply`, gradients are reduced
+before that method. `update_check` verifies that each update has been reduced.
 """
 
 import functools
@@ -50,24 +49,24 @@ _attached: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def is_distributed(optimizer: Any) -> TypeGuard["_Distributed"]:
-    """Tells whether an optimizer reduces its gradients over the ranks."""
+    """Returns whether an optimizer reduces its gradients over the ranks."""
     return isinstance(optimizer, _Distributed)
 
 
 def distributed_optimizers(model: Any) -> list["_Distributed"]:
-    """Returns those optimizers of a model that reduce, a custom train step's further ones too."""
+    """Returns the distributed optimizers of a model, including those of a custom train step."""
     return [one for one in optimizers_of(model) if is_distributed(one)]
 
 
 def move_outwards(optimizer: Any) -> bool:
     """Moves the reduction from the optimizer inside a `LossScaleOptimizer` to the outside.
 
-    `compile` puts such a wrapper around the user's optimizer under `mixed_float16`. It looks
-    at the gradients and, when one overflows, skips the step; left inside, the reduction
-    would then be missing on that rank alone. Does nothing for other optimizers.
+    Under `mixed_float16`, `compile` wraps the user's optimizer. The wrapper skips the step if a
+    gradient overflows; an inner reduction would then be missing on that rank only. Does nothing
+    for other optimizers.
 
     Returns:
-        Whether there was one to move.
+        Whether a reduction was moved.
     """
     inner = inner_optimizer(optimizer)
     if not is_distributed(inner) or is_distributed(optimizer):
@@ -88,28 +87,28 @@ def attach(optimizer: Any, reduction: GradientReduction) -> None:
         mixin = _LossScaled
         if optimizer.inner_optimizer.gradient_accumulation_steps:
             attach(optimizer.inner_optimizer, reduction)
-    elif isinstance(optimizer, MULTI_OPTIMIZER) or _has_own_entrance(type(optimizer)):
-        mixin = _HandingOn
+    elif isinstance(optimizer, MULTI_OPTIMIZER) or _overrides_apply(type(optimizer)):
+        mixin = _ReducingFirst
     object.__setattr__(optimizer, "_keras_dist", reduction)
     optimizer.__class__ = _distributed_class(optimizer.__class__, mixin)
     _attached.add(optimizer)
 
 
 def gathered() -> list[Any]:
-    """Returns the variables in which distributed optimizers gather gradients of this rank."""
+    """Returns the gradient accumulators of all distributed optimizers on this rank."""
     return accumulators(inner for one in _attached for inner in (one, *optimizers_inside(one)))
 
 
 def check_local(optimizer: Any, purpose: str = "local variables") -> None:
-    """Checks that an optimizer treats each variable by itself.
+    """Checks that an optimizer updates each variable independently.
 
     Args:
         optimizer: a Keras optimizer.
-        purpose: what it must do so for, in words.
+        purpose: the feature that requires it, for messages.
 
     Raises:
-        ArgumentError: it does not: what it does to a variable would depend on gradients that
-            not all ranks have, of those that each keeps for itself.
+        ArgumentError: updates depend on all gradients (global clipping, loss scale), which differ
+            between ranks for local variables.
     """
     every = [optimizer, *optimizers_inside(optimizer)]
     scaled = any(isinstance(one, keras.optimizers.LossScaleOptimizer) for one in every)
@@ -134,7 +133,7 @@ def _distributed_class(base: Any, mixin: Any) -> type:
     )
     package, _, name = keras.saving.get_registered_name(base).rpartition(">")
     if package:
-        # Both are saved under the name that the user has registered; it stands for the user's.
+        # Both classes are saved under the registered name, which loads the user's class.
         for one in (made, base):
             keras.saving.register_keras_serializable(package, name)(one)
     return made
@@ -147,52 +146,52 @@ class _Distributed(UpdateHook):
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes an optimizer of the user's class, not distributed, from a configuration."""
+        """Creates a plain optimizer of the user's class from a configuration."""
         base: Any = cls.__bases__[1]
         return base.from_config(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """Pickles what the user's class would: an optimizer that is not distributed."""
+        """Pickles a plain optimizer of the user's class."""
         arguments = super().__reduce__()[1]
         return make_unpickler(type(self).__bases__[1]), arguments
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copies as Keras does, and makes the copy distributed on the same terms."""
+        """Copies as Keras does, and makes the copy distributed with the same options."""
         make, arguments = self.__reduce__()
         copied = make(*arguments)
         mine = self._keras_dist
-        attach(copied, GradientReduction(mine.terms, mine.local_layers))
+        attach(copied, GradientReduction(mine.options, mine.local_layers))
         copied._keras_dist.registered.extend(mine.registered)
         return copied
 
     def save_assets(self, directory: str) -> None:
-        """Writes the terms of the reduction; Keras calls it when it saves a model.
+        """Writes the reduction options; Keras calls it when it saves a model.
 
-        Keras alone does not read them; `keras_dist.load_model` does.
+        `keras_dist.load_model` reads them; Keras ignores them.
 
         Args:
-            directory: where to.
+            directory: the directory of the optimizer's assets.
         """
         if hasattr(super(), "save_assets"):
             super().save_assets(directory)  # type: ignore[misc]
         mine = self._keras_dist
         variables = trained_by(self)
-        text = saved_options.describe(mine.terms, variables, mine.registered, mine.local_layers)
+        text = saved_options.describe(mine.options, variables, mine.registered, mine.local_layers)
         pathlib.Path(directory, saved_options.FILE).write_text(text)
 
     def register_local_var(self, variable: Any) -> None:
-        """Leaves a variable's gradient out of the reduction: each rank keeps its own.
+        """Excludes a variable's gradient from the reduction: each rank keeps its own.
 
-        Call it on every rank, before training; the callback that broadcasts the initial state
-        has a `register_local_var` as well.
+        Call it on every rank, before training. `BroadcastGlobalVariablesCallback` has a
+        `register_local_var` as well.
 
         Args:
             variable: a Keras variable of the model.
 
         Raises:
-            ArgumentTypeError: `variable` is none.
-            ArgumentError: the optimizer looks at all gradients together, as for a
-                `global_clipnorm` or a loss scale: ranks would no longer take the same steps.
+            ArgumentTypeError: `variable` is not a Keras variable.
+            ArgumentError: the optimizer combines all gradients, as with a `global_clipnorm` or a
+                loss scale: the ranks would not make the same steps.
         """
         if not isinstance(variable, keras.Variable):
             raise errors.ArgumentTypeError(
@@ -207,16 +206,16 @@ class _Distributed(UpdateHook):
         self._keras_dist.registered.append(variable)
 
     def apply(self, grads: Any, trainable_variables: Any = None, *rest: Any, **options: Any) -> Any:
-        """Updates variables by the gradients of all ranks. See `keras.optimizers.Optimizer`.
+        """Updates variables with reduced gradients. See `keras.optimizers.Optimizer`.
 
         Raises:
-            ArgumentError: there is not one gradient for each variable.
-            BackendError: Keras has updated them by those of this rank alone.
+            ArgumentError: the numbers of gradients and variables differ.
+            BackendError: Keras has applied gradients that were not reduced.
         """
         given = [] if trainable_variables is None else [list(trainable_variables)]
         of = given[0] if given else trained_by(self)
         with Update(self, len(grads) > 0) as update:
-            # Of no gradients, or others than it was built for, Keras says what is to be said.
+            # Keras raises its own error for no gradients, or for a wrong number of them.
             are_known = len(grads) == len(of) or (given and len(grads) > 0)
             ready = self._prepared(grads, of) if update.is_outermost and are_known else grads
             return super().apply(ready, *given, *rest, **options)  # type: ignore[misc]
@@ -225,11 +224,11 @@ class _Distributed(UpdateHook):
         check_reduced(self)
 
     def _prepared(self, grads: Any, variables: Any) -> Any:
-        """Returns the gradients with which the user's class is entered."""
+        """Returns the gradients to pass to the user's class."""
         raise NotImplementedError
 
     def _reduces(self) -> bool:
-        """Tells whether an update that is about to begin has to reduce."""
+        """Returns whether the update about to start must be reduced."""
         return True
 
 
@@ -237,11 +236,11 @@ class _Clipping(ClippingHook, _Distributed):
     """The override for Keras' own `apply`: the reduction comes right before clipping."""
 
     def _prepared(self, grads: Any, variables: Any) -> Any:
-        # What overwrites its variable does so before clipping.
+        # Gradients that overwrite their variable are assigned before clipping.
         return self._keras_dist.overwriting(grads, variables)
 
     def _reduces(self) -> bool:
-        # Elsewhere passes that only accumulate reduce nothing; then updates are checked alone.
+        # On other backends, accumulating passes reduce nothing; only updates are checked.
         return not self.gradient_accumulation_steps or keras.backend.backend() == "jax"  # type: ignore[attr-defined]
 
     def _keras_dist_before_passes(self, grads: Any, variables: Any) -> None:
@@ -263,11 +262,11 @@ class _Clipping(ClippingHook, _Distributed):
         return self._keras_dist(grads, variables, when)
 
 
-class _HandingOn(_Distributed):
-    """The override for an `apply` of another kind: gradients are reduced before it sees them.
+class _ReducingFirst(_Distributed):
+    """Mixin for an overridden `apply`: gradients are reduced before it is called.
 
-    That of a `MultiOptimizer`, which hands gradients to others before any clipping, and that of a
-    class of the user's, which may do anything with them.
+    Used for `MultiOptimizer`, which passes gradients on before clipping, and for user classes,
+    which may use gradients in any way.
     """
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
@@ -291,41 +290,41 @@ class _HandingOn(_Distributed):
         return self._keras_dist(grads, variables)
 
 
-class _LossScaled(_HandingOn):
-    """The override for a `LossScaleOptimizer`, whose own `apply` decides on skipping.
+class _LossScaled(_ReducingFirst):
+    """Mixin for `LossScaleOptimizer`, whose `apply` decides whether to skip the step.
 
-    Where the optimizer in it accumulates, that one reduces what it has gathered, once for each
-    update. Of single passes the ranks tell each other only whether to skip them.
+    If the inner optimizer accumulates, the inner optimizer reduces once per update, and the ranks
+    only agree, in each pass, on whether to skip it.
     """
 
     inner_optimizer: Any
 
     def check_finite(self, grads: Any) -> Any:
         finite = super().check_finite(grads)  # type: ignore[misc]
-        return self._keras_dist.agreed(finite) if self._hands_on_all() else finite
+        return self._keras_dist.agreed(finite) if self._inner_reduces() else finite
 
     def _stateless(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         given = optimizer_variables, grads, trainable_variables
-        if not self._hands_on_all():
+        if not self._inner_reduces():
             return super()._stateless(*given)
-        # Keras would reduce inside a branch, where a step of JAX cannot be cut.
+        # Keras would reduce inside a branch, where a JAX step cannot be split.
         finite = self.check_finite(grads)
         taken = stateless_step(self, *given)
         skipped = stateless_skip(self, optimizer_variables, trainable_variables)
         return keras.tree.map_structure(functools.partial(ops.where, finite), taken, skipped)
 
     def _prepared(self, grads: Any, variables: Any) -> Any:
-        return grads if self._hands_on_all() else super()._prepared(grads, variables)
+        return grads if self._inner_reduces() else super()._prepared(grads, variables)
 
     def _reduces(self) -> bool:
-        return not self._hands_on_all()
+        return not self._inner_reduces()
 
-    def _hands_on_all(self) -> bool:
-        """Tells whether the optimizer inside reduces."""
+    def _inner_reduces(self) -> bool:
+        """Returns whether the inner optimizer reduces."""
         return is_distributed(self.inner_optimizer)
 
 
-def _has_own_entrance(made: type) -> bool:
-    """Tells whether a class takes gradients in another way than Keras' optimizers do."""
+def _overrides_apply(made: type) -> bool:
+    """Returns whether a class overrides a method of `ENTRANCES`."""
     owners = [next((o for o in made.__mro__ if name in vars(o)), object) for name in ENTRANCES]
     return any(owner.__module__.split(".")[0] not in ("keras", "builtins") for owner in owners)

@@ -1,7 +1,7 @@
-"""The plan of a fit: which of its arguments must be equal on all ranks, and that they are.
+"""Check that the arguments of `fit` that must be equal on all ranks are.
 
-The callbacks of keras_dist meet at the begin and end of epochs and at validation. A rank that
-makes more epochs than the others, or validates where they do not, would come to meetings alone.
+The callbacks of keras_dist synchronize at the begin and end of epochs and at validation. A rank
+with more epochs, or with a validation that others lack, would wait for the others there.
 """
 
 from typing import Any
@@ -15,7 +15,11 @@ __all__ = ["agree_on_fit"]
 
 MEETING = "the begin of fit with the callbacks of keras_dist"
 AGREES = "AgreeOnStoppingCallback"
-LAST = ("VerifyReplicas", AGREES, "PreemptionCallback")  # they act on what others have decided
+LAST = (
+    "VerifyReplicas",
+    AGREES,
+    "PreemptionCallback",
+)  # they act on decisions of others
 VALIDATE_TOGETHER = ("MetricAverageCallback", "AverageStatisticsCallback")
 SAME_CALLBACKS = (
     "Pass those of keras_dist on every rank; one that is for the root alone goes into "
@@ -24,21 +28,21 @@ SAME_CALLBACKS = (
 
 
 def agree_on_fit(arguments: dict[str, Any]) -> bool:
-    """Makes sure that the ranks mean the same fit, where callbacks of keras_dist take part.
+    """Checks that all ranks call `fit` alike, if it has callbacks of keras_dist.
 
-    Not compared is what may differ: the data, the number of its batches, `verbose`, callbacks of
-    Keras and of the user's own. Where such callbacks were appended to those of keras_dist, on any
-    rank, they may stop training too. Collective: every rank; blocks.
+    The data, its number of batches, `verbose`, and callbacks of Keras and of the user may differ.
+    Such callbacks may be appended to those of keras_dist on any rank, and may stop training.
+    Collective: every rank; blocks.
 
     Args:
-        arguments: those of `fit` by name, defaults included; `callbacks` are put into order.
+        arguments: the arguments of `fit` by name, defaults included; `callbacks` is reordered.
 
     Returns:
-        Whether the data of all ranks has been shared out by `keras_dist.data`; True where no
-        callback of keras_dist takes part.
+        Whether the data of all ranks has been sharded by `keras_dist.data`; `True` without
+        callbacks of keras_dist.
 
     Raises:
-        MismatchError: they differ; raised on every rank with the same text.
+        MismatchError: arguments differ; raised on every rank with the same text.
     """
     ours = [name for one in _flat(arguments["callbacks"]) if (name := _name(one)) is not None]
     if not ours or runtime.size() == 1:
@@ -67,10 +71,10 @@ def agree_on_fit(arguments: dict[str, Any]) -> bool:
 
 
 def _put_in_order(arguments: dict[str, Any]) -> bool:
-    """Moves the callbacks of `LAST` behind those that a user has appended.
+    """Moves the callbacks of `LAST` behind callbacks that the user has appended.
 
     Returns:
-        Whether one of those that were appended may stop training after a batch.
+        Whether an appended callback may stop training after a batch.
     """
     flat = _flat(arguments["callbacks"])
     places = [place for place, one in enumerate(flat) if _name(one) == AGREES]
@@ -83,7 +87,7 @@ def _put_in_order(arguments: dict[str, Any]) -> bool:
 
 
 def _plan(arguments: dict[str, Any], ours: list[str]) -> dict[str, str]:
-    """Returns what is compared, by the name that the user knows; as text, for messages."""
+    """Returns the compared arguments by name, as text for messages."""
     plan = {"callbacks": ", ".join(ours)}
     plan.update({name: str(arguments[name]) for name in ("epochs", "initial_epoch")})
     if any(name in ours for name in VALIDATE_TOGETHER):
@@ -100,6 +104,6 @@ def _flat(callbacks: Any) -> list[Any]:
 
 
 def _name(callback: Any) -> str | None:
-    """Returns the name of the class of keras_dist that a callback is of, if it is of one."""
+    """Returns the name of the keras_dist class of a callback, or `None`."""
     classes = [one for one in type(callback).__mro__ if one.__module__.startswith("keras_dist.")]
     return classes[0].__name__ if classes else None

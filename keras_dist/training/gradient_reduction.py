@@ -1,7 +1,4 @@
-"""The reduction of an optimizer's gradients: from gradients to a plan, from the plan to a backend.
-
-Knows gradients and variables, not who has them: `distributed` calls it.
-"""
+"""Reduction of an optimizer's gradients over the ranks. Called by `distributed`."""
 
 import functools
 import math
@@ -22,35 +19,35 @@ from keras_dist.training.model_state import variable_name
 
 __all__ = ["GradientReduction", "check_not_reduced", "mark_reduced", "sum_over_ranks"]
 
-# On a gradient: that it has been reduced, by a tape.
+# Attribute of a gradient that a tape has reduced.
 REDUCED = "_keras_dist_reduced"
 
 
 class GradientReduction:
-    """The reduction of one optimizer's gradients; holds the plans it has made.
+    """The reduction of one optimizer's gradients; caches its plans.
 
     Args:
-        terms: how they are reduced.
+        options: how gradients are reduced.
         local_layers: layers whose variables each rank keeps for itself.
     """
 
-    def __init__(self, terms: ReductionOptions, local_layers: Sequence[keras.Layer] = ()):
-        self.terms = terms
+    def __init__(self, options: ReductionOptions, local_layers: Sequence[keras.Layer] = ()):
+        self.options = options
         self.local_layers = local_layers
         self.registered: list[Any] = []
         self.variables: Sequence[Any] = ()
-        self.has_reduced = False  # in the update at hand
-        self._plans = GradientPlans(terms)
+        self.has_reduced = False  # in the current update
+        self._plans = GradientPlans(options)
 
     def communicator(self) -> _engine.Communicator | None:
-        """Returns that of the ranks with whom this one reduces; `None` when there are none.
+        """Returns the communicator for the reduction; `None` if there is no other rank.
 
         Raises:
-            ArgumentError: the process set has no id any more.
+            ArgumentError: the process set was removed.
         """
-        if not runtime.includes_me(self.terms.process_set):
+        if not runtime.includes_me(self.options.process_set):
             return None
-        comm = self.terms.ranks()
+        comm = self.options.ranks()
         return comm if comm.size > 1 else None
 
     def __call__(
@@ -60,17 +57,18 @@ class GradientReduction:
 
         Args:
             gradients: this rank's gradients.
-            variables: the variables that they are of.
+            variables: the variables of the gradients, in the same order.
             when: see `Backend.reduce_gradients`.
 
         Raises:
-            ArgumentError: a tape has reduced them, or there is not one for each variable.
+            ArgumentError: a tape has reduced the gradients, or the numbers of gradients and
+                variables differ.
         """
         comm = self.communicator()
         self.has_reduced = True
         check_not_reduced(gradients)
         gradients = self.overwriting(gradients, variables)
-        terms, backend = self.terms, _backends.active()
+        options, backend = self.options, _backends.active()
         local = {id(variable) for variable in self.local_variables()}
         mine = [id(variable) in local or comm is None for variable in variables]
         result = list(gradients)
@@ -87,14 +85,14 @@ class GradientReduction:
         ]
         alone = [i for i in present if mine[i]]
         shared = [i for i in present if not mine[i]]
-        if terms.dense:
+        if options.dense:
             replace(present, backend.as_dense)
-        if terms.factor != 1:
-            replace(present, functools.partial(backend.multiply, factor=terms.factor))
+        if options.factor != 1:
+            replace(present, functools.partial(backend.multiply, factor=options.factor))
         replace(alone, backend.add_up_rows)
         if comm is None:
             return result
-        if terms.scale_local:
+        if options.scale_local:
             replace(alone, functools.partial(backend.multiply, factor=1 / comm.size))
         of = [variables[i] for i in shared]
         replace(
@@ -113,11 +111,10 @@ class GradientReduction:
     def overwriting(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Takes the maximum over the ranks of gradients that Keras assigns to their variables.
 
-        Those of float8: the largest magnitudes that were met, and scales, which grow with them.
-        Other gradients stay as they are.
+        These are the amax history and scales of float8 layers. Other gradients are unchanged.
 
         Raises:
-            ArgumentError: there is not one gradient for each variable.
+            ArgumentError: the numbers of gradients and variables differ.
         """
         _check_as_many(gradients, variables)
         result = list(gradients)
@@ -133,13 +130,13 @@ class GradientReduction:
         flat = [ops.reshape(ops.cast(result[at], "float32"), (-1,)) for at in places]
         name = "the largest magnitudes for float8"
         most = _over_ranks(
-            self.terms.process_set, ops.concatenate(flat), _engine.ReduceOp.MAX, name
+            self.options.process_set, ops.concatenate(flat), _engine.ReduceOp.MAX, name
         )
         ends = np.cumsum([math.prod(variables[at].shape) for at in places])
         for at, part in zip(places, ops.split(most, ends[:-1].tolist()), strict=True):
             like = result[at]
             result[at] = ops.cast(ops.reshape(part, variables[at].shape), like.dtype)
-        # What comes next on the host must come next on every rank.
+        # Host operations must run in the same order on every rank.
         later = [at for at in present if at not in every]
         waiting = _backends.active().after(most, [result[at] for at in later])
         for at, gradient in zip(later, waiting, strict=True):
@@ -147,16 +144,16 @@ class GradientReduction:
         return result
 
     def agreed(self, condition: Any) -> Any:
-        """Tells, inside a training step, whether a condition holds on all of its ranks."""
+        """Returns, inside a training step, whether a condition holds on all ranks."""
         if self.communicator() is None:
             return condition
         missing = 1.0 - ops.cast(ops.reshape(condition, (1,)), "float32")
         return ops.all(
-            sum_over_ranks(self.terms.process_set, missing, "whether gradients are finite") == 0
+            sum_over_ranks(self.options.process_set, missing, "whether gradients are finite") == 0
         )
 
     def local_variables(self) -> list[Any]:
-        """Returns the variables that each rank keeps for itself, as far as they are built."""
+        """Returns the local variables, as far as layers are built."""
         return self.registered + [v for one in self.local_layers for v in one.trainable_variables]
 
     def _plan(
@@ -167,18 +164,18 @@ class GradientReduction:
         specs: Sequence[tuple[tuple[int, ...], np.dtype]],
     ) -> _engine.FusedAllreduce:
         names = [_name(variables[position]) for position in positions]
-        groups = self.terms.grouped([variables[position] for position in positions])
+        groups = self.options.grouped([variables[position] for position in positions])
         return self._plans(comm, names, specs, groups)
 
     def _reduce_slices(
         self, name: str, values: np.ndarray, indices: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        comm = self.terms.ranks()  # of the moment: a graph may outlive those that traced it
-        return _engine.reduce_slices(comm, values, indices, self.terms.op, name, tells=True)
+        comm = self.options.ranks()  # resolved now: a graph may outlive its communicator
+        return _engine.reduce_slices(comm, values, indices, self.options.op, name, tells=True)
 
 
 def mark_reduced(gradients: list[Any]) -> list[Any]:
-    """Marks gradients as reduced, for those who would do it again; returns them."""
+    """Marks gradients as reduced, so that they are not reduced twice; returns them."""
     for gradient in gradients:
         if gradient is not None:
             setattr(gradient, REDUCED, True)
@@ -186,10 +183,10 @@ def mark_reduced(gradients: list[Any]) -> list[Any]:
 
 
 def check_not_reduced(gradients: Sequence[Any]) -> None:
-    """Checks that no tape has reduced gradients.
+    """Checks that gradients were not reduced by a tape.
 
     Raises:
-        ArgumentError: one has. They would be averaged, or added up, twice.
+        ArgumentError: gradients would be reduced twice.
     """
     if any(getattr(gradient, REDUCED, False) for gradient in gradients):
         raise errors.ArgumentError(
@@ -203,14 +200,14 @@ def check_not_reduced(gradients: Sequence[Any]) -> None:
 
 
 def sum_over_ranks(process_set: ProcessSet | None, tensor: Any, name: str) -> Any:
-    """Puts a sum over some ranks into a training step; it has a gradient.
+    """Adds a differentiable sum over ranks to a training step.
 
-    Collective: those ranks, in the same order among all that their steps reduce.
+    Collective: the ranks of the set, in the same order relative to other reductions.
 
     Args:
         process_set: the ranks; `None` for all.
-        tensor: the framework's tensor, no scalar, of the same shape on each.
-        name: what it is, for messages.
+        tensor: the framework's tensor, not a scalar, of the same shape on each rank.
+        name: the name of the tensor, for messages.
     """
     return _over_ranks(process_set, tensor, _engine.ReduceOp.SUM, name)
 

@@ -1,9 +1,8 @@
-"""What a `LossScaleOptimizer` needs before its first step, whoever calls it.
+"""Support for a `LossScaleOptimizer` around a distributed optimizer in custom loops.
 
-It decides from the gradients of its own rank whether to hand them on. Where it is made around a
-distributed optimizer, the reduction would be missing on a rank that skips a step, and the others
-would add gradients of another step to theirs. `trainer` sees those that models have before their
-step is built; those of a loop by hand are seen here.
+A `LossScaleOptimizer` skips steps by the gradients of its own rank. With an inner reduction, a rank
+that skips would not reduce, and the others would combine gradients of different steps. `trainer`
+moves the reduction outwards for models; this module does so in custom loops.
 """
 
 import functools
@@ -19,18 +18,18 @@ __all__ = ["watch_loss_scales"]
 
 @functools.cache
 def watch_loss_scales() -> None:
-    """Makes every `LossScaleOptimizer` of this process take a reduction from inside first."""
+    """Patches `LossScaleOptimizer` to take over the reduction of its inner optimizer."""
     scaled: Any = keras.optimizers.LossScaleOptimizer
     scaled.apply = _outside(scaled.apply)
     scaled.stateless_apply = _outside(scaled.stateless_apply)
 
 
 def _outside(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method that makes steps, before which the reduction is moved outwards."""
+    """Wraps a method that makes steps: the reduction is moved outwards first."""
 
     @functools.wraps(method)
     def outside(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if move_outwards(self):  # its class, so also its method, is another one now
+        if move_outwards(self):  # the class, and so the method, has changed
             return getattr(self, method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
 

@@ -1,6 +1,6 @@
-"""The state of a model: its weights, its optimizers and theirs, and what each rank has of its own.
+"""The state of a model: weights, optimizer variables, and state that is local to a rank.
 
-Moves nothing; knows no ranks. `replicas` says what must be equal.
+Does not communicate. `replicas` makes state equal on all ranks.
 """
 
 import re
@@ -30,17 +30,17 @@ __all__ = [
     "variable_name",
 ]
 
-# On a model, while batches of a resumed epoch are skipped: what ends it.
+# Attribute of a model while batches of a resumed epoch are skipped: the function that ends it.
 SKIPPING = "_keras_dist_skipping"
 # On a model: which variables each rank keeps for itself, whatever its optimizers do.
 LOCAL = "_keras_dist_local"
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
-    """Returns the optimizers of a model, each once, and those inside them.
+    """Returns the optimizers of a model and their inner optimizers, without duplicates.
 
-    The one it was compiled with comes first. A custom train step may use others: attributes of
-    the model, or in its lists and dicts.
+    The compiled optimizer comes first. A custom train step may use others, found in attributes of
+    the model and in its lists and dicts.
     """
     every = [one for family in families(model) for one in family]
     return list({id(one): one for one in every}.values())
@@ -65,9 +65,9 @@ def optimizers_inside(optimizer: Any) -> list[Any]:
 
 
 def has_weights(model: keras.Model) -> bool:
-    """Tells whether the weights of a model are there.
+    """Returns whether the weights of a model exist.
 
-    A model with a `train_step` of its own may never be built itself, but for its layers.
+    In a model with a custom `train_step` only the layers may be built.
     """
     layers = [layer for layer in private.layers_of(model) if layer is not model]
     return model.built or (bool(layers) and all(layer.built for layer in layers))
@@ -77,7 +77,7 @@ def state(model: keras.Model) -> list[Any]:
     """Returns the variables that must be equal on all ranks, each once.
 
     Args:
-        model: a Keras model; the variables of an optimizer count when it has been built.
+        model: a Keras model; variables of unbuilt optimizers are left out.
 
     Returns:
         List of Keras variables, in the same order on every rank.
@@ -90,16 +90,15 @@ def state(model: keras.Model) -> list[Any]:
 
 
 def shared_state(model: keras.Model) -> list[Any]:
-    """Returns the state but for what each rank keeps for itself, and the optimizer's of that."""
+    """Returns the state without local variables and their optimizer slots."""
     left_out = _with_slots(optimizers_of(model), local_variables(model))
     return [variable for variable in state(model) if id(variable) not in left_out]
 
 
 def trained_by(optimizer: Any) -> list[Any]:
-    """Returns what the ranks of a distributed optimizer share: its state, and what it trains.
+    """Returns the variables that the ranks of a distributed optimizer share.
 
-    Variables that each rank keeps for itself are not among it, nor what it has gathered of its
-    own gradients.
+    These are its state and its trainable variables, without local variables and accumulators.
     """
     every = [optimizer, *optimizers_inside(optimizer)]
     local = optimizer._keras_dist.local_variables()
@@ -114,12 +113,12 @@ def accumulators(optimizers: Iterable[Any]) -> list[Any]:
 
 
 def keep_local(model: keras.Model, variables: Iterable[Any]) -> None:
-    """Leaves variables of a model to each rank from now on, beside those of its optimizers."""
+    """Makes variables of a model local, in addition to those of its optimizers."""
     object.__setattr__(model, LOCAL, variables)
 
 
 def local_variables(model: keras.Model) -> list[Any]:
-    """Returns the variables that the model and its optimizers leave to each rank."""
+    """Returns the local variables of a model and of its optimizers."""
     reductions = [getattr(one, "_keras_dist", None) for one in optimizers_of(model)]
     own = [v for one in reductions if one is not None for v in one.local_variables()]
     return [*own, *_as_keras_knows(model, model.__dict__.get(LOCAL, ()))]
@@ -132,13 +131,13 @@ def random_states(model: keras.Model) -> list[Any]:
 
 
 def variable_name(variable: Any) -> str:
-    """Returns the path by which a user knows a variable, such as `dense/kernel`."""
+    """Returns the path of a variable, such as `dense/kernel`."""
     path = getattr(variable, "path", None) or getattr(variable, "name", None) or "a tensor"
     return re.sub(r":\d+$", "", str(path))
 
 
 def bytes_of(variable: Any) -> np.ndarray:
-    """Returns the bytes of a variable's value, whatever its dtype, as a flat uint8 array."""
+    """Returns the value of a variable as a flat uint8 array."""
     return np.ascontiguousarray(to_numpy(variable)).reshape(-1).view(np.uint8)
 
 
@@ -148,7 +147,7 @@ def to_numpy(variable: Any) -> np.ndarray:
 
 
 def _as_keras_knows(model: keras.Model, variables: Iterable[Any]) -> list[Any]:
-    """Returns the variables of a model of which a user has passed those of TensorFlow."""
+    """Returns the Keras variables of TensorFlow variables that the user has passed."""
     if all(isinstance(variable, keras.Variable) for variable in variables):
         return list(variables)
     by_value = {id(variable.value): variable for variable in model.variables}
@@ -156,7 +155,7 @@ def _as_keras_knows(model: keras.Model, variables: Iterable[Any]) -> list[Any]:
 
 
 def _with_slots(optimizers: Iterable[Any], variables: Iterable[Any]) -> set[int]:
-    """Returns the ids of some variables and of what optimizers keep for each."""
+    """Returns the ids of variables and of their optimizer slots."""
     left_out = {id(variable) for variable in variables}
     for one in optimizers:
         trainable = private.trained_by(one)

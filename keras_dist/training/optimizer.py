@@ -161,7 +161,7 @@ def PartialDistributedOptimizer(
 
 
 def _check_optimizer(optimizer: Any, where: str) -> None:
-    """Checks that something is an optimizer, and not distributed yet."""
+    """Checks that `optimizer` is a Keras optimizer that is not distributed yet."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise errors.ArgumentTypeError(
             errors.explain(
@@ -184,15 +184,15 @@ def _check_optimizer(optimizer: Any, where: str) -> None:
 
 
 def _accumulate(optimizer: Any, passes: int, where: str) -> None:
-    """Makes Keras accumulate gradients, in the optimizer that applies them.
+    """Sets `gradient_accumulation_steps` of the optimizer that applies gradients.
 
     Raises:
-        ArgumentError: it accumulates another number of batches, has been built without, or
-            leaves that to several others.
+        ArgumentError: the optimizer accumulates another number of batches, is built without
+            accumulation, or is a `MultiOptimizer`.
     """
     applying = applying_of(optimizer)
     given = applying.gradient_accumulation_steps
-    # An optimizer that was loaded from a file accumulates already, as it did when it was saved.
+    # A loaded optimizer accumulates already, as when it was saved.
     if passes == 1 or given == passes:
         return
     if isinstance(applying, MULTI_OPTIMIZER):

@@ -1,8 +1,7 @@
-"""The generators of random numbers that a process has besides those of its models.
+"""The global random number generators of a process, besides the seeds of its models.
 
-Python's and numpy's shuffle what Keras is given to train on, torch's does that and drops units of
-`Dropout` without a seed, and Keras draws from one of its own where no seed is passed. Knows no
-ranks; imports no torch where the script has not.
+Generators of Python, numpy and torch shuffle training data; those of torch and Keras serve layers
+without a seed, such as `Dropout`. torch is used only if the script has imported it.
 """
 
 import base64
@@ -17,20 +16,20 @@ import numpy as np
 from keras_dist._compat.keras import drawn_seeds, global_generator
 from keras_dist.data.kinds import is_a
 
-__all__ = ["go_on_with", "states"]
+__all__ = ["restore", "states"]
 
 
 def states(data: Any = None) -> dict[str, Any]:
-    """Returns the states of all generators, as JSON has them.
+    """Returns the states of all generators as JSON values.
 
     Args:
-        data: what is trained on; a `DataLoader` of torch may have generators of its own. Defaults
-            to none.
+        data: the training data; a torch `DataLoader` may have its own generators. Defaults to
+            `None`.
     """
     version, numbers, gauss = random.getstate()
     found: dict[str, Any] = {"python": [version, _text(np.array(numbers, np.uint32)), gauss]}
     name, key, *more = np.random.get_state(legacy=True)
-    if name == "MT19937":  # a script may have put another in its place
+    if name == "MT19937":  # a script may have replaced it
         found["numpy"] = [name, _text(np.asarray(key)), *more]
     if (of_keras := drawn_seeds()) is not None:
         found["keras"] = keras.ops.convert_to_numpy(of_keras).tolist()
@@ -42,12 +41,12 @@ def states(data: Any = None) -> dict[str, Any]:
     return found
 
 
-def go_on_with(states: Mapping[str, Any], data: Any = None) -> None:
-    """Sets the generators to what `states` returned, perhaps in another process.
+def restore(states: Mapping[str, Any], data: Any = None) -> None:
+    """Restores the generators.
 
     Args:
-        states: those; generators that are not among them stay as they are.
-        data: what is trained on.
+        states: from `states`, possibly of another process; other generators are unchanged.
+        data: the training data.
     """
     if "keras" in states:  # before Python's, from which it takes its seed where it is made
         variable = global_generator()

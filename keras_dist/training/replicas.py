@@ -1,8 +1,7 @@
-"""The replicas of a model: which of its state must be equal on all ranks, and making it so.
+"""Broadcast, averaging and verification of the replicas of a model.
 
-State is the weights and the optimizer's variables. The states of random generators are not
-part of it: they differ from rank to rank on purpose, or every rank would drop the same
-units of a dropout layer.
+The state of a replica is its weights and optimizer variables. The states of random generators
+differ between ranks on purpose: otherwise every rank would drop the same units of a dropout layer.
 """
 
 import hashlib
@@ -35,14 +34,14 @@ __all__ = [
     "verify_replicas",
 ]
 
-# On a model: at which moment its replicas have been found equal.
+# Attribute of a model: the event at which its replicas were last verified.
 VERIFIED = "_keras_dist_verified"
 
 
 def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
     """Gives every rank the root's weights and optimizer state.
 
-    Variables that are kept local, and their optimizer state, are left as they are.
+    Local variables and their optimizer state are unchanged.
 
     Collective: every rank; the model must be built and its architecture the same; blocks.
 
@@ -60,19 +59,19 @@ def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
 
 
 def build_optimizers_alike(model: keras.Model) -> None:
-    """Builds optimizers of a model on the ranks that have not built them, where others have.
+    """Builds optimizers of a model that are built on other ranks.
 
-    Collective: every rank; the weights of the model must be there; blocks.
+    Collective: every rank; the model must have its weights; blocks.
 
     Args:
         model: a Keras model.
     """
-    told = _engine.allgather_object(
+    descriptions = _engine.allgather_object(
         runtime.communicator(),
         built_optimizers.describe(model),
         operation="the optimizers that are built",
     )
-    built_optimizers.build(model, built_optimizers.agreed(told))
+    built_optimizers.build(model, built_optimizers.merge(descriptions))
 
 
 def broadcast_variables(
@@ -130,11 +129,11 @@ def separate_seeds(model: keras.Model, root_rank: int = 0) -> None:
 
 
 def average_statistics(model: keras.Model) -> None:
-    """Makes the weights that training does not touch equal on all ranks.
+    """Makes non-trainable weights equal on all ranks.
 
     Batch normalisation keeps moving statistics of the batches it has seen, which differ
-    from rank to rank. Weights that differ are averaged, whole numbers and the like taken
-    from rank 0; weights that are equal, such as a frozen backbone's, keep their bits.
+    from rank to rank. Weights of float dtype that differ are averaged, others
+    are broadcast from rank 0; equal weights, such as a frozen backbone's, keep their bits.
 
     Collective: every rank; blocks.
 
@@ -180,7 +179,7 @@ def verify_replicas(model: keras.Model) -> None:
         model: a Keras model.
 
     Raises:
-        MismatchError: they differ; the text names the variables and the ranks. Raised on
+        MismatchError: replicas differ; the text names the variables and the ranks. Raised on
             every rank.
 
     Example:
@@ -210,26 +209,26 @@ def verify_replicas(model: keras.Model) -> None:
     )
 
 
-def verify_once(model: keras.Model, moment: str) -> None:
-    """Does as `verify_replicas`, unless it has at this moment and after this update.
+def verify_once(model: keras.Model, event: str) -> None:
+    """Calls `verify_replicas`, once per event and optimizer update.
 
     Collective: every rank; blocks.
 
     Args:
         model: a Keras model.
-        moment: a name for what is about to happen.
+        event: the name of the event.
 
     Raises:
         MismatchError: the replicas differ; raised on every rank.
     """
-    now = (moment, [int(one.iterations) for one in optimizers_of(model)])
+    now = (event, [int(one.iterations) for one in optimizers_of(model)])
     if model.__dict__.get(VERIFIED) != now:
         verify_replicas(model)
         object.__setattr__(model, VERIFIED, now)
 
 
 def _own_seed(generator_state: np.ndarray, rank: int) -> np.ndarray:
-    """Returns the state (seed, counter) of a generator with the seed made this rank's own."""
+    """Returns the state (seed, counter) of a generator with a seed derived for this rank."""
     own = generator_state.copy()
     seed = int(generator_state[0]) & 0xFFFFFFFF
     drawn = np.random.SeedSequence([seed, rank]).generate_state(1, np.uint32)
@@ -238,7 +237,7 @@ def _own_seed(generator_state: np.ndarray, rank: int) -> np.ndarray:
 
 
 def _differing(comm: _engine.Communicator, variables: Sequence[Any]) -> dict[int, list[int]]:
-    """Returns the indices of variables that are not equal everywhere, and on which ranks."""
+    """Returns the indices of variables that differ from rank 0, with the ranks."""
     names = [variable_name(variable) for variable in variables]
     digests = [hashlib.blake2b(bytes_of(v).data, digest_size=16).digest() for v in variables]
     mine = np.frombuffer(b"".join(digests), np.uint8).reshape(1, -1, 16)

@@ -1,8 +1,8 @@
-"""What is written of an optimizer's terms beside its saved state, and how it is read again.
+"""Reduction options as JSON, saved beside the state of an optimizer.
 
-A small JSON text. Variables and layers stand in it by their path and by their place among the
-optimizer's variables. The place counts where there is one, as it does for Keras when it loads the
-state of an optimizer; a path may be another one in a model whose layers name themselves.
+Variables and layers are identified by their path and by their index among the optimizer's
+variables. The index takes precedence, as when Keras loads the state of an optimizer: paths of
+automatically named layers may differ.
 """
 
 import json
@@ -19,7 +19,7 @@ from keras_dist.training.model_state import variable_name
 
 __all__ = ["FILE", "describe", "local_parts", "parse", "settings"]
 
-#: the name of the file, among the assets of a saved optimizer
+#: file name, among the assets of a saved optimizer
 FILE = "keras_dist.json"
 
 VERSION = 1
@@ -35,12 +35,12 @@ def describe(
     local_variables: Sequence[Any],
     local_layers: Sequence[keras.Layer],
 ) -> str:
-    """Returns the text that is written.
+    """Returns the options as JSON text.
 
     Args:
         terms: how gradients are reduced.
-        variables: those of the optimizer, in its order; none as long as it is not built.
-        local_variables: those that each rank keeps for itself.
+        variables: the variables of the optimizer, in its order; none before it is built.
+        local_variables: variables that each rank keeps for itself.
         local_layers: layers whose variables each rank keeps for itself.
     """
     places = _places(variables)
@@ -85,10 +85,10 @@ def _places_of(layer: keras.Layer, places: dict[int, int]) -> list[int]:
 
 
 def parse(text: str | bytes) -> dict[str, Any]:
-    """Returns what `describe` has written.
+    """Parses the text of `describe`.
 
     Raises:
-        ValueError: it is something else, or of a later version.
+        ValueError: the text is not from `describe`, or of a later version.
     """
     saved = json.loads(text)
     if not isinstance(saved, dict) or saved.get("version") != VERSION:

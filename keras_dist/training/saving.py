@@ -1,6 +1,6 @@
-"""Loading a model whose optimizer was distributed: it is again, on the same terms.
+"""Loading of models, with the optimizer distributed by the options it was saved with.
 
-Keras writes and reads the model; the terms lie among its assets, see `saved_terms`.
+Keras writes and reads the model; the options are among its assets, see `saved_options`.
 """
 
 import inspect
@@ -23,8 +23,8 @@ from keras_dist.training.optimizer import DistributedOptimizer
 
 __all__ = ["load_model"]
 
-# Where Keras puts the assets of a model's optimizer; the second while the reduction has not been
-# moved outwards, see `reduction.move_outwards`.
+# Directories of the optimizer's assets; the second if the reduction has not been moved outwards,
+# see `distributed.move_outwards`.
 PLACES = ("assets/optimizer", "assets/optimizer/inner_optimizer")
 
 REMEDY = (
@@ -43,7 +43,7 @@ def load_model(
     legacy_opts: bool = False,
     **settings: Any,
 ) -> keras.Model:
-    """Loads a model and makes its optimizer distributed, on the terms it was saved with.
+    """Loads a model and makes its optimizer distributed, with the options it was saved with.
 
     Weights, state of the optimizer and iteration are those of the file. The optimizer may have
     been saved plain or distributed. In the latter case the arguments of `DistributedOptimizer`
@@ -88,9 +88,9 @@ def load_model(
     known = _by_name(custom_optimizers, where) | dict(custom_objects or {})
     _check_whole(pathlib.Path(filepath), where)
     try:
-        saved = _read_terms(pathlib.Path(filepath))
+        saved = _read_options(pathlib.Path(filepath))
         model = _load(filepath, known, compile, safe_mode)
-    except Exception as error:  # Keras raises whatever the libraries beneath it do
+    except Exception as error:  # Keras raises any error of the libraries it uses
         raise _unreadable(filepath, error, where) from error
     if _optimizer_of(model) is not None:
         _distribute(model, saved, settings, filepath, where)
@@ -98,7 +98,7 @@ def load_model(
 
 
 def _by_name(optimizers: Any, where: str) -> dict[str, type]:
-    """Returns classes by the names with which Keras may have saved them."""
+    """Returns classes by the names under which Keras may have saved them."""
     listed = [optimizers] if isinstance(optimizers, type) else list(optimizers or ())
     for one in listed:
         if not (isinstance(one, type) and issubclass(one, keras.optimizers.Optimizer)):
@@ -138,8 +138,8 @@ def _check_whole(path: pathlib.Path, where: str) -> None:
     raise errors.CheckpointError(errors.explain(where, expected, received, remedy))
 
 
-def _read_terms(path: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the terms that lie in a saved model, if there are any."""
+def _read_options(path: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the reduction options in a saved model, or `None`."""
     names = [f"{place}/{saved_options.FILE}" for place in PLACES]
     if path.is_dir():
         found = [(path / name).read_text() for name in names if (path / name).exists()]
@@ -174,7 +174,7 @@ def _optimizer_of(model: keras.Model) -> Any:
 
 
 def _is_new(warning: str, optimizer: Any) -> bool:
-    """Tells whether the optimizer whose state Keras leaves out had made no step: it had none."""
+    """Returns whether the optimizer whose state Keras skips was saved before its first step."""
     number = re.search(r"the saved optimizer has (\d+) variables", warning)
     if optimizer is None or number is None:
         return False
@@ -183,7 +183,7 @@ def _is_new(warning: str, optimizer: Any) -> bool:
 
 
 def _restore_legacy(model: keras.Model, filepath: Any) -> None:
-    """Gives a model of a legacy file an optimizer that can go on, in the state of the file.
+    """Restores the optimizer of a legacy file with its state.
 
     Keras builds the optimizer for the variables that belong to the model itself and to none of its
     layers, so mostly for none.
@@ -193,7 +193,7 @@ def _restore_legacy(model: keras.Model, filepath: Any) -> None:
     with h5py.File(filepath) as file:
         values = _optimizer_values(file)
     shapes = [tuple(variable.shape) for variable in optimizer.variables]
-    # One that had made no step was saved without a state.
+    # An optimizer that had made no step was saved without state.
     if len(values) > len(type(optimizer).from_config(optimizer.get_config()).variables):
         if [value.shape for value in values] != shapes:
             raise ValueError(
@@ -206,7 +206,7 @@ def _restore_legacy(model: keras.Model, filepath: Any) -> None:
 
 
 def _optimizer_values(file: h5py.File) -> list[Any]:
-    """Returns what a legacy file holds of an optimizer; many names are cut into several lists."""
+    """Returns the optimizer values of a legacy file; long name lists are split over attributes."""
     group = file.get("optimizer_weights")
     lists = [] if group is None else [key for key in group.attrs if key.startswith("weight_names")]
     lists.sort(key=lambda key: (len(key), key))
@@ -220,7 +220,7 @@ def _distribute(
     filepath: Any,
     where: str,
 ) -> None:
-    """Makes a model's optimizer distributed, on given terms and those that were saved."""
+    """Makes a model's optimizer distributed, with given and saved options."""
     optimizer = model.optimizer
     if saved is None:
         DistributedOptimizer(optimizer, **given)
@@ -229,7 +229,7 @@ def _distribute(
     try:
         found = saved_options.settings(saved, variables, given, where)
         local, layers = saved_options.local_parts(saved, model, variables, where)
-    except (KeyError, TypeError, AttributeError) as error:  # written by another hand
+    except (KeyError, TypeError, AttributeError) as error:  # not written by keras_dist
         raise _unreadable(filepath, error, where) from error
     DistributedOptimizer(optimizer, **found, **given)
     for variable in local:

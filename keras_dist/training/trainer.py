@@ -1,9 +1,8 @@
-"""What a Keras model needs before its train step is built, whoever trains it.
+"""Hooks of `keras.Model` that prepare models with distributed optimizers for training.
 
-An optimizer is not told which model it belongs to, and `train_on_batch` calls no callbacks;
-but every way to train goes through `Model.make_train_function`, which Keras documents as the
-place to change how a step is made. It is wrapped once, when the first optimizer is
-distributed, and does nothing for models with other optimizers.
+An optimizer does not know its model, and `train_on_batch` calls no callbacks. All training goes
+through `Model.make_train_function`, which Keras documents as the place to customize the step. It is
+wrapped once, when the first optimizer is distributed, and leaves other models alone.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ RECORDED = "_keras_dist_recorded"
 
 @functools.cache
 def watch_models() -> None:
-    """Makes every Keras model of this process ready for a distributed optimizer."""
+    """Installs the hooks in `keras.Model`, for all models of this process."""
     original = keras.Model.make_train_function
 
     @functools.wraps(original)
@@ -89,9 +88,9 @@ def check_undistributed(expected: str) -> None:
 
 
 def _recorded(step: Callable[..., Any], model: keras.Model) -> Callable[..., Any]:
-    """Returns a train function whose calls are steps of the timeline."""
+    """Wraps a train function: its calls are recorded as steps of the timeline."""
     if hasattr(step, RECORDED):
-        return step  # Keras has returned what was made before
+        return step  # Keras has returned the existing function
     count = model.steps_per_execution
 
     @functools.wraps(step, updated=())
@@ -104,7 +103,7 @@ def _recorded(step: Callable[..., Any], model: keras.Model) -> Callable[..., Any
 
 
 def _agreed(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the `fit` of models, with a comparison of its arguments between the ranks before."""
+    """Wraps `fit`: the ranks first compare its arguments."""
     signature = inspect.signature(fit)
     place = list(signature.parameters).index("callbacks")
 
@@ -115,7 +114,7 @@ def _agreed(fit: Callable[..., Any]) -> Callable[..., Any]:
         if epochs.is_shared_out(bound.arguments["x"]) and runtime.size() > 1:
             check_undistributed("data that keras_dist alone shares out over the ranks")
         everywhere = agree_on_fit(bound.arguments)
-        # As they were given, since others may have wrapped `fit` as well; but for their order.
+        # Arguments are passed as given, since others may have wrapped `fit`, except callbacks.
         ordered = bound.arguments["callbacks"]
         given = [ordered if at == place else value for at, value in enumerate(args)]
         options = {**kwargs, "callbacks": ordered} if "callbacks" in kwargs else kwargs
@@ -126,7 +125,7 @@ def _agreed(fit: Callable[..., Any]) -> Callable[..., Any]:
                 return fit(*given, **options)
         finally:
             _leave_result(model, result)
-            # A fit that failed has not skipped all batches, and the next one would go on.
+            # A failed fit may not have skipped all batches; the next fit must not continue to.
             if (end := model.__dict__.pop(SKIPPING, None)) is not None:
                 end()
 
@@ -141,7 +140,7 @@ def _leave_result(model: keras.Model, before: Any) -> None:
 
 
 def _noted(method: Callable[..., Any], task: str) -> Callable[..., Any]:
-    """Returns a method of models that says in messages that a rank is in it."""
+    """Wraps a method: messages report that the rank is in it."""
 
     @functools.wraps(method)
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -152,10 +151,10 @@ def _noted(method: Callable[..., Any], task: str) -> Callable[..., Any]:
 
 
 def _check_layers(model: keras.Model) -> None:
-    """Refuses batch normalisation that Keras would have to synchronise.
+    """Refuses `BatchNormalization(synchronized=True)`.
 
-    It knows how for a strategy of TensorFlow: over the ranks of a job the layer would normalise
-    by its own batch and say nothing. On the other backends Keras itself refuses it.
+    Keras synchronizes it only under a TensorFlow strategy: between ranks it would silently
+    normalize by the local batch. On the other backends Keras itself refuses it.
     """
     names = [
         layer.path

@@ -1,8 +1,8 @@
-"""A check that the gradients of each update have been reduced.
+"""Check that the gradients of each update have been reduced.
 
-The reduction hangs on an undocumented method of Keras, which another version may rename. The check
-hangs on other methods: those by which an optimizer is called, and the one that updates variables.
-In a graph it runs while the graph is traced, and costs nothing in a step.
+The reduction overrides an undocumented Keras method, which another version may rename. The check
+overrides different methods: those that receive gradients, and the one that updates variables. In a
+graph the check runs at tracing time and costs nothing per step.
 """
 
 from typing import Any
@@ -13,14 +13,14 @@ from keras_dist import errors, runtime
 
 __all__ = ["Update", "check_reduced"]
 
-# On an optimizer: that one of its methods is updating.
+# Attribute of an optimizer: an update is in progress.
 ENTERED = "_keras_dist_entered"
 
 
 class Update:
-    """A call of an optimizer by which it updates; at its end it is checked that it has reduced.
+    """Context of one update; checks at its end that gradients were reduced.
 
-    Calls that it makes of itself are part of it.
+    Nested calls of the same optimizer belong to the outermost update.
     """
 
     def __init__(self, optimizer: Any, has_gradients: bool):
@@ -48,10 +48,10 @@ class Update:
 
 
 def check_reduced(optimizer: Any) -> None:
-    """Checks that the gradients of the update at hand have been reduced.
+    """Checks that the gradients of the current update have been reduced.
 
     Raises:
-        BackendError: they have not, though there are other ranks.
+        BackendError: gradients were not reduced, on more than one rank.
     """
     reduction = optimizer._keras_dist
     if reduction.has_reduced or reduction.communicator() is None:

@@ -429,7 +429,7 @@ def test_arguments_of_old_scripts_are_accepted():
     old = {"name": "Distributed", "device_dense": "/gpu:0", "device_sparse": "/cpu:0"}
     with pytest.warns(DeprecationWarning, match="pass groups"):
         optimizer = keras_dist.DistributedOptimizer(sgd(), num_groups=2, **old)
-    assert optimizer._keras_dist.terms.groups == 2
+    assert optimizer._keras_dist.options.groups == 2
 
 
 def test_a_variable_in_two_groups_is_refused():

@@ -54,7 +54,7 @@ def rewrite(path, change):
 
 
 def terms_of(model):
-    terms = model.optimizer._keras_dist.terms
+    terms = model.optimizer._keras_dist.options
     paths = terms.groups
     if not isinstance(paths, int):
         paths = [[model_state.variable_name(variable) for variable in group] for group in paths]
@@ -114,11 +114,11 @@ def test_variables_and_layers_are_found_again(optimizer_is_built, shared_tmp_pat
     hidden, output = loaded.layers
     assert mine.local_layers == (hidden,)
     assert [variable is output.kernel for variable in mine.registered] == [True]
-    [(first, second)] = mine.terms.groups
+    [(first, second)] = mine.options.groups
     assert first is output.bias
     assert second is hidden.kernel
     again = keras_dist.load_model(saved(loaded, shared_tmp_path), groups=None)
-    assert again.optimizer._keras_dist.terms.groups == ()
+    assert again.optimizer._keras_dist.options.groups == ()
 
 
 def test_layers_that_name_themselves_are_found_by_their_place(shared_tmp_path):
@@ -148,7 +148,7 @@ def test_layers_that_name_themselves_are_found_by_their_place(shared_tmp_path):
     mine = loaded.optimizer._keras_dist
     assert loaded.first.path != model.first.path
     assert mine.local_layers == (loaded.second,)
-    assert mine.terms.groups[0][0] is loaded.first.kernel
+    assert mine.options.groups[0][0] is loaded.first.kernel
 
 
 def test_a_process_set_is_found_by_its_ranks(shared_tmp_path):
@@ -157,12 +157,12 @@ def test_a_process_set_is_found_by_its_ranks(shared_tmp_path):
         pytest.skip("one rank has no set but that of all")
     one = keras_dist.add_process_set([last])
     path = saved(make(process_set=one), shared_tmp_path)
-    assert keras_dist.load_model(path).optimizer._keras_dist.terms.process_set is one
+    assert keras_dist.load_model(path).optimizer._keras_dist.options.process_set is one
     keras_dist.remove_process_set(one)
     with pytest.raises(errors.ArgumentError, match=f"a process set of rank {last}.*None for all"):
         keras_dist.load_model(path)
     everybody = keras_dist.load_model(path, process_set=None)
-    assert everybody.optimizer._keras_dist.terms.process_set is None
+    assert everybody.optimizer._keras_dist.options.process_set is None
 
 
 class Half(keras_dist.Compressor):
@@ -181,8 +181,8 @@ def test_a_compression_of_ones_own_has_to_be_given(shared_tmp_path):
         keras_dist.load_model(path)
     mine = Half()
     loaded = keras_dist.load_model(path, compression=mine, op="sum")
-    assert loaded.optimizer._keras_dist.terms.compression is mine
-    assert loaded.optimizer._keras_dist.terms.op is keras_dist.Sum
+    assert loaded.optimizer._keras_dist.options.compression is mine
+    assert loaded.optimizer._keras_dist.options.op is keras_dist.Sum
 
 
 # --- State
@@ -230,7 +230,7 @@ def test_a_loss_scale_stays_inside(shared_tmp_path):
             loaded = keras_dist.load_model(saved(model, shared_tmp_path))
             assert distributed.is_distributed(loaded.optimizer)
             assert not distributed.is_distributed(loaded.optimizer.inner_optimizer)
-            assert loaded.optimizer._keras_dist.terms.op is keras_dist.Sum
+            assert loaded.optimizer._keras_dist.options.op is keras_dist.Sum
             if step == 0:
                 fit(model)
         assert_same_state(loaded, model)
@@ -257,7 +257,7 @@ def test_optimizers_of_ones_own(shared_tmp_path):
     for given in ({"custom_optimizers": [Unknown]}, {"custom_objects": {"Unknown": Unknown}}):
         loaded = keras_dist.load_model(path, **given)
         assert isinstance(loaded.optimizer, Unknown)
-        assert loaded.optimizer._keras_dist.terms.op is keras_dist.Sum
+        assert loaded.optimizer._keras_dist.options.op is keras_dist.Sum
 
 
 def test_a_model_without_an_optimizer_stays_without(shared_tmp_path):
