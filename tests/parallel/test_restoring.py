@@ -11,8 +11,8 @@ from test_backup import Interrupt, Interrupted, everything_of
 from training import CLASSES, FEATURES, compiled, make_data
 
 import keras_dist
-from keras_dist import generators
 from keras_dist.callbacks import BackupAndRestore
+from keras_dist.training import random_generators
 
 BACKEND = keras.backend.backend()
 Adam, SGD = keras.optimizers.Adam, keras.optimizers.SGD
@@ -182,7 +182,7 @@ def test_the_generator_that_keras_shares_goes_on():
 
     keras.utils.set_random_seed(1)
     draw()
-    states = generators.states()
+    states = random_generators.states()
     expected = draw()
-    generators.go_on_with(states)
+    random_generators.restore(states)
     assert draw() == expected
