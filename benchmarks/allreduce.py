@@ -75,7 +75,7 @@ def work(path):
     world = MPI.COMM_WORLD
     comms = [_engine.Communicator(MPI, None, way) for way in ("copy", "read")]
     found = {
-        "library": _engine.library(MPI),
+        "library": _engine.library.version(MPI),
         "read": bool(comms[1].node and comms[1].node.may_read),
         "sizes": {},
     }
@@ -100,11 +100,9 @@ def prepare(MPI, usual, reading, count):
     mine = pattern + world.rank
     place, out, twin = mine.copy(), np.zeros_like(mine), np.zeros_like(mine)
     specs = [((count,), mine.dtype)]
-    op = _engine.ReduceOp.SUM
-    fused = [
-        _engine.FusedAllreduce(comm, ["a"], specs, op, mine.nbytes, lend=True)
-        for comm in (usual, reading)
-    ]
+    options = _engine.OpOptions(_engine.ReduceOp.SUM)
+    plan = _engine.PlanOptions(mine.nbytes, lend=True)
+    fused = [_engine.FusedAllreduce(comm, ["a"], specs, options, plan) for comm in (usual, reading)]
 
     def as_it_comes():
         fresh = np.empty_like(mine)

@@ -52,13 +52,13 @@ def time_graph(rounds):
         runtime.communicator(),
         [str(number) for number in range(len(arrays))],
         [(array.shape, array.dtype) for array in arrays],
-        _engine.ReduceOp.AVERAGE,
-        bucket_size.bucket_nbytes(runtime.communicator()),
+        _engine.OpOptions(),
+        _engine.PlanOptions(bucket_size.bucket_nbytes(runtime.communicator()), lend=True),
     )
-    fused = _engine.FusedAllreduce(*plan, lend=True)
+    fused = _engine.FusedAllreduce(*plan)
     fused(arrays)
     before = own_memory()
-    more = _engine.FusedAllreduce(*plan, lend=True)
+    more = _engine.FusedAllreduce(*plan)
     more(arrays)
     memory = max(row[0] for row in everyones([own_memory() - before]))
     del more

@@ -28,9 +28,9 @@ COPY = ROOT / "build" / "mutants"
 
 # Each module, and the tests that have to notice its mutants: none of them needs other ranks.
 MODULES = {
-    "_engine/collectives/buckets.py": "tests/test_buckets.py",
-    "_engine/collectives/signature.py": "tests/test_agreement.py",
-    "_engine/arithmetic.py": "tests/test_reduce.py",
+    "_engine/buckets.py": "tests/test_buckets.py",
+    "_engine/signature.py": "tests/test_signature.py",
+    "_engine/arithmetic.py": "tests/test_arithmetic.py",
     "data/partition.py": "tests/test_data_partition.py",
     "data/order.py": "tests/test_data_order.py",
     "ops/reduction_options.py": "tests/test_reduction_options.py",

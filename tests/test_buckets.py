@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_dist._engine.collectives.buckets import (
+from keras_dist._engine.buckets import (
     ALIGNMENT,
     Bucket,
     Piece,

@@ -355,14 +355,14 @@ served = _engine.RpcService(runtime.communicator(), [0] * size, twice, end)
 if rank:
     answer, said = np.empty(1), rpc.note
     try:
-        served.ask(np.array([-1]), [answer])
+        served.call(np.array([-1]), [answer])
     except errors.DataError as error:
         print(error, flush=True)
     def note(*words):
         said(*words)
         served.leave()  # as the garbage collector may at any moment
     rpc.note = note
-    served.ask(np.array([rank]), [answer])
+    served.call(np.array([rank]), [answer])
     assert answer[0] == 2 * rank, answer
     assert served._has_said_so
 """

@@ -24,7 +24,7 @@ SCRIPT = """
 
     from keras_dist import _engine
     from keras_dist._engine.compression import Compression
-    from keras_dist._engine.arithmetic import ReduceOp
+    from keras_dist._engine import OpOptions, ReduceOp
 
     def sent():
         lines = [line.split() for line in open("/proc/self/net/dev")]
@@ -38,8 +38,8 @@ SCRIPT = """
     nodes = [rows[first] + rows[first + 1] for first in range(0, comm.size, 2)]
     for compression, narrow in ((Compression.none, np.float32), (Compression.fp16, np.float16)):
         before = sent()
-        [total] = _engine.allreduce(
-            comm, [rows[comm.rank]], ["x"], ReduceOp.SUM, 2**25, compression=compression
+        [total] = _engine.collectives.allreduce(
+            comm, [rows[comm.rank]], ["x"], OpOptions(ReduceOp.SUM, compression=compression), 2**25
         )
         comm.world.Barrier()
         nbytes = sent() - before
@@ -47,7 +47,7 @@ SCRIPT = """
         expected = expected.astype(narrow).astype(np.float32)
         right = comm.world.allreduce(total.tobytes() == expected.tobytes(), MPI.LAND)
         if comm.rank == 0:
-            places = f"{comm.local_size} of {comm.size} ranks on a node"
+            places = f"{comm.topology.local_size} of {comm.size} ranks on a node"
             print(f"{compression.name}: {places}, right={right}, nbytes={nbytes}", flush=True)
 """
 

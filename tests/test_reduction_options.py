@@ -184,7 +184,7 @@ def test_options_are_passed_by_name():
 
 def test_adasum_alone_asks_how_many_ranks_there_are(parsed, monkeypatch):
     asked = []
-    monkeypatch.setattr(_engine, "check_power_of_two", asked.append)
+    monkeypatch.setattr(_engine.collectives, "check_power_of_two", asked.append)
     for op in ("average", "sum"):
         parsed(op)
     assert asked == []

@@ -78,6 +78,20 @@ LIBRARIES = {
     "launch.notebook": ("IPython nbformat traitlets", ""),
 }
 
+# The packages and modules of the engine, lowest first; those of one line are not ordered.
+ENGINE_LAYERS = [
+    "arithmetic compression buckets signature",
+    "tracing options",
+    "shm",
+    "mpi ordering",
+    "faults services",
+    "communicator",
+    "recovery",
+    "collectives",
+    "files point_to_point rpc subsets clocks tuning",
+    "",
+]
+
 FRAMEWORKS = ("keras", "tensorflow", "torch", "jax")
 
 # Modules of a package that modules outside of it do not import: its face alone.
@@ -141,7 +155,7 @@ def arrow_up(module, imported, in_function=False):
     """Returns why one module of keras_dist may not import another; `None` where it may."""
     package, other = module.partition(".")[0], imported.partition(".")[0]
     if package == other:
-        return None
+        return arrow_up_in_engine(module, imported) if package == "_engine" else None
     if floor(other) is None or floor(other) >= floor(module):
         return f"{other or 'keras_dist'} is not below {package or 'keras_dist'}, see LAYERS"
     framework = imported.removeprefix("_compat.")
@@ -151,6 +165,18 @@ def arrow_up(module, imported, in_function=False):
         return f"use the face of {other}, see FACES"
     if imported.startswith("_backends.") and not imported.startswith(f"_backends.{package}"):
         return "use the face of _backends, or the backend of the same name"
+    return None
+
+
+def arrow_up_in_engine(module, imported):
+    """Returns why one module of the engine may not import another; `None` where it may."""
+    own, other = (f"{name}.".split(".")[1] for name in (module, imported))
+    floors = [
+        next((n for n, row in enumerate(ENGINE_LAYERS) if name in row.split(" ")), -1)
+        for name in (own, other)
+    ]
+    if own != other and (-1 in floors or floors[1] > floors[0]):
+        return f"{other} is not below {own}, see ENGINE_LAYERS"
     return None
 
 
@@ -352,7 +378,7 @@ OPTIONAL = {
     "process_vm_readv": "of Linux alone",
     "shape": "of arrays; lists have none",
     "strerror": "of errors of the system",
-    "times": "of a thread of ours",
+    "count": "of a thread of ours",
     "value": "of members of enumerations of ours",
     "wire": "of compressors of ours",
 }
@@ -533,7 +559,7 @@ def violations(rule, module, source):
             "from keras_dist._engine.arithmetic import reduce_rows",
             "._engine.arithmetic",
         ),
-        (".runtime", "from keras_dist._engine.collectives import buckets", "._engine.coll"),
+        (".runtime", "from keras_dist._engine.collectives import fused", "._engine.coll"),
         (".runtime.job", "from ..training import optimizer", ".training.optimizer"),
         ("._engine.arithmetic", "import tensorflow as tf", "tensorflow"),
         ("._engine.arithmetic", "from mpi4py import MPI", "mpi4py"),
@@ -555,6 +581,11 @@ def violations(rule, module, source):
             ".launch",
             "from keras_dist.launch import cli\nimport keras_dist",
             "not below",
+        ),
+        (
+            "._engine.shm.wait",
+            "from keras_dist._engine.communicator import Communicator",
+            "communicator is not below shm",
         ),
         (".new_room", "", "no package"),
     ],

@@ -16,7 +16,7 @@ from keras_dist.monitor.timeline.summary import summarise
 from keras_dist.monitor.timeline.trace import begin_trace, complete
 
 MS = 1_000_000
-QUEUED = 2  # the lane of what runs behind the script
+QUEUED = 2  # the lane of queued operations
 
 
 def two_ranks(path, **options):
@@ -67,7 +67,7 @@ def test_a_link_where_files_are_made_is_not_followed(tmp_path):
     for link in (part, tmp_path / f"t.json.{os.getpid()}.tmp"):  # names that can be guessed
         link.symlink_to(other)
     begin_trace(str(path), "j")
-    os.close(_engine.open_trace(str(part)))
+    os.close(_engine.tracing.open_trace(str(part)))
     assert other.read_text() == "mine"
     assert not path.is_symlink()
     assert not part.is_symlink()

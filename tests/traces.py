@@ -70,7 +70,7 @@ def lanes_of(trace):
     return {(event["pid"], event["tid"]): event["args"]["name"] for event in named}
 
 
-NAMES = ["step", "epoch", "wait for ranks", "copy in", "wait for what is queued"]
+NAMES = ["step", "epoch", "wait for ranks", "copy in", "wait for a queued operation"]
 STEP, EPOCH, WAIT, COPY, HANDLE = range(5)
 GRADIENTS = 5
 
@@ -89,7 +89,7 @@ def write_part(path, rank, records, offset=0, end=True, clock=(0, 3000), name="g
     """
     head = {"job": "j", "rank": rank, "host": f"node{rank}", "pid": 7, "started": 0.0}
     head["clock"] = [clock[0] + offset, offset, 100]
-    lanes = ["training", "communication", "communication, behind the script"]
+    lanes = ["training", "communication", "communication, queued"]
     lines = [head]
     lines += [{"number": number, "name": name} for number, name in enumerate(NAMES)]
     lines += [{"number": GRADIENTS, "name": name, "bytes": 1000, "arrays": "kernel"}]

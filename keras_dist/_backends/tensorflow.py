@@ -108,7 +108,7 @@ def reduce_gradients(
             members = [dense[slot.index] for slot in bucket.slots]
             inputs = [gradients[i] for i in members]
             wanted = [shapes[i] for i in members]
-            lend = fused.lend and bucket.nbytes >= LENT_NBYTES * len(members)
+            lend = fused.lends and bucket.nbytes >= LENT_NBYTES * len(members)
             buffers = [] if lend else [range(len(members))]
             outputs = on_host(fused.bound_to(number, lend), inputs, wanted, buffers=buffers)
             reduced.update(zip(members, outputs, strict=True))

@@ -1,8 +1,7 @@
 """The arithmetic of a reduction: op x dtype. Pure numpy; knows no MPI.
 
-The contributions are always combined in the order of their ranks, so the same inputs give
-the same bits on every rank and in every run. Floats narrower than 32 bits are summed in
-float32 and rounded once, at the end.
+Contributions are always combined in rank order, so equal inputs give equal bits on every rank and
+in every run. Floats narrower than 32 bits are summed in float32 and rounded once, at the end.
 """
 
 import enum
@@ -36,12 +35,12 @@ __all__ = [
 
 
 class ReduceOp(enum.Enum):
-    """How the contributions of the ranks become one value.
+    """How the contributions of the ranks are reduced to one value.
 
     `AVERAGE` is the sum divided by the number of ranks; for integers it is exact, whatever
-    their sum, and truncated towards zero. `PRODUCT` multiplies, `MIN` and `MAX` compare element
-    by element; on booleans they mean and, and, or. `ADASUM` works on whole vectors;
-    `keras_dist._engine.collectives.adasum` has its arithmetic.
+    their sum, and truncated towards zero. `PRODUCT`, `MIN` and `MAX` work element by element; on
+    booleans they are "and", "and", "or". `ADASUM` works on whole vectors, see
+    `keras_dist._engine.collectives.adasum`.
     """
 
     AVERAGE = "average"
@@ -62,14 +61,14 @@ _UFUNCS = {
 
 
 def parse_op(op: ReduceOp | str, where: str = "[keras_dist]") -> ReduceOp:
-    """Returns the op that a user named.
+    """Returns the reduction of a user's argument.
 
     Args:
         op: a `ReduceOp` or its name in any case, such as `"average"`.
-        where: the place for the error message.
+        where: place for the error message.
 
     Raises:
-        ArgumentError: there is no such op.
+        ArgumentError: the name is unknown.
     """
     if isinstance(op, ReduceOp):
         return op
@@ -87,16 +86,16 @@ def parse_op(op: ReduceOp | str, where: str = "[keras_dist]") -> ReduceOp:
 
 
 def parse_factor(factor: Any, label: str, where: str) -> float:
-    """Returns a factor that a user gave.
+    """Returns a factor of a user's argument.
 
     Args:
         factor: any finite real number.
-        label: the argument's name for the error message.
-        where: the place for the error message.
+        label: name of the argument for the error message.
+        where: place for the error message.
 
     Raises:
-        ArgumentTypeError: it is no real number.
-        ArgumentError: it is infinite or not a number.
+        ArgumentTypeError: the factor is not a real number.
+        ArgumentError: the factor is infinite or NaN.
     """
     expected, remedy = f"{label} to be a finite number", "Pass a float; 1.0 changes nothing."
     number = factor.item() if isinstance(factor, np.ndarray) and factor.ndim == 0 else factor
@@ -111,17 +110,17 @@ def parse_factor(factor: Any, label: str, where: str) -> float:
 def check_factors(
     dtype: np.dtype, prescale: float, postscale: float, where: str, name: str
 ) -> None:
-    """Checks that an array can be multiplied by the factors: booleans cannot.
+    """Checks that an array can be multiplied by the factors; booleans cannot.
 
     Args:
-        dtype: the dtype of the array to scale.
-        prescale: factor for the contributions.
-        postscale: factor for the result.
-        where: the place for the error message.
-        name: the array's name for the error message.
+        dtype: dtype of the array.
+        prescale: factor of the contributions.
+        postscale: factor of the result.
+        where: place for the error message.
+        name: name of the array for the error message.
 
     Raises:
-        ArgumentTypeError: there is a factor, and the array does not hold numbers.
+        ArgumentTypeError: a factor is not 1, and the array does not hold numbers.
     """
     if prescale == postscale == 1 or ReduceOp.SUM in _ops_of(dtype):
         return
@@ -138,15 +137,15 @@ def check_factors(
 def scaled(array: np.ndarray, factor: float) -> np.ndarray:
     """Multiplies an array by a factor and keeps its dtype.
 
-    Whole numbers are multiplied in float64 and truncated towards zero, floats narrower than
-    32 bits in float32.
+    Integers are multiplied in float64 and truncated towards zero, floats narrower than 32 bits in
+    float32.
 
     Args:
-        array: the array, of numbers; it is left alone.
+        array: array of numbers.
         factor: the factor.
 
     Returns:
-        A new array; `array` itself when the factor is 1.
+        A new array; `array` itself if the factor is 1.
     """
     if factor == 1:
         return array
@@ -154,23 +153,23 @@ def scaled(array: np.ndarray, factor: float) -> np.ndarray:
         wide = np.dtype(np.float64)
     else:
         wide = accumulator(array.dtype, ReduceOp.SUM)
-    # A product that the dtype cannot hold is the caller's to judge, as in a sum.
+    # Overflow is the caller's to judge, as in a sum.
     with np.errstate(all="ignore"):
         product = np.multiply(array.astype(wide, copy=False), wide.type(factor))
         return np.asarray(product).astype(array.dtype, copy=False)
 
 
 def check_dtype(dtype: np.dtype, op: ReduceOp, where: str, name: str) -> None:
-    """Checks that `op` has a meaning for `dtype`.
+    """Checks that `op` is defined for `dtype`.
 
     Args:
-        dtype: the dtype of the array to reduce.
+        dtype: dtype of the array.
         op: the reduction.
-        where: the place for the error message.
-        name: the array's name for the error message.
+        where: place for the error message.
+        name: name of the array for the error message.
 
     Raises:
-        ArgumentTypeError: it has none, as the sum of booleans or anything on text.
+        ArgumentTypeError: it is not, such as a sum of booleans or any reduction of text.
     """
     if op in _ops_of(dtype):
         return
@@ -185,16 +184,16 @@ def check_dtype(dtype: np.dtype, op: ReduceOp, where: str, name: str) -> None:
 
 
 def check_sum(op: ReduceOp, where: str, operation: str, remedy: str) -> None:
-    """Checks that an op is a sum, divided or not.
+    """Checks that a reduction is a sum or an average.
 
     Args:
         op: the reduction.
-        where: the place for the error message.
-        operation: what knows no other.
-        remedy: what to do about another one.
+        where: place for the error message.
+        operation: name of the operation.
+        remedy: what to do for another reduction.
 
     Raises:
-        ArgumentError: it is another one.
+        ArgumentError: it is another reduction.
     """
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         expected = f"op to be Average or Sum in {operation}"
@@ -205,7 +204,7 @@ def reduce_rows(rows: np.ndarray, op: ReduceOp) -> np.ndarray:
     """Reduces the first axis.
 
     Args:
-        rows: array of shape (number of ranks, count), one row a rank, in rank order.
+        rows: array of shape (number of ranks, count), in rank order.
         op: the reduction.
 
     Returns:
@@ -217,14 +216,14 @@ def reduce_rows(rows: np.ndarray, op: ReduceOp) -> np.ndarray:
 
 
 def reduce_into(result: np.ndarray, parts: Iterable[np.ndarray], op: ReduceOp) -> None:
-    """Reduces arrays of equal length, one a rank, in the order in which they come.
+    """Reduces arrays of equal length, one for each rank, in their order.
 
-    Every way that data takes through the engine ends here, so all give the same bits.
+    All transports of the engine end here, so all give the same bits.
 
     Args:
-        result: array of shape (count,) for the result, of the dtype of the parts.
-        parts: arrays of shape (count,), in rank order. At most two are looked at at a time,
-            so an iterator may reuse their memory in turn.
+        result: array of shape (count,), of the dtype of the parts, written.
+        parts: arrays of shape (count,), in rank order. At most two are used at a time, so an
+            iterator may reuse their memory in turn.
         op: the reduction.
     """
     reduce_each([(result, parts)], result.dtype, op)
@@ -233,20 +232,20 @@ def reduce_into(result: np.ndarray, parts: Iterable[np.ndarray], op: ReduceOp) -
 def reduce_each(
     pieces: Iterable[tuple[np.ndarray, Iterable[np.ndarray]]], dtype: np.dtype, op: ReduceOp
 ) -> None:
-    """Does `reduce_into` for one result after the other.
+    """Runs `reduce_into` for several results.
 
     Args:
         pieces: the results, each with its parts.
-        dtype: of all of them.
+        dtype: dtype of all arrays.
         op: the reduction.
     """
     ufunc, wide = _UFUNCS[op], accumulator(dtype, op)
     narrow, averages = wide != dtype, op is ReduceOp.AVERAGE
     if needs_halves(dtype, op):
         for result, parts in pieces:
-            result[...] = _whole_mean(parts)
+            result[...] = _integer_mean(parts)
         return
-    # Infinities and overflow are the caller's to judge: they travel to every rank alike.
+    # Infinities and overflow are the caller's to judge: they reach every rank alike.
     with np.errstate(all="ignore"):
         for result, parts in pieces:
             total = np.empty(result.shape, wide) if narrow else result
@@ -267,38 +266,37 @@ def divide(total: np.ndarray, count: int) -> None:
     """Divides a sum by the number of its contributions, in place.
 
     Args:
-        total: the sum, in the dtype in which it was formed; of whole numbers with fewer than
-            64 bits each.
-        count: how many contributions it has.
+        total: the sum, in the dtype of the accumulator; of integers with fewer than 64 bits.
+        count: number of contributions.
     """
     if total.dtype.kind in "iu":
-        # Whole numbers stay whole numbers: a float64 in between would lose bits past 2**53.
+        # Without float64, which would lose bits beyond 2**53.
         magnitude = np.abs(total) // np.asarray(count, total.dtype)
         total[...] = np.where(total < 0, -magnitude, magnitude)
     elif count & (count - 1) == 0:
-        # The same bits as a division, at half its price.
+        # The bits of a division, in half its time.
         np.multiply(total, total.dtype.type(1 / count), out=total)
     else:
         np.divide(total, total.dtype.type(count), out=total)
 
 
 def needs_halves(dtype: np.dtype, op: ReduceOp) -> bool:
-    """Tells whether a reduction adds up whole numbers whose sum no dtype holds."""
+    """Returns whether a reduction adds up integers whose sum may fit no dtype."""
     return op is ReduceOp.AVERAGE and dtype.kind in "iu" and dtype.itemsize == 8
 
 
 def halves(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts whole numbers of 64 bits into an upper and a lower half, whose sums do not overflow."""
+    """Splits integers of 64 bits into an upper and a lower half, whose sums do not overflow."""
     return numbers >> numbers.dtype.type(32), numbers & numbers.dtype.type(2**32 - 1)
 
 
 def mean_of_halves(high: np.ndarray, low: np.ndarray, count: int) -> np.ndarray:
-    """Divides a sum of whole numbers by a count, exactly, and truncates towards zero.
+    """Divides a sum of integers by a count, exactly, and truncates towards zero.
 
     Args:
-        high: the sum of the upper halves.
-        low: the sum of the lower halves.
-        count: what the sum is divided by.
+        high: sum of the upper halves.
+        low: sum of the lower halves.
+        count: divisor.
     """
     number = high.dtype.type
     upper, rest = np.divmod(high, number(count))
@@ -307,7 +305,7 @@ def mean_of_halves(high: np.ndarray, low: np.ndarray, count: int) -> np.ndarray:
     return floor + ((floor < 0) & (rest > 0)).astype(floor.dtype)
 
 
-def _whole_mean(parts: Iterable[np.ndarray]) -> np.ndarray:
+def _integer_mean(parts: Iterable[np.ndarray]) -> np.ndarray:
     each = iter(parts)
     (high, low), count = halves(next(each)), 1
     for part in each:
@@ -342,7 +340,7 @@ def _ops_of(dtype: np.dtype) -> frozenset[ReduceOp]:
 
 
 def _is_float(dtype: np.dtype) -> bool:
-    """True for numpy's floats and for those that extend numpy, such as bfloat16."""
+    """Returns whether a dtype is a float of numpy or of an extension, such as bfloat16."""
     if np.issubdtype(dtype, np.floating):
         return True
     # An extension float (ml_dtypes) has kind "V" or "f" and can be cast to float32.

@@ -1,4 +1,4 @@
-"""What numbers look like between nodes: as they are, or in fewer bits. Knows no MPI."""
+"""Wire formats of numbers between nodes: uncompressed, or in fewer bits. Knows no MPI."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ __all__ = ["Compression", "Compressor", "Wire", "parse_compression", "wire_for"]
 class Compressor:
     """The base of a compression of one's own: arrays to fewer bits and back.
 
-    Works element by element, because arrays are cut anywhere on their way; the dtype that it
-    compresses to depends on the dtype it is given alone. Both methods leave their argument
-    alone and raise for no value: one that a narrow dtype cannot hold becomes infinite.
+    Both methods work element by element, because arrays are cut anywhere, and must not change their
+    argument. The compressed dtype depends only on the dtype of the argument. No value raises an
+    error: a value that a narrow dtype cannot represent becomes infinite.
 
     Example:
     ```python
@@ -36,32 +36,32 @@ class Compressor:
 
     @property
     def name(self) -> str:
-        """What the ranks compare: compressors of equal name must give equal results.
+        """Name that the ranks compare: compressors of equal name must give equal results.
 
-        By default the class and the instance's attributes, such as `Half(factor=1024.0)`.
+        Defaults to the class and the attributes of the instance, such as `Half(factor=1024.0)`.
         """
         fields = ", ".join(f"{field}={value!r}" for field, value in vars(self).items())
         return f"{type(self).__qualname__}({fields})"
 
     def compress(self, array: np.ndarray) -> np.ndarray:
-        """Returns what travels: an array of the same shape and another numeric dtype.
+        """Returns the array to send, of the same shape and another numeric dtype.
 
         Args:
-            array: of float32 or float64.
+            array: array of float32 or float64.
         """
         raise NotImplementedError
 
     def decompress(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Returns what is summed.
+        """Returns the array to sum.
 
         Args:
-            array: a result of `compress`, or a part of several.
-            dtype: the dtype to return, that of the array which was compressed.
+            array: a result of `compress`, or a part of several results.
+            dtype: dtype of the result: that of the array before `compress`.
         """
         raise NotImplementedError
 
 
-class _AsItIs(Compressor):
+class _Uncompressed(Compressor):
     name = "none"
 
     def compress(self, array: np.ndarray) -> np.ndarray:
@@ -94,29 +94,30 @@ class _BFloat16(Compressor):
 
 
 class Compression:
-    """What numbers look like between nodes; within a node nothing is compressed.
+    """Wire formats of float32 and float64 between nodes; nothing is compressed within a node.
 
-    `none` leaves them as they are. `fp16` sends float16: 11 significant bits, infinite from
-    65520 on. `bf16` sends bfloat16: 8 significant bits, the range of float32. A class derived
-    from `Compressor` does what it likes.
+    `none` sends numbers uncompressed. `fp16` sends float16: 11 significant bits, infinite from
+    65520 on. `bf16` sends bfloat16: 8 significant bits, the range of float32. Derive from
+    `Compressor` for other formats.
     """
 
-    none: Compressor = _AsItIs()
+    none: Compressor = _Uncompressed()
     fp16: Compressor = _Float16()
     bf16: Compressor = _BFloat16()
 
 
 def parse_compression(compression: Any, where: str) -> Compressor:
-    """Returns the compressor that a user named.
+    """Returns the compressor of a user's argument.
 
     Args:
-        compression: a `Compressor` or the name of one of `Compression`'s; `None` for that of
-            `KERAS_DIST_COMPRESSION`; what has such a one as `wire`, as those of the faces.
-        where: the place for the error message.
+        compression: a `Compressor`, the name of a member of `Compression`, or an object with a
+            `Compressor` as `wire`, such as the members of `keras_dist.torch.Compression`; `None`
+            for `KERAS_DIST_COMPRESSION`.
+        where: place for the error message.
 
     Raises:
-        ArgumentError: there is no such compression, or bfloat16 is not installed.
-        ArgumentTypeError: it is neither.
+        ArgumentError: the name is unknown, or bfloat16 is not installed.
+        ArgumentTypeError: the argument is of another type.
     """
     if compression is None:
         compression = config.settings().compression
@@ -140,15 +141,15 @@ def parse_compression(compression: Any, where: str) -> Compressor:
 
 
 class Wire:
-    """How numbers of one dtype travel; each compressed array is checked.
+    """The wire format of numbers of one dtype; each compressed array is checked.
 
     Args:
-        compressor: what is done to them.
-        original: their dtype.
-        where: the place for error messages.
+        compressor: the compressor.
+        original: dtype of the numbers.
+        where: place for error messages.
 
     Raises:
-        ArgumentError: the compressor does not do what it must.
+        ArgumentError: the compressor returns arrays of a wrong shape or dtype.
     """
 
     def __init__(self, compressor: Compressor, original: np.dtype, where: str):
@@ -163,14 +164,14 @@ class Wire:
             self.unpack(self.pack(np.zeros(3, original)))
 
     def pack(self, array: np.ndarray) -> np.ndarray:
-        """Returns what travels."""
-        # What the narrow dtype cannot hold is the caller's to judge: it reaches every rank.
+        """Returns the array to send."""
+        # Overflow is the caller's to judge: it reaches every rank.
         with np.errstate(all="ignore"):
             packed = np.asarray(self._compressor.compress(array))
         return self._checked("compress", packed, array.shape, self.dtype)
 
     def unpack(self, array: np.ndarray) -> np.ndarray:
-        """Returns the numbers of what travelled."""
+        """Returns the numbers of an array that was received."""
         with np.errstate(all="ignore"):
             numbers = np.asarray(self._compressor.decompress(array, self._original))
         return self._checked("decompress", numbers, array.shape, self._original)
@@ -189,15 +190,15 @@ class Wire:
                 self._where,
                 f"{method} of {self._compressor.name} to return {expected}",
                 received,
-                "It works element by element, and its dtype depends on the dtype it is given.",
+                "Work element by element; let the dtype depend only on the dtype of the argument.",
             )
         )
 
 
 def wire_for(compressor: Compressor, dtype: np.dtype, where: str) -> Wire:
-    """Returns how numbers of a dtype travel: only float32 and float64 are compressed.
+    """Returns the wire format of a dtype: only float32 and float64 are compressed.
 
-    Narrower floats have few bits already, whole numbers must stay exact.
+    Narrower floats have few bits, and integers must stay exact.
     """
     compressed = dtype.kind == "f" and dtype.itemsize in (4, 8)
     return Wire(compressor if compressed else Compression.none, dtype, where)

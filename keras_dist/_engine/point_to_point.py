@@ -1,9 +1,8 @@
-"""What goes from one rank to another: the two meet, compare what they mean, and data moves.
+"""Point to point: two ranks compare their operations, then data moves.
 
-No other rank takes part. Each of the two tells the other what it is about to do, so that both
-find a difference and neither sends what nobody takes. A rank that has come to a meeting of all
-ranks instead says so to whoever waits for it here, which could not come to that meeting either.
-What a rank waits in, its lock, notes and watch, is as in the collectives.
+No other rank takes part. Both ranks find a difference, and neither sends what the other does not
+receive. A rank that has come to a rendezvous of all ranks instead declines, see `hello`. Lock,
+notes and stall watchdog are those of the collectives.
 """
 
 import contextlib
@@ -15,11 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from keras_dist import errors
-from keras_dist._engine.collectives.signature import CollectiveSignature, Entry, difference
-from keras_dist._engine.hello import HELLO, Hello
+from keras_dist._engine.mpi.digests import NAP_SECONDS, SPIN_SECONDS
+from keras_dist._engine.mpi.hello import HELLO, Hello
 from keras_dist._engine.mpi.library import failed_process
 from keras_dist._engine.mpi.transfer import as_bytes, receive_bytes, send_bytes, wait
 from keras_dist._engine.shm.wait import PATIENCE_SECONDS, note, waiting
+from keras_dist._engine.signature import CollectiveSignature, Entry, difference
 from keras_dist._engine.tracing import spans
 
 if TYPE_CHECKING:
@@ -27,35 +27,32 @@ if TYPE_CHECKING:
 
 __all__ = ["call_off", "recv", "send"]
 
-DATA = 2  # a tag of MPI
-SPIN_SECONDS = 100e-6
-NAP_SECONDS = 50e-6
+DATA = 2  # MPI tag
 
 SEND, RECV = "send", "recv"
 PARTNER = {SEND: "recv from", RECV: "send to"}
 ALIKE = "Give both ranks the same name, shape and dtype."
 IN_TURN = (
-    "What one rank sends the other receives: let the two call send and recv in the same order, and "
-    "what all ranks call before or after both."
+    "Call send and recv in the same order on the two ranks, and collectives before or after both."
 )
 
 
 def send(
     comm: "Communicator", array: np.ndarray, peer: int, name: str, key: str | None = None
 ) -> None:
-    """Sends an array to another rank, which calls `recv`; blocks until it has.
+    """Sends an array to another rank, which calls `recv`; blocks until it does.
 
     Args:
         comm: the ranks of the job.
-        array: what is sent.
+        array: the array.
         peer: the rank that receives it.
-        name: what it is called in messages.
-        key: a name under which the two must meet; `None` for none.
+        name: name of the array in messages.
+        key: the user's name for the operation; `None` for none.
 
     Raises:
         ArgumentError: there is no such rank.
         ArgumentTypeError: the array holds Python objects.
-        MismatchError: the other rank does something else; raised on both.
+        MismatchError: the other rank calls another operation; raised on both.
         RankLostError: a rank has died.
     """
     if array.dtype.hasobject:
@@ -64,7 +61,7 @@ def send(
             errors.explain(comm.where(), expected, str(array.dtype), remedy)
         )
     call = CollectiveSignature(SEND, (Entry(name, array.shape, str(array.dtype)),), key=key)
-    with _together(comm, peer, "destination", call):
+    with _paired(comm, peer, "destination", call):
         _meet(comm, peer, Hello(comm.rank, call, array.dtype))
         send_bytes(comm.world, as_bytes(array), peer, DATA)
 
@@ -76,26 +73,26 @@ def recv(
     key: str | None = None,
     spec: tuple[tuple[int, ...], np.dtype] | None = None,
 ) -> np.ndarray:
-    """Receives an array from another rank, which calls `send`; blocks until it has.
+    """Receives an array from another rank, which calls `send`; blocks until it does.
 
     Args:
         comm: the ranks of the job.
         peer: the rank that sends it.
-        name: what it is called in messages.
-        key: a name under which the two must meet; `None` for none.
-        spec: the shape and dtype that it must have; `None` for any.
+        name: name of the array in messages.
+        key: the user's name for the operation; `None` for none.
+        spec: its shape and dtype; `None` for any.
 
     Returns:
         A new array.
 
     Raises:
         ArgumentError: there is no such rank.
-        MismatchError: the other rank does something else; raised on both.
+        MismatchError: the other rank calls another operation; raised on both.
         RankLostError: a rank has died.
     """
     entries = () if spec is None else (Entry(name, spec[0], str(spec[1])),)
     call = CollectiveSignature(RECV, entries, key=key)
-    with _together(comm, peer, "source", call):
+    with _paired(comm, peer, "source", call):
         sent = _meet(comm, peer, Hello(comm.rank, call))
         array = np.empty(sent.call.entries[0].shape, sent.dtype)
         receive_bytes(comm.world, array.reshape(-1).view(np.uint8), peer, DATA)
@@ -103,33 +100,33 @@ def recv(
 
 
 def call_off(comm: "Communicator", peer: int, why: str) -> None:
-    """Tells another rank, when it comes to `send` or `recv`, that this one has failed.
+    """Tells another rank, when it calls `send` or `recv`, that this rank has failed.
 
-    Blocks until it has come there, or to a meeting of all ranks.
+    Blocks until it does, or comes to a rendezvous of all ranks.
 
     Args:
         comm: the ranks of the job.
-        peer: the rank that is told.
-        why: the message of the `MismatchError` that it raises.
+        peer: the other rank.
+        why: message of the `MismatchError` that it raises.
 
     Raises:
         ArgumentError: there is no such rank.
         RankLostError: a rank has died.
     """
     call = CollectiveSignature("a call that has failed")
-    with _together(comm, peer, "peer", call):
+    with _paired(comm, peer, "peer", call):
         _meet(comm, peer, Hello(comm.rank, call, goes=False, why=why))
 
 
 @contextlib.contextmanager
-def _together(
+def _paired(
     comm: "Communicator", peer: int, role: str, call: CollectiveSignature
 ) -> Iterator[None]:
-    """Holds the line of this rank while it is with another, and notes with whom."""
+    """Holds the lock while this rank exchanges data with another, and notes with which."""
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     if not isinstance(peer, int | np.integer) or peer not in others:
         expected = f"the {role} of {call} to be another rank of this job, 0 to {comm.size - 1}"
-        remedy = "Ranks have their numbers in the job, also in a process set."
+        remedy = "Ranks are numbered as in the job, also in a process set."
         raise errors.ArgumentError(errors.explain(comm.where(), expected, repr(peer), remedy))
     with comm.lock:
         note(sorted((comm.rank, int(peer))), call)
@@ -142,29 +139,29 @@ def _together(
 
 
 def _meet(comm: "Communicator", peer: int, mine: Hello) -> Hello:
-    """Waits for the other rank; returns what the one of the two that sends has told.
+    """Waits for the other rank; returns the greeting of the one that sends.
 
     Raises:
-        MismatchError: they mean different things, raised on both; or the other has failed.
+        MismatchError: the operations differ, raised on both; or the other rank has failed.
         RankLostError: the other rank has died.
     """
-    telling = comm.world.isend(mine, peer, HELLO)
+    request = comm.world.isend(mine, peer, HELLO)
     with spans.meeting(mine.call), waiting:
-        start = looked = time.perf_counter()
+        start = checked = time.perf_counter()
         while (message := comm.world.improbe(peer, HELLO)) is None:
             now = time.perf_counter()
             if now - start > SPIN_SECONDS:
                 time.sleep(NAP_SECONDS)
-            if now - looked > PATIENCE_SECONDS:
-                looked = now
-                if not comm.lives(peer):
+            if now - checked > PATIENCE_SECONDS:
+                checked = now
+                if not comm.is_alive(peer):
                     raise _lost(comm, peer, mine.call)
         theirs = message.recv()
-    wait(telling)
+    wait(request)
     if mine.why is not None:
         return theirs
     if theirs.why is not None:
-        comm.mismatch = theirs.why
+        comm.faults.mismatch = theirs.why
         raise errors.MismatchError(theirs.why)
     first, other = sorted((mine, theirs), key=lambda hello: (not hello.goes, hello.rank))
     if not other.goes or first.call.operation == other.call.operation:
@@ -172,8 +169,8 @@ def _meet(comm: "Communicator", peer: int, mine: Hello) -> Hello:
         raise _mismatch(comm, other.rank, f"{towards}, which is in {first.call}", str(other.call))
     sender, receiver = (first, other) if first.call.operation == SEND else (other, first)
     call = receiver.call
-    meant = dataclasses.replace(call, operation=SEND, entries=call.entries or sender.call.entries)
-    found = difference([sender.call, meant], [sender.rank, receiver.rank])
+    as_sent = dataclasses.replace(call, operation=SEND, entries=call.entries or sender.call.entries)
+    found = difference([sender.call, as_sent], [sender.rank, receiver.rank])
     if found is not None:
         raise _mismatch(comm, *found, ALIKE)
     return sender
@@ -183,14 +180,14 @@ def _mismatch(
     comm: "Communicator", rank: int, expected: str, received: str, remedy: str = IN_TURN
 ) -> errors.MismatchError:
     where = f"[rank {rank} of {comm.size}]"
-    comm.mismatch = errors.explain(where, expected, received, remedy)
-    return errors.MismatchError(comm.mismatch)
+    comm.faults.mismatch = errors.explain(where, expected, received, remedy)
+    return errors.MismatchError(comm.faults.mismatch)
 
 
 def _lost(comm: "Communicator", peer: int, call: CollectiveSignature) -> errors.RankLostError:
-    expected, received = f"rank {peer} to come to {call}", "it, or another rank, has died"
+    expected, received = f"rank {peer} to call {call}", "it, or another rank, has died"
     remedy = (
-        "Nobody else has what that rank had: start the job anew, which keras-dist run "
+        "No other rank has the data of that rank: start the job again, which keras-dist run "
         "--max-restarts does by itself."
     )
     return errors.RankLostError(errors.explain(comm.where(), expected, received, remedy))

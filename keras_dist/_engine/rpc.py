@@ -1,10 +1,10 @@
-"""Ranks that answer what other ranks ask them, in a thread of theirs, whatever else they do.
+"""Remote procedure calls between ranks: a server rank answers in a thread of its own.
 
-Who asks sends whole numbers and waits for arrays. Nothing of it is collective: a rank that asks no
-more is not waited for, and one that serves does so until all have taken their leave, at the latest
-at the end of the job. The messages go on a duplicate of the communicator of their own, and MPI must
-allow calls from several threads at once. There is no waiting within MPI: a thread that looks for
-questions sleeps in between, and who waits for an answer can see that the other has died.
+A client sends integers and waits for arrays. Calls are not collective: a client that has left is
+not waited for, and a server answers until all clients have left, at the latest at the end of the
+job. Messages go through a duplicate of the communicator, and MPI must allow calls from several
+threads at once. No thread blocks within MPI: the server sleeps between polls, and a client that
+waits can see that the server has died.
 """
 
 import contextlib
@@ -17,26 +17,27 @@ from typing import Any
 import numpy as np
 
 from keras_dist import errors
-from keras_dist._engine.communicator import NAP_SECONDS, Communicator
+from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.mpi.digests import NAP_SECONDS
 from keras_dist._engine.mpi.library import failed_process
 from keras_dist._engine.shm.wait import also_blocked, note
 
 __all__ = ["RpcService"]
 
-IDLE_SECONDS = 1e-3  # between two looks for questions
-TAGS = 3  # a question, the size of what is wrong with the answer, the answer
+IDLE_SECONDS = 1e-3  # between polls for requests
+TAGS = 3  # the request, the length of an error message, the answer
 
 Answer = Callable[[np.ndarray], Sequence[np.ndarray]]
 
 
 class RpcService:
-    """One of the things that ranks ask each other. Collective to make: every rank; blocks.
+    """A service that some ranks offer to others. Collective to make: every rank; blocks.
 
     Args:
         comm: the ranks.
-        servers: for each rank, whom it asks; those who serve ask themselves, in vain.
-        answer: takes a question, returns arrays; it is called in a thread of a rank that serves.
-        end: called when nobody asks any more, in the same thread.
+        servers: for each rank its server; servers are their own and never call it.
+        answer: takes a request and returns arrays; called in a thread of the server.
+        end: called in the same thread when all clients have left.
     """
 
     def __init__(
@@ -47,44 +48,40 @@ class RpcService:
         end: Callable[[], None],
     ):
         self._mpi, self._rank = comm.mpi, comm.rank
-        if comm.aside is None:
-            comm.aside = comm.world.Dup()
-        self._world = comm.aside
-        self._tag = TAGS * comm.services_made
-        comm.services_made += 1
+        self._world, number = comm.services.channel(comm.world)
+        self._tag = TAGS * number
         self._server = servers[comm.rank]
         self._pair = sorted((comm.ranks[self._server], comm.ranks[comm.rank]))
-        self._asks = threading.Lock()  # held while a question is on its way
-        # Whether this rank asks no more, and has said so; who serves has nobody to leave.
-        self._left = self._has_said_so = self._server == comm.rank
-        self._farewell: Any | None = None  # on its way
-        mine = [rank for rank, server in enumerate(servers) if server == comm.rank != rank]
-        # It alone holds what answers and what that has in memory.
+        self._calling = threading.Lock()  # held during a call
+        # Whether this client has left, and has told its server; a server has nobody to leave.
+        self._left = self._has_told = self._server == comm.rank
+        self._farewell: Any | None = None  # its request
+        clients = [rank for rank, server in enumerate(servers) if server == comm.rank != rank]
+        # Only the thread holds `answer` and its memory.
         self._thread = threading.Thread(
-            target=self._serve, args=(mine, answer, end), name="keras_dist service", daemon=True
+            target=self._serve, args=(clients, answer, end), name="keras_dist service", daemon=True
         )
         self._thread.start()
-        comm.services.append(self)
+        comm.services.add_resource(self)
 
-    def ask(self, question: np.ndarray, targets: Sequence[np.ndarray]) -> None:
-        """Sends a question and waits for the answer. Blocks; any thread may ask.
+    def call(self, request: np.ndarray, targets: Sequence[np.ndarray]) -> None:
+        """Sends a request and waits for the answer. Blocks; any thread may call.
 
         Args:
-            question: int64 array of shape (count,), of at least one number.
-            targets: the arrays for the answer, written.
+            request: int64 array of shape (count,), not empty.
+            targets: arrays for the answer, written.
 
         Raises:
-            RankLostError: who is asked has died.
-            DataError: the answer is an error, which is told; or the job has ended.
+            RankLostError: the server has died.
+            DataError: the server failed, with its message; or the job has ended.
         """
         try:
-            with self._asks:
+            with self._calling:
                 if self._left:
-                    text = "The ranks have left each other; nobody answers any more."
-                    raise errors.DataError(text)
-                note(self._pair, f"what rank {self._server} hands out")
+                    raise errors.DataError("The job has ended; no rank answers any more.")
+                note(self._pair, f"a request to rank {self._server}")
                 with also_blocked():
-                    self._ask(question, targets)
+                    self._call(request, targets)
         except self._mpi.Exception as failure:
             if failed_process(self._mpi, failure):
                 raise errors.RankLostError(f"Rank {self._server} has died.") from failure
@@ -94,94 +91,94 @@ class RpcService:
                 self.leave()
 
     def leave(self) -> None:
-        """Says that this rank asks no more. Does not block; a question on its way is answered.
+        """Tells the server that this client has left. Does not block; a running call is answered.
 
-        Waits for no lock: the garbage collector may call it, in whatever this thread is about.
-        Where a question is on its way, who asks says it afterwards: behind it nothing is answered.
+        It waits for no lock, as the garbage collector may call it in any thread. During a call, the
+        calling thread tells the server afterwards.
         """
         self._left = True
-        if self._asks.acquire(blocking=False):
+        if self._calling.acquire(blocking=False):
             try:
-                self._say_so()
+                self._tell_server()
             finally:
-                self._asks.release()
+                self._calling.release()
 
     def close(self) -> None:
-        """Takes leave, and serves until all others have done so. Collective; blocks."""
+        """Leaves, and serves until all clients have left. Collective: every rank; blocks."""
         self._left = True
-        with self._asks:  # the thread of a question is not to speak to MPI when it ends
-            self._say_so()
+        with self._calling:  # no thread may call MPI after this
+            self._tell_server()
         if self._farewell is not None:
-            with self._the_dead_left_alone():
+            with self._ignoring_dead_ranks():
                 _finish(self._farewell)
         self._thread.join()
 
-    def _say_so(self) -> None:
-        if not self._has_said_so:
-            self._has_said_so = True
-            with self._the_dead_left_alone():
+    def _tell_server(self) -> None:
+        if not self._has_told:
+            self._has_told = True
+            with self._ignoring_dead_ranks():
                 self._farewell = self._world.Isend(np.empty(0, np.int64), self._server, self._tag)
 
     @contextlib.contextmanager
-    def _the_dead_left_alone(self) -> Iterator[None]:
+    def _ignoring_dead_ranks(self) -> Iterator[None]:
         try:
             yield
         except self._mpi.Exception as failure:
             if not failed_process(self._mpi, failure):
                 raise
 
-    def _ask(self, question: np.ndarray, targets: Sequence[np.ndarray]) -> None:
+    def _call(self, request: np.ndarray, targets: Sequence[np.ndarray]) -> None:
         world, server, tag = self._world, self._server, self._tag
-        wrong = np.empty(1, np.int64)
-        answer = world.Irecv(wrong, server, tag + 1)
-        _finish(world.Isend(question, server, tag))
+        length = np.empty(1, np.int64)
+        answer = world.Irecv(length, server, tag + 1)
+        _finish(world.Isend(request, server, tag))
         _finish(answer, NAP_SECONDS)
-        if wrong[0]:
-            text = np.empty(wrong[0], np.uint8)
+        if length[0]:
+            text = np.empty(length[0], np.uint8)
             _finish(world.Irecv(text, server, tag + 2))
             raise errors.DataError(text.tobytes().decode())
-        for request in [world.Irecv(_bytes(target), server, tag + 2) for target in targets]:
-            _finish(request)
+        for reception in [world.Irecv(_bytes(target), server, tag + 2) for target in targets]:
+            _finish(reception)
 
     def _serve(self, ranks: list[int], answer: Answer, end: Callable[[], None]) -> None:
         try:
-            self._serve_until_all_have_left(ranks, answer)
+            self._serve_clients(ranks, answer)
         finally:
             end()
 
-    def _serve_until_all_have_left(self, ranks: list[int], answer: Answer) -> None:
+    def _serve_clients(self, ranks: list[int], answer: Answer) -> None:
         while ranks:
-            asked = False
+            found = False
             for rank in list(ranks):
                 try:
                     status = self._mpi.Status()
                     message = self._world.Improbe(rank, self._tag, status)
                     if message is not None:
-                        asked = True
-                        question = np.empty(status.Get_count(self._mpi.INT64_T), np.int64)
-                        _finish(message.Irecv(question))
-                        if not question.size:
+                        found = True
+                        request = np.empty(status.Get_count(self._mpi.INT64_T), np.int64)
+                        _finish(message.Irecv(request))
+                        if not request.size:
                             ranks.remove(rank)
                         else:
-                            self._reply(rank, question, answer)
+                            self._reply(rank, request, answer)
                 except self._mpi.Exception as failure:
                     if not failed_process(self._mpi, failure):
                         raise
                     ranks.remove(rank)
-            if not asked:
+            if not found:
                 time.sleep(IDLE_SECONDS)
 
-    def _reply(self, rank: int, question: np.ndarray, answer: Answer) -> None:
+    def _reply(self, rank: int, request: np.ndarray, answer: Answer) -> None:
         arrays: list[np.ndarray]
         try:
-            wrong, arrays = 0, list(answer(question))
-        except Exception as failure:  # it is who asked that must hear of it
+            length, arrays = 0, list(answer(request))
+        except Exception as failure:  # the client raises it
             text = np.frombuffer(str(failure).encode(errors="replace") or b"unknown", np.uint8)
-            wrong, arrays = text.size, [text]
-        requests = [self._world.Isend(np.array([wrong]), rank, self._tag + 1)]
-        requests += [self._world.Isend(_bytes(a), rank, self._tag + 2) for a in arrays]
-        for request in requests:
-            _finish(request)
+            length, arrays = text.size, [text]
+        sends = [self._world.Isend(np.array([length]), rank, self._tag + 1)]
+        sends += [self._world.Isend(_bytes(a), rank, self._tag + 2) for a in arrays]
+        for send in sends:
+            _finish(send)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
@@ -189,7 +186,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _finish(request: Any, nap: float | None = None) -> None:
-    """Waits for data as `transfer.wait` does, but uncounted: training does not wait for it."""
+    """Waits as `transfer.wait`, without counting the time: training does not wait for it."""
     while not request.Test():
         if nap is None:
             os.sched_yield()

@@ -97,7 +97,7 @@ class BackupAndRestore(ListMember, KerasBackup):
 
     def __init__(self, backup_dir: Any, *args: Any, root_rank: int = 0, **kwargs: Any):
         super().__init__(str(backup_dir), *args, **kwargs)
-        runtime.communicator().place_of_root(root_rank)
+        runtime.communicator().index_of_root(root_rank)
         self.root_rank = root_rank
         self._directory = pathlib.Path(self.backup_dir)
         self._retry_policy = RetryPolicy()
@@ -191,7 +191,7 @@ class BackupAndRestore(ListMember, KerasBackup):
         Returns:
             Whether it is there.
         """
-        steps = _engine.allgather_object(
+        steps = _engine.collectives.allgather_object(
             runtime.communicator(), self._step, operation="the place of a backup"
         )
         self._step = max(steps)  # ranks that are out of data have made fewer

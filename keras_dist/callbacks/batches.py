@@ -32,7 +32,7 @@ class VerifyBatches(keras.callbacks.Callback):
 
     def __init__(self, root_rank: int = 0):
         super().__init__()
-        runtime.communicator().place_of_root(root_rank)
+        runtime.communicator().index_of_root(root_rank)
         watch_models()  # who has wrapped no optimizer may have shared out no data either
         self.root_rank = root_rank
 
@@ -54,7 +54,7 @@ class VerifyBatches(keras.callbacks.Callback):
 
     def _compare(self, batch: Any) -> None:
         comm = runtime.communicator()
-        digests = _engine.allgather_object(
+        digests = _engine.collectives.allgather_object(
             comm, _digest(batch), operation="comparing the first batches"
         )
         ranks: dict[bytes, list[str]] = collections.defaultdict(list)

@@ -40,7 +40,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self, root_rank: int = 0, device: str = "", local_variables: Any | Iterable[Any] = ()
     ):
         super().__init__()
-        runtime.communicator().place_of_root(root_rank)
+        runtime.communicator().index_of_root(root_rank)
         self.root_rank = root_rank
         self.local_variables = _variables(local_variables)
 
@@ -62,7 +62,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the epoch, for messages."""
-        _engine.begin_epoch(epoch)
+        _engine.progress.begin_epoch(epoch)
 
     def _broadcast(self) -> None:
         model = self.model

@@ -64,7 +64,7 @@ class ModelCheckpoint(KerasCheckpoint):
         **kwargs: Any,
     ):
         super().__init__(filepath, *args, **kwargs)
-        runtime.communicator().place_of_root(root_rank)
+        runtime.communicator().index_of_root(root_rank)
         self.root_rank = root_rank
         self._behind = BackgroundWriter() if asynchronous else None
         self._retry_policy = RetryPolicy()

@@ -48,7 +48,7 @@ class FitState:
             resumes: whether there is a backup, so that files are to be kept.
         """
         comm, names = runtime.communicator(), list(self.callbacks)
-        self._on_root = _engine.broadcast_object(
+        self._on_root = _engine.collectives.broadcast_object(
             comm, names, self._root_rank, "the callbacks of the root"
         )
         self._emptying = callback_states.append_to_files(self.callbacks) if resumes else []
@@ -139,7 +139,9 @@ def _together(work: Callable[[], Any], operation: str) -> list[Any]:
         mine = work()
     except errors.CheckpointError as error:
         mine = error
-    everyone = _engine.allgather_object(runtime.communicator(), mine, operation=operation)
+    everyone = _engine.collectives.allgather_object(
+        runtime.communicator(), mine, operation=operation
+    )
     failed = [one for one in everyone if isinstance(one, errors.CheckpointError)]
     if failed:
         raise failed[0]

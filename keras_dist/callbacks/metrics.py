@@ -41,7 +41,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def __init__(self, device: str = "", root_rank: int = 0):
         super().__init__()
-        runtime.communicator().place_of_root(root_rank)
+        runtime.communicator().index_of_root(root_rank)
         self.root_rank = root_rank
         self._depth = 0
 
@@ -151,4 +151,5 @@ def _averaged(logs: dict[str, Any]) -> dict[str, Any]:
 
 def _reduce(values: list[np.ndarray], names: list[str], op: _engine.ReduceOp) -> list[np.ndarray]:
     comm = runtime.communicator()
-    return _engine.allreduce(comm, values, names, op, bucket_nbytes(comm))
+    options = _engine.OpOptions(op)
+    return _engine.collectives.allreduce(comm, values, names, options, bucket_nbytes(comm))

@@ -59,7 +59,7 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begins to listen."""
         self._told = []
-        _engine.listen(self._hear)
+        _engine.piggyback.set_listener(self._hear)
         self._signals = Signals(self._tell)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -85,7 +85,7 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Gives the signals back."""
-        _engine.listen(None)
+        _engine.piggyback.set_listener(None)
         if self._signals is not None:
             self._signals.close()
 
@@ -94,7 +94,7 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
         if runtime.size() == 1:
             self._hear([text])
         else:
-            _engine.tell(text)
+            _engine.piggyback.post(text)
 
     def _hear(self, told: list[str]) -> None:
         # From within the step, in whatever thread.
@@ -103,8 +103,8 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
             model_of(self).stop_training = STOPS_JOB
 
     def _ask(self) -> None:
-        everyone = _engine.allgather_object(
-            runtime.communicator(), _engine.notice(), operation="asking whether to go on"
+        everyone = _engine.collectives.allgather_object(
+            runtime.communicator(), _engine.piggyback.notice(), operation="asking whether to go on"
         )
         self._told += [text for text in everyone if text is not None]
         if self._told:
@@ -124,7 +124,7 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
                 "keras_dist: %s: all %d ranks stop, %s. %s Exit code %d.",
                 ", ".join(self._told),
                 runtime.size(),
-                _engine.say_progress(),
+                _engine.progress.say_progress(),
                 what,
                 PREEMPTED_EXIT_CODE,
             )

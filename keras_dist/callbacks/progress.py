@@ -28,14 +28,14 @@ class ProgressCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes how much there is to do, as far as Keras knows."""
-        noted = _engine.progress()
+        noted = _engine.progress.progress()
         noted.step, noted.epochs, noted.steps = 0, self.params["epochs"], self.params["steps"]
         self._counts = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes a step. `self.model` would copy the state of a JAX model at every batch."""
-        _engine.note_step(batch + 1)
-        _engine.progress().logs = logs or {}
+        _engine.progress.note_step(batch + 1)
+        _engine.progress.progress().logs = logs or {}
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Counts samples, before validation counts its own."""
@@ -44,10 +44,10 @@ class ProgressCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts samples, and notes the metrics of the epoch."""
         self._count()
-        _engine.progress().logs = dict(logs or {})
+        _engine.progress.progress().logs = dict(logs or {})
 
     def _count(self) -> None:
-        noted = _engine.progress()
+        noted = _engine.progress.progress()
         steps = self.params.get("steps") or noted.step
         if self._counts and steps:
             self._counts = False

@@ -41,7 +41,7 @@ class RandomState:
         """
         now = random_generators.states(_data())
         mine = [self._at_begin, now] if within else [now]
-        return _engine.allgather_object(
+        return _engine.collectives.allgather_object(
             runtime.communicator(), mine, operation="the random numbers of the ranks for a backup"
         )
 

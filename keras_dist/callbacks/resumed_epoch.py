@@ -88,7 +88,9 @@ class ResumedEpoch:
         if not self._executions:
             self._random.skipped()
         if self._skipped:
-            _engine.progress().step = self._skipped  # they count no more as done by this process
+            _engine.progress.progress().step = (
+                self._skipped
+            )  # they count no more as done by this process
 
     def end(self) -> None:
         """Restores the train function, also where this rank has fewer batches than were skipped."""

@@ -55,7 +55,7 @@ class RootOnly(keras.callbacks.Callback):
                     "Pass an instance, for example RootOnly(keras.callbacks.CSVLogger(path)).",
                 )
             )
-        runtime.communicator().place_of_root(root_rank)
+        runtime.communicator().index_of_root(root_rank)
         self.callback = callback
         self.root_rank = root_rank
         self._has_begun = False  # on this rank

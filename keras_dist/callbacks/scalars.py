@@ -87,7 +87,7 @@ class WriteScalars(keras.callbacks.Callback):
 
             write(file_version="brain.Event:2")
             last = False
-            while not last and _engine.is_during("fit"):
+            while not last and _engine.progress.is_during("fit"):
                 last = self._ends.wait(self.seconds)
                 watching = endpoints.current()
                 if watching is None:

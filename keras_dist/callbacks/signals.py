@@ -36,7 +36,7 @@ class Signals:
         self._tell = tell
         self._ours: list[signal.Signals] = []
         is_main = threading.current_thread() is threading.main_thread()
-        self._depth = _engine.progress().tasks.count("fit")
+        self._depth = _engine.progress.progress().tasks.count("fit")
         if not is_main or not self._depth:
             return
         for earlier in _installed[::-1]:
@@ -73,14 +73,14 @@ class Signals:
             signal.set_wakeup_fd(now)
 
     def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
-        if not _engine.is_during("fit"):
+        if not _engine.progress.is_during("fit"):
             self.close()
             signal.raise_signal(number)
 
     def _listen(self) -> None:
         first = None
         while (number := os.read(self._read, 1)[0]) != 0:
-            if number not in self._ours or not _engine.is_during("fit"):
+            if number not in self._ours or not _engine.progress.is_during("fit"):
                 continue
             name, now = signal.Signals(number).name, time.monotonic()
             if first is None:

@@ -56,7 +56,7 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks that all ranks will meet at the same places."""
         comm = runtime.communicator()
-        everyone = _engine.allgather_object(
+        everyone = _engine.collectives.allgather_object(
             comm, self.each_batch, operation="agreeing on when to agree on stopping"
         )
         if len(set(everyone)) > 1:
@@ -91,11 +91,11 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
     def _agree(self, batch: int = 0, logs: dict[str, Any] | None = None) -> None:
         model, comm = model_of(self), runtime.communicator()
         mine = np.array([is_stopped(model)], np.uint8)
-        (any_rank,) = _engine.allreduce(
+        (any_rank,) = _engine.collectives.allreduce(
             comm,
             [mine],
             ["the decision to stop"],
-            _engine.ReduceOp.MAX,
+            _engine.OpOptions(_engine.ReduceOp.MAX),
             bucket_nbytes(comm),
         )
         if any_rank[0]:

@@ -83,7 +83,7 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Shares data and duties out anew, where ranks have died in the last epoch."""
         # One rank may hear of a death before another. What they gather is the same on all.
-        names = _engine.allgather_object(
+        names = _engine.collectives.allgather_object(
             runtime.communicator(), self._name, operation="counting the ranks"
         )
         epochs.share_out(names.index(self._name), len(names))
@@ -102,13 +102,13 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
         comm = runtime.communicator()
         mine = [np.array([comm.size != self._count], np.uint8)]
         name = "whether ranks have died"
-        nbytes = bucket_nbytes(comm)
-        (died,) = _engine.allreduce(comm, mine, [name], _engine.ReduceOp.MAX, nbytes)
+        options = _engine.OpOptions(_engine.ReduceOp.MAX)
+        (died,) = _engine.collectives.allreduce(comm, mine, [name], options, bucket_nbytes(comm))
         # A rank that is out of data could not come to what follows.
-        if not died[0] or comm.absence is not None:
+        if not died[0] or comm.faults.joined is not None:
             return
         with epochs.held():
-            told = _engine.allgather_object(
+            told = _engine.collectives.allgather_object(
                 comm, (self._name, epochs.positions()), operation="sharing out the epoch"
             )
             names = [name for name, _ in told]

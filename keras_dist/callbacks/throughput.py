@@ -109,7 +109,7 @@ class Throughput(keras.callbacks.Callback):
 
 def _clocks() -> tuple[float, float]:
     """Returns the time, and how long this rank has waited for others."""
-    return perf_counter(), _engine.waited_seconds()
+    return perf_counter(), _engine.wait.waited_seconds()
 
 
 def _since(earlier: tuple[float, float]) -> tuple[float, float]:
@@ -128,11 +128,11 @@ def count_samples(model: keras.Model) -> float:
 def _sums(values: list[float]) -> list[float]:
     """Adds up numbers of all ranks. Collective."""
     comm = runtime.communicator()
-    (sums,) = _engine.allreduce(
+    (sums,) = _engine.collectives.allreduce(
         comm,
         [np.array(values, np.float64)],
         ["the throughput of an epoch"],
-        _engine.ReduceOp.SUM,
+        _engine.OpOptions(_engine.ReduceOp.SUM),
         bucket_nbytes(comm),
     )
     return sums.tolist()

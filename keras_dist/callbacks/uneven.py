@@ -67,7 +67,7 @@ class UnevenDataCallback(keras.callbacks.Callback):
         model = self.model
         before = model.__dict__.get(LOGS)
         for comm in runtime.communicators():
-            comm.when_missed = None if self.uneven == "continue" else self._stop
+            comm.faults.on_missing = None if self.uneven == "continue" else self._stop
 
         def result(logs: Any) -> Any:
             model.__dict__.pop(LOGS)
@@ -88,13 +88,13 @@ class UnevenDataCallback(keras.callbacks.Callback):
     def _end_steps(self) -> None:
         """Waits until all ranks are out of data, and makes the replicas equal again."""
         model, job = self.model, runtime.communicator()
-        absences = _engine.stand_in(runtime.communicators())
+        absences = _engine.collectives.join_all(runtime.communicators())
         for comm in absences:
-            comm.when_missed = None
+            comm.faults.on_missing = None
         if model.stop_training is STOPS_EPOCH:
             model.stop_training = False
         optimizers = distributed_optimizers(model)
-        everyone = _engine.allgather_object(
+        everyone = _engine.collectives.allgather_object(
             job,
             [_steps(optimizer) for optimizer in optimizers],
             operation=f"the end of an epoch with uneven={self.uneven!r}",
@@ -125,7 +125,9 @@ class UnevenDataCallback(keras.callbacks.Callback):
     def _raise_if(self, out: set[int]) -> None:
         """Raises where ranks were out of data early: on all, whatever the process sets."""
         job = runtime.communicator()
-        everyone = _engine.allgather_object(job, out, operation="comparing the lengths of an epoch")
+        everyone = _engine.collectives.allgather_object(
+            job, out, operation="comparing the lengths of an epoch"
+        )
         ranks = ", ".join(map(str, sorted(set().union(*everyone))))
         if not ranks:
             return

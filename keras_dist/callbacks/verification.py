@@ -52,7 +52,7 @@ class VerifyReplicas(keras.callbacks.Callback):
                     runtime.where(), "every to be a number of epochs", repr(every), "Pass 1."
                 )
             )
-        runtime.communicator().place_of_root(root_rank)
+        runtime.communicator().index_of_root(root_rank)
         self.every = every
         self.repair = repair
         self.root_rank = root_rank

@@ -84,7 +84,7 @@ def cached(
     if failures:
         raise errors.DataError(failures[0])
     _say(fetch, reports, time.monotonic() - began)
-    path = reports[runtime.communicator().first_here].path
+    path = reports[runtime.communicator().topology.first_on_node].path
     hold(Path(path))
     return path
 

@@ -252,7 +252,7 @@ class AskingReader:
             return self._own.read(pieces)
         rows = [self._memory.rows(column, pieces) for column in self._columns]
         try:
-            self._service.ask(pieces.reshape(-1), [_bytes_of(array) for array in rows])
+            self._service.call(pieces.reshape(-1), [_bytes_of(array) for array in rows])
         except errors.RankLostError:
             self._asks = False
             return self._own.read(pieces)

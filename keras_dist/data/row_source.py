@@ -82,7 +82,7 @@ class ReadMethod:
         size = self.terms.size
         if self.readers is None or self.readers == size:
             return list(range(size))
-        if not runtime.communicator().may_thread:
+        if not runtime.communicator().thread_multiple:
             runtime.notify(
                 "keras_dist reads on every rank, as readers needs an MPI that allows calls from "
                 "several threads at once (MPI_THREAD_MULTIPLE)."

@@ -183,7 +183,7 @@ class TorchState(ObjectState):
         for name in self._parts:
             part = getattr(self, name)
             if hasattr(part, "processed_indices"):
-                done = _engine.allgather_object(
+                done = _engine.collectives.allgather_object(
                     runtime.communicator(), part.processed_indices, operation=f"gathering {name}"
                 )
                 # Not `load_state_dict`: it would share out anew in the middle of an iteration.

@@ -88,8 +88,8 @@ def _all_go_back() -> bool:
     comm = runtime.communicator()
     if comm.subsets:
         return False  # in one of them ranks might wait for this one, and never come here
-    if not all(map(comm.lives, comm.ranks)):
+    if not all(map(comm.is_alive, comm.ranks)):
         return False  # the error ends the job, also where others still wait for the dead
-    losses = comm.losses
-    _engine.barrier(comm, operation="going back to the last commit")
-    return comm.losses == losses
+    losses = comm.faults.losses
+    _engine.collectives.barrier(comm, operation="going back to the last commit")
+    return comm.faults.losses == losses

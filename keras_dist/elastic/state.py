@@ -37,7 +37,7 @@ class State:
 
     def __init__(self, bcast_object: Any = None, get_rank: Any = None) -> None:
         self._reset_callbacks: list[Callable[[], Any]] = []
-        self._losses = runtime.communicator().losses
+        self._losses = runtime.communicator().faults.losses
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
         """Adds functions without arguments, called when the ranks are others than before."""
@@ -74,13 +74,13 @@ class State:
             HostsUpdatedInterrupt: they have; raised on every rank.
         """
         comm = runtime.communicator()
-        if comm.recovery is None:
+        if comm.faults.retry is None:
             return
         # One rank may hear of a death before another; what they gather is the same on all.
-        told = _engine.allgather_object(
-            comm, comm.losses - self._losses, operation="asking whether ranks have died"
+        told = _engine.collectives.allgather_object(
+            comm, comm.faults.losses - self._losses, operation="asking whether ranks have died"
         )
-        self._losses = comm.losses
+        self._losses = comm.faults.losses
         if any(told):
             text = f"{runtime.where()} Ranks have died; {comm.size} go on."
             raise HostsUpdatedInterrupt(text=text)
@@ -155,7 +155,7 @@ class ObjectState(State):
         self._gather()
         self._keep()
         if self._directory is not None:
-            with _engine.telling(runtime.communicator(), "a commit"):
+            with _engine.collectives.raise_on_all(runtime.communicator(), "a commit"):
                 text = self._as_json()
                 self._check()
             write = functools.partial(self._add, self._directory, text)
@@ -184,7 +184,11 @@ class ObjectState(State):
         comm = runtime.communicator()
         values, arrays = self._kept_now()
         shared = values, self._without_own(arrays)
-        self._put(_engine.broadcast_object(comm, shared, 0, "the state of an elastic training"))
+        self._put(
+            _engine.collectives.broadcast_object(
+                comm, shared, 0, "the state of an elastic training"
+            )
+        )
         self._keep()
 
     def _gather(self) -> None:

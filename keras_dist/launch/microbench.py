@@ -93,16 +93,16 @@ def main() -> None:
 
     mark, *sizes = sys.argv[1:]
     comm, reading = (_engine.Communicator(MPI, None, way) for way in ("copy", "read"))
-    _engine.take_names_away()
+    _engine.library.unlink_mpich_memory()
     found = {
-        "library": _engine.library(MPI),
+        "library": _engine.library.version(MPI),
         "ranks": comm.size,
-        "hosts": sorted(set(_engine.allgather_object(comm, os.uname().nodename))),
+        "hosts": sorted(set(_engine.collectives.allgather_object(comm, os.uname().nodename))),
         "several_threads": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
         "from_other_threads": MPI.Query_thread() >= MPI.THREAD_SERIALIZED,
         "shares_memory": comm.node is not None,
         "reads_memory": reading.node is not None and reading.node.may_read,
-        "cuda_aware": _engine.is_cuda_aware(),
+        "cuda_aware": _engine.library.is_cuda_aware(),
         "seconds": {nbytes: _reduction(MPI, comm, int(nbytes)) for nbytes in sizes},
     }
     for each in (comm, reading):
@@ -116,9 +116,9 @@ def _reduction(mpi: Any, comm: _engine.Communicator, nbytes: int) -> float:
     pattern = np.arange(nbytes // 4, dtype=np.float32) % 251
     mine = pattern + comm.rank
     specs = [(mine.shape, mine.dtype)]
-    reduce = _engine.FusedAllreduce(
-        comm, ["gradients"], specs, _engine.ReduceOp.SUM, mine.nbytes, lend=True
-    )
+    options = _engine.OpOptions(_engine.ReduceOp.SUM)
+    plan = _engine.PlanOptions(mine.nbytes, lend=True)
+    reduce = _engine.FusedAllreduce(comm, ["gradients"], specs, options, plan)
     expected = pattern * comm.size + sum(range(comm.size))
     for _ in range(3):
         if not mpi.COMM_WORLD.allreduce(np.array_equal(reduce([mine])[0], expected), mpi.LAND):

@@ -37,7 +37,7 @@ def _open_endpoints(comm: "Communicator") -> None:
     if config.settings().top:
         from keras_dist.monitor.endpoints import Endpoints
 
-        comm.attend(Endpoints)
+        comm.services.start(Endpoints)
 
 
 def _end_timeline(comm: "Communicator") -> None:

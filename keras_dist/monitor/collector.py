@@ -113,7 +113,7 @@ class Collector:
                 if self._mailbox is not None:
                     self._exchange(self._mailbox)
         except Exception as error:
-            if self._mpi is None or not _engine.failed_process(self._mpi, error):
+            if self._mpi is None or not _engine.library.failed_process(self._mpi, error):
                 _log.warning(
                     "%s keras-dist top gets no more reports: %r", self._comm.where(), error
                 )

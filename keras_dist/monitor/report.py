@@ -102,8 +102,8 @@ def take_sample() -> None:
     from keras_dist import _engine
 
     now = time.perf_counter()
-    ongoing = max((now - began for _, _, began in _engine.waits()), default=0.0)
-    sample = _Sample(now, _engine.progress().done, _engine.waited_seconds() + ongoing)
+    ongoing = max((now - began for _, _, began in _engine.wait.waits()), default=0.0)
+    sample = _Sample(now, _engine.progress.progress().done, _engine.wait.waited_seconds() + ongoing)
     _samples.append(sample)
     while len(_samples) > 2 and _samples[1].moment < now - WINDOW_SECONDS:
         _samples.popleft()
@@ -129,7 +129,7 @@ def of_this_rank(comm: "Communicator | None" = None) -> Report:
 
     comm = comm or runtime.communicator()
     take_sample()
-    first, latest, progress = _samples[0], _samples[-1], _engine.progress()
+    first, latest, progress = _samples[0], _samples[-1], _engine.progress.progress()
     seconds = latest.moment - first.moment
     speed = waiting = samples = None
     if seconds > 0:
@@ -151,7 +151,7 @@ def of_this_rank(comm: "Communicator | None" = None) -> Report:
         waited_seconds=latest.waited,
         waits_in=_wait_text(),
         logs=_numbers(dict(progress.logs)),
-        gpu=gpu_of(comm.local_rank),
+        gpu=gpu_of(comm.topology.local_rank),
     )
 
 
@@ -159,7 +159,7 @@ def _wait_text() -> str:
     from keras_dist import _engine
 
     now = time.perf_counter()
-    waits = [(began, call) for _, call, began in _engine.waits() if now - began > 1]
+    waits = [(began, call) for _, call, began in _engine.wait.waits() if now - began > 1]
     return min((f"{call}, {now - began:.0f} s" for began, call in waits), default="")
 
 

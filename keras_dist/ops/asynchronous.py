@@ -106,7 +106,9 @@ def queued(operation: Callable[P, Any], name: str | None = None) -> Callable[P, 
             comm = runtime.communicator(given.get("process_set"))
         except TypeError:  # the operation raises it and publishes it to the waiting ranks
             return operation(*args, **kwargs)
-        return comm.queue(functools.partial(operation, *args, **kwargs), what, given.get("name"))
+        return comm.order.queue(
+            functools.partial(operation, *args, **kwargs), what, given.get("name")
+        )
 
     queue.__name__ = queue.__qualname__ = name or f"{what}_async"
     queue.__module__ = __name__

@@ -44,9 +44,9 @@ def allgather(
         ArgumentTypeError: `value` holds Python objects.
     """
     comm = runtime.communicator(process_set)
-    with _engine.telling(comm, "allgather", name):
+    with _engine.collectives.raise_on_all(comm, "allgather", name):
         array = as_array(value)
-    return _engine.allgather(comm, array, name or "value", name)
+    return _engine.collectives.allgather(comm, array, name or "value", name)
 
 
 @raises_on_all
@@ -73,9 +73,9 @@ def grouped_allgather(
         ArgumentTypeError: a value holds Python objects.
     """
     comm = runtime.communicator(process_set)
-    with _engine.telling(comm, "allgather", name):
+    with _engine.collectives.raise_on_all(comm, "allgather", name):
         arrays = [as_array(value) for value in values]
-    return _engine.grouped_allgather(comm, arrays, names_of(name, len(arrays)), name)
+    return _engine.collectives.grouped_allgather(comm, arrays, names_of(name, len(arrays)), name)
 
 
 @raises_on_all
@@ -114,9 +114,9 @@ def alltoall(
     ```
     """
     comm = runtime.communicator(process_set)
-    with _engine.telling(comm, "alltoall", name):
+    with _engine.collectives.raise_on_all(comm, "alltoall", name):
         array = as_array(value)
-    rows, received = _engine.alltoall(comm, array, splits, name or "value", name)
+    rows, received = _engine.collectives.alltoall(comm, array, splits, name or "value", name)
     return rows if splits is None else (rows, received)
 
 
@@ -146,9 +146,9 @@ def broadcast(
         ArgumentTypeError: `value` holds Python objects.
     """
     comm = runtime.communicator(process_set)
-    with _engine.telling(comm, "broadcast", name):
+    with _engine.collectives.raise_on_all(comm, "broadcast", name):
         array = as_array(value)
-    return _engine.broadcast(comm, [array], [name or "value"], root_rank, key=name)[0]
+    return _engine.collectives.broadcast(comm, [array], [name or "value"], root_rank, key=name)[0]
 
 
 @raises_on_all
@@ -174,10 +174,10 @@ def broadcast_(
         ArgumentTypeError: a variable is not a numpy array of numbers.
     """
     comm, names = runtime.communicator(process_set), names_of(name, len(variables))
-    with _engine.telling(comm, "broadcast_", name):
+    with _engine.collectives.raise_on_all(comm, "broadcast_", name):
         for variable, label in zip(variables, names, strict=True):
             check_writeable(variable, label)
-    _engine.broadcast_into(comm, variables, names, root_rank, name)
+    _engine.collectives.broadcast_into(comm, variables, names, root_rank, name)
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:
@@ -188,4 +188,4 @@ def barrier(process_set: ProcessSet | None = None) -> None:
     Args:
         process_set: as in `allreduce`.
     """
-    _engine.barrier(runtime.communicator(process_set))
+    _engine.collectives.barrier(runtime.communicator(process_set))

@@ -58,25 +58,22 @@ class GradientPlans:
             gradients = _engine.CollectiveSignature(
                 what, _engine.entries_of(names, specs), op.value, remedy=SAME_MODEL
             )
-            self._plans[key] = _engine.FusedAllreduce(
-                comm,
-                names,
-                specs,
-                op,
+            options = _engine.OpOptions(
+                op, prescale=prescale, postscale=postscale, compression=self._options.compression
+            )
+            plan = _engine.PlanOptions(
                 bucket_nbytes(comm, gradients, nbytes),
                 first_nbytes=FIRST_NBYTES,
+                groups=groups,
                 operation=what,
                 remedy=SAME_MODEL,
                 lend=True,
-                prescale=prescale,
-                postscale=postscale,
-                compression=self._options.compression,
-                groups=groups,
                 overlaps=overlaps(comm),
-                updates=True,
+                counts_updates=True,
                 divides=op is not self._options.op,
                 ranks=self._options.ranks,
             )
+            self._plans[key] = _engine.FusedAllreduce(comm, names, specs, options, plan)
         return self._plans[key]
 
 

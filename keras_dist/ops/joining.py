@@ -38,5 +38,5 @@ def join() -> int:
     ```
     """
     comm = runtime.communicator()
-    absence = _engine.stand_in(runtime.communicators())[comm]
+    absence = _engine.collectives.join_all(runtime.communicators())[comm]
     return comm.size - 1 if absence is None else absence.here[-1]

@@ -38,7 +38,9 @@ def broadcast_object(
         ArgumentError: `root_rank` is not a rank of the process set, or its object cannot be
             pickled; raised on every rank.
     """
-    return _engine.broadcast_object(runtime.communicator(process_set), value, root_rank, name)
+    return _engine.collectives.broadcast_object(
+        runtime.communicator(process_set), value, root_rank, name
+    )
 
 
 @raises_on_all
@@ -63,4 +65,4 @@ def allgather_object(
         MismatchError: the arguments of the ranks differ; raised on every rank.
         ArgumentError: the object of a rank cannot be pickled; raised on every rank.
     """
-    return _engine.allgather_object(runtime.communicator(process_set), value, name)
+    return _engine.collectives.allgather_object(runtime.communicator(process_set), value, name)

@@ -56,17 +56,17 @@ def send(value: Any, destination: int, name: str | None = None) -> Any:
     comm, label = runtime.communicator(), name or "value"
 
     def forward(array: np.ndarray) -> np.ndarray:
-        _engine.send(comm, np.asarray(array), destination, label, name)
+        _engine.point_to_point.send(comm, np.asarray(array), destination, label, name)
         return np.zeros_like(array)
 
     def backward(array: np.ndarray) -> np.ndarray:
-        return _engine.recv(
+        return _engine.point_to_point.recv(
             comm, destination, _gradient(label), _gradient(name), (array.shape, array.dtype)
         )
 
     tensor = _tensor_of(value)
     if tensor is None:
-        _engine.send(comm, as_array(value), destination, label, name)
+        _engine.point_to_point.send(comm, as_array(value), destination, label, name)
         return None
     zeros = _backends.active().through_host(tensor, forward, backward)
     return sys.modules["keras"].ops.sum(zeros)
@@ -98,14 +98,16 @@ def recv(source: int, like: Any = None, name: str | None = None) -> Any:
     comm, label = runtime.communicator(), name or "value"
 
     def forward(array: np.ndarray) -> np.ndarray:
-        return _engine.recv(comm, source, label, name, (array.shape, array.dtype))
+        return _engine.point_to_point.recv(comm, source, label, name, (array.shape, array.dtype))
 
     def backward(array: np.ndarray) -> np.ndarray:
-        _engine.send(comm, np.asarray(array), source, _gradient(label), _gradient(name))
+        _engine.point_to_point.send(
+            comm, np.asarray(array), source, _gradient(label), _gradient(name)
+        )
         return np.zeros_like(array)
 
     if like is None:
-        return _engine.recv(comm, source, label, name)
+        return _engine.point_to_point.recv(comm, source, label, name)
     tensor = _tensor_of(like)
     if tensor is None:
         return forward(as_array(like))

@@ -121,7 +121,7 @@ def parse_reduction_options(
     compressor = _engine.parse_compression(compression, where)
     # Raises where there is no such set.
     if runtime.includes_me(process_set) and parsed is _engine.ReduceOp.ADASUM:
-        _engine.check_power_of_two(runtime.communicator(process_set))
+        _engine.collectives.check_power_of_two(runtime.communicator(process_set))
     return ReductionOptions(
         op=parsed,
         process_set=process_set,

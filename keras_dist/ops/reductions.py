@@ -75,7 +75,7 @@ def allreduce(
     loss = keras_dist.allreduce(loss)
     ```
     """
-    with _engine.telling(runtime.communicator(process_set), "allreduce", name):
+    with _engine.collectives.raise_on_all(runtime.communicator(process_set), "allreduce", name):
         chosen = resolve_op(op, average)
     return grouped_allreduce(
         [value], chosen, name, prescale_factor, postscale_factor, process_set, compression
@@ -115,16 +115,16 @@ def grouped_allreduce(
         ArgumentTypeError: `op` or a factor is not defined for a dtype.
     """
     comm = runtime.communicator(process_set)
-    with _engine.telling(comm, "allreduce", name):
+    with _engine.collectives.raise_on_all(comm, "allreduce", name):
         arrays = [as_array(value) for value in values]
         parsed = _engine.parse_op(op, comm.where())
         factors = parse_factors(prescale_factor, postscale_factor)
         compressor = _engine.parse_compression(compression, comm.where())
+    options = _engine.OpOptions(parsed, name, *factors, compressor)
     names = names_of(name, len(arrays))
     if parsed is ReduceOp.ADASUM:
-        return _engine.adasum(comm, arrays, names, name, *factors)
-    nbytes = bucket_nbytes(comm)
-    return _engine.allreduce(comm, arrays, names, parsed, nbytes, name, *factors, compressor)
+        return _engine.collectives.adasum(comm, arrays, names, options)
+    return _engine.collectives.allreduce(comm, arrays, names, options, bucket_nbytes(comm))
 
 
 @raises_on_all
@@ -195,12 +195,13 @@ def grouped_reducescatter(
         ArgumentTypeError: `op` is not defined for a dtype.
     """
     comm = runtime.communicator(process_set)
-    with _engine.telling(comm, "reducescatter", name):
+    with _engine.collectives.raise_on_all(comm, "reducescatter", name):
         arrays = [as_array(value) for value in values]
         parsed = _engine.parse_op(op, comm.where())
         factors = parse_factors(prescale_factor, postscale_factor)
     names = names_of(name, len(arrays))
-    return _engine.reducescatter(comm, arrays, names, parsed, name, *factors)
+    options = _engine.OpOptions(parsed, name, *factors)
+    return _engine.collectives.reducescatter(comm, arrays, names, options)
 
 
 @raises_on_all
@@ -247,7 +248,8 @@ def sparse_allreduce(
     ```
     """
     comm = runtime.communicator(process_set)
-    with _engine.telling(comm, "sparse_allreduce", name):
+    with _engine.collectives.raise_on_all(comm, "sparse_allreduce", name):
         parsed = _engine.parse_op(op, comm.where())
         rows, places = as_array(values), as_array(indices)
-    return _engine.reduce_slices(comm, rows, places, parsed, name or "values", name)
+    options = _engine.OpOptions(parsed, name)
+    return _engine.collectives.reduce_slices(comm, rows, places, name or "values", options)

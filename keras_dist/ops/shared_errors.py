@@ -31,11 +31,11 @@ def raises_on_all(operation: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(operation)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = _engine.times_met()
+        before = _engine.collectives.rendezvous_count()
         try:
             return operation(*args, **kwargs)
         except Exception as error:  # converting the value of a user may raise anything
-            if _engine.times_met() == before:
+            if _engine.collectives.rendezvous_count() == before:
                 _publish(operation, error, args, kwargs)
             raise
 
@@ -50,7 +50,7 @@ def _publish(operation: Callable[..., Any], error: Exception, args: Any, kwargs:
     with contextlib.suppress(Exception):  # this rank is not in the set
         comm = _ranks(given.get("process_set"))
         key = name if isinstance(name, str) else None
-        _engine.tell_error(comm, operation.__name__, error, key)
+        _engine.collectives.report_error(comm, operation.__name__, error, key)
 
 
 def _ranks(process_set: Any) -> _engine.Communicator:

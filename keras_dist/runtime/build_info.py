@@ -21,7 +21,7 @@ __all__ = [
 
 def mpi_built() -> bool:
     """Returns whether an MPI library was found."""
-    return _engine.load_mpi() is not None
+    return _engine.library.load_mpi() is not None
 
 
 def mpi_enabled() -> bool:

@@ -108,9 +108,9 @@ def _report(text: str) -> None:
 
     prefix, reason = "", None
     if comms := _communicators():
-        _engine.flush_trace()
+        _engine.tracing.flush_trace()
         prefix = f"[{comms[0].rank}] "
-        reason = comms[0].mismatch
+        reason = comms[0].faults.mismatch
     lines = text.splitlines(keepends=True)
     if reason is not None and reason not in lines[-1]:
         lines.append(f"{reason}\n")
@@ -126,7 +126,7 @@ def _finalize(pid: int) -> None:
         return
     if comms := _communicators():
         _synchronize(comms)
-    _engine.stop_mpi()
+    _engine.library.stop_mpi()
 
 
 def _synchronize(comms: "list[Communicator]") -> None:
@@ -136,7 +136,7 @@ def _synchronize(comms: "list[Communicator]") -> None:
     if comms[0].mpi is not None and comms[0].mpi.Is_finalized():
         return
     try:
-        _engine.at_the_end(comms)
+        _engine.collectives.wait_for_end(comms)
         events.publish(events.JOB_ENDING, comms[0])
         if comms[0].size > 1 and _detach is not None:
             _detach("a call from an atexit handler, after the job has ended")
@@ -157,16 +157,16 @@ def _abort(code: int) -> None:
     """Ends all ranks with `MPI_Abort`."""
     from keras_dist import _engine
 
-    mpi = _engine.load_mpi()
+    mpi = _engine.library.load_mpi()
     if mpi is not None:
         # `MPI_Init` returns once all ranks have called it, which some may never do. Python runs
         # no signal handler meanwhile: the default action ends this process, and so the job.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, MPI_START_SECONDS)
-        _engine.start_mpi(mpi)
+        _engine.library.start_mpi(mpi)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _engine.take_names_away()
-        if _engine.outlives_processes():
+        _engine.library.unlink_mpich_memory()
+        if _engine.library.outlives_processes():
             # Open MPI's mpiexec was seen to hang, or to exit with 0, when several ranks abort at
             # the same time. One abort is enough.
             time.sleep(min(mpi.COMM_WORLD.Get_rank(), MAX_STAGGERED_RANKS) * STAGGER_SECONDS)

@@ -114,7 +114,7 @@ def init(
         )
     _watch_forks()
     joined = startup.join_ranks(comm)
-    sets = ProcessSetTable(joined, comm if _engine.is_communicator(comm) else None)
+    sets = ProcessSetTable(joined, comm if _engine.library.is_communicator(comm) else None)
     try:
         sets.add(lambda: check_process_sets(requested), "init")
         startup.compare_versions(joined)
@@ -127,7 +127,7 @@ def init(
     if joined.mpi is None and not config.settings().single_process:
         notify(
             f"keras_dist runs as one process: no MPI library was found "
-            f"({_engine.mpi_failure()}). For several ranks install one, for example "
+            f"({_engine.library.mpi_failure()}). For several ranks install one, for example "
             f"with: pip install 'keras_dist[mpich]'"
         )
     if config.settings().on_failure == "continue":
@@ -264,7 +264,7 @@ def find_process_set(group: Sequence[Ranks]) -> ProcessSet | None:
 
 def may_outlive_ranks() -> bool:
     """Returns whether MPI lets this rank continue when others die."""
-    return communicator().size > 1 and _engine.outlives_processes()
+    return communicator().size > 1 and _engine.library.outlives_processes()
 
 
 def outlive_ranks() -> None:
@@ -276,16 +276,17 @@ def outlive_ranks() -> None:
         MismatchError: another rank calls another operation; raised on every rank.
     """
     comm = communicator()
-    if comm.size == 1 or comm.recovery is not None:
+    if comm.size == 1 or comm.faults.retry is not None:
         return
-    if _engine.outlives_processes():
+    if _engine.library.outlives_processes():
         # If only some ranks did it, they would wait for the others after each operation.
-        _engine.barrier(comm, operation="on_failure=continue")
-        comm.recovery = _engine.Retry(comm)
+        _engine.collectives.barrier(comm, operation="on_failure=continue")
+        comm.faults.retry = _engine.Retry(comm)
         return
+    library = _engine.library.version(comm.mpi)
     notify(
         "keras_dist cannot continue without a rank that dies: only Open MPI 5 or newer can, "
-        f"started with: mpiexec --with-ft ulfm. This is {_engine.library(comm.mpi)}. The job ends "
+        f"started with: mpiexec --with-ft ulfm. This is {library}. The job ends "
         "when a rank dies; keras-dist run --max-restarts restarts it."
     )
 
@@ -302,27 +303,27 @@ def size() -> int:
 
 def local_rank() -> int:
     """Returns the rank of this process on its node, which selects its GPU."""
-    return communicator().local_rank
+    return communicator().topology.local_rank
 
 
 def local_size() -> int:
     """Returns the number of ranks on this node."""
-    return communicator().local_size
+    return communicator().topology.local_size
 
 
 def cross_rank() -> int:
     """Returns the rank of this node among the nodes that have this local rank."""
-    return communicator().cross_rank
+    return communicator().topology.cross_rank
 
 
 def cross_size() -> int:
     """Returns the number of nodes that have this local rank."""
-    return communicator().cross_size
+    return communicator().topology.cross_size
 
 
 def is_homogeneous() -> bool:
     """Returns whether every node has the same number of ranks."""
-    return communicator().is_homogeneous
+    return communicator().topology.is_homogeneous
 
 
 def where() -> str:
@@ -343,7 +344,7 @@ def _watch_forks() -> None:
 
 def _detach_child() -> None:
     detach(f"process {os.getpid()}, which was forked from it and is not a rank")
-    _engine.forget_trace()
+    _engine.tracing.forget_trace()
 
 
 def _all_communicators() -> list[_engine.Communicator]:

@@ -128,7 +128,7 @@ class ProcessSetTable:
         job = self.job
         if isinstance(process_set, ProcessSet) and process_set._communicator is not None:
             # Queued operations look up the set's communicator when they run.
-            process_set._communicator.finish_queued()
+            process_set._communicator.order.drain()
         with job.lock:
             groups = self._gather(lambda: check_process_set(process_set)._group_ids, operation)
             for rank, group in enumerate(groups):
@@ -146,10 +146,10 @@ class ProcessSetTable:
 
     def free(self) -> None:
         """Unregisters all sets and frees all communicators. Collective: every rank of the job."""
-        self.job.finish_queued()
+        self.job.order.drain()
         for process_set in self._sets:
             if process_set._communicator is not None:
-                process_set._communicator.finish_queued()
+                process_set._communicator.order.drain()
             _release(process_set)
         self._sets.clear()
         global_process_set._unbind()
@@ -162,7 +162,7 @@ class ProcessSetTable:
             value = compute()
         except errors.KerasDistError as error:
             value = error
-        values = _engine.allgather_object(self.job, value, operation=operation)
+        values = _engine.collectives.allgather_object(self.job, value, operation=operation)
         for rank, each in enumerate(values):
             if isinstance(each, errors.KerasDistError):
                 raise type(each)(f"[rank {rank} of {self.job.size}] {each}")
@@ -172,7 +172,7 @@ class ProcessSetTable:
         if process_set is global_process_set:
             return "ranks", self._ranks[GLOBAL]
         if process_set.mpi_comm is not None:
-            return "a communicator", _engine.places_of(self.job, process_set.mpi_comm)
+            return "a communicator", _engine.subsets.ranks_of(self.job, process_set.mpi_comm)
         return "ranks", process_set._ranks or ()
 
     def _check_new(self, requested: Sequence[Ranks]) -> None:
@@ -203,7 +203,7 @@ class ProcessSetTable:
         own = next((i for i, ranks in enumerate(group) if self.job.rank in ranks), None)
         # Only members create a communicator. All ranks create sets in the same order, so this
         # does not deadlock.
-        communicator = None if own is None else _engine.subset(self.job, group[own])
+        communicator = None if own is None else _engine.subsets.subset(self.job, group[own])
         process_set._bind(ids[own or 0], group[own or 0], self.job, communicator, tuple(ids))
         self._sets.append(process_set)
 

@@ -61,7 +61,7 @@ class ProcessSet:
     def __init__(self, ranks_or_comm: Iterable[int] | Any):
         self._unbind()
         self._ranks, self.mpi_comm = None, None
-        if _engine.is_communicator(ranks_or_comm):
+        if _engine.library.is_communicator(ranks_or_comm):
             self.mpi_comm = ranks_or_comm
         else:
             self._ranks = _parse_ranks(ranks_or_comm)

@@ -49,10 +49,10 @@ def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
     alone = config.settings().single_process
     if not alone:
         _check_process()
-    mpi = None if alone else _engine.load_mpi()
+    mpi = None if alone else _engine.library.load_mpi()
     if mpi is not None:
         _check_launcher(mpi)
-        _engine.start_mpi(mpi)
+        _engine.library.start_mpi(mpi)
         _check_all_live(mpi)
     if comm is None and not alone:
         _check_ranks(mpi)
@@ -63,7 +63,7 @@ def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
     joined = _engine.Communicator(mpi, members, settings.reduce)
     joined.watch(settings.stall_seconds, settings.stall_abort_seconds)
     if mpi is not None:
-        _engine.take_names_away()
+        _engine.library.unlink_mpich_memory()
     return joined
 
 
@@ -74,7 +74,7 @@ def compare_versions(comm: _engine.Communicator) -> None:
         MismatchError: the versions differ; raised on every rank.
     """
     host = os.uname().nodename
-    versions = _engine.allgather_object(comm, (host, _versions(_backends.in_use())))
+    versions = _engine.collectives.allgather_object(comm, (host, _versions(_backends.in_use())))
     first_host, expected = versions[0]
     for rank, (host, received) in enumerate(versions):
         if received != expected:
@@ -95,7 +95,7 @@ def take_device(comm: _engine.Communicator) -> None:
     settings = config.settings()
     if settings.pin_device:
         for backend in backends:
-            warning = backend.pin_device(comm.local_rank, comm.local_size)
+            warning = backend.pin_device(comm.topology.local_rank, comm.topology.local_size)
             if warning is not None:
                 _log.warning("%s %s", comm.where(), warning)
     for backend in backends:
@@ -165,12 +165,12 @@ def _check_launcher(mpi: Any) -> None:
         and vendor not in ("Open MPI", "Spectrum MPI")
         and not mpi.Is_initialized()
     ):
-        raise _launcher_mismatch(announced, _engine.library(mpi))
+        raise _launcher_mismatch(announced, _engine.library.version(mpi))
 
 
 def _check_all_live(mpi: Any) -> None:
     """Checks that no rank has died earlier in a job that continues without it."""
-    if _engine.outlives_processes() and (dead := mpi.COMM_WORLD.Get_failed().Get_size()):
+    if _engine.library.outlives_processes() and (dead := mpi.COMM_WORLD.Get_failed().Get_size()):
         raise errors.LaunchError(
             errors.explain(
                 "[keras_dist.init]",
@@ -187,9 +187,9 @@ def _check_ranks(mpi: Any | None) -> None:
     seen = 1 if mpi is None else mpi.COMM_WORLD.size
     if announced is not None and announced.size > seen == 1:
         found = (
-            f"no MPI library ({_engine.mpi_failure()})"
+            f"no MPI library ({_engine.library.mpi_failure()})"
             if mpi is None
-            else f"1 process, according to {_engine.library(mpi)}"
+            else f"1 process, according to {_engine.library.version(mpi)}"
         )
         raise _launcher_mismatch(announced, found)
     if mpi is not None and seen > 1 and mpi.Query_thread() < mpi.THREAD_SERIALIZED:
@@ -256,10 +256,10 @@ def _cores_of_ranks(comm: _engine.Communicator) -> list[int]:
     and for unbound ranks.
     """
     if not hasattr(os, "sched_getaffinity"):
-        share = max(1, (os.cpu_count() or 1) // comm.local_size)
-        return _engine.allgather_object(comm, share)
+        share = max(1, (os.cpu_count() or 1) // comm.topology.local_size)
+        return _engine.collectives.allgather_object(comm, share)
     affinity = (os.uname().nodename, os.sched_getaffinity(0))
-    affinities = _engine.allgather_object(comm, affinity)
+    affinities = _engine.collectives.allgather_object(comm, affinity)
     users = collections.Counter((node, core) for node, cores in affinities for core in cores)
     shares = [sum(1 / users[node, core] for core in cores) for node, cores in affinities]
     return [max(1, int(share + 1e-6)) for share in shares]

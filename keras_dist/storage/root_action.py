@@ -45,7 +45,9 @@ def on_root(
                 explained = errors.explain(runtime.where(), expected, received, remedy)
                 cause, failure = error, str(error) if isinstance(error, kind) else explained
             outcome = failure, value
-        outcome = _engine.broadcast_object(runtime.communicator(), outcome, root_rank, key)
+        outcome = _engine.collectives.broadcast_object(
+            runtime.communicator(), outcome, root_rank, key
+        )
     failure, value = outcome
     if failure is not None:
         raise kind(failure) from cause

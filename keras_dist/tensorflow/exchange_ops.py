@@ -127,12 +127,12 @@ def alltoall(
 
     def send(array: Any, counts: Any = None) -> Any:
         comm = runtime.communicator(process_set)
-        rows, received = _engine.alltoall(comm, array, counts, name or "value", name)
+        rows, received = _engine.collectives.alltoall(comm, array, counts, name or "value", name)
         return rows, received.astype(np.int32)
 
     def back(gradient: Any, received: Any, length: Any) -> Any:
         comm = runtime.communicator(process_set)
-        rows, _ = _engine.alltoall(comm, gradient, received, "a gradient of alltoall")
+        rows, _ = _engine.collectives.alltoall(comm, gradient, received, "a gradient of alltoall")
         unsent = np.zeros((int(length) - len(rows), *rows.shape[1:]), rows.dtype)
         return np.concatenate([rows, unsent])
 
@@ -182,7 +182,7 @@ def broadcast_(
     def send(*arrays: Any) -> Any:
         comm = runtime.communicator(process_set)
         what = "the broadcast of variables"
-        return _engine.broadcast(comm, arrays, names, root_rank, what, name, SAME_MODEL)
+        return _engine.collectives.broadcast(comm, arrays, names, root_rank, what, name, SAME_MODEL)
 
     given = as_tensors(variables)
     received = collective(send, given, [one.shape for one in given])

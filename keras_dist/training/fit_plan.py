@@ -49,7 +49,7 @@ def agree_on_fit(arguments: dict[str, Any]) -> bool:
         return True
     comm = runtime.communicator()
     mine = _plan(arguments, ours), epochs.is_shared_out(arguments["x"]), _put_in_order(arguments)
-    told = _engine.allgather_object(comm, mine, operation=MEETING)
+    told = _engine.collectives.allgather_object(comm, mine, operation=MEETING)
     plans = [plan for plan, _, _ in told]
     for rank, plan in enumerate(plans):
         for name, expected in plans[0].items():

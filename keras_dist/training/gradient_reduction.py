@@ -171,7 +171,8 @@ class GradientReduction:
         self, name: str, values: np.ndarray, indices: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         comm = self.options.ranks()  # resolved now: a graph may outlive its communicator
-        return _engine.reduce_slices(comm, values, indices, self.options.op, name, tells=True)
+        options = _engine.OpOptions(self.options.op)
+        return _engine.collectives.reduce_slices(comm, values, indices, name, options, notices=True)
 
 
 def mark_reduced(gradients: list[Any]) -> list[Any]:
@@ -215,7 +216,8 @@ def sum_over_ranks(process_set: ProcessSet | None, tensor: Any, name: str) -> An
 def _over_ranks(process_set: ProcessSet | None, tensor: Any, op: Any, name: str) -> Any:
     def reduce(array: np.ndarray) -> np.ndarray:
         comm = runtime.communicator(process_set)
-        return _engine.allreduce(comm, [array], [name], op, bucket_nbytes(comm))[0]
+        options = _engine.OpOptions(op)
+        return _engine.collectives.allreduce(comm, [array], [name], options, bucket_nbytes(comm))[0]
 
     return _backends.active().through_host(tensor, reduce, reduce)
 

@@ -298,13 +298,13 @@ class _Neighbours:
         """Sends an array to a neighbour, as the `last` of the batch or not."""
         name = f"batch {self._batch}, {name}"
         with self._heard_of(peer, last):
-            _engine.send(runtime.communicator(), np.asarray(array), peer, name, name)
+            _engine.point_to_point.send(runtime.communicator(), np.asarray(array), peer, name, name)
 
     def recv(self, peer: int, name: str, last: bool = False) -> np.ndarray:
         """Receives an array from a neighbour, as the `last` of the batch or not."""
         name = f"batch {self._batch}, {name}"
         with self._heard_of(peer, last):
-            return _engine.recv(runtime.communicator(), peer, name, name)
+            return _engine.point_to_point.recv(runtime.communicator(), peer, name, name)
 
     @contextlib.contextmanager
     def _heard_of(self, peer: int, last: bool) -> Iterator[None]:
@@ -326,7 +326,7 @@ class _Neighbours:
             why = errors.explain(runtime.where(), expected, received, "See the error of that rank.")
         for peer in sorted(self._waiting):
             with contextlib.suppress(Exception):  # what has failed first is what counts
-                _engine.call_off(runtime.communicator(), peer, why)
+                _engine.point_to_point.call_off(runtime.communicator(), peer, why)
 
 
 def _error(expected: str, received: str, remedy: str) -> errors.ArgumentError:

@@ -66,7 +66,7 @@ def build_optimizers_alike(model: keras.Model) -> None:
     Args:
         model: a Keras model.
     """
-    descriptions = _engine.allgather_object(
+    descriptions = _engine.collectives.allgather_object(
         runtime.communicator(),
         built_optimizers.describe(model),
         operation="the optimizers that are built",
@@ -88,7 +88,7 @@ def broadcast_variables(
         MismatchError: the variables differ; raised on every rank.
         ArgumentError: `root_rank` is not one of the ranks.
     """
-    received = _engine.broadcast(
+    received = _engine.collectives.broadcast(
         comm,
         [to_numpy(variable) for variable in variables],
         [variable_name(variable) for variable in variables],
@@ -115,7 +115,7 @@ def separate_seeds(model: keras.Model, root_rank: int = 0) -> None:
     """
     comm = runtime.communicator()
     generators = random_states(model)
-    received = _engine.broadcast(
+    received = _engine.collectives.broadcast(
         comm,
         [to_numpy(generator) for generator in generators],
         [variable_name(generator) for generator in generators],
@@ -150,14 +150,14 @@ def average_statistics(model: keras.Model) -> None:
     different = [weights[index] for index in _differing(comm, weights)]
     floats = [w for w in different if keras.backend.is_float_dtype(w.dtype)]
     others = [w for w in different if not keras.backend.is_float_dtype(w.dtype)]
-    averaged = _engine.allreduce(
+    averaged = _engine.collectives.allreduce(
         comm,
         [to_numpy(weight) for weight in floats],
         [variable_name(weight) for weight in floats],
-        _engine.ReduceOp.AVERAGE,
+        _engine.OpOptions(_engine.ReduceOp.AVERAGE),
         bucket_nbytes(comm),
     )
-    copied = _engine.broadcast(
+    copied = _engine.collectives.broadcast(
         comm,
         [to_numpy(weight) for weight in others],
         [variable_name(weight) for weight in others],
@@ -241,7 +241,7 @@ def _differing(comm: _engine.Communicator, variables: Sequence[Any]) -> dict[int
     names = [variable_name(variable) for variable in variables]
     digests = [hashlib.blake2b(bytes_of(v).data, digest_size=16).digest() for v in variables]
     mine = np.frombuffer(b"".join(digests), np.uint8).reshape(1, -1, 16)
-    everyone = _engine.allgather(comm, mine, f"the digests of {len(names)} variables")
+    everyone = _engine.collectives.allgather(comm, mine, f"the digests of {len(names)} variables")
     odd = (everyone != everyone[:1]).any(axis=2)
     return {
         int(index): [int(rank) for rank in np.flatnonzero(odd[:, index])]

@@ -95,7 +95,7 @@ def _recorded(step: Callable[..., Any], model: keras.Model) -> Callable[..., Any
 
     @functools.wraps(step, updated=())
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        with _engine.step(count):
+        with _engine.tracing.step(count):
             return step(*args, **kwargs)
 
     setattr(recorded, RECORDED, True)
@@ -144,7 +144,7 @@ def _noted(method: Callable[..., Any], task: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        with _engine.during(task):
+        with _engine.progress.during(task):
             return method(*args, **kwargs)
 
     return noted

@@ -56,20 +56,23 @@ def test_two_of_four_die(go_on, way):
     ended = go_on(4, STEPS, KERAS_DIST_REDUCE=way)
     assert ended.returncode == 0, ended.stdout
     assert f"sums {[15] * 4 + [13] * 5 + [9] * 5}" in ended.stdout
-    assert "keras_dist: rank 1 has died. 3 of 4 ranks go on" in ended.stdout
-    assert "keras_dist: rank 1 has died. 2 of 3 ranks go on" in ended.stdout
+    assert "keras_dist: rank 1 has died. 3 of 4 ranks continue" in ended.stdout
+    assert "keras_dist: rank 1 has died. 2 of 3 ranks continue" in ended.stdout
 
 
-# One rank keeps a result of step 2, which lies where all see it, and says so at the first meeting
-# of step 4. Another dies when it should come to a meeting from step 3 on, or tell what it does.
+# One rank keeps a result of step 2, in shared memory, and says so at the first rendezvous of
+# step 4. Another dies at a rendezvous from step 3 on, or when it should send its signature.
 KEEPS = """
 from keras_dist import _engine
+from keras_dist._engine.mpi.digests import DigestExchange
 comm = runtime.communicator()
 specs = [((50_000,), np.dtype("f4"))] * 2
-lent = _engine.FusedAllreduce(comm, ["a", "b"], specs, _engine.ReduceOp.SUM, 1, lend=True)
-met, told = _engine.Communicator.agree, _engine.Communicator.allgather_bytes
+options = _engine.OpOptions(_engine.ReduceOp.SUM)
+plan = _engine.PlanOptions(1, lend=True)
+lent = _engine.FusedAllreduce(comm, ["a", "b"], specs, options, plan)
+met, told = DigestExchange.compare, _engine.Communicator.allgather_bytes
 meetings, kept = [], []
-def agree(self, digest):
+def compare(self, digest):
     if len(meetings) == moment:
         die()
     meetings.append(digest)
@@ -80,7 +83,7 @@ def tell(self, *args):
     return told(self, *args)
 for step in range(9):
     if me == 3 and step == 3:
-        _engine.Communicator.agree, _engine.Communicator.allgather_bytes = agree, tell
+        DigestExchange.compare, _engine.Communicator.allgather_bytes = compare, tell
     results = lent([np.full(50_000, step + 2.0**me, np.float32)] * 2)
     for result in results:
         assert (result == result[0]).all() and result[0] in (4 * step + 15, 3 * step + 7), step
@@ -89,7 +92,7 @@ for step in range(9):
     del results, result
 for result, before in kept:
     assert (result == before).all()
-assert comm.size == 3 and not lent.lend
+assert comm.size == 3 and not lent.lends
 """
 
 
@@ -102,7 +105,7 @@ assert comm.size == 3 and not lent.lend
 def test_a_rank_dies_while_another_keeps_what_it_was_lent(go_on, moment):
     ended = go_on(4, f"moment = {moment}" + KEEPS)
     assert ended.returncode == 0, ended.stdout
-    assert "keras_dist: rank 3 has died. 3 of 4 ranks go on" in ended.stdout
+    assert "keras_dist: rank 3 has died. 3 of 4 ranks continue" in ended.stdout
 
 
 def test_what_a_script_writes_is_not_what_others_catch_up_with(go_on):
@@ -111,13 +114,13 @@ from keras_dist import _engine
 comm = runtime.communicator()
 specs = [((50_000,), np.dtype("f4"))]
 for factor in (1.0, 0.5):
-    lent = _engine.FusedAllreduce(
-        comm, ["a"], specs, _engine.ReduceOp.SUM, 1, lend=True, postscale=factor
-    )
+    options = _engine.OpOptions(_engine.ReduceOp.SUM, postscale=factor)
+    plan = _engine.PlanOptions(1, lend=True)
+    lent = _engine.FusedAllreduce(comm, ["a"], specs, options, plan)
     for step in range(7):
         [result] = lent([np.full(50_000, step, np.float32)])
         result[:] = -1
-        [kept] = comm.recovery._last.unwrap()
+        [kept] = comm.faults.retry._last.unwrap()
         assert (kept == 2 * step * factor).all()
 """
     ended = go_on(2, text)
@@ -187,7 +190,8 @@ from keras_dist import _engine
 from keras_dist._engine.shm import segments
 comm = runtime.communicator()
 specs = [((1000,), np.dtype("float64"))]
-plan = _engine.FusedAllreduce(comm, ["g"], specs, _engine.ReduceOp.SUM, 2**20, updates=True)
+options = _engine.PlanOptions(2**20, counts_updates=True)
+plan = _engine.FusedAllreduce(comm, ["g"], specs, _engine.OpOptions(_engine.ReduceOp.SUM), options)
 for step in range(3):
     plan([np.full(1000, 2.0**me)])
 ops.barrier()
@@ -272,7 +276,7 @@ ops.barrier()
 """
     ended = go_on(3, text)
     assert ended.returncode != 0
-    assert "Expected no process sets where ranks go on" in ended.stdout
+    assert "Expected no process sets where the job continues" in ended.stdout
 
 
 @pytest.mark.fault(
@@ -313,7 +317,7 @@ ops.barrier()
     ended = go_on(3, text, **limits)
     assert ended.returncode != 0
     assert "[rank 0 of 3] has waited" in ended.stdout
-    assert "a rank has died and the others have not come together yet" in ended.stdout
+    assert "a rank has died and the others have not recovered yet" in ended.stdout
     assert "The job ends now: the limit is 4 s" in ended.stdout
 
 
@@ -430,7 +434,7 @@ def test_fit_goes_on(job, open_mpi, tmp_path, backend, kills):
     assert "ended 2 96" in ended.stdout
     assert ended.stdout.count("Epoch 4/4") == 1
     died = [line for line in ended.stdout.splitlines() if "has died" in line]
-    assert ["3 of 4 ranks go on" in died[0], "2 of 3 ranks go on" in died[1]] == [True, True]
+    assert ["3 of 4 ranks continue" in died[0], "2 of 3 ranks continue" in died[1]] == [True, True]
 
 
 AT_ONCE = """

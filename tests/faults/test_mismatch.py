@@ -228,7 +228,7 @@ from keras_dist import ops, errors
 runtime.init()
 gate = threading.Event()
 if runtime.rank() == 1:
-    runtime.communicator().queue(gate.wait, "what takes long")
+    runtime.communicator().order.queue(gate.wait, "what takes long")
 fault()
 first = asynchronous.allreduce_async(1.0, "sum", "loss")
 if runtime.rank() == 0:

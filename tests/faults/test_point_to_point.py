@@ -98,4 +98,4 @@ recv(1) if me == 0 else ops.barrier()
         KERAS_DIST_ON_FAILURE="continue",
     )
     assert ended.returncode != 0
-    assert "[rank 0 of 3] Expected rank 1 to come to recv. Received: it, or another" in ended.stdout
+    assert "[rank 0 of 3] Expected rank 1 to call recv. Received: it, or another" in ended.stdout

@@ -340,8 +340,8 @@ def test_a_difference_names_the_places_in_training(run_watched):
     text = """
 from keras_dist import _engine
 from keras_dist._engine.faults.progress import count_update
-with _engine.during("fit"):
-    _engine.begin_epoch(2)
+with _engine.progress.during("fit"):
+    _engine.progress.begin_epoch(2)
     for _ in range(5 - rank):
         count_update()
     try:

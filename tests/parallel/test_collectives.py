@@ -86,8 +86,8 @@ def test_bucket_sizes_do_not_change_the_bits(bucket_nbytes):
     rng = np.random.default_rng(keras_dist.rank())
     arrays = [rng.standard_normal(n).astype(np.float32) for n in (1, 300, 0, 9_000, 17)]
     names = [str(index) for index in range(len(arrays))]
-    fused = _engine.allreduce(
-        runtime.communicator(), arrays, names, _engine.ReduceOp.AVERAGE, bucket_nbytes
+    fused = _engine.collectives.allreduce(
+        runtime.communicator(), arrays, names, _engine.OpOptions(), bucket_nbytes
     )
     for array, result in zip(arrays, fused, strict=True):
         assert result.tobytes() == keras_dist.allreduce(array).tobytes()

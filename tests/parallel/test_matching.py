@@ -159,7 +159,7 @@ def test_a_second_operation_of_one_name_in_flight_is_refused():
     several()
     gate = threading.Event()
     comm = keras_dist.runtime.communicator()
-    comm.queue(gate.wait, "wait")  # so that nothing in the line ends before all have asked
+    comm.order.queue(gate.wait, "wait")  # so that nothing in the line ends before all have asked
     first = keras_dist.allreduce_async(1.0, "sum", "a")
     in_flight(lambda: keras_dist.allreduce_async(2.0, "sum", "a"))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -176,7 +176,7 @@ def test_a_rank_for_which_the_first_has_ended_hears_that_another_has_refused(aft
     is_last = keras_dist.rank() == size - 1
     if is_last:  # on the others the first has ended when the second is asked for
         gate = threading.Event()
-        comm.queue(gate.wait, "wait")
+        comm.order.queue(gate.wait, "wait")
         first = keras_dist.allreduce_async(1.0, "sum", "a")
         in_flight(lambda: keras_dist.allreduce_async(2.0, "sum", "a"))
         gate.set()
@@ -194,7 +194,7 @@ def test_a_rank_that_asks_twice_alone_is_the_only_one_to_hear_so():
     comm, size = keras_dist.runtime.communicator(), keras_dist.size()
     if keras_dist.rank() == 0:
         gate = threading.Event()
-        comm.queue(gate.wait, "wait")
+        comm.order.queue(gate.wait, "wait")
         first = keras_dist.allreduce_async(1.0, "sum", "a")
         in_flight(lambda: keras_dist.allreduce_async(2.0, "sum", "a"))
         gate.set()

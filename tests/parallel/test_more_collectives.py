@@ -106,9 +106,9 @@ def test_alltoall_back_again():
     ("value", "splits", "text"),
     [
         (lambda n: 1.0, lambda n: None, "at least one dimension, to split along"),
-        (lambda n: np.zeros(4), lambda n: [1] * (n + 1), "whole numbers, one for each rank"),
+        (lambda n: np.zeros(4), lambda n: [1] * (n + 1), "integers, one for each rank"),
         (lambda n: np.zeros(4), lambda n: [1.0] * n, "dtype float64"),
-        (lambda n: np.zeros(4), lambda n: [[1] * n], "whole numbers, one for each rank"),
+        (lambda n: np.zeros(4), lambda n: [[1] * n], "integers, one for each rank"),
         (lambda n: np.zeros(4), lambda n: [[1], [1, 2]], "splits to be a list"),
         (lambda n: np.zeros(4), lambda n: [5] + [0] * (n - 1), "4 together at most"),
         (lambda n: np.zeros(4), lambda n: [-1] * n, "at least 0 each"),
@@ -536,7 +536,7 @@ def test_averages_of_whole_numbers_are_exact_though_their_sum_runs_over(count, d
         (errors.ArgumentError, np.zeros((2, 3)), [[1], [2]], "sum", "shape (2, 1)"),
         (errors.ArgumentError, np.zeros((2, 3)), [1, 2], "max", "Average or Sum"),
         (errors.ArgumentError, np.float64(1), np.zeros((), int), "sum", "at least one dimension"),
-        (errors.ArgumentTypeError, np.zeros((2, 3)), [1.0, 2.0], "sum", "whole numbers"),
+        (errors.ArgumentTypeError, np.zeros((2, 3)), [1.0, 2.0], "sum", "integers"),
         (errors.ArgumentTypeError, np.zeros((2, 3), bool), [1, 2], "sum", "dtype that sum"),
     ],
 )

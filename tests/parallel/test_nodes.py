@@ -84,10 +84,11 @@ def test_a_bucket_is_reduced_on_the_nodes_first(way):
     comm = _engine.Communicator(MPI, None, way)
     arrays = [contribution(comm.rank, count, np.float32) for count in (LARGE, 100_000, 5)]
     specs = [(array.shape, array.dtype) for array in arrays]
-    fused = _engine.FusedAllreduce(comm, ["a", "b", "c"], specs, ReduceOp.AVERAGE, 2**20, lend=True)
+    plan = _engine.PlanOptions(2**20, lend=True)
+    fused = _engine.FusedAllreduce(comm, ["a", "b", "c"], specs, _engine.OpOptions(), plan)
     for _ in range(3):
         results = fused(arrays)
-    assert fused.lend and fused.nbytes > 2 * 4 * LARGE
+    assert fused.lends and fused.nbytes > 2 * 4 * LARGE
     if comm.rank == comm.size - 1:  # it keeps what others, of its node too, would write to
         kept = results, [result.copy() for result in results]
     for _ in range(4):
@@ -95,7 +96,7 @@ def test_a_bucket_is_reduced_on_the_nodes_first(way):
         results = fused([array + 1 for array in arrays])
         del results
         results = fused(arrays)
-    assert not fused.lend
+    assert not fused.lends
     if comm.rank == comm.size - 1:
         for result, before in zip(*kept, strict=True):
             np.testing.assert_array_equal(result, before)
@@ -113,7 +114,8 @@ def test_a_slice_that_one_rank_cannot_reduce_is_an_error_on_all_nodes(monkeypatc
     even_nodes()
     comm = _engine.Communicator(MPI, None, way)
     mine = contribution(comm.rank, LARGE, np.float32)
-    fused = _engine.FusedAllreduce(comm, ["a"], [(mine.shape, mine.dtype)], ReduceOp.SUM, 2**20)
+    specs, options = [(mine.shape, mine.dtype)], _engine.OpOptions(ReduceOp.SUM)
+    fused = _engine.FusedAllreduce(comm, ["a"], specs, options, _engine.PlanOptions(2**20))
     expected = fused([mine])[0]
     odd = comm.rank == comm.size - 1
 
@@ -169,7 +171,7 @@ def travelled(rows, compression, divisor):
     first_added = comm.node is not None and rows[0].nbytes > bucket_reduction.SMALL_NBYTES
     if not first_added:
         rows = [rounded(row, compression) for row in rows]
-    rows = [added([rows[rank] for rank in ranks]) for ranks in comm.nodes] or rows
+    rows = [added([rows[rank] for rank in ranks]) for ranks in comm.topology.nodes] or rows
     if first_added:
         rows = [rounded(row, compression) for row in rows]
     total = added(rows)
@@ -193,7 +195,9 @@ def test_sizes_of_buckets_and_the_way_do_not_show_in_the_bits(op, way):
     ]
     names = [str(number) for number in range(len(arrays))]
     reduced = [
-        _engine.allreduce(comm, arrays, names, _engine.parse_op(op), nbytes)
+        _engine.collectives.allreduce(
+            comm, arrays, names, _engine.OpOptions(_engine.parse_op(op)), nbytes
+        )
         for nbytes in (1, 50_000, 2**30)
     ]
     usual = keras_dist.grouped_allreduce(arrays, op)

@@ -189,7 +189,7 @@ def test_an_optimizer_may_keep_gradients(options):
     assert_close(weights_of(ours), weights_of(plain))
     if BACKEND == "tensorflow" and keras_dist.size() > 1:  # the others copy what they keep
         [plan] = ours.optimizer._keras_dist._plans._plans.values()
-        assert not plan.lend
+        assert not plan.lends
 
 
 def test_wrapping_after_a_step_was_traced_takes_effect():

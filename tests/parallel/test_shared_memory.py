@@ -50,7 +50,8 @@ def draw(rng, shape, dtype):
 def reduced(comm, arrays, op, bucket_nbytes=2**23, lend=False):
     specs = [(array.shape, array.dtype) for array in arrays]
     names = [str(number) for number in range(len(arrays))]
-    return _engine.FusedAllreduce(comm, names, specs, op, bucket_nbytes, lend=lend)
+    plan = _engine.PlanOptions(bucket_nbytes, lend=lend)
+    return _engine.FusedAllreduce(comm, names, specs, _engine.OpOptions(op), plan)
 
 
 def assert_same_bits(comms, arrays, op, bucket_nbytes=2**23):
@@ -146,10 +147,10 @@ def test_what_is_lent_and_kept_stays_as_it_is(comms, way, keeper):
         if keeps and number in (2, 6):
             kept.append((number, results[1][5:]))
         if number == 3:
-            assert fused.lend
+            assert fused.lends
             lent = results[0].ctypes.data
         if number == 4:  # all ranks have heard of it
-            assert not fused.lend
+            assert not fused.lends
         del results, result
     for number, part in kept:
         assert (part == total + number * size).all()
@@ -194,13 +195,13 @@ def test_nothing_is_lent_where_it_cannot_be_seen_who_writes(monkeypatch):
     mine = np.full(2**20, keras_dist.rank(), np.float32)
     with monkeypatch.context() as patched:
         if keras_dist.rank() == 0:
-            patched.setattr(cow_mapping, "_writes_are_seen", lambda: False)
+            patched.setattr(cow_mapping, "_is_supported", lambda: False)
         fused = reduced(comm, [mine], ReduceOp.SUM, lend=True)
         results = [fused([mine])[0] for _ in range(2)]
     if keras_dist.rank() == 0:
         results[0] += 1  # the caller's own
         results[0] -= 1
-    assert fused.lend
+    assert fused.lends
     for _ in range(4):
         assert (fused([mine])[0] == sum(range(keras_dist.size()))).all()
     for result in results:
@@ -286,7 +287,9 @@ def test_ranks_that_have_been_left_give_their_memory_back():
         before = shared_nbytes()
         for _ in range(3):
             comm = _engine.Communicator(MPI, None)
-            _engine.allreduce(comm, [mine], ["a"], ReduceOp.SUM, 2**23)
+            _engine.collectives.allreduce(
+                comm, [mine], ["a"], _engine.OpOptions(ReduceOp.SUM), 2**23
+            )
             assert shared_nbytes() > before + mine.nbytes
             keras_dist.barrier()
             comm.free()
@@ -319,7 +322,8 @@ def test_plans_that_are_idle_give_their_memory_back(monkeypatch):
 
 def gradients_of(comm, count):
     specs = [((count,), np.dtype(np.float32))]
-    return _engine.FusedAllreduce(comm, ["a"], specs, ReduceOp.SUM, 2**23, updates=True)
+    plan = _engine.PlanOptions(2**23, counts_updates=True)
+    return _engine.FusedAllreduce(comm, ["a"], specs, _engine.OpOptions(ReduceOp.SUM), plan)
 
 
 def shared_nbytes():

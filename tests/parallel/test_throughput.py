@@ -20,7 +20,7 @@ def clock(monkeypatch):
     """A callback for the list: every epoch lasts two seconds, all of them before its steps."""
     now = {"seconds": 0.0, "waited": 0.0}
     monkeypatch.setattr(throughput, "perf_counter", lambda: now["seconds"])
-    monkeypatch.setattr(_engine, "waited_seconds", lambda: now["waited"])
+    monkeypatch.setattr(_engine.wait, "waited_seconds", lambda: now["waited"])
 
     class Clock(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -129,11 +129,11 @@ def test_one_that_is_late_lets_the_others_wait(capsys):
 def test_waits_are_counted_where_they_happen(way):
     comm = runtime.communicator()
     other = _engine.Communicator(comm.mpi, comm.world, way)
-    _engine.barrier(other)
-    before = _engine.waited_seconds()
+    _engine.collectives.barrier(other)
+    before = _engine.wait.waited_seconds()
     if comm.rank == 0:
         time.sleep(0.3)
-    _engine.barrier(other)
-    waited = _engine.waited_seconds() - before
+    _engine.collectives.barrier(other)
+    waited = _engine.wait.waited_seconds() - before
     assert (waited > 0.2) == (comm.rank > 0)
     other.free()

@@ -80,7 +80,7 @@ def test_collectives_by_hand(record):
     everyone = range(ranks)
     assert found["allreduce 'loss'"] == {(rank, "communication") for rank in everyone}
     assert found["broadcast 'table'"] == {(rank, "communication") for rank in everyone}
-    behind = "communication, behind the script"
+    behind = "communication, queued"
     assert found["allreduce 'later'"] == {(rank, behind) for rank in everyone}
     if ranks > 2:
         lane = f"communication of ranks 0, {ranks - 1}"

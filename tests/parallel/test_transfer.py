@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import keras_dist
 from keras_dist import _engine, errors, runtime
-from keras_dist._engine.arithmetic import ReduceOp
+from keras_dist._engine import OpOptions, ReduceOp
 from keras_dist._engine.compression import wire_for
 from keras_dist._engine.mpi import reduction, transfer
 
@@ -37,19 +37,21 @@ def everything(comm, dtype):
     wide = draw(rank, 1201, dtype)
     small = draw(rank, 7, dtype)
     results = [
-        _engine.allgather(comm, rows, "rows"),
-        *_engine.grouped_allgather(comm, [rows, small], ["a", "b"]),
-        *_engine.alltoall(comm, rows, splits, "rows"),
-        *_engine.alltoall(comm, even, None, "even"),
-        *_engine.broadcast(comm, [wide, small, small[0]], ["a", "b", "c"], size - 1),
-        *_engine.allreduce(comm, [wide, small], ["a", "b"], ReduceOp.SUM, 1000),
-        *_engine.reducescatter(comm, [even], ["even"], ReduceOp.AVERAGE),
+        _engine.collectives.allgather(comm, rows, "rows"),
+        *_engine.collectives.grouped_allgather(comm, [rows, small], ["a", "b"]),
+        *_engine.collectives.alltoall(comm, rows, splits, "rows"),
+        *_engine.collectives.alltoall(comm, even, None, "even"),
+        *_engine.collectives.broadcast(comm, [wide, small, small[0]], ["a", "b", "c"], size - 1),
+        *_engine.collectives.allreduce(
+            comm, [wide, small], ["a", "b"], OpOptions(ReduceOp.SUM), 1000
+        ),
+        *_engine.collectives.reducescatter(comm, [even], ["even"], OpOptions()),
     ]
     if np.issubdtype(dtype, np.floating) and size & (size - 1) == 0:
-        results += _engine.adasum(comm, [wide], ["wide"])
-    _engine.broadcast_into(comm, [wide[::2], even[0]], ["a", "b"], 0)
-    objects = _engine.allgather_object(comm, list(range(500 * (rank + 1))))
-    objects.append(_engine.broadcast_object(comm, "x" * 3000 if rank == 0 else None, 0))
+        results += _engine.collectives.adasum(comm, [wide], ["wide"], OpOptions(ReduceOp.ADASUM))
+    _engine.collectives.broadcast_into(comm, [wide[::2], even[0]], ["a", "b"], 0)
+    objects = _engine.collectives.allgather_object(comm, list(range(500 * (rank + 1))))
+    objects.append(_engine.collectives.broadcast_object(comm, "x" * 3000 if rank == 0 else None, 0))
     return [result.tobytes() for result in [*results, wide, even]], objects
 
 

@@ -94,9 +94,8 @@ def test_reductions_are_among_the_ranks_that_have_not_joined(case, count):
 def test_what_is_kept_while_others_have_joined_stays_as_it_is(case):
     count, kept = 50_000, []  # reduced in slices
     counts, specs = counts_of(case), [((count,), np.dtype("float32"))]
-    plan = _engine.FusedAllreduce(
-        runtime.communicator(), ["a"], specs, ReduceOp.SUM, 2**22, lend=True
-    )
+    options = _engine.OpOptions(ReduceOp.SUM), _engine.PlanOptions(2**22, lend=True)
+    plan = _engine.FusedAllreduce(runtime.communicator(), ["a"], specs, *options)
 
     def step(number, here):
         [result] = plan([value_of(keras_dist.rank(), number, "float32", count)])

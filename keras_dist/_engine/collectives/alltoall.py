@@ -9,10 +9,10 @@ from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.objects import exchange_or_raise
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.collectives.rows import check_rows, exchange_bytes
-from keras_dist._engine.collectives.signature import CollectiveSignature, Entry
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.faults.retry import retried
 from keras_dist._engine.mpi.transfer import as_bytes
+from keras_dist._engine.recovery.retry import retried
+from keras_dist._engine.signature import CollectiveSignature, Entry
 
 __all__ = ["alltoall"]
 
@@ -26,19 +26,19 @@ def alltoall(
 
     Args:
         comm: the ranks.
-        array: this rank's array; its first dimension may differ from rank to rank.
-        splits: how many rows each rank gets, one whole number a rank; rows behind their sum
-            are not sent. `None` for equal numbers.
-        name: what the array is called in messages.
-        key: a name under which the ranks must meet; `None` for none.
+        array: array of this rank; its first dimension may differ from rank to rank.
+        splits: number of rows for each rank; rows after their sum are not sent. `None` for equal
+            numbers.
+        name: name of the array in messages.
+        key: the user's name for the operation; `None` for none.
 
     Returns:
-        A new array, the rows from rank 0, then from rank 1, and so on; and how many came from
+        New array: the rows from rank 0, then from rank 1, and so on; and the number of rows from
         each rank, int64 of shape (number of ranks,).
 
     Raises:
-        ArgumentError: the array has no dimension, or `splits` do not fit it; raised on every
-            rank, whichever rank brought them.
+        ArgumentError: the array is a scalar, or `splits` does not fit it; raised on every rank,
+            whichever rank passed it.
         ArgumentTypeError: the array holds Python objects.
         MismatchError: the other dimensions or the dtypes differ.
     """
@@ -54,9 +54,9 @@ def alltoall(
 
 
 def _share_splits(comm: Communicator, array: np.ndarray, splits: Any, name: str) -> np.ndarray:
-    """Returns how many rows each rank (first axis) sends to each rank.
+    """Returns the number of rows that each rank (first axis) sends to each rank.
 
-    Splits may differ from rank to rank and depend on data, so they may be wrong on one alone.
+    Splits may depend on data, so they may be wrong on one rank alone.
     """
     mine: Any
     try:
@@ -71,21 +71,23 @@ def _parse_splits(comm: Communicator, rows: int, splits: Any, name: str) -> np.n
     size = comm.size
     if splits is None:
         if rows % size:
-            raise _unfit(comm, f"the rows of {name} to be a multiple of {size}", f"{rows} rows")
+            raise _bad_splits(
+                comm, f"the rows of {name} to be a multiple of {size}", f"{rows} rows"
+            )
         return np.full(size, rows // size)
     try:
         counts = np.asarray(splits)
-    except Exception as error:  # whatever it is, the other ranks wait to be told
-        raise _unfit(comm, "splits to be a list of whole numbers", repr(error)) from error
+    except Exception as error:  # the other ranks wait for the outcome
+        raise _bad_splits(comm, "splits to be a list of integers", repr(error)) from error
     if not np.issubdtype(counts.dtype, np.integer) or counts.shape != (size,):
         received = f"shape {counts.shape} and dtype {counts.dtype}"
-        raise _unfit(comm, f"splits to be {size} whole numbers, one for each rank", received)
+        raise _bad_splits(comm, f"splits to be {size} integers, one for each rank", received)
     if counts.min() < 0 or sum(counts.tolist()) > rows:
         expected = f"splits of {name} to be at least 0 each, and {rows} together at most"
-        raise _unfit(comm, expected, f"{counts.tolist()}")
+        raise _bad_splits(comm, expected, f"{counts.tolist()}")
     return counts
 
 
-def _unfit(comm: Communicator, expected: str, received: str) -> errors.ArgumentError:
-    remedy = "Pass splits, a list that says how many rows each rank gets."
+def _bad_splits(comm: Communicator, expected: str, received: str) -> errors.ArgumentError:
+    remedy = "Pass splits, a list of the number of rows for each rank."
     return errors.ArgumentError(errors.explain(comm.where(), expected, received, remedy))

@@ -1,10 +1,10 @@
-"""barrier: no rank goes on before all have come."""
+"""barrier: no rank continues before all have arrived."""
 
 from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.rendezvous import rendezvous
-from keras_dist._engine.collectives.signature import CollectiveSignature
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.faults.retry import retried
+from keras_dist._engine.recovery.retry import retried
+from keras_dist._engine.signature import CollectiveSignature
 
 __all__ = ["barrier"]
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_dist._engine.collectives.matching import by_name
-from keras_dist._engine.collectives.rendezvous import rendezvous, telling
+from keras_dist._engine.collectives.rendezvous import raise_on_all, rendezvous
 from keras_dist._engine.collectives.rows import check_numbers
-from keras_dist._engine.collectives.signature import CollectiveSignature, Entry
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.faults.retry import retried
 from keras_dist._engine.mpi.transfer import as_bytes, broadcast_bytes
+from keras_dist._engine.recovery.retry import retried
+from keras_dist._engine.signature import CollectiveSignature, entries_of_arrays
 
 __all__ = ["broadcast", "broadcast_into"]
 
@@ -30,26 +30,26 @@ def broadcast(
 
     Args:
         comm: the ranks.
-        arrays: this rank's arrays; shapes and dtypes must agree over the ranks.
-        names: what they are called in messages.
-        root: the rank of the job whose values all ranks receive.
-        operation: what the call is called in messages.
-        key: a name under which the ranks must meet; `None` for none.
-        remedy: what a user should do when the ranks differ.
+        arrays: arrays of this rank; shapes and dtypes must agree.
+        names: names of the arrays in messages.
+        root: rank of the job whose values all ranks receive.
+        operation: name of the operation in messages.
+        key: the user's name for the operation; `None` for none.
+        remedy: what to do when the ranks differ.
 
     Returns:
-        New arrays that hold the root's values.
+        New arrays with the root's values.
 
     Raises:
         ArgumentError: `root` is not one of the ranks.
         ArgumentTypeError: an array holds Python objects.
         MismatchError: the ranks differ.
     """
-    with telling(comm, operation, key):
-        source = comm.place_of_root(root)
+    with raise_on_all(comm, operation, key):
+        source = comm.index_of_root(root)
         for name, array in zip(names, arrays, strict=True):
             check_numbers(comm, array, name, "broadcast_object")
-    entries = _entries(names, arrays)
+    entries = entries_of_arrays(names, arrays)
     with comm.lock:
         rendezvous(
             comm, CollectiveSignature(operation, entries, root=int(root), key=key, remedy=remedy)
@@ -70,10 +70,10 @@ def broadcast_into(
 
     Args:
         comm: the ranks.
-        arrays: this rank's arrays, writeable; shapes and dtypes must agree over the ranks.
-        names: what they are called in messages.
-        root: the rank of the job whose values all ranks receive.
-        key: a name under which the ranks must meet; `None` for none.
+        arrays: writeable arrays of this rank; shapes and dtypes must agree.
+        names: names of the arrays in messages.
+        root: rank of the job whose values all ranks receive.
+        key: the user's name for the operation; `None` for none.
 
     Raises:
         ArgumentError: `root` is not one of the ranks.
@@ -94,13 +94,13 @@ def _broadcast_into(
     root: int,
     key: str | None,
 ) -> list[np.ndarray]:
-    with telling(comm, "broadcast_", key):
-        source = comm.place_of_root(root)
-    entries = _entries(names, arrays)
+    with raise_on_all(comm, "broadcast_", key):
+        source = comm.index_of_root(root)
+    entries = entries_of_arrays(names, arrays)
     with comm.lock:
         rendezvous(comm, CollectiveSignature("broadcast_", entries, root=int(root), key=key))
-        # What lies in one piece is received where it lies, unless it may be needed once more.
-        in_place = comm.recovery is None
+        # Contiguous arrays receive in place, unless the operation may have to be repeated.
+        in_place = comm.faults.retry is None
         buffers = [
             array if in_place and array.flags.c_contiguous else np.array(array, order="C")
             for array in arrays
@@ -109,13 +109,8 @@ def _broadcast_into(
     return buffers
 
 
-def _entries(names: Sequence[str], arrays: Sequence[np.ndarray]) -> tuple[Entry, ...]:
-    pairs = zip(names, arrays, strict=True)
-    return tuple(Entry(name, array.shape, str(array.dtype)) for name, array in pairs)
-
-
 def _send(comm: Communicator, arrays: Sequence[np.ndarray], source: int) -> None:
-    """Sends contiguous arrays of the root, by its place in `comm`, into those of the others."""
+    """Sends contiguous arrays of the root, an index in `comm`, into those of the others."""
     if comm.size > 1:
         for array in arrays:
             broadcast_bytes(comm.world, as_bytes(array), source)

@@ -1,4 +1,4 @@
-"""join: a rank that has no more data takes part in the reductions that others still call."""
+"""join: a rank that is out of data takes part in the reductions that others still call."""
 
 import contextlib
 import time
@@ -7,63 +7,64 @@ from typing import Any
 
 from keras_dist import errors
 from keras_dist._engine.collectives.objects import exchange_or_raise
-from keras_dist._engine.collectives.rendezvous import tell_difference
-from keras_dist._engine.collectives.signature import JOINED, CollectiveSignature, JoinedRanks
-from keras_dist._engine.communicator import SPIN_SECONDS, Communicator
-from keras_dist._engine.faults.retry import retry
-from keras_dist._engine.faults.ulfm import assure
+from keras_dist._engine.collectives.rendezvous import resolve_difference
+from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.mpi.digests import SPIN_SECONDS
+from keras_dist._engine.recovery.retry import retry
+from keras_dist._engine.recovery.ulfm import check_alive
 from keras_dist._engine.shm.wait import note, waiting
+from keras_dist._engine.signature import JOINED, CollectiveSignature, JoinedRanks
 from keras_dist._engine.tracing import spans
 
-__all__ = ["exchange_among", "stand_in"]
+__all__ = ["exchange_among", "join_all"]
 
 LONGEST_NAP_SECONDS = 1e-3
 
 
-def stand_in(comms: Sequence[Communicator]) -> dict[Communicator, JoinedRanks | None]:
-    """Takes part, with nothing, in the reductions of others until all ranks have come here.
+def join_all(comms: Sequence[Communicator]) -> dict[Communicator, JoinedRanks | None]:
+    """Takes part, without a contribution, in the reductions of others until all have joined.
 
-    Collective: every rank of each communicator; blocks. Others still reduce in one of them,
-    nobody knows which; so this rank comes to all of them at once. What is queued runs first.
+    Collective: every rank of each communicator; blocks. The others may still reduce in any of the
+    communicators, so this rank waits in all at once. Queued operations run first.
 
     Args:
-        comms: all communicators that this rank is in.
+        comms: all communicators of this rank.
 
     Returns:
-        For each of them who came first and who last; `None` where nobody was missed.
+        For each communicator the ranks that joined first and last; `None` if all joined at once.
 
     Raises:
-        MismatchError: other ranks call what has no meaning without this one; raised on every
-            rank. The further communicators are of no use then: this rank has come there.
+        MismatchError: other ranks call an operation that is not defined without this rank; raised
+            on every rank. The other communicators cannot be used afterwards.
     """
-    absences = retry(comms[0], lambda: _stand_in(comms), joins=True)
-    return dict(zip(comms, absences, strict=True))
+    found = retry(comms[0], lambda: _join(comms), joins=True)
+    return dict(zip(comms, found, strict=True))
 
 
-def _stand_in(comms: Sequence[Communicator]) -> list[JoinedRanks | None]:
+def _join(comms: Sequence[Communicator]) -> list[JoinedRanks | None]:
     call = CollectiveSignature(JOINED)
     found: dict[Communicator, JoinedRanks | None] = dict.fromkeys(comms)
     with contextlib.ExitStack() as locks:
         for comm in comms:
             locks.enter_context(comm.lock)
         locks.enter_context(spans.meeting(call))
-        answers = {comm: comm.come(call.digest) for comm in comms if comm.size > 1}
+        answers = {comm: comm.digests.start(call.digest) for comm in comms if comm.size > 1}
         while answers:
             note(comms[0].ranks, call)
             with waiting:
                 comm, same = _next_answer(answers)
             if same:
-                found[comm], comm.absence = comm.absence, None
+                found[comm], comm.faults.joined = comm.faults.joined, None
                 del answers[comm]
             else:
-                tell_difference(comm, call)
+                resolve_difference(comm, call)
                 _exchange(comm, None)
-                answers[comm] = comm.come(call.digest)
+                answers[comm] = comm.digests.start(call.digest)
     return list(found.values())
 
 
 def _next_answer(answers: dict[Communicator, Callable[[], bool | None]]) -> tuple[Any, bool]:
-    """Waits for the first of some meetings; returns whose it is, and whether all are alike."""
+    """Waits for the first answer; returns its communicator and whether the digests are equal."""
     start = time.perf_counter()
     while True:
         for comm, answer in answers.items():
@@ -76,25 +77,29 @@ def _next_answer(answers: dict[Communicator, Callable[[], bool | None]]) -> tupl
 
 
 def exchange_among(comm: Communicator, mine: Any) -> list[Any]:
-    """Returns what the ranks that are here bring, in rank order. Collective; blocks.
+    """Returns the contributions of the ranks that have not joined. Collective; blocks.
 
-    It takes the place of what moves data while some ranks have joined, and follows each
-    meeting at which they were missed: they take part in one exchange for each.
+    Moves the data of an operation while some ranks have joined. It follows each rendezvous at which
+    they were missing: those ranks take part in one exchange for each.
 
     Args:
-        comm: the ranks, of which some have joined, as `comm.absence` says.
-        mine: what this rank brings; a `KerasDistError` is raised on every rank.
+        comm: the ranks; `comm.faults.joined` says which of them have joined.
+        mine: contribution of this rank; a `KerasDistError` is raised on every rank.
+
+    Returns:
+        Contributions in rank order.
     """
-    here = comm.absence.here if comm.absence is not None else range(comm.size)
+    joined = comm.faults.joined
+    here = joined.here if joined is not None else range(comm.size)
     everyone = _exchange(comm, mine)
-    return [everyone[place] for place in here]
+    return [everyone[index] for index in here]
 
 
 def _exchange(comm: Communicator, mine: Any) -> list[Any]:
     try:
         everyone = exchange_or_raise(comm, mine)
-        assure(comm)
+        check_alive(comm)
         return everyone
     except errors.KerasDistError:
-        comm.absence = None  # the error ends it on all ranks alike
+        comm.faults.joined = None  # the error ends it on all ranks
         raise

@@ -1,8 +1,8 @@
-"""Operations with names: how ranks that call them in different orders find each other's.
+"""Named operations: ranks that call them in different orders match them by name.
 
-Nothing is negotiated as long as the orders agree. Where a meeting finds different names, the ranks
-tell each other which ones they hold, and take first the one that all hold and the first of them
-holds longest. Where there is none yet, they wait until there is one, or no rank can call more.
+Nothing is negotiated while the orders agree. If the ranks of a rendezvous bring different names,
+they exchange the names that they hold and first run the one that all hold and that rank 0 has held
+longest. If there is none yet, they wait until there is one, or until no rank can call more.
 """
 
 import functools
@@ -11,70 +11,74 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-from keras_dist._engine.collectives.signature import CollectiveSignature
-from keras_dist._engine.collectives.ticket import Reordered
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.faults.ulfm import assure
+from keras_dist._engine.ordering.queue import HeldNames
+from keras_dist._engine.ordering.ticket import Reordered
+from keras_dist._engine.recovery.ulfm import check_alive
 from keras_dist._engine.shm.wait import waiting
+from keras_dist._engine.signature import CollectiveSignature
 
-__all__ = ["by_name", "find_by_name"]
+__all__ = ["by_name", "match_names"]
 
 LONGEST_NAP_SECONDS = 10e-3
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
-Standing = tuple[tuple[str, ...], bool]
 
 
 def by_name(operation: Operation) -> Operation:
-    """Makes an operation with an argument `key` one that ranks find by it."""
-    place = list(inspect.signature(operation).parameters).index("key") - 1
+    """Makes ranks match an operation by its argument `key`, or by that of its `options`."""
+    parameters = list(inspect.signature(operation).parameters)
+    holder = "options" if "options" in parameters else "key"
+    index = parameters.index(holder) - 1
 
     @functools.wraps(operation)
     def run(comm: Communicator, *args: Any, **kwargs: Any) -> Any:
-        key = args[place] if len(args) > place else kwargs.get("key")
-        if key is None:
+        key = args[index] if len(args) > index else kwargs.get(holder)
+        if key is not None and holder == "options":
+            key = key.key
+        if key is None or comm.size == 1:
             return operation(comm, *args, **kwargs)
-        return comm.run_by_name(functools.partial(operation, comm, *args, **kwargs), key)
+        return comm.order.run_by_name(functools.partial(operation, comm, *args, **kwargs), key)
 
     return cast(Operation, run)
 
 
-def find_by_name(
-    comm: Communicator, calls: Sequence[CollectiveSignature], standing: Sequence[Standing]
+def match_names(
+    comm: Communicator, calls: Sequence[CollectiveSignature], held: Sequence[HeldNames]
 ) -> None:
-    """Lets the ranks agree on the operation that comes first, where their names differ.
+    """Lets the ranks agree on the operation to run first, if their names differ.
 
-    Collective: every rank of `comm`, behind a meeting; returns where the calls have no names, or
-    but one, or none will ever be found by all.
+    Collective: every rank of `comm`, within a rendezvous. Returns if the operations have no names,
+    or the same, or none that all ranks will ever hold.
 
     Args:
         comm: the ranks.
-        calls: what each rank has come for.
-        standing: which names each rank holds, and whether it can call no more; see `Line.standing`.
+        calls: signature of the operation of each rank.
+        held: names that each rank holds; see `CollectiveQueue.held_names`.
 
     Raises:
-        OtherFirst: on every rank, with the name.
+        Reordered: on every rank, with the name to run first.
     """
-    pairs = list(zip(calls, standing, strict=True))
+    pairs = list(zip(calls, held, strict=True))
     if len({call.key for call in calls}) == 1 or any(c.key not in names for c, (names, _) in pairs):
         return
     with waiting:
-        _wait_for_a_name(comm, standing)
+        _wait_for_common_name(comm, held)
 
 
-def _wait_for_a_name(comm: Communicator, standing: Sequence[Standing]) -> None:
+def _wait_for_common_name(comm: Communicator, held: Sequence[HeldNames]) -> None:
     nap = 0.0
-    while (name := _first_of_all([names for names, _ in standing])) is None:
-        if all(stuck for _, stuck in standing):
+    while (name := _first_common([names for names, _ in held])) is None:
+        if all(is_complete for _, is_complete in held):
             return
         time.sleep(nap)
         nap = min(LONGEST_NAP_SECONDS, 2 * nap + 1e-4)
-        standing = comm.world.allgather(comm.standing())
-        assure(comm)
+        held = comm.world.allgather(comm.order.held_names())
+        check_alive(comm)
     raise Reordered(name)
 
 
-def _first_of_all(held: Sequence[Sequence[str]]) -> str | None:
+def _first_common(held: Sequence[Sequence[str]]) -> str | None:
     """Returns the first of the first rank's names that all ranks hold."""
-    everywhere = set.intersection(*map(set, held))
-    return next((name for name in held[0] if name in everywhere), None)
+    common = set.intersection(*map(set, held))
+    return next((name for name in held[0] if name in common), None)

@@ -5,10 +5,10 @@ from typing import Any
 
 from keras_dist import errors
 from keras_dist._engine.collectives.matching import by_name
-from keras_dist._engine.collectives.rendezvous import rendezvous, telling
-from keras_dist._engine.collectives.signature import CollectiveSignature
+from keras_dist._engine.collectives.rendezvous import raise_on_all, rendezvous
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.faults.retry import retried
+from keras_dist._engine.recovery.retry import retried
+from keras_dist._engine.signature import CollectiveSignature
 
 __all__ = ["allgather_object", "broadcast_object", "exchange_or_raise"]
 
@@ -20,17 +20,17 @@ def broadcast_object(comm: Communicator, value: Any, root: int, key: str | None 
 
     Args:
         comm: the ranks.
-        value: the object; only the root's counts, others may pass anything.
-        root: the rank of the job whose object all ranks receive.
-        key: a name under which the ranks must meet; `None` for none.
+        value: the object; ignored on other ranks than the root.
+        root: rank of the job whose object all ranks receive.
+        key: the user's name for the operation; `None` for none.
 
     Raises:
         ArgumentError: `root` is not one of the ranks, or its object cannot be pickled; raised on
             every rank.
         MismatchError: the ranks differ in operation, root or key.
     """
-    with telling(comm, "broadcast_object", key):
-        source = comm.place_of_root(root)
+    with raise_on_all(comm, "broadcast_object", key):
+        source = comm.index_of_root(root)
         payload = pickle.dumps(value) if comm.rank == source else b""
     with comm.lock:
         rendezvous(comm, CollectiveSignature("broadcast_object", root=int(root), key=key))
@@ -47,15 +47,15 @@ def allgather_object(
 
     Args:
         comm: the ranks.
-        value: this rank's object.
-        key: a name under which the ranks must meet; `None` for none.
-        operation: what the call is called in messages.
+        value: object of this rank.
+        key: the user's name for the operation; `None` for none.
+        operation: name of the operation in messages.
 
     Raises:
         ArgumentError: an object cannot be pickled; raised on every rank.
         MismatchError: the ranks differ in operation or key.
     """
-    with telling(comm, operation, key):
+    with raise_on_all(comm, operation, key):
         payload = pickle.dumps(value)
     with comm.lock:
         rendezvous(comm, CollectiveSignature(operation, key=key))
@@ -64,21 +64,21 @@ def allgather_object(
 
 
 def exchange_or_raise(comm: Communicator, found: Any) -> list[Any]:
-    """Returns what all ranks have found, in rank order, unless one has found an error.
+    """Returns the objects of all ranks, in rank order, or raises the error of one of them.
 
-    Data may be wrong on one rank alone. The ranks tell each other, and all raise: none is
-    left waiting. Collective: every rank, behind a meeting; blocks.
+    For checks of data that may fail on one rank alone: all ranks raise, and none waits for
+    another. Collective: every rank, after a rendezvous; blocks.
 
     Args:
         comm: the ranks.
-        found: an object; or a `KerasDistError`, not raised.
+        found: an object, or a `KerasDistError` that has not been raised.
 
     Raises:
         KerasDistError: that of the first rank that has one; raised on every rank.
     """
     parts = comm.allgather_bytes(pickle.dumps(found))
-    everything = [pickle.loads(part.tobytes()) for part in parts]
-    for each in everything:
+    objects = [pickle.loads(part.tobytes()) for part in parts]
+    for each in objects:
         if isinstance(each, errors.KerasDistError):
             raise each
-    return everything
+    return objects

@@ -1,41 +1,49 @@
-"""What a rank has to tell all others at their next update, such as that it has been asked to stop.
+"""Notices that ride on the next reduction of gradients, such as "this rank was asked to stop".
 
-It costs nothing as long as there is nothing to tell. A rank that has something comes to the
-reduction of gradients with another digest; so the ranks tell each other their calls, as at any
-difference, and all hear of it within the same update. Knows no signals and moves nothing itself.
+A notice costs nothing while there is none. A rank with a notice brings another digest to the
+reduction of gradients; the ranks then exchange their signatures, as after any difference, and all
+receive the notice within the same update. Knows no signals and sends nothing itself.
 """
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["hear", "listen", "notice", "tell"]
+__all__ = ["deliver", "notice", "post", "set_listener"]
 
 Listener = Callable[[list[str]], None]
 
 
-class _Board:
-    mine: str | None = None
+class _State:
+    notice: str | None = None
     listener: Listener | None = None
 
 
-def listen(listener: Listener | None) -> None:
-    """Sets who is called, in whatever thread, with what ranks tell. What is pending is dropped."""
-    _Board.mine, _Board.listener = None, listener
+def set_listener(listener: Listener | None) -> None:
+    """Sets the function that receives the notices of all ranks; drops a pending notice.
+
+    Args:
+        listener: called with the texts, in the thread of the reduction; `None` for none.
+    """
+    _State.notice, _State.listener = None, listener
 
 
-def tell(text: str) -> None:
-    """Notes what this rank has to tell, in place of anything before. From any thread."""
-    _Board.mine = text
+def post(text: str) -> None:
+    """Sets the notice of this rank, in place of an earlier one. Any thread may call this."""
+    _State.notice = text
 
 
 def notice() -> str | None:
-    """Returns what this rank has to tell, if anything."""
-    return _Board.mine
+    """Returns the pending notice of this rank."""
+    return _State.notice
 
 
-def hear(told: Sequence[str | None]) -> None:
-    """Hands on what the ranks have told, in rank order; `None` for those that had nothing."""
-    texts = [text for text in told if text is not None]
+def deliver(notices: Sequence[str | None]) -> None:
+    """Calls the listener with the notices of all ranks.
+
+    Args:
+        notices: notices in rank order; `None` for a rank without one.
+    """
+    texts = [text for text in notices if text is not None]
     if texts:
-        _Board.mine = None
-        if _Board.listener is not None:
-            _Board.listener(texts)
+        _State.notice = None
+        if _State.listener is not None:
+            _State.listener(texts)

@@ -1,57 +1,57 @@
-"""Names that a rank has refused, as an operation of that name was in flight; how others hear of it.
+"""Refused names: a rank refused an operation because one of that name was in flight.
 
-Whether an earlier operation has ended when a script asks for another of its name is a matter of
-time: it may have on one rank and not on another. So a rank that has refused one says so at its next
-meeting. Ranks that wait there for the refused operation get the error as well; then this one comes
-again, for what it had come for. Where nobody waits for it, nothing is said.
+Whether an earlier operation has ended when a script calls another one of its name depends on
+timing: it may have ended on one rank and not on another. So a rank that has refused an operation
+says so at its next rendezvous. Ranks that wait there for the refused operation raise the error as
+well, and this rank repeats its own rendezvous. If no rank waits for it, nothing happens.
 """
 
 from collections.abc import Sequence
 
 from keras_dist import errors
-from keras_dist._engine.collectives.matching import Standing
-from keras_dist._engine.collectives.signature import CollectiveSignature
-from keras_dist._engine.collectives.ticket import Reordered, in_flight
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.ordering.queue import HeldNames
+from keras_dist._engine.ordering.ticket import Reordered, in_flight
+from keras_dist._engine.signature import CollectiveSignature
 
 __all__ = ["MeetAgain", "settle_refused"]
 
 
 class MeetAgain(Exception):
-    """This rank is to come to the same meeting again: others have gone out of it by an error."""
+    """This rank must repeat the rendezvous: others have left it with an error."""
 
 
 def settle_refused(
-    comm: Communicator, calls: Sequence[CollectiveSignature], standing: Sequence[Standing]
+    comm: Communicator, calls: Sequence[CollectiveSignature], held: Sequence[HeldNames]
 ) -> None:
-    """Lets the ranks agree on what becomes of operations that some of them have refused.
+    """Settles operations that some ranks have refused.
 
-    Collective: every rank of `comm`, behind a meeting; returns where nobody waits for one.
+    Collective: every rank of `comm`, within a rendezvous. Returns if no rank waits for one.
 
     Args:
         comm: the ranks.
-        calls: what each rank has come for, and which names it has refused.
-        standing: which names each rank holds; see `Line.standing`.
+        calls: signature of the operation of each rank, with the names that it has refused.
+        held: names that each rank holds; see `CollectiveQueue.held_names`.
 
     Raises:
-        ArgumentError: this rank has come for one that others have refused.
-        MeetAgain: this rank has refused one for which others had come.
-        OtherFirst: others have refused one that this rank holds.
+        ArgumentError: this rank has called an operation that others have refused.
+        MeetAgain: this rank has refused an operation that others have called.
+        Reordered: others have refused an operation that this rank holds.
     """
-    names = [held for held, _ in standing]
+    names = [names for names, _ in held]
     for name in sorted({name for call in calls for name in call.refused}):
-        others = [place for place, call in enumerate(calls) if name not in call.refused]
-        waits = [name in names[place] and calls[place].key in names[place] for place in others]
+        others = [index for index, call in enumerate(calls) if name not in call.refused]
+        waits = [name in names[index] and calls[index].key in names[index] for index in others]
         if not others or not all(waits):
-            comm.forget_refused(name)
+            comm.order.forget_refused(name)
             continue
-        come = all(calls[place].key == name for place in others)
+        called = all(calls[index].key == name for index in others)
         if comm.rank not in others:
-            if come:
-                comm.forget_refused(name)
+            if called:
+                comm.order.forget_refused(name)
             raise MeetAgain
-        if not come:
+        if not called:
             raise Reordered(name)
-        first = next(place for place in range(comm.size) if place not in others)
+        first = next(index for index in range(comm.size) if index not in others)
         where = f"[rank {comm.ranks[first]} of {comm.job.size}]"
         raise errors.ArgumentError(in_flight(where, name))

@@ -1,4 +1,4 @@
-"""The start of every collective: all ranks come together and agree on what they do."""
+"""The rendezvous that starts every collective: all ranks meet and agree on the operation."""
 
 import contextlib
 import dataclasses
@@ -8,24 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_dist import errors
-from keras_dist._engine.collectives.matching import by_name, find_by_name
-from keras_dist._engine.collectives.piggyback import hear, notice
+from keras_dist._engine.collectives import piggyback
+from keras_dist._engine.collectives.matching import by_name, match_names
 from keras_dist._engine.collectives.refusals import MeetAgain, settle_refused
-from keras_dist._engine.collectives.signature import (
-    JOINED,
-    CollectiveSignature,
-    JoinedRanks,
-    difference,
-)
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import say_progress
-from keras_dist._engine.faults.retry import retried
-from keras_dist._engine.faults.ulfm import assure
+from keras_dist._engine.recovery.retry import retried
+from keras_dist._engine.recovery.ulfm import check_alive
 from keras_dist._engine.shm.wait import note
+from keras_dist._engine.signature import JOINED, CollectiveSignature, JoinedRanks, difference
 from keras_dist._engine.tracing import spans
 
-__all__ = ["rendezvous", "tell_difference", "tell_error", "telling", "times_met"]
-
+__all__ = ["raise_on_all", "rendezvous", "rendezvous_count", "report_error", "resolve_difference"]
 
 SAME_STEPS = (
     "Every rank must make the same calls and the same number of steps: share the data out "
@@ -41,156 +35,175 @@ ELSEWHERE = "not in fit, evaluate or predict"
 _of_thread = threading.local()
 
 
-def rendezvous(comm: Communicator, call: CollectiveSignature, tells: bool = False) -> bool:
-    """Waits for all ranks and checks that they are about to do the same.
+def rendezvous(comm: Communicator, call: CollectiveSignature, notices: bool = False) -> bool:
+    """Waits for all ranks and checks that they call the same operation.
 
-    Collective: every rank of `comm`; blocks until all have come. Where some have joined, and
-    the others mean the same, `comm.absence` says so: they go on without those.
+    Collective: every rank of `comm`; blocks. If some ranks have joined and the others agree,
+    `comm.faults.joined` is set, and the operation runs without the ranks that have joined.
 
     Args:
         comm: the ranks.
         call: what this rank is about to do.
-        tells: whether ranks of the job tell each other their notices here: in updates alone, to
-            which all of them come at the same place of their scripts.
+        notices: whether ranks exchange notices here, see `piggyback`: in reductions of gradients,
+            which all ranks call at the same place of their scripts.
 
     Returns:
-        Whether a rank `holds` a result; the same on all.
+        Whether a rank `holds` a result; the same on all ranks.
 
     Raises:
-        MismatchError: the calls differ; raised on every rank with the same text, and the
-            ranks can go on with other operations.
+        MismatchError: the operations differ. Every rank raises the same text, and the ranks can
+            continue with other operations.
     """
     if comm.size == 1:
         return False
-    _of_thread.times = times_met() + 1
+    _of_thread.count = rendezvous_count() + 1
     note(comm.ranks, call)
     while True:
         with contextlib.suppress(MeetAgain):
-            return _meet(comm, call, tells)
+            return _meet(comm, call, notices)
 
 
-def _meet(comm: Communicator, call: CollectiveSignature, tells: bool) -> bool:
-    if tells and notice() is not None and comm.job is comm:
-        call = dataclasses.replace(call, notice=notice())
-    if comm.refused:
-        call = dataclasses.replace(call, refused=tuple(sorted(comm.refused)))
-    with spans.meeting(call, comm.meetings + 1):
-        same = comm.agree(call.digest)
+def _meet(comm: Communicator, call: CollectiveSignature, notices: bool) -> bool:
+    if notices and piggyback.notice() is not None and comm.job is comm:
+        call = dataclasses.replace(call, notice=piggyback.notice())
+    if comm.order.refused:
+        call = dataclasses.replace(call, refused=tuple(sorted(comm.order.refused)))
+    with spans.meeting(call, comm.digests.count + 1):
+        same = comm.digests.compare(call.digest)
     if not same:
-        return tell_difference(comm, call)
-    for name in call.refused:  # on all ranks alike
-        comm.forget_refused(name)
+        return resolve_difference(comm, call)
+    for name in call.refused:  # the same on all ranks
+        comm.order.forget_refused(name)
     return call.holds
 
 
-@contextlib.contextmanager
-def telling(comm: Communicator, operation: str, key: str | None = None) -> Iterator[None]:
-    """Raises on every rank what is wrong with the arguments of this one.
+def rendezvous_count() -> int:
+    """Returns how often the calling thread has started a rendezvous."""
+    return getattr(_of_thread, "count", 0)
 
-    It goes around the checks before a meeting. A rank that finds something wrong comes to the
-    meeting all the same, to say so; or the others would wait, and be one operation behind.
+
+@contextlib.contextmanager
+def raise_on_all(comm: Communicator, operation: str, key: str | None = None) -> Iterator[None]:
+    """Raises an error in the arguments of this rank on every rank.
+
+    Wraps the checks before a rendezvous. A rank whose check fails comes to the rendezvous to report
+    the error; otherwise the others would wait for it, and be one operation behind.
 
     Args:
         comm: the ranks.
-        operation: what the call is called in messages.
-        key: the name under which the ranks would meet; `None` for none.
+        operation: name of the operation in messages.
+        key: the user's name for the operation; `None` for none.
     """
     try:
         yield
-    except Exception as error:  # what a user passes may raise anything when it is looked at
-        told = (
-            error if isinstance(error, errors.KerasDistError) else _foreign(comm, operation, error)
-        )
-        _tell(comm, CollectiveSignature(operation, key=key, error=told), key)
+    except Exception as error:  # reading a user's value may raise anything
+        known = isinstance(error, errors.KerasDistError)
+        reported = error if known else _unreadable(comm, operation, error)
+        _report(comm, CollectiveSignature(operation, key=key, error=reported), key)
         raise
 
 
-def tell_error(
+def report_error(
     comm: Communicator, operation: str, error: Exception, key: str | None = None
 ) -> None:
-    """Raises on every other rank what is wrong with the arguments of this one; see `telling`."""
-    with contextlib.suppress(errors.KerasDistError), telling(comm, operation, key):
+    """Raises an error in the arguments of this rank on every other rank; see `raise_on_all`."""
+    with contextlib.suppress(errors.KerasDistError), raise_on_all(comm, operation, key):
         raise error
-
-
-def times_met() -> int:
-    """Returns how often the calling thread has come to a meeting."""
-    return getattr(_of_thread, "times", 0)
 
 
 @by_name
 @retried
-def _tell(comm: Communicator, call: CollectiveSignature, key: str | None) -> None:
+def _report(comm: Communicator, call: CollectiveSignature, key: str | None) -> None:
     with comm.lock:
         rendezvous(comm, call)
 
 
-def _foreign(comm: Communicator, operation: str, error: Exception) -> errors.ArgumentError:
+def _unreadable(comm: Communicator, operation: str, error: Exception) -> errors.ArgumentError:
     expected = f"arguments of {operation} that can be read"
-    remedy = "The traceback of that rank says where; tensors of a GPU go to the host first."
+    remedy = "See the traceback of that rank; copy tensors of a GPU to the host first."
     received = f"{type(error).__name__}: {error}"
     return errors.ArgumentError(errors.explain(comm.where(), expected, received, remedy))
 
 
-def tell_difference(comm: Communicator, call: CollectiveSignature) -> bool:
-    """Finds out in what the calls of the ranks differ; notes it where some have but joined.
+@dataclasses.dataclass(frozen=True)
+class _Arrival:
+    """What a rank brings to the exchange after digests differed."""
 
-    Where they have but something to tell each other, that is handed on.
+    call: CollectiveSignature
+    progress: str
+    held: Any  # HeldNames
 
-    Collective: every rank of `comm`, when the digests of their calls were not equal.
+
+def resolve_difference(comm: Communicator, call: CollectiveSignature) -> bool:
+    """Finds out why the digests of the ranks differ.
+
+    Collective: every rank of `comm`, after digests that were not equal. Ranks that differ in
+    nothing but notices, held results or ranks that have joined continue.
 
     Returns:
         Whether a rank `holds` a result.
 
     Raises:
-        OtherFirst: they differ in their names, and all hold one of them.
-        MeetAgain: this rank has refused an operation for which others had come.
+        Reordered: the names differ, and all ranks hold one of them.
+        MeetAgain: this rank has refused an operation that others have called.
         MismatchError: says which rank differs, and in what.
-        KerasDistError: what is wrong with the arguments of a rank, see `telling`.
+        KerasDistError: an error in the arguments of a rank, see `raise_on_all`.
     """
-    mine = pickle.dumps((call, say_progress(), comm.standing()))
-    told = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
-    assure(comm)
-    notices = [call.notice for call, _, _ in told]
-    holds = any(call.holds for call, _, _ in told)
-    standing = [standing for _, _, standing in told]
-    settle_refused(comm, [call for call, _, _ in told], standing)
-    asides: dict[str, Any] = {"holds": False, "notice": None, "refused": ()}
-    calls = [dataclasses.replace(call, **asides) for call, _, _ in told]
-    absence, comm.absence = comm.absence, None  # an error ends it on all ranks alike
-    find_by_name(comm, calls, standing)
-    wrong = [other.error for other in (call, *calls) if other.error is not None]
-    if wrong:
-        raise wrong[0]
-    here = [place for place, other in enumerate(calls) if other.operation != JOINED]
-    out = [place for place in range(comm.size) if place not in here]
+    mine = pickle.dumps(_Arrival(call, say_progress(), comm.order.held_names()))
+    arrivals = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
+    check_alive(comm)
+    held = [arrival.held for arrival in arrivals]
+    settle_refused(comm, [arrival.call for arrival in arrivals], held)
+    plain: dict[str, Any] = {"holds": False, "notice": None, "refused": ()}
+    calls = [dataclasses.replace(arrival.call, **plain) for arrival in arrivals]
+    before, comm.faults.joined = comm.faults.joined, None  # an error ends it on all ranks
+    match_names(comm, calls, held)
+    failed = [other.error for other in (call, *calls) if other.error is not None]
+    if failed:
+        raise failed[0]
+    _check_equal(comm, calls, [arrival.progress for arrival in arrivals])
+    piggyback.deliver([arrival.call.notice for arrival in arrivals])
+    comm.faults.joined = _joined_ranks(comm, calls, before)
+    if comm.faults.joined and comm.faults.on_missing and call.operation != JOINED:
+        comm.faults.on_missing()
+    return any(arrival.call.holds for arrival in arrivals)
+
+
+def _check_equal(comm: Communicator, calls: list[CollectiveSignature], progress: list[str]) -> None:
+    """Checks that the ranks which have not joined call the same operation."""
+    here = [index for index, other in enumerate(calls) if other.operation != JOINED]
     first = calls[here[0]]
-    found = difference([calls[place] for place in here], [comm.ranks[place] for place in here])
-    if found is not None:
-        rank, expected, received = found
-        other, place, _ = told[comm.ranks.index(rank)]
-        remedy = first.remedy if other.operation == first.operation else SAME_STEPS
-        expecting, its_place = comm.ranks[here[0]], told[here[0]][1]
-        if place != its_place:
-            places = f"Rank {expecting} is {its_place or ELSEWHERE}, rank {rank} "
-            remedy = f"{places}{place or ELSEWHERE}. {remedy}"
-        raise _mismatch(comm, rank, expected, received, remedy)
-    hear(notices)
-    if not out:
-        return holds
+    found = difference([calls[index] for index in here], [comm.ranks[index] for index in here])
+    if found is None:
+        return
+    rank, expected, received = found
+    index = comm.ranks.index(rank)
+    remedy = first.remedy if calls[index].operation == first.operation else SAME_STEPS
+    mine, other = progress[here[0]] or ELSEWHERE, progress[index] or ELSEWHERE
+    if mine != other:
+        remedy = f"Rank {comm.ranks[here[0]]} is {mine}, rank {rank} {other}. {remedy}"
+    raise _mismatch(comm, rank, expected, received, remedy)
+
+
+def _joined_ranks(
+    comm: Communicator, calls: list[CollectiveSignature], before: JoinedRanks | None
+) -> JoinedRanks | None:
+    """Returns which ranks have joined; checks that the operation is defined without them."""
+    here = tuple(index for index, other in enumerate(calls) if other.operation != JOINED)
+    joined = tuple(index for index in range(comm.size) if index not in here)
+    if not joined:
+        return None
+    first = calls[here[0]]
     if not first.spares:
-        ranks = ", ".join(str(comm.ranks[place]) for place in out)
+        ranks = ", ".join(str(comm.ranks[index]) for index in joined)
         expected = f"reductions alone while ranks {ranks} are out of data and have joined"
         raise _mismatch(comm, comm.ranks[here[0]], expected, str(first), UNDEFINED)
-    comm.absence = JoinedRanks(absence.first_out if absence else tuple(out), tuple(here))
-    if comm.when_missed is not None and call.operation != JOINED:
-        comm.when_missed()
-    return holds
+    return JoinedRanks(before.first_out if before else joined, here)
 
 
 def _mismatch(
     comm: Communicator, rank: int, expected: str, received: str, remedy: str
 ) -> errors.MismatchError:
     where = f"[rank {rank} of {comm.job.size}]"
-    comm.job.mismatch = errors.explain(where, expected, received, remedy)
-    return errors.MismatchError(comm.job.mismatch)
+    comm.job.faults.mismatch = errors.explain(where, expected, received, remedy)
+    return errors.MismatchError(comm.job.faults.mismatch)

@@ -1,4 +1,4 @@
-"""Rows of arrays on their way between ranks: who gets which, and how they travel as bytes."""
+"""Distribution of rows over ranks, and their transfer as bytes."""
 
 from collections.abc import Sequence
 
@@ -19,17 +19,17 @@ __all__ = [
 
 
 def check_rows(comm: Communicator, array: np.ndarray, name: str, purpose: str) -> None:
-    """Checks that an array has rows and that their bytes mean the same on another rank.
+    """Checks that an array has rows of numbers.
 
     Args:
         comm: the ranks.
         array: the array.
-        name: what it is called in messages.
-        purpose: what the rows are for, such as `"to gather along"`.
+        name: name of the array in messages.
+        purpose: purpose of the rows, such as `"to gather along"`.
 
     Raises:
-        ArgumentError: the array has no dimension.
-        ArgumentTypeError: it holds Python objects.
+        ArgumentError: the array is a scalar.
+        ArgumentTypeError: the array holds Python objects.
     """
     if array.ndim == 0:
         expected = f"{name} to have at least one dimension, {purpose}"
@@ -40,50 +40,51 @@ def check_rows(comm: Communicator, array: np.ndarray, name: str, purpose: str) -
 
 
 def check_numbers(comm: Communicator, array: np.ndarray, name: str, other: str) -> None:
-    """Checks that the bytes of an array mean the same on another rank.
+    """Checks that an array holds numbers, whose bytes are valid on another rank.
 
     Args:
         comm: the ranks.
         array: the array.
-        name: what it is called in messages.
-        other: the function of keras_dist that takes objects.
+        name: name of the array in messages.
+        other: the function of keras_dist for objects.
 
     Raises:
-        ArgumentTypeError: it holds Python objects.
+        ArgumentTypeError: the array holds Python objects.
     """
     if array.dtype.hasobject:
         expected = f"{name} to hold numbers"
-        remedy = f"Cast it first; objects travel by keras_dist.{other}."
+        remedy = f"Cast it first, or use keras_dist.{other} for objects."
         raise errors.ArgumentTypeError(
             errors.explain(comm.where(), expected, f"dtype {array.dtype}", remedy)
         )
 
 
 def row_bounds(count: int, size: int) -> np.ndarray:
-    """Returns where the rows of each rank begin and end: the first ranks get one more.
+    """Returns the bounds of the rows of each rank; the first ranks get one more.
 
     Args:
         count: number of rows.
         size: number of ranks.
 
     Returns:
-        `size + 1` whole numbers from 0 to `count`; rank r has rows `[r]` to `[r + 1]`.
+        `size + 1` integers from 0 to `count`; rank r has rows `[r]` to `[r + 1]`.
     """
     ranks = np.arange(size + 1)
     return ranks * (count // size) + np.minimum(ranks, count % size)
 
 
 def exchange_bytes(comm: Communicator, payload: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Sends each rank its piece of a buffer. Collective: every rank; blocks.
+    """Sends each rank a part of a buffer. Collective: every rank; blocks.
 
     Args:
         comm: the ranks.
-        payload: uint8 array: the piece for rank 0, then that for rank 1, and so on.
-        table: how many bytes each rank (first axis) sends to each rank, the same on all
-            ranks; what is behind the last piece is not sent.
+        payload: uint8 array: the part for rank 0, then that for rank 1, and so on; bytes after the
+            last part are not sent.
+        table: number of bytes that each rank (first axis) sends to each rank; the same on all
+            ranks.
 
     Returns:
-        New uint8 array: the piece from rank 0, then that from rank 1, and so on.
+        New uint8 array: the part from rank 0, then that from rank 1, and so on.
     """
     payload = payload[: int(table[comm.rank].sum())]
     if comm.size == 1:
@@ -94,23 +95,23 @@ def exchange_bytes(comm: Communicator, payload: np.ndarray, table: np.ndarray) -
 
 
 def exchange_rows(comm: Communicator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Gives each rank its rows of the arrays of all ranks, in one message.
+    """Sends each rank its rows of the arrays of all ranks, in one message.
 
     Collective: every rank, with arrays of the same shapes and dtypes; blocks.
 
     Args:
         comm: the ranks.
-        arrays: this rank's arrays, each of at least one dimension.
+        arrays: arrays of this rank, of at least one dimension.
 
     Returns:
-        For each array one of shape (number of ranks, rows of this rank, ...), in rank order.
+        For each array a new one of shape (number of ranks, rows of this rank, ...), in rank order.
     """
     bounds = [row_bounds(len(array), comm.size) for array in arrays]
     parts = [np.split(array, ends[1:-1]) for array, ends in zip(arrays, bounds, strict=True)]
     pieces = [[as_bytes(part[rank]) for part in parts] for rank in range(comm.size)]
-    sent = np.array([sum(piece.size for piece in those) for those in pieces])
-    payload = np.concatenate([piece for those in pieces for piece in those])
-    # Every rank sends the same: all hold arrays of the same shapes.
+    sent = np.array([sum(piece.size for piece in per_rank) for per_rank in pieces])
+    payload = np.concatenate([piece for per_rank in pieces for piece in per_rank])
+    # Every rank sends the same number of bytes: shapes and dtypes agree.
     flat = exchange_bytes(comm, payload, np.tile(sent, (comm.size, 1)))
     table = flat.reshape(comm.size, -1)
     results, start = [], 0
@@ -125,18 +126,18 @@ def exchange_rows(comm: Communicator, arrays: Sequence[np.ndarray]) -> list[np.n
 def gather_rows(
     comm: Communicator, parts: Sequence[np.ndarray], lengths: Sequence[Sequence[int]]
 ) -> list[np.ndarray]:
-    """Joins arrays of all ranks along their rows. Collective: every rank; blocks.
+    """Concatenates the rows of arrays of all ranks. Collective: every rank; blocks.
 
     Args:
         comm: the ranks.
-        parts: this rank's arrays, each of at least one dimension.
-        lengths: for each rank the number of rows of each of its arrays.
+        parts: arrays of this rank, of at least one dimension.
+        lengths: for each rank the number of rows of each array.
 
     Returns:
-        For each array a new one: the rows of rank 0, then of rank 1, and so on.
+        List of new arrays: the rows of rank 0, then of rank 1, and so on.
     """
     pieces = [as_bytes(part) for part in parts]
-    # One array, the usual case, goes without being copied first.
+    # A single array, the usual case, is not copied first.
     payload = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     widths = [part.itemsize * int(np.prod(part.shape[1:])) for part in parts]
     table = [
@@ -146,7 +147,7 @@ def gather_rows(
     results = []
     for index, part in enumerate(parts):
         joined = np.concatenate([pieces[index] for pieces in table]).view(part.dtype)
-        # Rows are told, not computed: where a row has no element, bytes cannot tell them.
+        # The number of rows is exchanged, not computed: a row may have no elements.
         count = sum(rows[index] for rows in lengths)
         results.append(joined.reshape((count, *part.shape[1:])))
     return results

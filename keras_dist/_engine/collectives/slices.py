@@ -1,4 +1,4 @@
-"""Rows of a table: the gradient of an embedding, of which each rank holds a few rows."""
+"""Sparse reductions: rows of a table, such as the gradient of an embedding."""
 
 from typing import Any
 
@@ -20,9 +20,10 @@ from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.objects import exchange_or_raise
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.collectives.rows import check_rows, gather_rows
-from keras_dist._engine.collectives.signature import CollectiveSignature, Entry
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.faults.retry import retried
+from keras_dist._engine.options import OpOptions
+from keras_dist._engine.recovery.retry import retried
+from keras_dist._engine.signature import Entry
 
 __all__ = ["reduce_slices"]
 
@@ -33,37 +34,36 @@ def reduce_slices(
     comm: Communicator,
     values: np.ndarray,
     indices: np.ndarray,
-    op: ReduceOp,
     name: str,
-    key: str | None = None,
-    tells: bool = False,
+    options: OpOptions,
+    notices: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sums or averages rows that carry their index. Collective: every rank; blocks.
+    """Sums or averages rows that have an index. Collective: every rank; blocks.
 
-    A row that several ranks hold, or one rank several times, comes out once; rows of a rank
-    are added up in their order, then the ranks in theirs, so the bits are the same
-    everywhere. An average divides by the number of ranks, as that of the dense gradient
-    does, not by the number of ranks that hold the row; ranks that have joined do not count.
+    Rows of equal index are added up: those of a rank in their order, then those of the ranks in
+    rank order, so the bits are equal on all ranks. An average divides by the number of ranks, as
+    that of a dense gradient does, not by the number of ranks that have the row; ranks that have
+    joined do not count.
 
     Args:
         comm: the ranks.
-        values: this rank's rows, shape (count, ...); `count` may differ from rank to rank.
-        indices: the index of each row, shape (count,), whole numbers.
-        op: `ReduceOp.SUM` or `ReduceOp.AVERAGE`.
-        name: what the table is called in messages.
-        key: a name under which the ranks must meet; `None` for none.
-        tells: see `rendezvous`.
+        values: rows of this rank, shape (count, ...); `count` may differ from rank to rank.
+        indices: integers of shape (count,), the index of each row.
+        name: name of the table in messages.
+        options: the reduction: a sum or an average, without factors.
+        notices: see `rendezvous`.
 
     Returns:
-        The rows and their indices, new, each index once, in ascending order.
+        New arrays: the rows, and their indices, unique and ascending.
 
     Raises:
-        ArgumentError: `values` is a scalar, `indices` do not fit it, or `op` is another one;
-            raised on every rank, whichever rank brought it.
-        ArgumentTypeError: `indices` are no whole numbers, or `op` is not defined for the
-            dtype of `values`; raised on every rank, whichever rank brought it.
-        MismatchError: the other dimensions, the dtypes or the ops differ.
+        ArgumentError: `values` is a scalar, `indices` does not fit it, or the reduction is another
+            one; raised on every rank, whichever rank passed it.
+        ArgumentTypeError: `indices` are not integers, or the reduction is not defined for the
+            dtype of `values`; raised on every rank, whichever rank passed it.
+        MismatchError: the other dimensions, the dtypes or the reductions differ.
     """
+    op = options.op
     entries = (
         Entry(name, (-1, *values.shape[1:]), str(values.dtype)),
         Entry(f"the indices of {name}", (-1,), str(indices.dtype)),
@@ -71,19 +71,16 @@ def reduce_slices(
     mine: Any
     try:
         _check(comm, values, indices, op, name)
-        rows, places = _brought(values, indices, op)
+        rows, places = _contribution(values, indices, op)
         mine = (len(rows), len(rows))
     except errors.KerasDistError as error:
         mine = error
+    failed = isinstance(mine, errors.KerasDistError)
     with comm.lock:
-        rendezvous(
-            comm,
-            CollectiveSignature("sparse_allreduce", entries, op=op.value, key=key, spares=True),
-            tells,
-        )
-        if comm.absence is not None:
-            brought = mine if isinstance(mine, errors.KerasDistError) else (rows, places)
-            parts = exchange_among(comm, brought)
+        call = options.signature("sparse_allreduce", entries=entries, spares=True)
+        rendezvous(comm, call, notices)
+        if comm.faults.joined is not None:
+            parts = exchange_among(comm, mine if failed else (rows, places))
             rows, places = (np.concatenate(each) for each in zip(*parts, strict=True))
             return _finish(rows, places, op, values.dtype, len(parts))
         lengths = exchange_or_raise(comm, mine)
@@ -94,7 +91,7 @@ def reduce_slices(
 def _finish(
     rows: np.ndarray, places: np.ndarray, op: ReduceOp, dtype: np.dtype, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Adds up the rows of all ranks, of which there are `count`."""
+    """Reduces the rows of `count` ranks."""
     if needs_halves(dtype, op):
         (high, where), (low, _) = (_add_up(half, places, op) for half in halves(rows))
         return mean_of_halves(high, low, count), where
@@ -107,11 +104,13 @@ def _finish(
 def _check(
     comm: Communicator, values: np.ndarray, indices: np.ndarray, op: ReduceOp, name: str
 ) -> None:
-    check_sum(op, comm.where(), "sparse_allreduce", "Make dense arrays for others: allreduce.")
+    check_sum(
+        op, comm.where(), "sparse_allreduce", "For others, make dense arrays and use allreduce."
+    )
     check_dtype(values.dtype, op, comm.where(), name)
     check_rows(comm, values, name, "each with its index")
     if not np.issubdtype(indices.dtype, np.integer):
-        expected = f"the indices of {name} to be whole numbers"
+        expected = f"the indices of {name} to be integers"
         raise errors.ArgumentTypeError(
             errors.explain(
                 comm.where(), expected, f"dtype {indices.dtype}", "Cast them, for example to int64."
@@ -126,21 +125,21 @@ def _check(
         )
 
 
-def _brought(
+def _contribution(
     values: np.ndarray, indices: np.ndarray, op: ReduceOp
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns what a rank brings: its rows of each index as one, where one holds their sum."""
+    """Returns the rows of a rank: those of equal index are added up, if a row can hold the sum."""
     if needs_halves(values.dtype, op):
         return values, indices
     return _add_up(values, indices, op)
 
 
 def _add_up(values: np.ndarray, indices: np.ndarray, op: ReduceOp) -> tuple[np.ndarray, np.ndarray]:
-    """Adds up the rows of each index, in the dtype in which `op` combines them."""
+    """Adds up the rows of each index, in the dtype of the accumulator."""
     places, inverse = np.unique(indices, return_inverse=True)
     wide = accumulator(values.dtype, op)
     total = np.zeros((len(places), *values.shape[1:]), wide)
-    # Infinities and overflow are the caller's to judge: they travel to every rank alike.
+    # Infinities and overflow are the caller's to judge: they reach every rank alike.
     with np.errstate(all="ignore"):
         np.add.at(total, inverse.reshape(-1), values.astype(wide, copy=False))
     return total, places

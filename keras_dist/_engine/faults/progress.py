@@ -1,7 +1,7 @@
-"""How far this process is: in fit or evaluate, in which epoch and update. Words for messages.
+"""The progress of this process in training, for messages: task, epoch and update.
 
-Knows no framework: who does tells it. One record for the process, whichever thread asks; it
-is not compared between the ranks before something is wrong.
+Knows no framework; callbacks report to it. There is one record for the process, for all threads.
+Ranks compare their records only after a fault.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ __all__ = [
 
 @dataclasses.dataclass
 class Progress:
-    """How far this process is.
+    """Progress of this process.
 
     Args:
-        tasks: such as `"fit"`, the outermost first.
-        left: the last outermost task, when there is none.
-        epoch: that it is in, from 0.
-        updates: reductions of gradients in this epoch.
-        step: steps of this epoch that have ended, where a callback counts them.
-        steps: how many the epoch has, where Keras knows.
-        epochs: up to which one is trained.
-        samples_per_step: of this process, in the last epoch that has ended.
-        logs: what Keras last said of metrics.
-        done: steps since the process began; updates where no callback counts steps.
+        tasks: running tasks such as `"fit"`, the outermost first.
+        left: the last outermost task, while none runs.
+        epoch: current epoch, from 0.
+        updates: number of gradient reductions in this epoch.
+        step: number of steps of this epoch that have ended, if a callback counts them.
+        steps: number of steps of the epoch, if Keras knows it.
+        epochs: number of epochs to train.
+        samples_per_step: samples of this process per step, in the last epoch.
+        logs: last metrics of Keras.
+        done: number of steps since the process started; updates if no callback counts steps.
     """
 
     tasks: list[str] = dataclasses.field(default_factory=list)
@@ -53,11 +53,11 @@ class Progress:
 
     @property
     def task(self) -> str:
-        """Says what this process does, such as `evaluate within fit`."""
+        """The current task, such as `evaluate within fit`."""
         return " within ".join(reversed(self.tasks)) or (f"after {self.left}" if self.left else "")
 
     def begin(self) -> None:
-        """Begins an outermost task."""
+        """Resets the record for an outermost task."""
         self.epoch, self.updates = None, 0
         self.step = self.steps = self.epochs = self.samples_per_step = None
         self.logs = {}
@@ -67,13 +67,13 @@ _progress = Progress()
 
 
 def progress() -> Progress:
-    """Returns the record of this process, which goes on changing."""
+    """Returns the record of this process, which keeps changing."""
     return _progress
 
 
 @contextlib.contextmanager
 def during(task: str) -> Iterator[None]:
-    """Notes that the process is in a task, such as `"fit"`, perhaps within another one."""
+    """Records a task, such as `"fit"`, possibly within another one."""
     if not _progress.tasks:
         _progress.begin()
     _progress.tasks.append(task)
@@ -89,18 +89,18 @@ def during(task: str) -> Iterator[None]:
 
 
 def is_during(task: str) -> bool:
-    """Tells whether the process is in a task."""
+    """Returns whether a task runs."""
     return task in _progress.tasks
 
 
 def begin_epoch(epoch: int) -> None:
-    """Notes that an epoch begins, counted from 0; updates are counted anew."""
+    """Records the start of an epoch, counted from 0, and resets its updates."""
     _progress.epoch, _progress.updates = epoch, 0
     spans.begin_epoch(epoch)
 
 
 def count_update() -> None:
-    """Notes that gradients are about to be reduced."""
+    """Counts a gradient reduction."""
     _progress.updates += 1
     if _progress.step is None:
         _progress.done += 1
@@ -108,9 +108,9 @@ def count_update() -> None:
 
 
 def note_step(step: int) -> None:
-    """Notes how many steps of this epoch have ended.
+    """Records the number of steps of this epoch that have ended.
 
-    Several threads of Keras may come, one for a later step before another.
+    Threads of Keras may report steps out of order.
     """
     before = _progress.step or 0
     if step > before:
@@ -119,9 +119,9 @@ def note_step(step: int) -> None:
 
 
 def say_progress() -> str:
-    """Says where this process is, such as `in fit, epoch 3, update 57`, counted from 1.
+    """Describes the progress, such as `in fit, epoch 3, update 57`, counted from 1.
 
-    Epochs are counted as Keras prints them. Empty when nobody has said anything.
+    Epochs are counted as Keras prints them. Empty without a record.
     """
     now = _progress
     parts = [f"in {now.task}" if now.tasks else now.task] if now.task else []

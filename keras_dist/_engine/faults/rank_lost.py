@@ -1,4 +1,4 @@
-"""The error of a rank that has seen others die."""
+"""The error of a rank that has seen other ranks die."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ __all__ = ["have", "lost"]
 
 
 def lost(where: str, ranks: Sequence[int]) -> errors.RankLostError:
-    """Returns the error of a rank that has seen others die."""
+    """Returns the error of a rank that has seen other ranks die."""
     return errors.RankLostError(
         errors.explain(
             where,
             "all ranks to come",
             f"{have(ranks)} died",
-            "Its last words, or the log of the system (out of memory) or of the batch system, "
-            "tell why. KERAS_DIST_ON_FAILURE=continue goes on without it.",
+            "See its last output, the system log (out of memory) or the log of the batch system. "
+            "KERAS_DIST_ON_FAILURE=continue continues without it.",
         )
     )
 

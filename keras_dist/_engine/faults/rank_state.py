@@ -1,4 +1,4 @@
-"""Where ranks are: what they wait for, how far training is, their Python stacks; in words."""
+"""The state of a rank for messages: its waits, its progress, its Python stacks."""
 
 import contextlib
 import dataclasses
@@ -23,12 +23,12 @@ Ranks = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class RankState:
-    """Where a rank is.
+    """State of a rank.
 
     Args:
-        waits: with which ranks its threads wait, in what, and for how many seconds.
-        progress: its place in training, in words.
-        stacks: those of its Python threads.
+        waits: for each waiting thread the ranks, the operation and the seconds.
+        progress: its progress in training, as text.
+        stacks: stacks of its Python threads.
     """
 
     waits: tuple[tuple[Ranks, str, float], ...]
@@ -36,19 +36,19 @@ class RankState:
     stacks: str
 
     def waiting_with(self, ranks: Ranks) -> tuple[str, float] | None:
-        """Returns what it waits for among these ranks and for how many seconds, if it does."""
+        """Returns the operation and the seconds of its wait among these ranks, if there is one."""
         return next((wait[1:] for wait in self.waits if wait[0] == ranks), None)
 
 
 def state_here() -> RankState:
-    """Returns where this rank is."""
+    """Returns the state of this rank."""
     now = time.perf_counter()
     found = tuple((tuple(ranks), _say_call(what), now - began) for ranks, what, began in waits())
     return RankState(found, say_progress(), _stacks())
 
 
 def _stacks() -> str:
-    """Returns the Python stacks of this process' threads, the main thread's first."""
+    """Returns the Python stacks of the threads of this process, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     mine = threading.get_ident()
@@ -66,12 +66,12 @@ def _say_call(call: Any) -> str:
 
 
 def say_what(what: Any, progress: str) -> str:
-    """Says what is waited for, and when."""
+    """Describes an operation and the progress of the rank in it."""
     return f"{_say_call(what)} ({progress})" if progress else _say_call(what)
 
 
 def say_ranks(ranks: Iterable[int]) -> str:
-    """Names ranks in words, such as `ranks 0, 2`; at most the first of many."""
+    """Names ranks, such as `ranks 0, 2`; at most the first of many."""
     every = list(ranks)
     more = f" and {len(every) - MAX_NAMED} more" if len(every) > MAX_NAMED else ""
     named = ", ".join(map(str, every[:MAX_NAMED]))
@@ -79,7 +79,7 @@ def say_ranks(ranks: Iterable[int]) -> str:
 
 
 def is_stopped(node: str, pid: int) -> bool:
-    """Tells whether a process is known to be stopped; only of processes of this node."""
+    """Returns whether a process of this node is stopped; `False` for other nodes."""
     if node == os.uname().nodename:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in "tT"

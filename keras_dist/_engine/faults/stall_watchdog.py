@@ -1,13 +1,11 @@
-"""The watch for ranks that do not come: who waits, who is missing, and where those are.
+"""The stall watchdog: finds ranks that do not arrive, and reports where they are.
 
-A thread of every rank looks now and then whether another thread of it waits for others. As
-long as none waits for long, no message is sent. A rank that has waited too long gives alarm to
-the first rank that answers, the root as a rule. That one asks all ranks concerned where they
-are, logs it and, after a longer time, ends the job. The threads talk through MPI, by a mailbox of
-their own, so what the ranks wait in does not matter; where MPI does not allow several threads at
-once, each rank says what it knows itself.
-
-Knows MPI's communicators by what they can do, and no framework.
+A thread of every rank checks periodically whether another thread waits for other ranks. While none
+waits for long, no message is sent. A rank that has waited too long sends an alarm to the first rank
+that answers, usually the root. That rank asks all ranks concerned for their state, logs it and,
+after a longer time, ends the job. The threads communicate through a mailbox of their own,
+whatever the ranks wait in; if MPI does not allow several threads at once, each rank reports only
+what it knows itself. Knows no framework.
 """
 
 import dataclasses
@@ -36,20 +34,20 @@ from keras_dist._engine.shm.wait import AT_THE_END, waits
 
 __all__ = ["StallWatchdog"]
 
-MAX_IDLE_SECONDS = 5.0  # between two looks, where nothing is wrong
-BUSY_SECONDS = 0.05  # where something is
-PATIENCE_SECONDS = 2.0  # beyond two looks: how long an answer may take
-FLUSH_SECONDS = 0.5  # for a launcher to pass on what was printed, before it ends all
+MAX_IDLE_SECONDS = 5.0  # between checks, while no rank waits for long
+BUSY_SECONDS = 0.05  # between checks, during an alarm
+PATIENCE_SECONDS = 2.0  # time for an answer, beyond two checks
+FLUSH_SECONDS = 0.5  # time for a launcher to pass on the output, before it ends the job
 
 _log = logging.getLogger("keras_dist")
 
 NO_THREADS = "this MPI does not allow calls from several threads at once (MPI_THREAD_MULTIPLE)"
-A_RANK_HAS_DIED = "a rank has died and the others have not come together yet"
+A_RANK_HAS_DIED = "a rank has died and the others have not recovered yet"
 
 
 @dataclasses.dataclass
 class _Case:
-    """What the rank that was given alarm finds out about ranks that wait for each other."""
+    """An alarm: what this rank finds out about ranks that wait for each other."""
 
     ranks: Ranks
     due: float
@@ -61,12 +59,12 @@ class _Case:
 
 
 class StallWatchdog:
-    """The watch of this rank. Collective: every rank of `world` makes one; blocks.
+    """The stall watchdog of this rank. Collective to make: every rank of `world`; blocks.
 
     Args:
         mpi: mpi4py's `MPI` module.
-        world: the MPI communicator of the job; it is duplicated.
-        period: seconds of waiting after which it is said, again and again; 0: never.
+        world: MPI communicator of the job; it is duplicated.
+        period: seconds of waiting after which a warning is logged, repeatedly; 0: never.
         limit: seconds of waiting after which the job ends; 0: never.
     """
 
@@ -74,20 +72,20 @@ class StallWatchdog:
         self._mpi, self._period, self._limit = mpi, period, limit
         self._rank, self._size = world.Get_rank(), world.Get_size()
         mine = (os.uname().nodename, os.getpid(), mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
-        told = world.allgather(mine)
-        self._places = [(node, pid) for node, pid, _ in told]
-        self._talks = all(talks for _, _, talks in told)
+        everyone = world.allgather(mine)
+        self._processes = [(node, pid) for node, pid, _ in everyone]
+        self._talks = all(talks for _, _, talks in everyone)
         self._why_alone = NO_THREADS
-        self._turn = threading.Lock()  # held while the thread may speak to others
+        self._turn = threading.Lock()  # held while the thread may send messages
         self._idle_seconds = min(MAX_IDLE_SECONDS, min(filter(None, (period, limit))) / 4)
         self._patience = 2 * self._idle_seconds + PATIENCE_SECONDS
         self._launcher = os.getppid()
         self._busy_until = 0.0
-        self._due: dict[float, float] = {}  # by begin of a wait: seconds until the next alarm
-        self._speaker, self._alarmed_at = 0, 0.0
+        self._due: dict[float, float] = {}  # by start of a wait: seconds until the next alarm
+        self._receiver, self._alarmed_at = 0, 0.0
         self._cases: dict[Ranks, _Case] = {}
-        self._told: dict[Ranks, float] = {}
-        self._silent: dict[int, float] = {}  # ranks that have not answered: since when
+        self._reported: dict[Ranks, float] = {}
+        self._silent: dict[int, float] = {}  # start of the silence of ranks that have not answered
         self._numbers = itertools.count()
         self._mailbox = Mailbox(world) if self._talks else None
         self._closing = threading.Event()
@@ -95,19 +93,19 @@ class StallWatchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the watch; no message is left behind. Collective: every rank; blocks."""
+        """Stops; no message is lost. Collective: every rank; blocks."""
         self._closing.set()
         self._thread.join()
         if self._mailbox is not None:
             self._mailbox.close()
 
     def abandon(self) -> None:
-        """Ends the watch where a rank has died, so that no others can be waited for."""
+        """Stops after a rank has died, without waiting for other ranks."""
         self._closing.set()
         self._thread.join()
 
     def be_alone(self) -> None:
-        """Asks no other rank any more, as one has died, and goes on to watch this one."""
+        """Sends no more messages, as a rank has died, and continues to watch this rank."""
         with self._turn:
             self._talks, self._why_alone = False, A_RANK_HAS_DIED
             self._cases.clear()
@@ -120,26 +118,26 @@ class StallWatchdog:
                 if os.getppid() != self._launcher:
                     self._end_alone()
                 with self._turn:
-                    self._watch()
+                    self._check()
         except Exception as error:
-            _log.warning("[rank %d] The stall watch has ended: %r", self._rank, error)
+            _log.warning("[rank %d] The stall watchdog has failed: %r", self._rank, error)
 
-    def _watch(self) -> None:
+    def _check(self) -> None:
         try:
             for message in self._receive():
-                self._hear(*message)
-            self._look()
+                self._handle(*message)
+            self._check_waits()
             for case in list(self._cases.values()):
                 self._pursue(case)
         except self._mpi.Exception as error:
             if not failed_process(self._mpi, error):
                 raise
-            # Whoever waits for that rank says so; the others may still not come.
+            # A rank that waits for the dead one reports it; others may still be missing.
             self._talks, self._why_alone = False, A_RANK_HAS_DIED
             self._cases.clear()
 
     def _end_alone(self) -> None:
-        """Ends this rank, whose launcher was killed: nobody else would."""
+        """Ends this rank after its launcher was killed: no other process would."""
         try:
             _log.error(
                 "[rank %d of %d] ends: its launcher, process %d, is gone.",
@@ -158,18 +156,18 @@ class StallWatchdog:
     def _post(self, rank: int, *message: Any) -> None:
         self._busy_until = time.perf_counter() + self._patience
         if rank == self._rank:
-            self._hear(*message)
+            self._handle(*message)
         elif self._mailbox is not None:
             self._mailbox.post(rank, message)
 
     def _receive(self) -> list[Any]:
-        """Returns the messages that have come; does not wait."""
+        """Returns the messages that have arrived. Does not block."""
         found = self._mailbox.receive() if self._mailbox is not None and self._talks else []
         if found:
             self._busy_until = time.perf_counter() + self._patience
         return found
 
-    def _hear(self, kind: str, sender: int, ranks: Ranks, *more: Any) -> None:
+    def _handle(self, kind: str, sender: int, ranks: Ranks, *more: Any) -> None:
         if kind == "alarm":
             self._open_case(ranks, *more)
             self._post(sender, "heard", self._rank, ranks)
@@ -184,17 +182,17 @@ class StallWatchdog:
             if case is not None and case.number == number:
                 case.states[sender] = state
 
-    # --- As one who waits
+    # --- As a rank that waits
 
-    def _look(self) -> None:
-        """Gives alarm when a thread of this rank has waited too long."""
+    def _check_waits(self) -> None:
+        """Sends an alarm if a thread of this rank has waited too long."""
         now = time.perf_counter()
         found = waits()
         self._due = {began: self._due.get(began, 0.0) for _, _, began in found}
         if not found:
-            self._speaker, self._alarmed_at = 0, 0.0
+            self._receiver, self._alarmed_at = 0, 0.0
         elif self._alarmed_at and now - self._alarmed_at > self._patience:
-            self._speaker, self._alarmed_at = min(self._speaker + 1, self._rank), 0.0
+            self._receiver, self._alarmed_at = min(self._receiver + 1, self._rank), 0.0
             self._due = dict.fromkeys(self._due, 0.0)
         for ranks, what, began in found:
             waited = now - began
@@ -206,12 +204,12 @@ class StallWatchdog:
             self._due[began] = again if ends or not self._limit else min(again, self._limit)
             if self._talks:
                 self._alarmed_at = self._alarmed_at or now
-                self._post(self._speaker, "alarm", self._rank, tuple(ranks), ends)
+                self._post(self._receiver, "alarm", self._rank, tuple(ranks), ends)
             else:
-                self._tell_alone(what, waited, ends)
+                self._report_alone(what, waited, ends)
 
-    def _tell_alone(self, what: Any, waited: float, ends: bool) -> None:
-        ends = ends and str(what) != AT_THE_END  # the others may be at work
+    def _report_alone(self, what: Any, waited: float, ends: bool) -> None:
+        ends = ends and str(what) != AT_THE_END  # the others may still be working
         state = state_here()
         text = (
             f"[rank {self._rank} of {self._size}] has waited {waited:.0f} s for others in "
@@ -219,21 +217,21 @@ class StallWatchdog:
             f"{self._why_alone}."
         )
         if ends:
-            self._end(f"{text} {self._say_end()}\n{state.stacks}", os._exit)
+            self._end(f"{text} {self._end_text()}\n{state.stacks}", os._exit)
         _log.warning(text)
 
-    # --- As the one who was given alarm
+    # --- As the rank that received the alarm
 
     def _open_case(self, ranks: Ranks, ends: bool) -> None:
         case = self._cases.get(ranks)
         if case is None:
-            due = self._told.get(ranks, -1e9) + (self._period or self._limit)
+            due = self._reported.get(ranks, -1e9) + (self._period or self._limit)
             case = self._cases[ranks] = _Case(ranks, due)
         if ends and not case.ends:
             case.ends, case.due, case.asked = True, 0.0, ()
 
     def _pursue(self, case: _Case) -> None:
-        """Asks the ranks of a case, and tells what they say when all have or time is over."""
+        """Asks the ranks of a case, and reports when all have answered or time is over."""
         now = time.perf_counter()
         if not case.asked:
             if now >= case.due:
@@ -244,33 +242,33 @@ class StallWatchdog:
                     self._post(rank, "ask", self._rank, case.ranks, case.number)
         elif len(case.states) == len(case.asked) or now - case.asked_at > self._patience:
             del self._cases[case.ranks]
-            self._tell(case)
+            self._report(case)
 
-    def _tell(self, case: _Case) -> None:
+    def _report(self, case: _Case) -> None:
         found = {
             rank: wait
             for rank in case.ranks
             if rank in case.states and (wait := case.states[rank].waiting_with(case.ranks))
         }
         if not found:
-            return  # they have gone on meanwhile
+            return  # they have continued meanwhile
         missing = [rank for rank in case.ranks if rank not in found]
         for rank in case.asked:
             if rank not in case.states:
                 self._silent.setdefault(rank, case.asked_at)
-        # Who has come to the end waits for those as well who wait in something else.
+        # A rank at the end of its script also waits for ranks that wait in another operation.
         stuck = {rank: wait for rank, wait in found.items() if wait[0] != AT_THE_END}
         if not (stuck or missing):
-            return  # they have all come
+            return  # all have arrived
         first = min(stuck or found)
         what, _ = found[first]
         waited = max(seconds for _, seconds in found.values())
-        goes_on = not stuck and all(self._may_be_at_work(rank, case) for rank in missing)
-        ends = case.ends and waited >= self._limit and not goes_on
-        is_due = case.asked_at >= self._told.get(case.ranks, -1e9) + self._period
+        may_finish = not stuck and all(self._may_be_at_work(rank, case) for rank in missing)
+        ends = case.ends and waited >= self._limit and not may_finish
+        is_due = case.asked_at >= self._reported.get(case.ranks, -1e9) + self._period
         if not ends and not (self._period and is_due):
             return
-        self._told[case.ranks] = case.asked_at
+        self._reported[case.ranks] = case.asked_at
         text = (
             f"keras_dist: {say_ranks(found)} of {self._size} "
             f"{'has' if len(found) == 1 else 'have'} waited {waited:.0f} s for "
@@ -278,55 +276,57 @@ class StallWatchdog:
             f"{say_what(what, case.states[first].progress)}."
         )
         if ends:
-            report = self._say_where(range(self._size), case)
-            self._end(f"{text} {self._say_end()}\n{report}", self._mpi.COMM_WORLD.Abort)
-        if self._limit and not goes_on:
+            report = self._describe_ranks(range(self._size), case)
+            self._end(f"{text} {self._end_text()}\n{report}", self._mpi.COMM_WORLD.Abort)
+        if self._limit and not may_finish:
             text += f" The job ends after {self._limit} s (KERAS_DIST_STALL_ABORT_SECONDS)."
-        _log.warning("%s\n%s", text, self._say_where(missing or found, case))
+        _log.warning("%s\n%s", text, self._describe_ranks(missing or found, case))
 
     def _may_be_at_work(self, rank: int, case: _Case) -> bool:
-        """Whether a rank for which others wait at the end may still have something to do.
+        """Returns whether a rank may still be working while others wait at the end of the script.
 
-        A call that holds the interpreter lock lets it not answer. On another node that cannot be
-        told from a process that was stopped, until it has lasted as long as the limit.
+        A rank does not answer while a call holds the interpreter lock. On another node this looks
+        like a stopped process, until it has lasted as long as the limit.
         """
-        node, pid = self._places[rank]
+        node, pid = self._processes[rank]
         if rank in case.states or node == os.uname().nodename:
             return not is_stopped(node, pid)
         return time.perf_counter() - self._silent[rank] < self._limit
 
-    def _say_where(self, ranks: Iterable[int], case: _Case) -> str:
-        """Says where ranks are; those that are at the same place are named together."""
+    def _describe_ranks(self, ranks: Iterable[int], case: _Case) -> str:
+        """Describes the state of ranks; those in the same state are named together."""
         groups: dict[str, list[int]] = {}
         for rank in ranks:
             groups.setdefault(self._describe(rank, case), []).append(rank)
         lines = []
         for text, members in groups.items():
-            some = "; ".join("pid {1} on {0}".format(*self._places[r]) for r in members[:MAX_NAMED])
+            some = "; ".join(
+                "pid {1} on {0}".format(*self._processes[r]) for r in members[:MAX_NAMED]
+            )
             lines.append(f"{say_ranks(members).capitalize()} ({some}){text}")
         return "\n".join(lines)
 
     def _describe(self, rank: int, case: _Case) -> str:
         state = case.states.get(rank)
         if state is None:
-            if is_stopped(*self._places[rank]):
+            if is_stopped(*self._processes[rank]):
                 return ": no answer, the process is stopped (SIGSTOP, or a debugger)"
             return (
                 ": no answer, the process is stopped, or in a call that holds Python's "
                 "interpreter lock"
             )
-        place = [state.progress] if state.progress else []
-        place += [f"waiting in {what} of {say_ranks(ranks)}" for ranks, what, _ in state.waits]
-        return "".join(f", {part}" for part in place) + f":\n{state.stacks}"
+        parts = [state.progress] if state.progress else []
+        parts += [f"waiting in {what} of {say_ranks(ranks)}" for ranks, what, _ in state.waits]
+        return "".join(f", {part}" for part in parts) + f":\n{state.stacks}"
 
-    def _say_end(self) -> str:
+    def _end_text(self) -> str:
         return f"The job ends now: the limit is {self._limit} s (KERAS_DIST_STALL_ABORT_SECONDS)."
 
     def _end(self, text: str, end: Callable[[int], Any]) -> None:
         _log.error(text)
         sys.stderr.flush()
-        # A rank that was stopped while they made a segment has left it with its name.
-        here = {pid for node, pid in self._places if node == os.uname().nodename}
+        # A rank that was stopped while it made a segment has left its file.
+        here = {pid for node, pid in self._processes if node == os.uname().nodename}
         clean_up(here.__contains__)
         time.sleep(FLUSH_SECONDS)
         end(1)

@@ -1,4 +1,4 @@
-"""The MPI library behind mpi4py: loaded, started, named, ended. Knows no ranks."""
+"""The MPI library behind mpi4py: loading, start, identification, end."""
 
 import contextlib
 import ctypes
@@ -13,13 +13,13 @@ __all__ = [
     "failed_process",
     "is_communicator",
     "is_cuda_aware",
-    "library",
     "load_mpi",
     "mpi_failure",
     "outlives_processes",
     "start_mpi",
     "stop_mpi",
-    "take_names_away",
+    "unlink_mpich_memory",
+    "version",
 ]
 
 ULFM = "OMPI_MCA_mpi_ft_enable"  # set by Open MPI's mpiexec
@@ -29,14 +29,14 @@ _is_ours_to_end = False
 
 
 def load_mpi() -> Any | None:
-    """Imports mpi4py's MPI but does not initialise it, so that it can be looked at first.
+    """Imports mpi4py's MPI without initialising it, so that it can be checked first.
 
-    An MPI library that was started by the launcher of another one may end the process as
-    soon as it is initialised. Nor does mpi4py end it, unless the user's script has imported MPI
-    before: it would do so in forked children too, and leave their parents waiting.
+    An MPI library that was started by the launcher of another one may end the process as soon as it
+    is initialised. mpi4py does not finalise it either, unless the user's script has imported MPI
+    before: it would do so in forked children as well, and their parents would wait.
 
     Returns:
-        mpi4py's `MPI` module; `None` when there is no MPI library, see `mpi_failure`.
+        mpi4py's `MPI` module; `None` if there is no MPI library, see `mpi_failure`.
     """
     global _failure, _is_ours_to_end
     import mpi4py
@@ -57,53 +57,52 @@ def load_mpi() -> Any | None:
 
 
 def start_mpi(mpi: Any) -> None:
-    """Initialises MPI with the thread level that mpi4py is set to, unless it has been."""
+    """Initialises MPI with the thread level of mpi4py, unless it is initialised."""
     import mpi4py
 
     if not mpi.Is_initialized():
         if outlives_processes():
-            # At its end Open MPI would wait for the dead as well, now and then for ever.
+            # In MPI_Finalize Open MPI would wait for dead ranks as well, sometimes for ever.
             os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
         mpi.Init_thread(getattr(mpi, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
 
 
 def failed_process(mpi: Any, error: BaseException) -> bool:
-    """Tells whether an error of MPI says that a process has died, or that another has seen it."""
+    """Returns whether an MPI error reports the death of a process, here or on another rank."""
     classes = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
     return isinstance(error, mpi.Exception) and error.Get_error_class() in classes
 
 
 def outlives_processes() -> bool:
-    """Tells whether MPI goes on when a process dies: Open MPI 5, started by `--with-ft ulfm`."""
+    """Returns whether MPI continues when a process dies: Open MPI 5 with `--with-ft ulfm`."""
     return os.environ.get(ULFM) in ("1", "true")
 
 
 def stop_mpi() -> None:
-    """Finalizes MPI where it was loaded here, at the end of a rank. Collective: every rank."""
+    """Finalises MPI at the end of a rank, if it was loaded here. Collective: every rank."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if _is_ours_to_end and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
 
 
-def take_names_away() -> None:
-    """Removes the names of MPICH's shared memory, so that a killed job leaves none.
+def unlink_mpich_memory() -> None:
+    """Unlinks the shared memory files of MPICH, so that a killed job leaves none.
 
-    MPICH opens it by name while it starts, and does not mind at its end that the name is gone.
-    Every rank of the node must have started MPI.
+    MPICH opens them by name only while it starts. Every rank of the node must have started MPI.
     """
     maps = Path("/proc/self/maps")
     if maps.exists():
         for name in set(re.findall(r"/dev/shm/mpich_shm_\w+$", maps.read_text(), re.MULTILINE)):
-            with contextlib.suppress(FileNotFoundError):  # another rank was quicker
+            with contextlib.suppress(FileNotFoundError):  # another rank was first
                 os.unlink(name)
 
 
 def mpi_failure() -> str | None:
-    """Returns why MPI could not be loaded, in one line; `None` when it was."""
+    """Returns the reason why MPI could not be loaded, in one line; `None` if it was."""
     return _failure
 
 
-def library(mpi: Any) -> str:
+def version(mpi: Any) -> str:
     """Returns the name and version of the MPI library in use, in one line."""
     lines = mpi.Get_library_version().replace("\0", "").strip().splitlines()
     return " ".join(lines[0].split())
@@ -111,7 +110,7 @@ def library(mpi: Any) -> str:
 
 @functools.cache
 def is_cuda_aware() -> bool | None:
-    """Tells whether the MPI library takes GPU memory; `None` where it does not say."""
+    """Returns whether the MPI library accepts GPU memory; `None` if it does not say."""
     maps = Path("/proc/self/maps")
     paths = set(re.findall(r"/\S*/libmpi\S*\.so\S*", maps.read_text())) if maps.exists() else set()
     for path in sorted(paths):
@@ -121,6 +120,6 @@ def is_cuda_aware() -> bool | None:
 
 
 def is_communicator(value: Any) -> bool:
-    """Tells whether a value is an mpi4py communicator; imports nothing to find out."""
+    """Returns whether a value is an mpi4py communicator, without an import of mpi4py."""
     module = sys.modules.get("mpi4py.MPI")
     return module is not None and isinstance(value, module.Comm)

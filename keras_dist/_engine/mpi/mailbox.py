@@ -1,7 +1,7 @@
-"""Messages between the ranks that nobody waits for, beside whatever else the ranks do.
+"""Messages between ranks that no rank waits for, independent of the collectives.
 
-One way for one node and for several, without an open port. It needs MPI calls from several threads
-at once. Knows MPI's communicators by what they can do.
+It works within a node and between nodes, without an open port, and needs MPI calls from several
+threads at once.
 """
 
 import time
@@ -13,35 +13,35 @@ NAP_SECONDS = 0.5e-3
 
 
 class Mailbox:
-    """The messages of this rank, of a thread of its own. Collective: every rank makes one; blocks.
+    """The messages of one thread of this rank. Collective to make: every rank; blocks.
 
     Args:
-        world: the MPI communicator of the ranks; it is duplicated.
+        world: MPI communicator of the ranks; it is duplicated.
     """
 
     def __init__(self, world: Any):
         self._world = world.Dup()
         self._sent: list[Any] = []
-        self._coming: list[Any] = []
+        self._arriving: list[Any] = []
 
     def post(self, rank: int, message: Any) -> None:
-        """Sends an object to another rank; does not wait."""
+        """Sends an object to another rank. Does not block."""
         self._sent.append(self._world.issend(message, rank))
 
     def receive(self) -> list[Any]:
-        """Returns the objects that have come; does not wait."""
+        """Returns the objects that have arrived. Does not block."""
         while (message := self._world.improbe()) is not None:
-            self._coming.append(message.irecv())
+            self._arriving.append(message.irecv())
         self._sent = [request for request in self._sent if not request.test()[0]]
-        tested = [(request, *request.test()) for request in self._coming]
-        self._coming = [request for request, has_come, _ in tested if not has_come]
-        return [message for _, has_come, message in tested if has_come]
+        tested = [(request, *request.test()) for request in self._arriving]
+        self._arriving = [request for request, has_arrived, _ in tested if not has_arrived]
+        return [message for _, has_arrived, message in tested if has_arrived]
 
     def close(self) -> None:
-        """Ends it; no message is left behind. Collective: every rank; blocks.
+        """Closes the mailbox; no message is lost. Collective: every rank; blocks.
 
-        Every message is known to its sender to have been received (Issend); a rank comes to the
-        barrier when its own have been, and receives those of others until all have come.
+        A sender knows that its messages have been received (Issend). A rank enters the barrier when
+        its messages have been received, and receives those of others until all have entered.
         """
         barrier = None
         while barrier is None or not barrier.Test():

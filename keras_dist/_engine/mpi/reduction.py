@@ -1,11 +1,9 @@
-"""A flat array reduced between ranks through MPI, piece after piece.
+"""Reduction of a flat array through MPI, piece by piece.
 
-Each rank reduces its slice of a piece, in rank order, and the slices are shared. While a
-piece is reduced the next one is on its way. Who reduces an element never shows in its bits:
-where numbers are compressed on their way, every contribution is, and every rank, also the one
-that reduced, takes the result as it travelled.
-
-Knows MPI's communicators by what they can do.
+Each rank reduces its slice of a piece, in rank order, and the ranks exchange the slices. While a
+piece is reduced, the next one is transferred. The bits of an element do not depend on the rank that
+reduces it: with compression, every contribution is compressed, and every rank takes the result from
+its wire format.
 """
 
 import itertools
@@ -22,9 +20,9 @@ from keras_dist._engine.shm.wait import blocked
 
 __all__ = ["SMALL_NBYTES", "reduce_through_mpi"]
 
-# Up to here every rank reduces everything itself: one message in place of two.
+# Up to here every rank reduces everything: one message instead of two.
 SMALL_NBYTES = 32 * 1024
-# So much of a piece is reduced by each rank.
+# Bytes of a piece that each rank reduces.
 PIECE_NBYTES = 2**20
 
 
@@ -39,13 +37,13 @@ def reduce_through_mpi(
     """Reduces a flat array over ranks, in place. Collective: every rank of `world`; blocks.
 
     Args:
-        world: the MPI communicator of the ranks.
-        flat: this rank's contribution, contiguous; the result when this returns.
+        world: MPI communicator of the ranks.
+        flat: contiguous array: the contribution of this rank, then the result.
         op: the reduction.
-        wire: how the numbers travel.
-        divisor: what the result is divided by at the end.
-        nodes: the ranks of each node, to be reduced by themselves first: the order in which
-            larger arrays are reduced, so that sizes do not show in the bits. None by default.
+        wire: wire format of the numbers.
+        divisor: divisor of the result.
+        nodes: ranks of each node, which are reduced first: the order of larger arrays, so that
+            bits do not depend on sizes. Defaults to none.
     """
     size = world.Get_size()
     width = max(flat.itemsize, wire.dtype.itemsize)
@@ -57,7 +55,7 @@ def reduce_through_mpi(
         _reduce(flat, rows, op, wire, divisor, nodes)
         flat[...] = wire.unpack(wire.pack(flat))
         return
-    # A rank receives as many slices as there are ranks, and slices may be of uneven length.
+    # A rank receives a slice from every rank, and slices may differ in length.
     step = max(1, min(PIECE_NBYTES * size // flat.itemsize, limit // size * size))
     pieces = [
         _Piece(world, flat[low : low + step], op, wire, divisor, nodes)
@@ -73,7 +71,7 @@ def reduce_through_mpi(
 
 
 class _Piece:
-    """A piece on its way: `send`, `reduce`, `finish`, each collective."""
+    """A piece in transfer: `send`, `reduce`, `finish`, each collective."""
 
     def __init__(
         self,
@@ -92,7 +90,7 @@ class _Piece:
         self._counts = counts * wire.dtype.itemsize
 
     def send(self) -> None:
-        """Sends every rank its slice; returns at once."""
+        """Starts to send every rank its slice. Does not block."""
         size = len(self._counts)
         self._rows = np.empty((size, self._mine), self._wire.dtype)
         received = np.full(size, self._rows[0].nbytes)
@@ -102,12 +100,12 @@ class _Piece:
         )
 
     def reduce(self) -> None:
-        """Reduces this rank's slice, once it is here, and sends it to all."""
+        """Reduces the slice of this rank, once it has arrived, and starts to send it to all."""
         wait(self._request)
         total = np.empty(self._mine, self._part.dtype)
         _reduce(total, self._rows, self._op, self._wire, self._divisor, self._nodes)
         del self._rows
-        # The contribution has been sent, so the result may take its place.
+        # The contribution has been sent, so the result may overwrite it.
         plain = self._wire.is_plain
         self._packed = self._part if plain else np.empty(self._part.size, self._wire.dtype)
         self._request = self._world.Iallgatherv(

@@ -1,8 +1,7 @@
-"""Bytes between ranks, as many as there are: MPI's counts may end at 2**31.
+"""Transfers of bytes of any size.
 
-A count, or the place where a part begins, is an `int` in MPI before version 4, so also for
-mpi4py over such a library. What is larger goes in chunks, each addressed by its own memory.
-Knows MPI's communicators and requests, by what they can do.
+Counts and displacements are an `int` before MPI 4, also for mpi4py over such a library, and end at
+2**31. Larger transfers go in chunks, each with an address of its own.
 """
 
 import itertools
@@ -26,19 +25,19 @@ __all__ = [
     "wait",
 ]
 
-MAX_NBYTES = 2**30  # in one call; under 2**31, with room for what a library adds up itself
+MAX_NBYTES = 2**30  # in one call: below 2**31, as libraries add up counts themselves
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
-    """Returns the bytes of an array in C order: MPI knows no bfloat16, but it knows bytes."""
+    """Returns the bytes of an array in C order: MPI has no bfloat16."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def wait(request: Any) -> None:
-    """Waits for data.
+    """Waits for a request.
 
-    It moves only while MPI is called, so there is no nap: over TCP naps took several times as
-    long. But another rank gets the core in between, as it may be the one that is waited for.
+    Data moves only while MPI is called, so there is no sleep: over TCP it took several times as
+    long. The thread yields the core to other ranks, which may be the ones it waits for.
     """
     with waiting:
         while not request.Test():
@@ -51,7 +50,7 @@ def broadcast_bytes(world: Any, buffer: np.ndarray, root: int) -> None:
     Args:
         world: the MPI communicator.
         buffer: uint8 array, of the same size on every rank.
-        root: the rank whose bytes count.
+        root: the rank that sends.
     """
     for chunk in _chunks(buffer):
         with blocked, spans.phase("transfer"):
@@ -61,13 +60,13 @@ def broadcast_bytes(world: Any, buffer: np.ndarray, root: int) -> None:
 def allgather_parts(
     world: Any, mine: np.ndarray, everything: np.ndarray, counts: np.ndarray
 ) -> None:
-    """Gives every rank the bytes of all. Collective; blocks.
+    """Sends the bytes of every rank to all. Collective; blocks.
 
     Args:
         world: the MPI communicator.
-        mine: uint8 array: the bytes of this rank.
+        mine: uint8 array, the bytes of this rank.
         everything: uint8 array, written: the bytes of rank 0, then those of rank 1, and so on.
-        counts: how many bytes each rank has.
+        counts: number of bytes of each rank.
     """
     if everything.size <= MAX_NBYTES:
         with blocked, spans.phase("transfer"):
@@ -80,14 +79,14 @@ def allgather_parts(
 
 
 def alltoall_parts(world: Any, payload: np.ndarray, result: np.ndarray, table: np.ndarray) -> None:
-    """Sends each rank its part of a buffer. Collective; blocks.
+    """Sends each rank a part of a buffer. Collective; blocks.
 
     Args:
         world: the MPI communicator.
         payload: uint8 array: the part for rank 0, then that for rank 1, and so on.
         result: uint8 array, written: the part from rank 0, then that from rank 1, and so on.
-        table: how many bytes each rank (first axis) sends to each rank; equal on all ranks,
-            so that all choose the same way.
+        table: number of bytes that each rank (first axis) sends to each rank; equal on all ranks,
+            so that all choose the same algorithm.
     """
     rank = world.Get_rank()
     sent, received = table[rank], table[:, rank]
@@ -112,14 +111,14 @@ def alltoall_parts(world: Any, payload: np.ndarray, result: np.ndarray, table: n
 
 
 def send_bytes(world: Any, payload: np.ndarray, peer: int, tag: int) -> None:
-    """Sends bytes to a rank that receives as many by `receive_bytes`; blocks."""
+    """Sends bytes to a rank that calls `receive_bytes` for as many; blocks."""
     with spans.phase("transfer"):
         for chunk in _chunks(payload):
             wait(world.Isend(chunk, peer, tag))
 
 
 def receive_bytes(world: Any, buffer: np.ndarray, peer: int, tag: int) -> None:
-    """Receives as many bytes as a buffer has from a rank that calls `send_bytes`; blocks."""
+    """Fills a buffer with bytes from a rank that calls `send_bytes`; blocks."""
     with spans.phase("transfer"):
         for chunk in _chunks(buffer):
             wait(world.Irecv(chunk, peer, tag))

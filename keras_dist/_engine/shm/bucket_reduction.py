@@ -1,16 +1,16 @@
-"""A bucket reduced by the ranks of a node, in memory that they share. Knows no MPI.
+"""Reduction of a bucket by the ranks of a node, in shared memory. Knows no MPI.
 
-A small bucket is copied into shared memory by every rank and reduced whole by every rank: one
-meeting. Of a larger one each rank reduces a slice, in rank order, and writes it to a result
-that all ranks see and read in place; `ways` has the ways in which contributions come there.
+Every rank copies a small bucket into shared memory and reduces it whole: one rendezvous. Of a large
+bucket each rank reduces a slice, in rank order, into a result that all ranks see and read in place;
+`transports` moves the contributions there.
 
-Why the result can be read in place. There are three results, used in turn. A rank writes to
-the result of call t again only in call t + 3, which it enters only after all ranks have met in
-call t + 2, and a rank comes to that meeting only after the code behind its call t and its
-call t + 1 has run. So the result of call t stays as it is until this rank itself calls for
-the second time from there; the same holds for calls on other buckets in between. A rank that
-comes to call t + 2 while somebody still holds the result of call t says so at that meeting, see
-`lending`; then all ranks leave this memory as it is. What is read in place begins on a page.
+Why the result can be read in place. There are three results, used in turn. A rank writes to the
+result of call t again only in call t + 3, which it enters only after all ranks have met in call
+t + 2, and a rank comes to that rendezvous only after the code after its call t and its call t + 1
+has run. So the result of call t does not change until the second following call of this rank; the
+same holds for calls on other buckets in between. A rank that comes to call t + 2 while the result
+of call t is still held says so at that rendezvous, see `zero_copy`; then no rank writes to this
+memory any more. A result that is read in place starts on a page.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from keras_dist._engine.arithmetic import ReduceOp, reduce_each, reduce_into
-from keras_dist._engine.collectives.buckets import (
+from keras_dist._engine.buckets import (
     Bucket,
     Piece,
     aligned,
@@ -36,16 +36,16 @@ from keras_dist._engine.tracing import spans
 
 __all__ = ["BucketReduction", "Finish", "SliceError", "bucket_reduction"]
 
-SMALL_NBYTES = 128 * 1024  # up to here every rank reduces everything: one meeting, not two
-READ_NBYTES = 4 * 2**20  # from here on a bucket may be read where it lies
-CHUNK_NBYTES = 512 * 1024  # reduced in one go, while a core's cache holds it
+SMALL_NBYTES = 128 * 1024  # up to here every rank reduces everything: one rendezvous, not two
+READ_NBYTES = 4 * 2**20  # from here on a bucket may be read from the memory of other ranks
+CHUNK_NBYTES = 512 * 1024  # reduced at once, while the cache of a core holds it
 WHOLE_NBYTES = 32 * 1024  # a part of an array of this size or more is a chunk of its own
 RESULTS = 3
 DONE = b"slices are ready"  # 16 bytes, as a digest
 FAILED = b"a slice is not.."
 
-# What is left to do over the nodes, in place, with this rank's slice before the others of the
-# node see it; told whether the slice is there, it says whether it is so on all nodes.
+# Reduces this rank's slice over the nodes, in place, before the other ranks of the node see it.
+# Takes the slice and whether it is ready; returns whether it is ready on all nodes.
 Finish = Callable[[np.ndarray, bool], bool]
 
 
@@ -54,35 +54,35 @@ class SliceError(Exception):
 
 
 class BucketReduction(Protocol):
-    """One bucket's shared memory and the arithmetic in it.
+    """The shared memory of one bucket, and its reduction.
 
-    A call is `publish`, a meeting and `reduce`; `FusedAllreduce` puts them together.
+    A call is `publish`, a rendezvous and `reduce`, see `FusedAllreduce`.
     """
 
     nbytes: int  # of shared memory, for all ranks together
-    is_shared: bool  # whether the result lies in memory that all ranks share
+    is_shared: bool  # whether the result lies in shared memory
 
-    def settle(self, segment: Segment, offset: int) -> None:
-        """Takes its place in a segment, `offset` bytes from its start."""
+    def bind_memory(self, segment: Segment, offset: int) -> None:
+        """Uses a part of a segment, `offset` bytes from its start."""
 
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
-        """Makes this rank's arrays visible to the others, before the ranks meet."""
+        """Makes the arrays of this rank visible to the others, before the rendezvous."""
 
     @property
     def is_held(self) -> bool:
-        """Whether a result is held that ranks may write to once they have met."""
+        """Whether a result is held that ranks may write to after the rendezvous."""
 
     def lend(self) -> np.ndarray | None:
-        """Returns the fused result of the last call, to be read in place; `None`: copy it."""
+        """Returns the fused result of the last call to read in place, or `None`: copy it."""
 
     def reduce(self, finish: Finish | None = None) -> np.ndarray:
-        """Reduces, after the ranks have met. Collective: every rank of the node.
+        """Reduces, after the rendezvous. Collective: every rank of the node.
 
         Args:
-            finish: what is left to do over the nodes. Defaults to nothing.
+            finish: reduces a slice over the nodes. Defaults to `None`: there is one node.
 
         Returns:
-            The fused result; when `is_shared`, it is to be copied or lent.
+            The fused result; if `is_shared`, copy or lend it.
 
         Raises:
             SliceError: a rank could not reduce its slice; raised on every rank of all nodes.
@@ -97,7 +97,7 @@ def bucket_reduction(node: Node, bucket: Bucket, op: ReduceOp) -> BucketReductio
 
 
 class _Whole:
-    """Every rank reduces everything; two sets of rows, used in turn, as one meeting is saved."""
+    """Every rank reduces everything; two sets of rows, used in turn, save a rendezvous."""
 
     is_shared = False
     is_held = False
@@ -108,7 +108,7 @@ class _Whole:
         self._turn = 0
         self.nbytes = aligned(2 * node.size * self._stride, PAGE)
 
-    def settle(self, segment: Segment, offset: int) -> None:
+    def bind_memory(self, segment: Segment, offset: int) -> None:
         size, stride = self._node.size, self._stride
         rows = [
             segment.array(offset + row * stride, self._bucket.count, self._bucket.dtype)
@@ -123,7 +123,7 @@ class _Whole:
         self._bucket.pack_into(self._rows[self._turn ^ 1][self._node.rank], arrays)
 
     def reduce(self, finish: Finish | None = None) -> np.ndarray:
-        # Only now, when all have come for the same call: the turns of the ranks stay equal.
+        # After the rendezvous: the turns of the ranks stay equal.
         self._turn ^= 1
         with spans.phase("reduce"):
             result = aligned_array(self._bucket.count, self._bucket.dtype)
@@ -132,7 +132,7 @@ class _Whole:
 
 
 class _Sliced:
-    """Each rank reduces a slice, chunk by chunk, into a result that all see."""
+    """Each rank reduces a slice, chunk by chunk, into a result that all ranks see."""
 
     is_shared = True
 
@@ -144,60 +144,61 @@ class _Sliced:
         self._stride = aligned(bucket.nbytes, PAGE)
         self._turn = 0
         scratch = node.scratch(3 * CHUNK_NBYTES).view(bucket.dtype)
-        way = RemoteRead if node.may_read and bucket.nbytes >= READ_NBYTES else CopyIn
-        self._way = way(node, bucket, bounds, scratch.reshape(3, -1))
-        self.nbytes = RESULTS * self._stride + aligned(self._way.nbytes, PAGE)
+        reads = node.may_read and bucket.nbytes >= READ_NBYTES
+        transport = RemoteRead if reads else CopyIn
+        self._transport = transport(node, bucket, bounds, scratch.reshape(3, -1))
+        self.nbytes = RESULTS * self._stride + aligned(self._transport.nbytes, PAGE)
 
-    def settle(self, segment: Segment, offset: int) -> None:
+    def bind_memory(self, segment: Segment, offset: int) -> None:
         self._results = [
             segment.array(offset + turn * self._stride, self._bucket.count, self._bucket.dtype)
             for turn in range(RESULTS)
         ]
-        places = [offset + turn * self._stride for turn in range(RESULTS)]
-        windows = [segment.window(place, self._bucket.nbytes) for place in places]
-        here = [window for window in windows if window is not None]
-        self._lending = ResultLease(here, self._bucket.dtype) if here else None
-        # By turn: where each chunk of the result is.
-        self._places = [
+        offsets = [offset + turn * self._stride for turn in range(RESULTS)]
+        views = [segment.private_view(start, self._bucket.nbytes) for start in offsets]
+        known = [view for view in views if view is not None]
+        self._lease = ResultLease(known, self._bucket.dtype) if known else None
+        # By turn: each chunk and its memory in the result.
+        self._targets = [
             [(result[chunk.low : chunk.high], chunk) for chunk in self._chunks]
             for result in self._results
         ]
-        self._way.settle(segment, offset + RESULTS * self._stride, self._results)
+        self._transport.bind_memory(segment, offset + RESULTS * self._stride, self._results)
 
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
-        self._way.publish(arrays, self._next_turn())
+        self._transport.publish(arrays, self._next_turn())
 
     @property
     def is_held(self) -> bool:
-        lending = self._lending
-        return lending is not None and lending.is_held((self._next_turn() + 1) % RESULTS)
+        lease = self._lease
+        return lease is not None and lease.is_held((self._next_turn() + 1) % RESULTS)
 
     def lend(self) -> np.ndarray | None:
-        return None if self._lending is None else self._lending.lend(self._turn)
+        return None if self._lease is None else self._lease.lend(self._turn)
 
     def reduce(self, finish: Finish | None = None) -> np.ndarray:
-        # Only now, when all have come for the same call: the turns of the ranks stay equal.
+        # After the rendezvous: the turns of the ranks stay equal.
         self._turn = self._next_turn()
         result = self._results[self._turn]
-        trouble = None
+        failure = None
         try:
             with spans.phase("reduce"):
                 pieces = (
-                    (place, self._way.parts(chunk, self._turn))
-                    for place, chunk in self._places[self._turn]
+                    (target, self._transport.parts(chunk, self._turn))
+                    for target, chunk in self._targets[self._turn]
                 )
                 reduce_each(pieces, self._bucket.dtype, self._op)
-        except Exception as error:  # whatever it is, others wait for this slice, on all nodes
-            trouble = error
-        whole = trouble is None
+        except Exception as error:  # ranks of all nodes wait for this slice
+            failure = error
+        ready = failure is None
         if finish is not None:
-            whole = finish(result[self._mine], whole)
+            ready = finish(result[self._mine], ready)
         with spans.phase("wait for slices"):
-            together = self._node.meet(DONE if whole else FAILED)
-        self._way.forget()
-        if not (whole and together):
-            what = "an error on another rank" if trouble is None else repr(trouble)
-            raise SliceError(what) from trouble
+            same = self._node.meet(DONE if ready else FAILED)
+        self._transport.forget()
+        if not (ready and same):
+            what = "an error on another rank" if failure is None else repr(failure)
+            raise SliceError(what) from failure
         return result
 
     def _next_turn(self) -> int:
@@ -205,10 +206,10 @@ class _Sliced:
 
 
 def _chunks(bucket: Bucket, part: slice) -> list[Piece]:
-    """Cuts a slice of a bucket into chunks that a core's cache holds.
+    """Cuts a slice of a bucket into chunks that the cache of a core holds.
 
-    A large array's elements are a chunk by themselves, so that they are read where they lie;
-    small arrays are put together.
+    Elements of a large array are a chunk of their own, which is read in place; small arrays share
+    a chunk.
     """
     step, whole = CHUNK_NBYTES // bucket.dtype.itemsize, WHOLE_NBYTES // bucket.dtype.itemsize
     cuts = {part.start, part.stop}

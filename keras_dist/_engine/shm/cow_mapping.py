@@ -1,8 +1,8 @@
-"""Shared memory as one process sees it that may write there: what it writes stays its own.
+"""Copy-on-write mappings of shared memory: a write is private to this process.
 
-The kernel gives a page of such a mapping to the process when it writes there. From then on the page
-shows no more what others write. Which pages are the process' own is what `/proc/self/pagemap`
-tells. Linux; knows no MPI.
+The kernel copies a page of such a mapping when the process writes to it; from then on the page does
+not show what other processes write. `/proc/self/pagemap` says which pages have been copied. Linux;
+knows no MPI.
 """
 
 import functools
@@ -14,19 +14,19 @@ import numpy as np
 __all__ = ["PAGE", "CowMapping", "map_private"]
 
 PAGE = mmap.PAGESIZE
-# Bits of the last byte of a page's entry of 8 bytes: present or swapped out; of a file.
+# Bits of the last byte of the 8 bytes of a page: present or swapped out; part of a file.
 THERE, OF_FILE = 0xC0, 0x20
 NO_RESERVE = 0x4000  # MAP_NORESERVE: few pages, if any, are written to
 
 
 def map_private(handle: int, nbytes: int) -> mmap.mmap | None:
-    """Maps a file so that others do not see what is written; `None` where that is not possible.
+    """Maps a file copy-on-write; returns `None` where the system does not support it.
 
     Args:
-        handle: its file descriptor; needed no longer.
-        nbytes: its size.
+        handle: file descriptor; it may be closed afterwards.
+        nbytes: size of the file.
     """
-    if not _writes_are_seen():
+    if not _is_supported():
         return None
     try:
         return _map(handle, nbytes)
@@ -35,12 +35,12 @@ def map_private(handle: int, nbytes: int) -> mmap.mmap | None:
 
 
 class CowMapping:
-    """A part of such a mapping.
+    """A part of a copy-on-write mapping.
 
     Args:
-        mapping: see `map_private`.
-        offset: where it begins, in bytes: at a page.
-        nbytes: its size.
+        mapping: a result of `map_private`.
+        offset: offset in bytes, a multiple of the page size.
+        nbytes: size of the part.
     """
 
     def __init__(self, mapping: mmap.mmap, offset: int, nbytes: int):
@@ -50,20 +50,20 @@ class CowMapping:
         self._place = 8 * (address // PAGE)
 
     def is_written(self) -> bool:
-        """Tells whether pages there have become this process' own, as they do when it writes."""
+        """Returns whether this process has written to the part."""
         try:
             found = os.preadv(_pagemap(), [self._entries], self._place)
-        except OSError:  # somebody has closed what was open
+        except OSError:  # the descriptor was closed by other code
             found = 0
         if found < len(self._entries):
-            return True  # for all that is known
+            return True  # unknown: assume a write
         kinds = np.frombuffer(self._entries, np.uint8)[7::8]
         return bool(np.any((kinds & THERE != 0) & (kinds & OF_FILE == 0)))
 
 
 def _map(handle: int, nbytes: int) -> mmap.mmap:
-    reach = mmap.PROT_READ | mmap.PROT_WRITE
-    return mmap.mmap(handle, nbytes, mmap.MAP_PRIVATE | NO_RESERVE, reach)
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    return mmap.mmap(handle, nbytes, mmap.MAP_PRIVATE | NO_RESERVE, access)
 
 
 @functools.cache
@@ -72,19 +72,19 @@ def _pagemap() -> int:
 
 
 @functools.cache
-def _writes_are_seen() -> bool:
-    """Tells whether windows show what others write, and pages what was written: tries it."""
+def _is_supported() -> bool:
+    """Tries whether a mapping shows writes of others, and pagemap those of this process."""
     try:
         handle = os.memfd_create("keras_dist", os.MFD_CLOEXEC)
         try:
             os.ftruncate(handle, PAGE)
-            window = CowMapping(_map(handle, PAGE), 0, PAGE)
-            before = window.memory[0], window.is_written()
+            view = CowMapping(_map(handle, PAGE), 0, PAGE)
+            before = view.memory[0], view.is_written()
             os.pwrite(handle, b"\1", 0)
-            after = window.memory[0], window.is_written()
+            after = view.memory[0], view.is_written()
         finally:
             os.close(handle)
-        window.memory[0] = 2
-        return (before, after) == ((0, False), (1, False)) and window.is_written()
+        view.memory[0] = 2
+        return (before, after) == ((0, False), (1, False)) and view.is_written()
     except (AttributeError, OSError):
         return False

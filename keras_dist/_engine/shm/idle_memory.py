@@ -1,9 +1,9 @@
-"""Shared memory of gradients that are not reduced any more, as of layers that have been frozen.
+"""Shared memory of gradients that are no longer reduced, as after layers have been frozen.
 
-Whenever the trainable variables of a model change, its gradients get a plan of their own, with
-memory of its own. A plan that has been idle for `IDLE_UPDATES` gives its memory back; it takes new
-memory if it is used again. Updates are counted where all ranks have met, so all ranks give back the
-same memory at the same update, and no rank has to tell the others.
+When the trainable variables of a model change, its gradients get a plan with memory of its own. A
+plan that has been idle for `IDLE_UPDATES` releases its memory, and allocates new memory if it is
+used again. Updates are counted after a rendezvous, so all ranks release the same memory at the same
+update, without a message.
 """
 
 import weakref
@@ -15,25 +15,25 @@ IDLE_UPDATES = 100
 
 
 class _Plan(Protocol):
-    """What holds shared memory."""
+    """A plan that holds shared memory."""
 
     def release(self) -> None:
-        """Gives the memory back until the plan is used again."""
+        """Releases the memory until the plan is used again."""
 
 
 class IdleMemory:
-    """The plans of one communicator that hold memory, and when each was last used."""
+    """The plans of one communicator that hold memory, and their last use."""
 
     def __init__(self) -> None:
-        # Least recently used first. A plan that nobody else holds gives its memory back by itself.
+        # Least recently used first. A plan without other references frees its memory by itself.
         self._last_uses: weakref.WeakKeyDictionary[_Plan, int] = weakref.WeakKeyDictionary()
         self._updates = 0
 
     def used(self, plan: _Plan) -> None:
-        """Notes an update by a plan and releases plans that have been idle for too long.
+        """Counts an update by a plan, and releases plans that have been idle for too long.
 
         Args:
-            plan: the plan; all ranks have met for it and hold the lock of the communicator.
+            plan: the plan, after its rendezvous; the caller holds the lock of the communicator.
         """
         self._updates += 1
         self._last_uses.pop(plan, None)

@@ -1,8 +1,7 @@
-"""Reading another process' memory where it lies: `process_vm_readv`, by ctypes. Linux.
+"""Reads the memory of another process: `process_vm_readv`, by ctypes. Linux.
 
-The kernel allows it between processes of one user unless a ptrace scope, a container's
-seccomp filter or separate user or process namespaces forbid it; so it is tried once, on
-every pair, before it is relied on.
+The kernel allows it between processes of one user, unless a ptrace scope, the seccomp filter of a
+container or separate user or process namespaces forbid it; so every pair of ranks tries it first.
 """
 
 import ctypes
@@ -31,12 +30,12 @@ if _readv is not None:
 
 
 def read(pid: int, here: np.ndarray, there: np.ndarray, nbytes: int) -> None:
-    """Copies pieces of another process' memory into this one's.
+    """Copies pieces of the memory of another process into that of this one.
 
     Args:
         pid: the other process.
         here: uint64 array of shape (pieces, 2): address and length of each piece here.
-        there: the same over there.
+        there: the same in the other process.
         nbytes: the sum of the lengths, equal on both sides.
 
     Raises:
@@ -57,17 +56,17 @@ def read(pid: int, here: np.ndarray, there: np.ndarray, nbytes: int) -> None:
 
 
 def can_read_all(share: Callable[[Any], list[Any]]) -> bool:
-    """Tries on every pair of the node's ranks; the answer is the same on all.
+    """Returns whether every rank of the node can read all others; the same on all ranks.
 
     Collective: every rank of the node.
 
     Args:
-        share: gives every rank's object to all ranks of the node, in rank order.
+        share: returns the objects of all ranks of the node, in rank order.
     """
     secret = np.frombuffer(os.urandom(64), np.uint8)
     everyone = share((os.getpid(), secret.ctypes.data, secret.tobytes()))
     mine = _readv is not None and all(_can_read(*other) for other in everyone)
-    return all(share(mine))  # also keeps `secret` alive until everyone has looked
+    return all(share(mine))  # keeps `secret` alive until all ranks have read it
 
 
 def _can_read(pid: int, address: int, expected: bytes) -> bool:
@@ -78,5 +77,5 @@ def _can_read(pid: int, address: int, expected: bytes) -> bool:
         read(pid, here, there, found.nbytes)
     except OSError:
         return False
-    # A process of the same number in another container would hold something else.
+    # In another container this number may be another process.
     return found.tobytes() == expected

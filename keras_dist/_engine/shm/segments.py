@@ -1,8 +1,8 @@
-"""Memory that all ranks of a node see, and how they meet in it. Linux; knows no MPI.
+"""Shared memory of the ranks of a node, and the barrier in it. Linux; knows no MPI.
 
-A segment is a file in `/dev/shm` that has no name, or one only while the ranks open it. Its pages
-are reserved when it is made, so a full `/dev/shm` is an error at that moment and not a crash
-later; whatever end the job comes to, the kernel frees it with the last process.
+A segment is a file in `/dev/shm` without a name, or with a name only while the ranks open it. Its
+pages are reserved when it is made, so a full `/dev/shm` is an error at that moment and not a crash
+later. However the job ends, the kernel frees the segment with the last process.
 """
 
 import contextlib
@@ -23,62 +23,62 @@ __all__ = ["DIRECTORY", "Segment", "ShmBarrier", "clean_up", "make_segment"]
 
 DIRECTORY = "/dev/shm"
 PREFIX = "keras_dist"
-LINE = 64  # bytes of a cache line: what two ranks write lies on two
+LINE = 64  # bytes of a cache line: no two ranks write to one line
 DIGEST_NBYTES = 16
 
 
 class Segment:
-    """Shared memory of one node, mapped and touched.
+    """Shared memory of one node, mapped and populated.
 
     Args:
-        handle: file descriptor of the file behind it; needed no longer.
-        nbytes: its size.
-        windows: whether there should be windows to it, where that is possible.
+        handle: file descriptor of the file; it may be closed afterwards.
+        nbytes: size in bytes.
+        private_view: whether to map it copy-on-write as well, where the system supports it.
     """
 
-    def __init__(self, handle: int, nbytes: int, windows: bool = False):
+    def __init__(self, handle: int, nbytes: int, private_view: bool = False):
         populate = getattr(mmap, "MAP_POPULATE", 0)
         mapping = mmap.mmap(handle, nbytes, mmap.MAP_SHARED | populate)
         self.memory = np.frombuffer(mapping, np.uint8)
-        self._private = map_private(handle, nbytes) if windows else None
+        self._private = map_private(handle, nbytes) if private_view else None
 
     def array(self, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
         """Returns `count` elements that start `offset` bytes into the segment."""
         return self.memory[offset : offset + count * dtype.itemsize].view(dtype)
 
-    def window(self, offset: int, nbytes: int) -> CowMapping | None:
-        """Returns a window to a part that begins on a page; `None` where there are none."""
+    def private_view(self, offset: int, nbytes: int) -> CowMapping | None:
+        """Returns the copy-on-write view of a part that starts on a page, if there is one."""
         return None if self._private is None else CowMapping(self._private, offset, nbytes)
 
 
 def make_segment(
-    nbytes: int, rank: int, share: Callable[[Any], list[Any]], windows: bool = False
+    nbytes: int, rank: int, share: Callable[[Any], list[Any]], private_view: bool = False
 ) -> tuple[Segment | None, str | None]:
     """Makes a segment for all ranks of a node.
 
-    The file behind it has no name: the ranks open it where /proc shows what the maker has open, so
-    nothing stays, whoever is killed meanwhile. Where one of them does not see it there, as from
-    another container, it has a name while they open it.
+    The file has no name: the other ranks open it through /proc of the rank that made it, so no file
+    is left, even if a rank is killed meanwhile. If a rank does not see it there, as from another
+    container, the file has a name while the ranks open it.
 
     Collective: every rank of the node.
 
     Args:
-        nbytes: its size, at least 1; the same on all ranks.
-        rank: this rank on the node; 0 makes the file.
-        share: gives every rank's object to all ranks of the node, in rank order.
-        windows: see `Segment`; ranks may differ in it.
+        nbytes: size in bytes, at least 1; the same on all ranks.
+        rank: index of this rank on the node; 0 makes the file.
+        share: returns the objects of all ranks of the node, in rank order.
+        private_view: see `Segment`; ranks may differ in it.
 
     Returns:
-        The segment and `None`; or `None` and the reason, on every rank alike.
+        The segment and `None`, or `None` and the reason; the same on all ranks.
     """
-    segment, troubles = _share_segment(_create_nameless, nbytes, rank, share, windows)
-    if any(isinstance(trouble, _Unseen) for trouble in troubles):
-        segment, troubles = _share_segment(_create_named, nbytes, rank, share, windows)
-    return (None, str(troubles[0])) if troubles else (segment, None)
+    segment, reasons = _share_segment(_create_nameless, nbytes, rank, share, private_view)
+    if any(isinstance(reason, _Unseen) for reason in reasons):
+        segment, reasons = _share_segment(_create_named, nbytes, rank, share, private_view)
+    return (None, str(reasons[0])) if reasons else (segment, None)
 
 
 class _Unseen(str):
-    """Says that a rank does not see the file that another one has made."""
+    """The reason of a rank that does not see the file of another rank."""
 
 
 _Made = tuple[str, int, str | None]
@@ -89,35 +89,35 @@ def _share_segment(
     nbytes: int,
     rank: int,
     share: Callable[[Any], list[Any]],
-    windows: bool,
+    private_view: bool,
 ) -> tuple[Segment | None, list[str]]:
-    """Makes a segment; returns it and what is in the way of ranks, on every rank alike."""
-    path, handle, trouble = create(nbytes) if rank == 0 else ("", -1, None)
+    """Makes a segment; returns it and the reasons of ranks that cannot use it."""
+    path, handle, reason = create(nbytes) if rank == 0 else ("", -1, None)
     segment = None
     try:
         identity = _identity(os.fstat(handle)) if handle >= 0 else None
-        path, identity, trouble = share((path, identity, trouble))[0]
-        if trouble is None and rank > 0:
-            handle, trouble = _open(path, identity)
-        if trouble is None:
+        path, identity, reason = share((path, identity, reason))[0]
+        if reason is None and rank > 0:
+            handle, reason = _open(path, identity)
+        if reason is None:
             try:
-                segment = Segment(handle, nbytes, windows)
+                segment = Segment(handle, nbytes, private_view)
             except OSError as error:
-                trouble = f"{path} cannot be mapped: {error.strerror}"
-        troubles = [text for text in share(trouble) if text is not None]
-    finally:  # also where a rank has died meanwhile
+                reason = f"{path} cannot be mapped: {error.strerror}"
+        reasons = [text for text in share(reason) if text is not None]
+    finally:  # even if a rank has died meanwhile
         if handle >= 0:
             os.close(handle)
         if rank == 0 and path.startswith(DIRECTORY):
             with contextlib.suppress(OSError):
                 os.unlink(path)
-    return (None if troubles else segment), troubles
+    return (None if reasons else segment), reasons
 
 
 def _open(path: str, identity: Any) -> tuple[int, str | None]:
-    """Opens a file that another rank has made; returns its descriptor and what is in the way."""
+    """Opens the file of another rank; returns its descriptor and the reason if it fails."""
     try:
-        # Under another container's /proc it may be a file of somebody else's.
+        # In another container the path may lead to another file.
         if _identity(os.stat(path)) == identity:
             return os.open(path, os.O_RDWR | os.O_CLOEXEC), None
         return -1, _Unseen(f"{path} is another file for this rank")
@@ -126,15 +126,15 @@ def _open(path: str, identity: Any) -> tuple[int, str | None]:
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
-    """Returns what no other file of the machine has."""
+    """Returns the device and inode of a file."""
     return found.st_dev, found.st_ino
 
 
 def clean_up(ended: Callable[[int], bool] | None = None) -> None:
-    """Removes what a job left that was killed while it made a segment.
+    """Removes files of jobs that were killed while they made a segment.
 
     Args:
-        ended: tells of a process that lives whether it is about to end. Defaults to none.
+        ended: returns whether a live process is about to end. Defaults to `None`: none is.
     """
     with contextlib.suppress(OSError):
         for name in os.listdir(DIRECTORY):
@@ -147,33 +147,33 @@ def clean_up(ended: Callable[[int], bool] | None = None) -> None:
 
 
 def _create_nameless(nbytes: int) -> _Made:
-    """Makes the file; returns where others see it, its descriptor, and what is in the way."""
+    """Makes the file; returns its path, its descriptor, and the reason if it fails."""
     try:
         handle = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except (AttributeError, OSError):  # another system, or what lies there knows no such files
+    except (AttributeError, OSError):  # another system, or a file system without such files
         return "", -1, _Unseen(f"no file without a name can be made in {DIRECTORY}")
-    if trouble := _reserve(handle, nbytes):
+    if reason := _reserve(handle, nbytes):
         os.close(handle)
-        return "", -1, trouble
+        return "", -1, reason
     return f"/proc/{os.getpid()}/fd/{handle}", handle, None
 
 
 def _create_named(nbytes: int) -> _Made:
-    """As `_create_nameless`."""
+    """Makes the file with a name, as `_create_nameless`."""
     path = os.path.join(DIRECTORY, f"{PREFIX}-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}")
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         return "", -1, f"no file can be made in {DIRECTORY}: {error.strerror}"
-    if trouble := _reserve(handle, nbytes):
+    if reason := _reserve(handle, nbytes):
         os.unlink(path)
         os.close(handle)
-        return "", -1, trouble
+        return "", -1, reason
     return path, handle, None
 
 
 def _reserve(handle: int, nbytes: int) -> str | None:
-    """Takes the pages of a file now: one that is missing later would be a bus error."""
+    """Reserves the pages of a file: a page that is missing later would be a bus error."""
     try:
         os.posix_fallocate(handle, 0, nbytes)
     except OSError as error:
@@ -197,18 +197,18 @@ def _alive(pid: int) -> bool:
 
 
 class ShmBarrier:
-    """Where the ranks of a node wait for each other and show what they are about to do.
+    """A barrier of the ranks of a node, which compares their digests.
 
-    Each rank has a counter of its meetings and two places for a digest, used in turn. A rank
-    that has left meeting k may write the digest of meeting k + 1 into the other place; it
-    comes back to this one only at meeting k + 2, and to get there all ranks must have left
-    meeting k, that is, have read its digests.
+    Each rank has a counter of its barriers and two slots for a digest, used in turn. A rank that
+    has left barrier k may write the digest of barrier k + 1 into the other slot. It writes to the
+    first slot again in barrier k + 2, which it enters only after all ranks have left barrier k,
+    that is, have read its digests.
 
     Args:
         segment: at least `nbytes_for(size)` bytes.
-        rank: this rank on the node.
-        size: the number of ranks on the node.
-        check: called now and then by a rank that waits, and raises when a rank has died.
+        rank: index of this rank on the node.
+        size: number of ranks on the node.
+        check: called repeatedly while this rank waits; raises if a rank has died.
     """
 
     LINES = 3  # counter, two digests
@@ -225,65 +225,65 @@ class ShmBarrier:
             [lines[r, 1 + turn, :DIGEST_NBYTES].data for r in range(size)] for turn in range(2)
         ]
         self._rank = rank
-        self._meetings = 0
+        self._count = 0
 
     @classmethod
     def nbytes_for(cls, size: int) -> int:
-        """Returns how many bytes the meeting place of `size` ranks takes."""
+        """Returns the size in bytes of the barrier of `size` ranks."""
         return (size * cls.LINES + 1) * LINE
 
     def leave(self) -> None:
-        """Tells whoever waits here, or will, that not all ranks will come any more."""
+        """Releases ranks that wait here, now or later: not all ranks will arrive."""
         self._left[0] = 1
         for counter in self._counters:
             counter.wake()
 
     def meet(self, digest: bytes) -> bool:
-        """Waits until all ranks of the node have come here.
+        """Waits until all ranks of the node have arrived.
 
         Args:
-            digest: 16 bytes to show to the others.
+            digest: 16 bytes.
 
         Returns:
-            Whether all ranks have shown the same digest; the answer is the same on all.
+            Whether all digests are equal; the same on all ranks.
         """
         self._arrive(digest)
         for counter in self._others:
-            if not counter.has_reached(self._meetings):
+            if not counter.has_reached(self._count):
                 self._wait()
                 break
         return self._agree(digest)
 
-    def come(self, digest: bytes) -> Callable[[], bool | None]:
-        """Comes to a meeting as `meet` does, and does not wait for it.
+    def start(self, digest: bytes) -> Callable[[], bool | None]:
+        """Starts `meet` without waiting.
 
         Returns:
-            What tells the answer of `meet`; `None` as long as a rank is missing.
+            Function that returns the answer of `meet`, or `None` while a rank is missing.
         """
         self._arrive(digest)
 
         def answer() -> bool | None:
-            if all(counter.has_reached(self._meetings) for counter in self._others):
+            if all(counter.has_reached(self._count) for counter in self._others):
                 return self._agree(digest)
-            self._look()
+            self._check_alive()
             return None
 
         return answer
 
     def _wait(self) -> None:
-        with waiting:  # one wait, whoever is missing
+        with waiting:  # one wait, whichever ranks are missing
             for counter in self._others:
-                counter.wait_for(self._meetings, self._look)
+                counter.wait_for(self._count, self._check_alive)
 
-    def _look(self) -> None:
+    def _check_alive(self) -> None:
         if self._left[0]:
-            raise errors.RankLostError("Another rank of this node has lost one.")
+            raise errors.RankLostError("Another rank of this node has seen a rank die.")
         self._check()
 
     def _arrive(self, digest: bytes) -> None:
-        self._meetings = (self._meetings + 1) % 2**32
-        self._digests[self._meetings % 2][self._rank][:] = digest
-        self._mine.raise_to(self._meetings)
+        self._count = (self._count + 1) % 2**32
+        self._digests[self._count % 2][self._rank][:] = digest
+        self._mine.raise_to(self._count)
 
     def _agree(self, digest: bytes) -> bool:
-        return all(other == digest for other in self._digests[self._meetings % 2])
+        return all(other == digest for other in self._digests[self._count % 2])

@@ -1,7 +1,7 @@
-"""How contributions come to the rank that reduces them: copied, or read where they lie.
+"""Transports: how the rank that reduces a slice gets the contributions of the others.
 
-A way tells, for each chunk of a rank's slice, the contributions of all ranks in rank order.
-Both ways lead to the same arithmetic.
+A transport returns, for each chunk of a slice, the contributions of all ranks in rank order. The
+arithmetic is the same for all transports.
 """
 
 import itertools
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from keras_dist._engine.collectives.buckets import Bucket, Piece, aligned
+from keras_dist._engine.buckets import Bucket, Piece, aligned
 from keras_dist._engine.shm import process_vm
 from keras_dist._engine.shm.node import Node
 from keras_dist._engine.shm.segments import Segment
@@ -18,19 +18,19 @@ __all__ = ["CopyIn", "RemoteRead"]
 
 
 class CopyIn:
-    """Each rank copies what others reduce into shared memory; its own slice stays where it is.
+    """Each rank copies the slices that others reduce into shared memory.
 
-    The first other contribution to a slice is written to where its result will be and reduced
-    in place, the rest to rows beside. For two ranks that is half a copy each, and no rows.
+    The first other contribution to a slice is written to the memory of its result and reduced in
+    place, the rest to extra rows. For two ranks that is half a copy each, and no rows.
 
-    The slices are copied whole before any is reduced. Copied and reduced in blocks that stay
-    in cache they would cross the memory bus less often, but then a core fetches lines that
-    another core has just written, which took up to twice the time in a training step.
+    All slices are copied before any is reduced. Copied and reduced in blocks that stay in cache,
+    they would cross the memory bus less often, but a core would fetch lines that another core has
+    just written, which took up to twice the time in a training step.
 
     Args:
         node: the ranks.
         bucket: the bucket.
-        bounds: where the slices of the ranks begin, and the end.
+        bounds: first element of the slice of each rank, and the end.
         scratch: three buffers, each of the size of the largest chunk.
     """
 
@@ -41,19 +41,19 @@ class CopyIn:
         self._arrays: Sequence[np.ndarray] = ()
         self.nbytes = (node.size - 2) * self._stride
 
-    def settle(self, segment: Segment, offset: int, results: Sequence[np.ndarray]) -> None:
-        """Takes its place in a segment, `offset` bytes from its start."""
+    def bind_memory(self, segment: Segment, offset: int, results: Sequence[np.ndarray]) -> None:
+        """Uses a part of a segment, `offset` bytes from its start."""
         self._results = results
         self._rows = [
             segment.array(offset + row * self._stride, self._bucket.count, self._bucket.dtype)
             for row in range(self._size - 2)
         ]
-        # By turn: where to, which array and which part of it.
+        # By turn: the target, the index of the array and its part.
         self._copies = [list(self._plan_copies(turn)) for turn in range(len(results))]
         self._found: dict[tuple[int, int], list[np.ndarray]] = {}
 
     def publish(self, arrays: Sequence[np.ndarray], turn: int) -> None:
-        """Makes this rank's arrays visible to the others, before the ranks meet."""
+        """Makes the arrays of this rank visible to the others, before the rendezvous."""
         self._arrays = [array if array.ndim == 1 else array.reshape(-1) for array in arrays]
         for target, slot, part in self._copies[turn]:
             target[...] = self._arrays[slot][part]
@@ -61,13 +61,12 @@ class CopyIn:
     def parts(self, chunk: Piece, turn: int) -> list[np.ndarray]:
         """Returns a chunk of all contributions, in rank order.
 
-        The first or second is the memory of the result, which is written only after both
-        have been looked at.
+        The first or second is the memory of the result, which is written after both are read.
         """
         others = self._found.get((turn, chunk.low))
         if others is None:
             others = self._found[turn, chunk.low] = [
-                self._place(self._rank, rank, turn)[chunk.low : chunk.high]
+                self._target(self._rank, rank, turn)[chunk.low : chunk.high]
                 for rank in range(self._size)
                 if rank != self._rank
             ]
@@ -75,29 +74,29 @@ class CopyIn:
         return [*others[: self._rank], mine, *others[self._rank :]]
 
     def forget(self) -> None:
-        """Lets go of this rank's arrays, when it has reduced."""
+        """Releases the arrays of this rank, after it has reduced."""
         self._arrays = ()
 
-    def _place(self, owner: int, rank: int, turn: int) -> np.ndarray:
-        """Returns where `rank` puts what `owner` reduces."""
+    def _target(self, owner: int, rank: int, turn: int) -> np.ndarray:
+        """Returns the memory to which `rank` copies the slice that `owner` reduces."""
         others_before = rank - (rank > owner)
         return self._results[turn] if others_before == 0 else self._rows[others_before - 1]
 
     def _plan_copies(self, turn: int) -> Iterator[tuple[np.ndarray, int, slice]]:
         for owner, (low, high) in enumerate(itertools.pairwise(self._bounds)):
             if owner != self._rank:
-                place = self._place(owner, self._rank, turn)
+                target = self._target(owner, self._rank, turn)
                 for slot, begin, at, count in Piece(self._bucket, low, high).parts:
-                    yield place[low + at : low + at + count], slot, slice(begin, begin + count)
+                    yield target[low + at : low + at + count], slot, slice(begin, begin + count)
 
 
 class RemoteRead:
-    """Each rank reads its slice of the others' arrays where they lie; nothing is copied first.
+    """Each rank reads its slice from the memory of the other ranks; nothing is copied first.
 
     Args:
         node: the ranks.
         bucket: the bucket.
-        bounds: where the slices of the ranks begin, and the end.
+        bounds: first element of the slice of each rank, and the end.
         scratch: three buffers, each of the size of the largest chunk.
     """
 
@@ -108,20 +107,20 @@ class RemoteRead:
         self._arrays: Sequence[np.ndarray] = ()
         self.nbytes = node.size * len(bucket.slots) * 8
 
-    def settle(self, segment: Segment, offset: int, results: Sequence[np.ndarray]) -> None:
-        """Takes its place in a segment, `offset` bytes from its start."""
+    def bind_memory(self, segment: Segment, offset: int, results: Sequence[np.ndarray]) -> None:
+        """Uses a part of a segment, `offset` bytes from its start."""
         slots = len(self._bucket.slots)
         table = segment.array(offset, self._size * slots, np.dtype(np.uint64))
         self._addresses = table.reshape(self._size, slots)
 
     def publish(self, arrays: Sequence[np.ndarray], turn: int) -> None:
-        """Makes this rank's arrays visible to the others, before the ranks meet."""
-        # Held until all have read them, which `forget` says.
+        """Makes the arrays of this rank visible to the others, before the rendezvous."""
+        # Kept until `forget`, when all ranks have read them.
         self._arrays = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
         self._addresses[self._rank] = [_address(array) for array in self._arrays]
 
     def parts(self, chunk: Piece, turn: int) -> Iterator[np.ndarray]:
-        """Yields a chunk of all contributions, in rank order; two at a time stay as they are."""
+        """Yields a chunk of all contributions, in rank order; two at a time are valid."""
         reader = self._readers.get(chunk.low)
         if reader is None:
             reader = self._readers[chunk.low] = _Reader(self._bucket, chunk, self._scratch[1:])
@@ -132,7 +131,7 @@ class RemoteRead:
                 yield reader.fetch(self._pids[rank], self._addresses[rank], rank % 2)
 
     def forget(self) -> None:
-        """Lets go of this rank's arrays, when all ranks have read them."""
+        """Releases the arrays of this rank, after all ranks have read them."""
         self._arrays = ()
 
 
@@ -146,9 +145,9 @@ class _Reader:
     """
 
     def __init__(self, bucket: Bucket, chunk: Piece, scratch: np.ndarray):
-        places = np.array(chunk.parts, np.uint64).reshape(-1, 4)
-        places[:, 1:] *= np.uint64(bucket.dtype.itemsize)
-        slots, offsets, starts, lengths = places.T
+        parts = np.array(chunk.parts, np.uint64).reshape(-1, 4)
+        parts[:, 1:] *= np.uint64(bucket.dtype.itemsize)
+        slots, offsets, starts, lengths = parts.T
         self._nbytes = int(lengths.sum())
         self._slots = slots.astype(np.intp)
         self._offsets = offsets
@@ -159,7 +158,7 @@ class _Reader:
         ]
 
     def fetch(self, pid: int, addresses: np.ndarray, turn: int) -> np.ndarray:
-        """Reads the chunk of the process whose arrays lie at `addresses`."""
+        """Reads the chunk of a process from the addresses of its arrays."""
         self._there[:, 0] = self._offsets + addresses[self._slots]
         process_vm.read(pid, self._here[turn], self._there, self._nbytes)
         return self._scratch[turn]

@@ -1,9 +1,9 @@
-"""Waiting for a number in shared memory to grow: spin briefly, then sleep in the kernel.
+"""Waits: counters in shared memory, and a record of what each thread waits for.
 
-Spinning answers within a microsecond but keeps a core busy that another rank, or this
-rank's own framework, may need; so it is short, and then the kernel wakes the waiter (a
-futex: Linux on x86). Here is noted, too, what each thread waits for, whatever it waits by, and
-counted how long this process has waited for other ranks.
+A thread that waits for a counter spins briefly and then sleeps in the kernel, which wakes it (a
+futex: Linux on x86). Spinning reacts within a microsecond but keeps a core busy that another rank,
+or the framework of this one, may need. All waits for other ranks are recorded here, by whatever
+means a thread waits, and their time is added up.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ __all__ = [
     "waits",
 ]
 
-AT_THE_END = "the end of the script"  # what ranks wait in that have nothing more to do
+AT_THE_END = "the end of the script"  # the operation of ranks that have nothing more to do
 SPIN_SECONDS = 30e-6
-PATIENCE_SECONDS = 0.5  # a sleeper looks now and then whether the others are alive
+PATIENCE_SECONDS = 0.5  # a sleeping thread checks this often whether the others are alive
 
-# The system call has no wrapper in the C library.
+# The C library has no wrapper of this system call.
 _FUTEX = 202
-_WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1  # the forms for words shared between processes
+_WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1  # operations on words that processes share
 
 
 class _Timespec(ctypes.Structure):
@@ -45,44 +45,44 @@ class _Timespec(ctypes.Structure):
 _patience = ctypes.byref(_Timespec(0, int(PATIENCE_SECONDS * 1e9)))
 _syscall = ctypes.CDLL(None).syscall
 
-# Two threads that add at once, on process sets of their own, may lose the time of one.
+# If two threads add at once, the time of one may be lost.
 _waited_seconds = 0.0
 
-# By thread: the ranks it last met and what for; and since when it waits, if it does.
+# By thread: its last ranks and operation; and since when it waits, if it does.
 _last: dict[int, tuple[Sequence[int], Any]] = {}
 _since: dict[int, float] = {}
 
 
 def waited_seconds() -> float:
-    """Returns how many seconds this process has waited for other ranks since it began."""
+    """Returns the seconds that this process has waited for other ranks since it started."""
     return _waited_seconds
 
 
 def note(ranks: Sequence[int], what: Any) -> None:
-    """Notes what the calling thread does from now on; costs a store and nothing else.
+    """Records the operation of the calling thread. It costs one store.
 
     Args:
-        ranks: with which ranks of the job.
-        what: its `str` says it.
+        ranks: ranks of the job that take part.
+        what: the operation; `str` describes it.
     """
     _last[get_ident()] = (ranks, what)
 
 
 def noted() -> Any:
-    """Returns what the calling thread has last noted that it does."""
+    """Returns the last operation of the calling thread."""
     return _last.get(get_ident(), ((), ""))[1]
 
 
 def waits() -> list[tuple[Sequence[int], Any, float]]:
-    """Returns for which ranks threads of this process wait, in what, and since when.
+    """Returns the ranks, the operation and the start of every wait of this process.
 
-    The time is one of `time.perf_counter()`.
+    The start is a time of `time.perf_counter()`.
     """
     return [(*_last.get(thread, ((), "")), began) for thread, began in list(_since.items())]
 
 
 class _Blocked:
-    """Notes, while it is entered, that the calling thread waits for other ranks."""
+    """Records that the calling thread waits for other ranks."""
 
     def __enter__(self) -> None:
         _since[get_ident()] = time.perf_counter()
@@ -92,7 +92,7 @@ class _Blocked:
 
 
 class _Waiting(_Blocked):
-    """Counts the time as well."""
+    """Records the wait and adds up its time."""
 
     def __exit__(self, *error: object) -> None:
         global _waited_seconds
@@ -104,12 +104,12 @@ waiting = _Waiting()
 
 
 def also_blocked() -> contextlib.AbstractContextManager[None]:
-    """Returns `blocked`, or nothing where the calling thread is within a wait already."""
+    """Returns `blocked`, or a null context if the calling thread already waits."""
     return contextlib.nullcontext() if get_ident() in _since else blocked
 
 
 class Counter:
-    """A number that one process raises and others wait for.
+    """A counter that one process increases and others wait for.
 
     Args:
         word: uint32 array of shape (1,) in shared memory, alone on its cache line.
@@ -120,28 +120,28 @@ class Counter:
         self._address = ctypes.c_void_p(word.ctypes.data)
 
     def raise_to(self, value: int) -> None:
-        """Sets the number and wakes who sleeps on it. Only its owner may call this.
+        """Sets the counter and wakes threads that sleep on it. Only its owner may call this.
 
-        The kernel is entered even when nobody sleeps: it costs a microsecond, is a full
-        memory barrier, and asking first would need one as well.
+        The system call happens even if no thread sleeps: it takes a microsecond and is a full
+        memory barrier, which a check would need as well.
         """
         self._view[0] = value
         self.wake()
 
     def has_reached(self, value: int) -> bool:
-        """Tells whether the number has reached `value`, both counted modulo 2**32."""
+        """Returns whether the counter has reached `value`; both are modulo 2**32."""
         return _reached(self._view[0], value)
 
     def wake(self) -> None:
-        """Wakes who sleeps on the number; any process may call this."""
+        """Wakes threads that sleep on the counter; any process may call this."""
         _syscall(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
 
     def wait_for(self, value: int, check: Callable[[], None]) -> None:
-        """Returns once the number has reached `value`, both counted modulo 2**32.
+        """Waits until the counter has reached `value`; both are modulo 2**32.
 
         Args:
-            value: the number to wait for.
-            check: called now and then, and raises when there is no use in waiting on.
+            value: the value to wait for.
+            check: called repeatedly; raises if waiting is useless.
         """
         began = time.perf_counter()
         while not _reached(seen := self._view[0], value):

@@ -1,11 +1,11 @@
-"""Results that lie in shared memory and are read there, and whether somebody still holds them.
+"""Zero copy: results in shared memory that scripts read in place.
 
-What is lent is an array with a base of its own. All views hold the base, and so do the tensors that
-a framework makes of them, so it lives as long as somebody may read the result, or write to it.
+A lent result is an array with a base of its own. All views keep the base alive, and so do the
+tensors that a framework makes of them: the base lives as long as the result may be read or written.
 
-It is seen through a window, so that whoever writes to it changes what he has, and nobody else's:
-TensorFlow does so to a slice of a gradient that nobody else reads. The kernel copies each page of
-that, which takes longer than to copy all at once; so there nothing is lent any more.
+The mapping is copy-on-write: a write is private to this process. TensorFlow writes to a slice of a
+gradient that nothing else reads. The kernel then copies page by page, which is slower than one
+copy, so after a write nothing more is lent.
 """
 
 import weakref
@@ -19,32 +19,32 @@ __all__ = ["ResultLease"]
 
 
 class ResultLease:
-    """The results of one bucket, used in turn.
+    """Lends the results of one bucket, used in turn.
 
     Args:
-        windows: the memory of each.
-        dtype: theirs.
+        views: the memory of each result.
+        dtype: dtype of the results.
     """
 
-    def __init__(self, windows: Sequence[CowMapping], dtype: np.dtype):
-        self._windows, self._dtype = windows, dtype
+    def __init__(self, views: Sequence[CowMapping], dtype: np.dtype):
+        self._views, self._dtype = views, dtype
         self._is_over = False
-        self._bases: list[weakref.ref[np.ndarray] | None] = [None] * len(windows)
+        self._bases: list[weakref.ref[np.ndarray] | None] = [None] * len(views)
 
     def lend(self, turn: int) -> np.ndarray | None:
-        """Returns a result; `None` for ever once what was lent has been written to.
+        """Returns a result; always `None` once a lent result has been written to.
 
-        Nobody may hold what was lent last of this turn.
+        The result that was lent last in this turn must not be held any more.
         """
-        window = self._windows[turn]
-        self._is_over = self._is_over or window.is_written()
+        view = self._views[turn]
+        self._is_over = self._is_over or view.is_written()
         if self._is_over:
             return None
-        base = np.frombuffer(window.memory, np.uint8)
+        base = np.frombuffer(view.memory, np.uint8)
         self._bases[turn] = weakref.ref(base)
         return base.view(self._dtype)
 
     def is_held(self, turn: int) -> bool:
-        """Tells whether somebody still holds what was lent last of a turn."""
+        """Returns whether the result that was lent last in a turn is still held."""
         base = self._bases[turn]
         return base is not None and base() is not None

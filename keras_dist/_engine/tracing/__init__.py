@@ -1,1 +1,23 @@
-"""The timeline of one rank: what it does and when, written to a file while it works."""
+"""The trace of this process: spans, and the file to which they are written."""
+
+from keras_dist._engine.tracing.spans import step
+from keras_dist._engine.tracing.trace_writer import (
+    TraceWriter,
+    flush_trace,
+    forget_trace,
+    is_recording,
+    open_trace,
+    start_trace,
+    stop_trace,
+)
+
+__all__ = [
+    "TraceWriter",
+    "flush_trace",
+    "forget_trace",
+    "is_recording",
+    "open_trace",
+    "start_trace",
+    "step",
+    "stop_trace",
+]

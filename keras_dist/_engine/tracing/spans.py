@@ -1,9 +1,8 @@
-"""What this process does and when, recorded where it is done. Knows no MPI and no framework.
+"""Spans of the timeline: what this process does, and when. Knows no MPI and no framework.
 
-While nothing is recorded every place costs one look at `recorder`. Otherwise an operation is
-one record: from the moment at which its communicator was asked for, with what it did in between
-as its phases. What a thread does besides, such as a step, is a span. Records gather in memory;
-`part` writes them to a file.
+Without a recorder a span costs one check of `recorder`. With one, an operation is one record, from
+the call for the lock of its communicator on, with its phases; other work of a thread, such as a
+step, is a span. Records stay in memory until `trace_writer` writes them to a file.
 
 Times are those of `time.perf_counter_ns`, which all processes of a node share.
 """
@@ -45,11 +44,11 @@ _current: dict[int, "_Operation"] = {}  # by thread
 
 
 class Recorder:
-    """Gathers records while it is the one that records.
+    """Collects records.
 
     Args:
-        first: the first step that is recorded, counted from 0.
-        end: the step before which recording ends.
+        first: first step to record, counted from 0.
+        end: step at which recording ends, exclusive.
     """
 
     def __init__(self, first: int = 0, end: int = sys.maxsize):
@@ -58,7 +57,7 @@ class Recorder:
         self.steps = 0
         self.is_on = first == 0
         self.in_step = False
-        self.queued: dict[int, int] = {}  # by thread: since when what it runs has been queued
+        self.queued: dict[int, int] = {}  # by thread: when its operation was queued
         self.epoch: _Span | None = None
         self._window = range(first, end)
         self._threads: dict[int, int] = {}  # the lane of each
@@ -79,34 +78,34 @@ class Recorder:
         return lane
 
     def stop(self) -> None:
-        """Records no more."""
+        """Stops recording."""
         self._window, self.is_on = range(0), False
 
     def count_steps(self, count: int = 1) -> None:
-        """Notes that steps begin; recording begins and ends by their number."""
+        """Counts steps that start; recording starts and ends by their number."""
         self.is_on = self.steps in self._window
         self.steps += count
 
 
 class Lane:
-    """Where the operations of one communicator are recorded, and those that were queued.
+    """The lanes of one communicator: one for its calls, one for its queued operations.
 
     Args:
-        name: what it is called.
-        recorder: who records them.
+        name: name of the lanes.
+        recorder: the recorder.
     """
 
     def __init__(self, name: str, recorder: Recorder):
         self.recorder = recorder
         self.usual = recorder.add_lane(name)
-        self.behind = recorder.add_lane(f"{name}, behind the script")
+        self.queued = recorder.add_lane(f"{name}, queued")
         self.operation: _Operation | None = None
 
 
 class _Operation:
-    """The lock of a communicator, recorded from when it was asked for until it is left."""
+    """The lock of a communicator, recorded from its request to its release."""
 
-    __slots__ = ("_came", "_lane", "_lock", "_number", "_outer", "_since", "call", "phases")
+    __slots__ = ("_lane", "_lock", "_number", "_outer", "_requested", "_since", "call", "phases")
 
     def __init__(self, lane: Lane, lock: Any):
         self._lane, self._lock = lane, lock
@@ -114,17 +113,17 @@ class _Operation:
         self.phases: list[Any] = []
 
     def __enter__(self) -> None:
-        came = perf_counter_ns()
+        requested = perf_counter_ns()
         self._lock.__enter__()
         lane = self._lane
-        if lane.operation is None:  # else it is a part of another
+        if lane.operation is None:  # otherwise it is part of another
             thread = get_ident()
             lane.operation = self
             self._outer = _current.get(thread)
             _current[thread] = self
             queued = lane.recorder.queued.pop(thread, None)
-            self._came = came if queued is None else queued
-            self._number = lane.usual if queued is None else lane.behind
+            self._requested = requested if queued is None else queued
+            self._number = lane.usual if queued is None else lane.queued
             self._since = perf_counter_ns()
 
     def __exit__(self, *error: object) -> None:
@@ -136,7 +135,7 @@ class _Operation:
             else:
                 _current[get_ident()] = self._outer
             if lane.recorder.is_on and self.call is not None:
-                times = (self._came, self._since, perf_counter_ns())
+                times = (self._requested, self._since, perf_counter_ns())
                 record = (OPERATION, self._number, self.call, *times, self.phases)
                 lane.recorder.records.append(record)
         self._lock.__exit__(*error)
@@ -156,7 +155,7 @@ class _Phase:
 
 
 class _Span:
-    """What a thread does besides operations; a task is told of when it begins as well."""
+    """Work of a thread outside of operations; the start of a task is a record as well."""
 
     __slots__ = ("_began", "_is_task", "_lane", "_name", "_number", "_recorder")
 
@@ -194,12 +193,12 @@ class _Step(_Span):
 
 
 def held(lock: Any, lane: Lane) -> AbstractContextManager[None]:
-    """Returns a communicator's lock, whose outermost holding is recorded as an operation."""
+    """Returns the lock of a communicator; its outermost use is recorded as an operation."""
     return _Operation(lane, lock)
 
 
 def phase(name: str) -> AbstractContextManager[Any]:
-    """Returns a context that is a phase of the operation of the calling thread."""
+    """Returns a context manager for a phase of the operation of the calling thread."""
     if recorder is None:
         return _NOTHING
     operation = _current.get(get_ident())
@@ -207,12 +206,12 @@ def phase(name: str) -> AbstractContextManager[Any]:
 
 
 def meeting(call: Any, number: int = 0) -> AbstractContextManager[Any]:
-    """Returns the phase in which an operation waits for all ranks.
+    """Returns a context manager for the phase in which an operation waits for all ranks.
 
     Args:
-        call: what the operation is; the first one names it.
-        number: that of the meeting, equal on all ranks, by which it is seen who came last.
-            Defaults to 0, a meeting for which nobody asks that.
+        call: signature of the operation; the first one names it.
+        number: number of the rendezvous, equal on all ranks, which shows the last rank to arrive.
+            Defaults to 0: not compared.
     """
     if recorder is None:
         return _NOTHING
@@ -225,17 +224,17 @@ def meeting(call: Any, number: int = 0) -> AbstractContextManager[Any]:
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """Returns a context that is recorded on the lane of the calling thread."""
+    """Returns a context manager that is recorded on the lane of the calling thread."""
     return _NOTHING if recorder is None else _Span(recorder, name, 0)
 
 
 def task(name: str) -> AbstractContextManager[Any]:
-    """Returns a context such as a fit, recorded whichever steps are, and as soon as it begins."""
+    """Returns a context manager for a task such as fit, recorded from its start, for all steps."""
     return _NOTHING if recorder is None else _Span(recorder, name, 0, is_task=True)
 
 
 def begin_epoch(epoch: int) -> None:
-    """Notes that an epoch begins, and that the one before has ended."""
+    """Records the start of an epoch and the end of the one before."""
     if recorder is not None:
         end_epoch()
         recorder.epoch = _Span(recorder, "epoch", epoch, is_task=True)
@@ -243,29 +242,29 @@ def begin_epoch(epoch: int) -> None:
 
 
 def end_epoch() -> None:
-    """Notes that the last epoch has ended, if there was one."""
+    """Records the end of the epoch, if there is one."""
     if recorder is not None and recorder.epoch is not None:
         recorder.epoch.__exit__()
         recorder.epoch = None
 
 
 def step(count: int) -> AbstractContextManager[Any]:
-    """Returns a context that is recorded as steps of training.
+    """Returns a context manager that is recorded as steps of training.
 
     Args:
-        count: how many of them.
+        count: number of steps.
     """
     return _NOTHING if recorder is None else _Step(recorder, count)
 
 
 def count_update() -> None:
-    """Notes that gradients are about to be reduced: a step, where no other way tells of steps."""
+    """Counts a gradient reduction as a step, if steps are not recorded otherwise."""
     if recorder is not None and not recorder.in_step:
         recorder.count_steps()
 
 
 def queued(work: Any) -> Any:
-    """Returns an operation that is about to be queued, with the time at which it was."""
+    """Returns a function to queue that records the time at which it was queued."""
     if recorder is None:
         return work
     since, waiting_list = perf_counter_ns(), recorder.queued

@@ -1,8 +1,8 @@
-"""The file in which one rank records, line by line, while it works. Knows no MPI, no framework.
+"""The trace file of one rank, written line by line. Knows no MPI and no framework.
 
-A line is a list of whole numbers, or an object: the head, what a number stands for, the end. Lines
-are only appended, several times a second, by a thread; so a process that is killed leaves
-all lines but the last whole. `keras_dist.monitor.timeline` makes a trace of the parts of all ranks.
+A line is a list of integers, or a JSON object: the head, the name of a number, the end. A thread
+appends lines several times a second, so all lines but the last are complete if the process is
+killed. `keras_dist.monitor.timeline` merges the files of all ranks.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.collectives.signature import CollectiveSignature, Entry
+from keras_dist._engine.signature import CollectiveSignature, Entry
 from keras_dist._engine.tracing import spans
 
 __all__ = [
@@ -30,21 +30,21 @@ __all__ = [
 ]
 
 FLUSH_SECONDS = 0.5
-EVENT_NBYTES = 120  # of the trace that is made of it, on the average
+EVENT_NBYTES = 120  # of the merged trace, on average
 MAX_KNOWN = 1000
 
 _log = logging.getLogger("keras_dist")
-_part: "TraceWriter | None" = None
+_writer: "TraceWriter | None" = None
 
 
 class TraceWriter:
-    """A rank's file and the thread that writes it.
+    """The file of a rank, and the thread that writes it.
 
     Args:
-        path: where; what is there is removed.
-        head: what the first line says.
-        steps: the first step that is recorded and the one before which recording ends.
-        limit: how many bytes of the trace this rank may take.
+        path: path of the file; an existing file is replaced.
+        head: object of the first line.
+        steps: first step to record, and the end, exclusive.
+        limit: size in bytes of this rank's events in the merged trace.
     """
 
     def __init__(self, path: str, head: Mapping[str, Any], steps: tuple[int, int], limit: int):
@@ -52,12 +52,11 @@ class TraceWriter:
         self.is_full = False
         self.recorder = spans.Recorder(*steps)
         self._most = limit // EVENT_NBYTES
-        self._events = 0  # so many there are
-        self._lanes = 0  # how many have been written
+        self._events = 0
+        self._lanes = 0  # number of lanes whose names have been written
         self._numbers = _Numbers()
-        self._calls: dict[
-            int, tuple[CollectiveSignature, int]
-        ] = {}  # by id; held, or the id might be another's
+        # By id; the signature is kept alive, so that no other object gets its id.
+        self._calls: dict[int, tuple[CollectiveSignature, int]] = {}
         self._flushing = threading.Lock()
         self._over = threading.Event()
         self._file = open_trace(path)
@@ -66,7 +65,7 @@ class TraceWriter:
         self._thread.start()
 
     def close(self, **last: Any) -> None:
-        """Writes what is left, and a last line, and ends the thread."""
+        """Writes the remaining records and a last line, and ends the thread."""
         self._over.set()
         self._thread.join()
         self.flush()
@@ -74,7 +73,7 @@ class TraceWriter:
         os.close(self._file)
 
     def flush(self) -> None:
-        """Writes what has been recorded so far."""
+        """Writes the records so far."""
         with self._flushing:
             records = self.recorder.records
             lines = []
@@ -83,26 +82,26 @@ class TraceWriter:
                     break
                 lines.append(self._line(records.popleft()))
             lanes = list(self.recorder.lanes)
-            said = [{"lane": n, "name": lanes[n]} for n in range(self._lanes, len(lanes))]
+            named = [{"lane": n, "name": lanes[n]} for n in range(self._lanes, len(lanes))]
             self._lanes = len(lanes)
-            # What numbers stand for comes first: the end may be cut off.
-            head = [json.dumps(one) for one in (*said, *self._numbers.new)]
+            # Names come before the records that use them: the end may be cut off.
+            head = [json.dumps(one) for one in (*named, *self._numbers.new)]
             self._numbers.new.clear()
             if not self.is_full:
                 self._write([*head, *lines])
-                self._look_at_size()
+                self._check_size()
 
     def _line(self, record: tuple[Any, ...]) -> str:
-        """Returns a record as a line: the names in it become numbers."""
+        """Returns a record as a line, with numbers instead of names."""
         self._events += 1
         if record[0] != spans.OPERATION:
             kind, lane, name, began, ended, number = record
             return f"[{kind},{lane},{self._numbers[name]},{began},{ended},{number}]"
-        kind, lane, call, came, began, ended, phases = record
+        kind, lane, call, requested, began, ended, phases = record
         self._events += len(phases) // 4
         phases[::4] = map(self._numbers.__getitem__, phases[::4])
         known = self._calls.get(id(call)) or self._describe(call)
-        return repr([kind, lane, known[1], came, began, ended, *phases])
+        return repr([kind, lane, known[1], requested, began, ended, *phases])
 
     def _describe(self, call: CollectiveSignature) -> tuple[CollectiveSignature, int]:
         name, entries = call.operation, call.entries
@@ -120,7 +119,7 @@ class TraceWriter:
         self._calls[id(call)] = call, number
         return call, number
 
-    def _look_at_size(self) -> None:
+    def _check_size(self) -> None:
         if self._events >= self._most:
             self._fill()
             self._write([json.dumps({"full": self.recorder.steps})])
@@ -142,7 +141,7 @@ class TraceWriter:
         try:
             while data:
                 data = data[os.write(self._file, data) :]
-        except OSError as error:  # a full disk, for example: training goes on
+        except OSError as error:  # a full disk, for example: training continues
             if not self.is_full:
                 _log.warning("keras_dist records no more of its timeline: %s", error)
             self._fill()
@@ -153,7 +152,7 @@ class TraceWriter:
 
 
 class _Numbers(dict[str, int]):
-    """What stands for names; those that are new wait in `new` to be written."""
+    """Numbers of names; `new` has those that are still to be written."""
 
     def __init__(self) -> None:
         self.new: list[dict[str, Any]] = []
@@ -161,73 +160,73 @@ class _Numbers(dict[str, int]):
     def __missing__(self, name: str) -> int:
         return self._add(name, {"name": name})
 
-    def number(self, name: str, **more: Any) -> int:
-        """Returns the number of a name of which more is said; two may differ in that alone."""
-        said = {"name": name, **more}
-        key = repr(said)
-        return self[key] if key in self else self._add(key, said)
+    def number(self, name: str, **fields: Any) -> int:
+        """Returns the number of a name with fields; the same name may have several."""
+        named = {"name": name, **fields}
+        key = repr(named)
+        return self[key] if key in self else self._add(key, named)
 
-    def _add(self, key: str, said: dict[str, Any]) -> int:
+    def _add(self, key: str, named: dict[str, Any]) -> int:
         self[key] = number = len(self)
-        self.new.append({"number": number, **said})
+        self.new.append({"number": number, **named})
         return number
 
 
 def open_trace(path: str) -> int:
-    """Makes the file of a part, in place of what is there; returns its descriptor.
+    """Makes a trace file, in place of an existing one; returns its descriptor.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be made.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    # O_EXCL: a link that somebody lays there meanwhile is not followed.
+    # O_EXCL: a link that another user places there meanwhile is not followed.
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
     return os.open(path, flags, 0o666)
 
 
 def start_trace(path: str, head: Mapping[str, Any], steps: tuple[int, int], limit: int) -> None:
-    """Begins to record what this process does; see `TraceWriter`.
+    """Starts to record this process; see `TraceWriter`.
 
     Raises:
         OSError: the file cannot be written.
     """
-    global _part
-    _part = TraceWriter(path, head, steps, limit)
-    spans.recorder = _part.recorder
+    global _writer
+    _writer = TraceWriter(path, head, steps, limit)
+    spans.recorder = _writer.recorder
 
 
 def stop_trace(**last: Any) -> TraceWriter | None:
-    """Ends recording, if there is any, with a last line; returns what was recorded."""
-    global _part
-    part, _part, spans.recorder = _part, None, None
-    if part is not None:
-        part.close(**last)
-    return part
+    """Stops recording, if it is on, and writes a last line; returns the writer."""
+    global _writer
+    writer, _writer, spans.recorder = _writer, None, None
+    if writer is not None:
+        writer.close(**last)
+    return writer
 
 
 def is_recording() -> bool:
-    """Tells whether this process records what it does."""
-    return _part is not None
+    """Returns whether this process is recorded."""
+    return _writer is not None
 
 
 def flush_trace() -> None:
-    """Writes what has been recorded so far, before this process may end."""
-    if _part is not None:
-        _part.flush()
+    """Writes the records so far, before this process may end."""
+    if _writer is not None:
+        _writer.flush()
 
 
 def forget_trace() -> None:
-    """Leaves the file to another process: this one was forked from it."""
-    global _part
-    _part, spans.recorder = None, None
+    """Stops recording without a last line, in a process forked from the recorded one."""
+    global _writer
+    _writer, spans.recorder = None, None
 
 
 def _nbytes(entry: Entry) -> int:
-    """Returns the size of an array of a call, 0 where it is not known before."""
+    """Returns the size of an array in bytes, 0 if it is unknown before the operation."""
     if min(entry.shape, default=0) < 0:
         return 0
     try:
         return math.prod(entry.shape) * np.dtype(entry.dtype).itemsize
-    except TypeError:  # bfloat16, where nobody has told numpy of it
+    except TypeError:  # bfloat16, if ml_dtypes is not imported
         return 0

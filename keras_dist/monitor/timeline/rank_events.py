@@ -19,8 +19,8 @@ __all__ = [
 ]
 
 # Names of threads and events with a meaning.
-COMMUNICATION, BEHIND = "communication", ", behind the script"
-WAIT, HANDLE = "wait for ranks", "wait for what is queued"
+COMMUNICATION, BEHIND = "communication", ", queued"
+WAIT, HANDLE = "wait for ranks", "wait for a queued operation"
 STEP, EPOCH, COMPUTE, QUEUE = "step", "epoch", "compute", "queue"
 
 QUEUED_NS = 20_000  # shorter times are overhead of the call, not queueing

@@ -46,7 +46,7 @@ def begin_recording(
     first, end = steps or settings.timeline_steps
     share = int((mbytes or settings.timeline_mbytes) * MEGABYTE / comm.size)
     path = path_of_restart(os.path.abspath(path), settings.restart)
-    job = _engine.broadcast_object(comm, secrets.token_hex(8), 0)
+    job = _engine.collectives.broadcast_object(comm, secrets.token_hex(8), 0)
     offset, error = _engine.clock_offset(comm)
     head = {
         "job": job,
@@ -68,13 +68,15 @@ def begin_recording(
         trouble = failure
     _raise_on_all(comm, path, trouble)
     try:
-        _engine.start_trace(part_path(path, comm.rank), head, (first, end or sys.maxsize), share)
+        _engine.tracing.start_trace(
+            part_path(path, comm.rank), head, (first, end or sys.maxsize), share
+        )
     except OSError as failure:
         trouble = failure
     try:
         _raise_on_all(comm, path, trouble)
     except errors.ArgumentError:
-        _engine.stop_trace()
+        _engine.tracing.stop_trace()
         raise
 
 
@@ -86,10 +88,10 @@ def end_recording(comm: _engine.Communicator) -> None:
     Args:
         comm: all ranks.
     """
-    if not _engine.is_recording():
+    if not _engine.tracing.is_recording():
         return
     offset, error = _engine.clock_offset(comm)
-    part = _engine.stop_trace(clock=[time.perf_counter_ns(), offset, error])
+    part = _engine.tracing.stop_trace(clock=[time.perf_counter_ns(), offset, error])
     if part is None:
         return
     path, job = part.head["path"], part.head["job"]
@@ -111,21 +113,21 @@ def end_recording(comm: _engine.Communicator) -> None:
         )
 
 
-def _merge(comm: _engine.Communicator, part: _engine.TraceWriter) -> bool:
+def _merge(comm: _engine.Communicator, part: _engine.tracing.TraceWriter) -> bool:
     """Sends the root the recordings that it cannot read, in chunks. Collective.
 
     Returns:
         Whether the root can read the recording of this rank.
     """
     path, job, me = part.head["path"], part.head["job"], part.head["rank"]
-    every = _engine.allgather_object(comm, (me, _size_of(part.path)))
+    every = _engine.collectives.allgather_object(comm, (me, _size_of(part.path)))
     seen = [head_of(part_path(path, owner)).get("job") == job for owner, _ in every]
-    seen = _engine.broadcast_object(comm, seen, 0)
+    seen = _engine.collectives.broadcast_object(comm, seen, 0)
     trouble = None
     for owner, size in itertools.compress(every, map(operator.not_, seen)):
         for number in range(math.ceil(size / CHUNK_NBYTES)):
             chunk = _read(part.path, number) if owner == me else b""
-            received = b"".join(_engine.allgather_object(comm, chunk))
+            received = b"".join(_engine.collectives.allgather_object(comm, chunk))
             if comm.rank == 0 and trouble is None:
                 trouble = _append(part_path(path, owner), received, anew=number == 0)
     if trouble is not None:
@@ -135,7 +137,7 @@ def _merge(comm: _engine.Communicator, part: _engine.TraceWriter) -> bool:
 
 def _raise_on_all(comm: _engine.Communicator, path: str, trouble: OSError | None) -> None:
     said = None if trouble is None else f"{trouble} on {platform.node()}"
-    everyone = _engine.allgather_object(comm, said)
+    everyone = _engine.collectives.allgather_object(comm, said)
     found = [(rank, text) for rank, text in enumerate(everyone) if text is not None]
     if found:
         rank, text = found[0]
@@ -172,7 +174,7 @@ def _read(path: str, number: int) -> bytes:
 def _append(path: str, data: bytes, anew: bool) -> OSError | None:
     try:
         if anew:
-            os.close(_engine.open_trace(path))
+            os.close(_engine.tracing.open_trace(path))
         with open(path, "ab") as file:
             file.write(data)
     except OSError as failure:

@@ -1,5 +1,7 @@
 """What one rank does wrong is an error on all of them, and the next operation is a good one."""
 
+import importlib
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ import keras_dist
 from keras_dist import _engine, errors, runtime
 from keras_dist._engine import tuning
 
+SUM = _engine.OpOptions(_engine.ReduceOp.SUM)
 DIFFERENT = {
     "a dtype without that op": lambda odd: keras_dist.allreduce(
         np.ones(3, bool if odd else "f4"), "Sum"
@@ -58,7 +61,7 @@ def test_plans_that_cut_their_arrays_in_other_ways_are_found():
     names = ["a", "b", "c", "d"]
     for mine, others in ((2**30, 1), (1, 2**30), (300_000, 500_000)):
         size = mine if odd else others
-        fused = _engine.FusedAllreduce(comm, names, specs, _engine.ReduceOp.SUM, size)
+        fused = _engine.FusedAllreduce(comm, names, specs, SUM, _engine.PlanOptions(size))
         with pytest.raises(errors.MismatchError, match="buckets of gradients"):
             fused(arrays)
     assert keras_dist.allreduce(1.0, "Sum") == keras_dist.size()
@@ -71,16 +74,15 @@ def test_more_pieces_than_the_kernel_takes_at_once():
     arrays = [np.full(shape, number, np.float32) for number, shape in enumerate(shapes)]
     names = [str(number) for number in range(len(arrays))]
     specs = [(array.shape, array.dtype) for array in arrays]
-    fused = _engine.FusedAllreduce(reading, names, specs, _engine.ReduceOp.SUM, 2**30)
+    fused = _engine.FusedAllreduce(reading, names, specs, SUM, _engine.PlanOptions(2**30))
     for number, result in enumerate(fused(arrays)):
         assert (result == number * keras_dist.size()).all()
     reading.free()
 
 
 def test_the_plan_of_the_newest_call_is_kept_whatever_its_size(monkeypatch):
-    from keras_dist._engine.collectives import allreduce
-
-    monkeypatch.setattr(allreduce, "KEPT_NBYTES", 1)
+    module = importlib.import_module("keras_dist._engine.collectives.allreduce")
+    monkeypatch.setattr(module, "MAX_PLAN_NBYTES", 1)
     plans = runtime.communicator().plans
     keras_dist.allreduce(np.ones(100_000, np.float32))
     kept = list(plans.values())

@@ -1,4 +1,4 @@
-"""How far the clock of a rank is ahead of the root's. Knows MPI's communicators by what they do."""
+"""Clock offset of a rank from the root."""
 
 from time import perf_counter_ns
 
@@ -13,17 +13,17 @@ TAG = 7
 
 
 def clock_offset(comm: Communicator) -> tuple[int, int]:
-    """Measures how far `time.perf_counter_ns` of this rank is ahead of that of rank 0.
+    """Measures the offset of `time.perf_counter_ns` of this rank from that of rank 0.
 
-    Collective: every rank; blocks. Each asks rank 0 for the time, again and again. The answer
-    that came soonest counts: it was given between question and answer, so the error is half of
-    that time. Where it may be 0 it is 0, as the processes of a node share their clock.
+    Collective: every rank; blocks. Each rank asks rank 0 for the time repeatedly. The answer with
+    the shortest round trip counts; its error is half of that time. An offset within the error is
+    0, as the processes of a node share their clock.
 
     Args:
         comm: the ranks.
 
     Returns:
-        The difference and the error, in nanoseconds.
+        The offset and its error, in nanoseconds.
     """
     with comm.lock:
         if comm.rank > 0:

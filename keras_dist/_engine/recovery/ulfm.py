@@ -1,11 +1,8 @@
-"""The ranks that live, when others have died: how they hear of it, agree on it and go on.
+"""User-level failure mitigation (ULFM) of Open MPI 5: ranks that continue after others have died.
 
-Rests on what MPI calls user-level failure mitigation, which Open MPI 5 has: calls that wait for
-the dead fail on some rank, which revokes the communicator, so that they fail on all; those that
-live can still agree, and shrink the communicator to themselves. Every rank must agree and shrink
-equally often, whatever it has seen, or two of these would be taken for each other.
-
-Knows MPI's communicators by what they can do.
+A call that waits for a dead rank fails on some rank, which revokes the communicator, so that the
+call fails on all. The surviving ranks can still agree, and shrink the communicator to themselves.
+Every rank must agree and shrink equally often, or two of these calls would match each other.
 """
 
 import logging
@@ -22,105 +19,110 @@ from keras_dist._engine.shm.wait import also_blocked, blocked, note
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
 
-__all__ = ["agree", "assure", "is_loss", "leave", "rebuild"]
+__all__ = ["agree", "check_alive", "is_loss", "leave", "rebuild"]
 
-NEWS_SECONDS = 1.0  # how long the news of a death may be on its way
+NEWS_SECONDS = 1.0  # MPI may report a death this much later
 NAP_SECONDS = 1e-3
 
 _log = logging.getLogger("keras_dist")
 
 
 def is_loss(comm: "Communicator", error: BaseException) -> bool:
-    """Tells whether an error comes of a rank that has died, as far as this rank can know."""
+    """Returns whether an error comes from the death of a rank, as far as this rank can know."""
     if isinstance(error, errors.RankLostError) or failed_process(comm.mpi, error):
         return True
-    # What was received may be nonsense, which is noticed before the death is.
+    # Received data may be invalid, and noticed before the death is reported.
     patience = 0.0 if isinstance(error, errors.KerasDistError) else NEWS_SECONDS
     end = time.perf_counter() + patience
-    while not (known := _knows_of_dead(comm.world)) and time.perf_counter() < end:
+    while not (known := _knows_of_death(comm.world)) and time.perf_counter() < end:
         time.sleep(NAP_SECONDS)
     return known
 
 
 def agree(comm: "Communicator", fine: bool) -> bool:
-    """Tells whether all ranks live and are fine; the answer is the same on all.
+    """Returns whether all ranks are alive and have succeeded; the same on all ranks.
 
-    Collective: every rank that lives; blocks.
+    Collective: every rank that is alive; blocks.
+
+    Args:
+        comm: the ranks.
+        fine: whether this rank has succeeded.
     """
     return _agree(comm.mpi, comm.world, fine)
 
 
-def assure(comm: "Communicator") -> None:
-    """Makes sure, where ranks go on without those that die, that none has. Collective.
+def check_alive(comm: "Communicator") -> None:
+    """Checks that no rank has died, where the job continues without ranks that die. Collective.
 
     Raises:
-        RankLostError: one has; raised on every rank.
+        RankLostError: a rank has died; raised on every rank.
     """
-    if comm.recovery is not None and not agree(comm, True):
+    if comm.faults.retry is not None and not agree(comm, True):
         raise errors.RankLostError("A rank has died.")
 
 
 def leave(comm: "Communicator") -> None:
-    """Makes sure that no rank waits for this one any longer."""
+    """Releases all ranks that wait for this one."""
     if comm.node is not None:
         comm.node.leave()
-    for world in comm.worlds:
+    for world in comm.topology.mpi_communicators:
         world.Revoke()
 
 
 def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
-    """Makes a communicator one of the ranks that live. Collective: all of those; blocks.
+    """Rebuilds a communicator from the surviving ranks. Collective: all of them; blocks.
 
-    Ranks that die meanwhile are left out as well: all begin again.
+    If another rank dies meanwhile, all start again without it.
 
     Args:
         comm: the ranks.
-        exchange: the last step, collective too.
+        exchange: the last step, collective as well.
 
     Returns:
-        What `exchange` returns.
+        The result of `exchange`.
 
     Raises:
-        RankLostError: there are process sets, of which nobody knows what they are without the
-            dead; raised on every rank.
+        RankLostError: there are process sets, which are not defined without the rank that died;
+            raised on every rank.
     """
     if comm.subsets:
         raise errors.RankLostError(
             errors.explain(
                 comm.where(),
-                "no process sets where ranks go on without one that has died",
+                "no process sets where the job continues without a rank that has died",
                 f"{comm.subsets} of them, and a rank that has died",
-                "Start the job again, or do without process sets.",
+                "Start the job again, or do not use process sets.",
             )
         )
     before = shrunk = comm.world
-    found, whole = None, False
-    note(comm.ranks, "going on without a rank that has died")
-    while not whole:
+    found, complete = None, False
+    note(comm.ranks, "the recovery from the death of a rank")
+    while not complete:
         leave(comm)
-        comm.forget()
+        comm.disconnect()
         with blocked:
             shrunk = shrunk.Shrink()
         try:
             with blocked:
                 alone = shrunk.Dup()
-            comm.settle(alone)
+            comm.connect(alone)
             found, fine = exchange(), True
         except Exception as error:
             if not is_loss(comm, error):
                 raise
             leave(comm)
             fine = False
-        whole = _agree(comm.mpi, shrunk, fine)
+        complete = _agree(comm.mpi, shrunk, fine)
     gone = _missing(comm.mpi, before, shrunk)
-    comm.losses += len(gone)
-    comm.meetings = comm.losses << 32  # some had come to one to which others had not
+    comm.faults.losses += len(gone)
+    # Ranks may have counted differently when the rank died.
+    comm.digests.count = comm.faults.losses << 32
     if comm.rank == 0:
         progress = say_progress()
         where = f" ({progress})" if progress else ""
         _log.warning(
-            f"keras_dist: {have(gone)} died{where}. {comm.size} of {before.Get_size()} ranks go "
-            "on, numbered anew in their order."
+            f"keras_dist: {have(gone)} died{where}. {comm.size} of {before.Get_size()} ranks "
+            "continue, renumbered in their order."
         )
     return found
 
@@ -128,12 +130,12 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
 def _agree(mpi: Any, world: Any, fine: bool) -> bool:
     try:
         with also_blocked():
-            return bool(world.Agree(fine and not _knows_of_dead(world)))
+            return bool(world.Agree(fine and not _knows_of_death(world)))
     except mpi.Exception:
         return False
 
 
-def _knows_of_dead(world: Any) -> bool:
+def _knows_of_death(world: Any) -> bool:
     dead = world.Get_failed()
     count = dead.Get_size()
     dead.Free()

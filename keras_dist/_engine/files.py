@@ -1,11 +1,9 @@
-"""Files read through MPI: by a rank for itself, or by all ranks together.
+"""Files read through MPI: by each rank separately, or by all ranks together.
 
-A file that is read together is opened on the communicator of all ranks, of which MPI keeps a
-duplicate with it: what ranks tell each other about the file meets no message of a reduction. Such
-a read begins with a meeting as every collective does, so ranks that come in another order are told
-so. What nobody has closed is closed when all ranks come to the end of the job. A file that a rank
-reads for itself is opened for that rank alone; it may be read in any thread at any time, and nobody
-waits for anybody.
+A file that all ranks read together is opened on their communicator, which MPI duplicates: messages
+about the file match no message of a reduction. Such a read starts with a rendezvous, as every
+collective. A file that is still open at the end of the job is closed then. A file that a rank reads
+separately is opened by that rank alone; any thread may read it at any time, without waiting.
 """
 
 import contextlib
@@ -16,22 +14,22 @@ import numpy as np
 
 from keras_dist import errors
 from keras_dist._engine.collectives.rendezvous import rendezvous
-from keras_dist._engine.collectives.signature import CollectiveSignature
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.mpi.transfer import MAX_NBYTES
 from keras_dist._engine.shm.wait import blocked
+from keras_dist._engine.signature import CollectiveSignature
 
 __all__ = ["File"]
 
 
 class File:
-    """A file, opened to read.
+    """A file, opened for reading.
 
     Args:
         comm: the ranks.
-        path: the file.
-        together: whether all ranks open it and read together. Then opening and closing is
-            collective.
+        path: path of the file.
+        together: whether all ranks open the file and read it together; opening and closing are
+            collective then.
 
     Raises:
         DataError: MPI cannot open it.
@@ -48,17 +46,17 @@ class File:
         except self._mpi.Exception as failure:
             raise self._error("to be readable through MPI", str(failure)) from failure
         if together:
-            comm.services.append(self)
+            comm.services.add_resource(self)
 
     def read_at(self, offset: int, target: np.ndarray) -> None:
-        """Fills memory with what begins at a byte of the file; this rank alone, in any thread.
+        """Reads bytes from an offset of the file. Any thread of this rank may call this.
 
         Args:
-            offset: the byte.
-            target: uint8 array of shape (count,).
+            offset: offset in bytes.
+            target: uint8 array of shape (count,), written.
 
         Raises:
-            DataError: the file cannot be read, or ends before.
+            DataError: the file cannot be read, or is too short.
         """
         for low in range(0, target.size, MAX_NBYTES):
             part = target[low : low + MAX_NBYTES]
@@ -70,22 +68,22 @@ class File:
                 raise self._error("to be readable through MPI", str(failure)) from failure
             self._check(status, part)
 
-    def read_together(self, pieces: np.ndarray, target: np.ndarray) -> None:
-        """Fills memory with pieces of the file. Collective: every rank, each with its own; blocks.
+    def read_together(self, ranges: np.ndarray, target: np.ndarray) -> None:
+        """Reads ranges of the file. Collective: every rank, each with its own ranges; blocks.
 
         Args:
-            pieces: int64 of shape (count, 2): the bytes at which each begins and ends, ascending.
-            target: uint8 array with room for all; at most 1 GiB.
+            ranges: int64 array of shape (count, 2): first byte and end of each range, ascending.
+            target: uint8 array of the size of all ranges, at most 1 GiB, written.
 
         Raises:
-            DataError: the file cannot be read, or ends before.
-            MismatchError: another rank does something else; raised on every rank.
+            DataError: the file cannot be read, or is too short.
+            MismatchError: another rank calls another operation; raised on every rank.
         """
         mpi, status = self._mpi, self._mpi.Status()
         with self._comm.lock:
-            rendezvous(self._comm, CollectiveSignature("a reading of a file by all ranks"))
-            lengths = (pieces[:, 1] - pieces[:, 0]).tolist()
-            wanted = mpi.BYTE.Create_hindexed(lengths, pieces[:, 0].tolist()).Commit()
+            rendezvous(self._comm, CollectiveSignature("a read of a file by all ranks"))
+            lengths = (ranges[:, 1] - ranges[:, 0]).tolist()
+            wanted = mpi.BYTE.Create_hindexed(lengths, ranges[:, 0].tolist()).Commit()
             try:
                 with blocked:
                     self._file.Set_view(0, mpi.BYTE, wanted)
@@ -97,16 +95,16 @@ class File:
         self._check(status, target)
 
     def close(self) -> None:
-        """Closes the file. Collective where it is read together."""
+        """Closes the file. Collective if all ranks read it together."""
         if self._together:
-            self._comm.services.remove(self)
+            self._comm.services.remove_resource(self)
         if not self._mpi.Is_finalized():
             with self._turn(), self._use:
                 self._file.Close()
 
     def _turn(self) -> Any:
-        """What is held around calls of MPI, where it takes one at a time."""
-        free = self._comm.may_thread or self._together
+        """Returns a lock around calls of MPI, where MPI allows one thread at a time."""
+        free = self._comm.thread_multiple or self._together
         return contextlib.nullcontext() if free else self._comm.lock
 
     def _check(self, status: Any, target: np.ndarray) -> None:
@@ -120,7 +118,7 @@ class File:
                 self._comm.where(),
                 f"{self._path} {expected}",
                 " ".join(received.split()),
-                "Look whether it is there, whole and readable here; without mpi_io a file is read "
-                "without MPI.",
+                "Check that the file is complete and readable on this node; without the argument "
+                "mpi_io it is read without MPI.",
             )
         )

@@ -1,7 +1,7 @@
-"""The bucket plan: which arrays travel together, and where in the fused buffer. Pure.
+"""The bucket plan: which arrays share a bucket, and their offsets in its buffer. Pure.
 
-A plan depends on shapes, dtypes and the bucket size alone, so every rank that holds the
-same arrays makes the same plan without talking to the others.
+A plan depends only on shapes, dtypes and the bucket size, so ranks with the same arrays make the
+same plan without a message.
 """
 
 import dataclasses
@@ -22,19 +22,19 @@ __all__ = [
     "slice_bounds",
 ]
 
-# Bytes: a cache line, and what TensorFlow and JAX ask of memory that they take as it is.
+# Bytes: a cache line, and the alignment at which TensorFlow and JAX take memory without a copy.
 ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """The place of one array in a fused buffer.
+    """An array in a fused buffer.
 
     Args:
-        index: the array's position in the list that was planned.
+        index: index of the array in the list that was planned.
         shape: its shape.
-        offset: where it starts in the buffer, in elements.
-        count: how many elements it has.
+        offset: its first element in the buffer.
+        count: number of its elements.
     """
 
     index: int
@@ -45,12 +45,12 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Arrays of one dtype that are reduced in one go.
+    """Arrays of one dtype that are reduced together.
 
     Args:
         dtype: their dtype.
-        slots: their places, in the order they were planned.
-        count: elements of the fused buffer, gaps for alignment included.
+        slots: their slots, in the order of the list.
+        count: number of elements of the fused buffer, with gaps for alignment.
     """
 
     dtype: np.dtype
@@ -59,30 +59,30 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the fused buffer."""
+        """Size of the fused buffer in bytes."""
         return self.count * self.dtype.itemsize
 
     def pack(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """Copies arrays, one for each slot and in their order, into a new fused buffer."""
+        """Copies arrays, one for each slot in their order, into a new fused buffer."""
         buffer = aligned_array(self.count, self.dtype, np.zeros)
         self.pack_into(buffer, arrays)
         return buffer
 
     def pack_into(self, buffer: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
-        """Copies arrays, one for each slot and in their order, into a fused buffer."""
-        for place, array in zip(self._places, arrays, strict=True):
-            buffer[place] = array.reshape(-1)
+        """Copies arrays, one for each slot in their order, into a fused buffer."""
+        for part, array in zip(self._parts, arrays, strict=True):
+            buffer[part] = array.reshape(-1)
 
     def unpack(self, buffer: np.ndarray) -> list[np.ndarray]:
         """Returns the arrays of a fused buffer as views, in the order of the slots."""
-        # A reshape for nothing takes longer than the slice.
+        # A reshape without effect takes longer than the slice.
         return [
-            buffer[place] if shape is None else buffer[place].reshape(shape)
-            for place, shape in zip(self._places, self._shapes, strict=True)
+            buffer[part] if shape is None else buffer[part].reshape(shape)
+            for part, shape in zip(self._parts, self._shapes, strict=True)
         ]
 
     @functools.cached_property
-    def _places(self) -> list[slice]:
+    def _parts(self) -> list[slice]:
         return [slice(slot.offset, slot.offset + slot.count) for slot in self.slots]
 
     @functools.cached_property
@@ -91,36 +91,36 @@ class Bucket:
 
 
 class Piece:
-    """A range of a fused buffer, as parts of the arrays in it.
+    """A range of a fused buffer, as parts of its arrays.
 
     Args:
         bucket: the bucket.
         low: the first element.
-        high: the element behind the last.
+        high: the end, exclusive.
     """
 
     def __init__(self, bucket: Bucket, low: int, high: int):
         self.low = low
         self.high = high
-        #: of each array: its slot, where its part begins in it and in the piece, elements
+        #: for each array: index of its slot, start of its part in the array and in the piece, count
         self.parts: list[tuple[int, int, int, int]] = []
         for number, slot in enumerate(bucket.slots):
             begin, end = max(slot.offset, low), min(slot.offset + slot.count, high)
             if begin < end:
                 self.parts.append((number, begin - slot.offset, begin - low, end - begin))
-        #: where it lies in one array alone: that, and which part of it
-        self.place: tuple[int, slice] | None = None
+        #: if the piece lies in one array: index of its slot, and the part
+        self.single: tuple[int, slice] | None = None
         if self.parts and self.parts[0][3] == len(self):
             slot_number, begin, _, count = self.parts[0]
-            self.place = slot_number, slice(begin, begin + count)
+            self.single = slot_number, slice(begin, begin + count)
 
     def __len__(self) -> int:
         return self.high - self.low
 
     def of(self, arrays: Sequence[np.ndarray], scratch: np.ndarray) -> np.ndarray:
-        """Returns the piece of flat arrays: a view when it lies in one, else in `scratch`."""
-        if self.place is not None:
-            number, part = self.place
+        """Returns the piece of flat arrays: a view if it lies in one, else a copy in `scratch`."""
+        if self.single is not None:
+            number, part = self.single
             return arrays[number][part]
         for slot, begin, at, count in self.parts:
             scratch[at : at + count] = arrays[slot][begin : begin + count]
@@ -130,14 +130,14 @@ class Piece:
 def aligned_array(
     count: int, dtype: np.dtype, make: Callable[..., np.ndarray] = np.empty
 ) -> np.ndarray:
-    """Returns a new flat array that begins on a cache line.
+    """Returns a new flat array that starts on a cache line.
 
-    Others begin where numpy likes, and TensorFlow and JAX make copies of those.
+    TensorFlow and JAX copy other arrays.
 
     Args:
-        count: how many elements it has.
+        count: number of elements.
         dtype: their dtype.
-        make: numpy's function that makes it. Defaults to `np.empty`.
+        make: function of numpy that allocates it. Defaults to `np.empty`.
     """
     nbytes = count * dtype.itemsize
     memory = make(nbytes + ALIGNMENT, np.uint8)
@@ -151,7 +151,7 @@ def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
 
 
 def slice_bounds(count: int, size: int, itemsize: int) -> list[int]:
-    """Returns where the slices of `size` ranks begin, on cache lines, and the end."""
+    """Returns the first element of the slice of each rank, on a cache line, and the end."""
     step = max(1, ALIGNMENT // itemsize)
     lines = -(-count // step)
     return [min(count, lines * rank // size * step) for rank in range(size + 1)]
@@ -163,21 +163,21 @@ def plan_buckets(
     first_nbytes: int | None = None,
     groups: Sequence[Sequence[int]] = (),
 ) -> tuple[Bucket, ...]:
-    """Cuts a list of arrays into buckets.
+    """Distributes a list of arrays over buckets.
 
-    Arrays keep their order. A bucket takes arrays of one dtype until it holds
-    `bucket_nbytes` or more; so an array larger than that is never cut.
+    Arrays keep their order. A bucket takes arrays of one dtype until it holds `bucket_nbytes` or
+    more; no array is cut.
 
     Args:
         specs: shape and dtype of each array.
-        bucket_nbytes: the size, in bytes, at which a bucket is closed.
-        first_nbytes: the same for the first bucket, where it is less.
-        groups: indices of arrays that share a bucket, one for each of their dtypes, whatever
-            their size and with no others. Defaults to none.
+        bucket_nbytes: size in bytes at which a bucket is closed.
+        first_nbytes: the same for the first bucket, if it is smaller.
+        groups: for each group the indices of its arrays. They share a bucket for each dtype,
+            whatever their size, with no other array. Defaults to none.
 
     Returns:
-        The buckets, in the order in which they are closed. Together their slots hold every
-        index once; offsets are multiples of 64 bytes and do not overlap.
+        The buckets, in the order in which they are closed. Their slots have every index once;
+        offsets are multiples of 64 bytes and slots do not overlap.
     """
     group_of = {index: number for number, group in enumerate(groups) for index in group}
     closed: list[Bucket] = []
@@ -194,7 +194,7 @@ def plan_buckets(
 
 
 def _end(slots: Sequence[Slot], dtype: np.dtype) -> int:
-    """Returns the first aligned offset behind the last slot, in elements."""
+    """Returns the first aligned offset after the last slot, in elements."""
     if not slots:
         return 0
     step = ALIGNMENT // math.gcd(ALIGNMENT, dtype.itemsize)

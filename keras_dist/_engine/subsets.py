@@ -1,4 +1,4 @@
-"""Communicators of some of the ranks, from their numbers or from a communicator of the user's."""
+"""Communicators of some of the ranks, for process sets."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 from keras_dist import errors
 from keras_dist._engine.communicator import Communicator
 
-__all__ = ["places_of", "subset"]
+__all__ = ["ranks_of", "subset"]
 
 
 def subset(job: Communicator, ranks: Sequence[int]) -> Communicator:
-    """Makes a communicator of some of the ranks. Collective: those ranks alone; blocks.
+    """Makes a communicator of some of the ranks. Collective: only those ranks; blocks.
 
     Args:
-        job: all of them.
-        ranks: their numbers there, ascending, this one among them.
+        job: all ranks of the job.
+        ranks: numbers of the ranks, ascending, including this one.
     """
     if job.mpi is None:
         return Communicator(job=job, ranks=ranks)
@@ -28,25 +28,25 @@ def subset(job: Communicator, ranks: Sequence[int]) -> Communicator:
     return made
 
 
-def places_of(job: Communicator, comm: Any) -> tuple[int, ...]:
-    """Returns which of the ranks a user's communicator holds, ascending.
+def ranks_of(job: Communicator, comm: Any) -> tuple[int, ...]:
+    """Returns the ranks of a user's MPI communicator, ascending.
 
     Raises:
-        ArgumentError: it holds others as well.
+        ArgumentError: it has processes that are not ranks of the job.
     """
     if job.mpi is None or comm == job.mpi.COMM_NULL:
         return ()
     theirs, ours = comm.Get_group(), job.world.Get_group()
-    places = theirs.Translate_ranks(None, ours)
+    ranks = theirs.Translate_ranks(None, ours)
     theirs.Free()
     ours.Free()
-    if job.mpi.UNDEFINED not in places:
-        return tuple(sorted(places))
+    if job.mpi.UNDEFINED not in ranks:
+        return tuple(sorted(ranks))
     raise errors.ArgumentError(
         errors.explain(
             "[keras_dist.ProcessSet]",
             "an MPI communicator of ranks of this job",
-            f"one of {len(places)} ranks, not all of which are",
+            f"one of {len(ranks)} processes, not all of which are",
             "Make it from the communicator that was passed to keras_dist.init, or from COMM_WORLD.",
         )
     )

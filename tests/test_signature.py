@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from keras_dist._engine.collectives.signature import (
+from keras_dist._engine.signature import (
     CollectiveSignature,
     Entry,
     JoinedRanks,

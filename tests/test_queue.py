@@ -7,48 +7,48 @@ import weakref
 
 import pytest
 
-from keras_dist._engine.collectives.queue import CollectiveQueue
-from keras_dist._engine.collectives.ticket import Reordered
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.faults.retry import Retry
+from keras_dist._engine.ordering.queue import CollectiveQueue
+from keras_dist._engine.ordering.ticket import Reordered
+from keras_dist._engine.recovery.retry import Retry
 
 
 @pytest.fixture
-def line():
+def queue():
     made = CollectiveQueue(threading.RLock())
     yield made
     made.close()
 
 
-def stand(line, done, label):
-    """Starts a thread that takes its turn; returns once it stands in the line."""
+def stand(queue, done, label):
+    """Starts a thread that takes its turn; returns once it stands in the queue."""
 
     def take():
-        with line, line:  # a collective within a collective
+        with queue, queue:  # a collective within a collective
             done.append(label)
 
-    before = len(line._line)
+    before = len(queue._tickets)
     thread = threading.Thread(target=take)
     thread.start()
-    while len(line._line) == before:
+    while len(queue._tickets) == before:
         time.sleep(0.001)
     return thread
 
 
-def test_turns_come_in_the_order_of_asking(line):
+def test_turns_come_in_the_order_of_asking(queue):
     done, threads = [], []
-    with line:
+    with queue:
         for number in range(0, 12, 2):
-            threads.append(stand(line, done, number))
-            line.queue(lambda number=number: done.append(number + 1), "append")
+            threads.append(stand(queue, done, number))
+            queue.queue(lambda number=number: done.append(number + 1), "append")
         assert done == []
-    line.drain()
+    queue.drain()
     assert done == list(range(12))
     for thread in threads:
         thread.join()
 
 
-def test_what_the_ranks_agree_on_goes_to_the_front(line):
+def test_what_the_ranks_agree_on_goes_to_the_front(queue):
     done = []
 
     def take(name):
@@ -56,26 +56,26 @@ def test_what_the_ranks_agree_on_goes_to_the_front(line):
             raise Reordered("b")
         done.append(name)
 
-    with line:
-        handles = [line.queue(functools.partial(take, name), "append", name) for name in "abc"]
-        assert line.standing() == (("a", "b", "c"), True)
-    line.run(functools.partial(take, "d"), "d")
+    with queue:
+        handles = [queue.queue(functools.partial(take, name), "append", name) for name in "abc"]
+        assert queue.held_names() == (("a", "b", "c"), True)
+    queue.run(functools.partial(take, "d"), "d")
     for handle in handles:
         handle.wait()
     assert done == ["b", "a", "c", "d"]
-    assert line.standing() == ((), False)
+    assert queue.held_names() == ((), False)
 
 
-def test_no_more_will_come_once_every_thread_of_the_script_waits(line):
+def test_no_more_will_come_once_every_thread_of_the_script_waits(queue):
     gate = threading.Event()
     threads = [threading.Thread(target=gate.wait, name="keras_dist", daemon=True)]
     threads[0].start()
-    with line:
-        handle = line.queue(lambda: None, "nothing", "a")
-        assert line.standing() == (("a",), True)
+    with queue:
+        handle = queue.queue(lambda: None, "nothing", "a")
+        assert queue.held_names() == (("a",), True)
         threads.append(threading.Thread(target=gate.wait, daemon=True))
         threads[-1].start()
-        assert line.standing() == (("a",), False)
+        assert queue.held_names() == (("a",), False)
         gate.set()
         for thread in threads:
             thread.join()
@@ -83,11 +83,11 @@ def test_no_more_will_come_once_every_thread_of_the_script_waits(line):
         threads[-1].start()
         while not handle.waiters:
             time.sleep(0.001)
-        assert line.standing() == (("a",), True)
+        assert queue.held_names() == (("a",), True)
     threads[-1].join()
 
 
-def test_a_place_that_has_left_is_not_waited_for(line):
+def test_a_place_that_has_left_is_not_waited_for(queue):
     told = [Reordered("gone"), Reordered("gone")]
 
     def work():
@@ -96,11 +96,11 @@ def test_a_place_that_has_left_is_not_waited_for(line):
         return "ran"
 
     before = 1
-    handle = line.queue(work, "nothing", "a")
+    handle = queue.queue(work, "nothing", "a")
     assert handle._ended.wait(10)
     assert handle.wait() == "ran"
     before = 0
-    assert line.run(work, "b") == "ran"
+    assert queue.run(work, "b") == "ran"
 
 
 def test_that_another_comes_first_is_no_sign_of_a_loss():
@@ -111,8 +111,8 @@ def test_that_another_comes_first_is_no_sign_of_a_loss():
         Retry(Communicator()).run(work)  # without MPI nobody can be asked who has died
 
 
-def test_who_is_interrupted_holds_up_nobody(line, monkeypatch):
-    wait_for, main, gate = line._moved.wait_for, threading.current_thread(), threading.Event()
+def test_who_is_interrupted_holds_up_nobody(queue, monkeypatch):
+    wait_for, main, gate = queue._changed.wait_for, threading.current_thread(), threading.Event()
 
     def interrupted(predicate):
         if threading.current_thread() is main:
@@ -120,11 +120,11 @@ def test_who_is_interrupted_holds_up_nobody(line, monkeypatch):
         return wait_for(predicate)
 
     with monkeypatch.context() as patch:
-        patch.setattr(line._moved, "wait_for", interrupted)
-        line.queue(gate.wait, "wait")
-        with pytest.raises(KeyboardInterrupt), line:
+        patch.setattr(queue._changed, "wait_for", interrupted)
+        queue.queue(gate.wait, "wait")
+        with pytest.raises(KeyboardInterrupt), queue:
             pass
-    behind = line.queue(lambda: "ran", "nothing")
+    behind = queue.queue(lambda: "ran", "nothing")
     gate.set()
     assert behind.wait() == "ran"
 
@@ -132,27 +132,27 @@ def test_who_is_interrupted_holds_up_nobody(line, monkeypatch):
 def test_the_lock_may_be_held_when_the_line_takes_its_place():
     lock, done = threading.RLock(), []
     with lock:
-        line = CollectiveQueue(lock)
-        line.queue(lambda: done.append("queued"), "append")
-        with line:  # a part of the collective that held the lock
+        queue = CollectiveQueue(lock)
+        queue.queue(lambda: done.append("queued"), "append")
+        with queue:  # a part of the collective that held the lock
             done.append("part")
-    line.close()
+    queue.close()
     assert done == ["part", "queued"]
 
 
-def test_results_and_values_are_let_go(line):
+def test_results_and_values_are_let_go(queue):
     class Value:
         pass
 
     value = Value()
     there = weakref.ref(value)
-    handle = line.queue(functools.partial(lambda given: 1 / 0, value), "division")
+    handle = queue.queue(functools.partial(lambda given: 1 / 0, value), "division")
     del value
     with pytest.raises(ZeroDivisionError):
         handle.wait()
     gone = weakref.ref(handle)
     del handle
-    line.drain()
+    queue.drain()
     for _ in range(1000):  # the thread may still be letting go of it
         if there() or gone():
             time.sleep(0.005)
@@ -160,7 +160,7 @@ def test_results_and_values_are_let_go(line):
 
 
 def test_a_line_that_is_closed_takes_nothing():
-    line = CollectiveQueue(threading.RLock())
-    line.close()
-    with pytest.raises(RuntimeError, match="allreduce was queued for ranks that have been left"):
-        line.queue(lambda: None, "allreduce")
+    queue = CollectiveQueue(threading.RLock())
+    queue.close()
+    with pytest.raises(RuntimeError, match="allreduce was queued after this rank had left the job"):
+        queue.queue(lambda: None, "allreduce")

@@ -11,7 +11,7 @@ from keras_dist._engine.shm import cow_mapping
 from keras_dist._engine.shm.cow_mapping import PAGE, CowMapping, map_private
 
 pytestmark = pytest.mark.skipif(
-    not cow_mapping._writes_are_seen(), reason="the kernel does not show who has written to a page"
+    not cow_mapping._is_supported(), reason="the kernel does not show who has written to a page"
 )
 
 
@@ -42,14 +42,14 @@ def test_a_window_shows_what_others_write_but_not_where_it_was_written_to(handle
 
 
 def test_there_are_no_windows_where_writes_are_not_seen(handle, monkeypatch):
-    cow_mapping._writes_are_seen.cache_clear()
+    cow_mapping._is_supported.cache_clear()
     with monkeypatch.context() as patched:
         patched.setattr(cow_mapping.os, "preadv", lambda *_: 0)  # tells nothing of the pages
         assert map_private(handle, 4 * PAGE) is None
-        cow_mapping._writes_are_seen.cache_clear()
+        cow_mapping._is_supported.cache_clear()
         patched.setattr(cow_mapping, "_pagemap", lambda: os.open("/proc/self/nothing", os.O_RDONLY))
         assert map_private(handle, 4 * PAGE) is None
-    cow_mapping._writes_are_seen.cache_clear()
+    cow_mapping._is_supported.cache_clear()
     assert map_private(handle, 4 * PAGE) is not None
 
 

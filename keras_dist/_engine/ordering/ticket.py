@@ -1,4 +1,4 @@
-"""What stands in the line: a call that waits for its turn, or a queued operation. Knows no line."""
+"""A ticket in the queue of collectives: a call that waits for its turn, or a queued operation."""
 
 import logging
 import threading
@@ -14,10 +14,10 @@ _log = logging.getLogger("keras_dist")
 
 
 class Reordered(Exception):
-    """The ranks have agreed to run another operation first. Comes of a meeting, on every rank.
+    """The ranks have agreed to run another operation first. Raised on every rank.
 
     Args:
-        name: that of the operation; it may be the one that was about to run.
+        name: name of that operation; it may be the one that was about to run.
     """
 
     def __init__(self, name: str):
@@ -26,40 +26,40 @@ class Reordered(Exception):
 
 
 class NameInFlightError(Exception):
-    """An operation was asked for while another of its name is called or queued on this rank."""
+    """This rank called an operation while another one of the same name is in flight."""
 
 
 def in_flight(where: str, name: str) -> str:
-    """Returns what an `ArgumentError` says of a name that was given to two operations."""
+    """Returns the message of the `ArgumentError` for two operations of one name."""
     return errors.explain(
         where,
         f"one operation named {name!r} at a time",
         "another one while the first is in flight",
-        "Wait for the first, or give each a name of its own.",
+        "Wait for the first operation, or give each a name of its own.",
     )
 
 
 class Ticket:
-    """A place in the line.
+    """A place in the queue.
 
     Args:
-        name: what the user calls the operation that stands there, if anything.
-        waiters: the threads that wait for it, by `threading.get_ident`.
+        name: the user's name for the operation, if any.
+        waiters: threads that wait for it, by `threading.get_ident`.
     """
 
     def __init__(self, name: str | None = None, waiters: Iterable[int] = ()):
         self.name, self.waiters = name, set(waiters)
 
     def done(self) -> bool:
-        """Tells whether what stands there has ended. Does not block."""
+        """Returns whether the operation has ended. Does not block."""
         return False
 
 
 class Handle(Ticket):
-    """An operation that was queued: it waits, runs or has ended while the script goes on.
+    """A queued operation, which runs while the script goes on.
 
-    Made by the functions whose names end in `_async`. The operation runs whether or not the
-    handle is kept; an error that nobody has asked for is logged.
+    Returned by the functions whose names end in `_async`. The operation runs whether or not the
+    handle is kept; an error that nobody asked for is logged.
     """
 
     def __init__(self, work: Callable[[], Any], what: str, name: str | None = None):
@@ -69,55 +69,55 @@ class Handle(Ticket):
         self._ended = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
-        self._told = False
+        self._reported = False
 
     def done(self) -> bool:
-        """Tells whether the operation has ended, well or not. Does not block."""
+        """Returns whether the operation has ended, with a result or an error. Does not block."""
         return self._ended.is_set()
 
     def wait(self) -> Any:
         """Waits for the operation and returns its result. Blocks; further calls do not.
 
-        The ranks may wait for their handles in any order, and each as often as it likes.
+        Ranks may wait for their handles in any order, and several times.
 
         Raises:
-            KerasDistError: what the blocking operation raises.
+            KerasDistError: the error of the blocking operation.
         """
         if not self._ended.is_set():
             try:
                 self.waiters.add(threading.get_ident())
-                with spans.span("wait for what is queued"):
+                with spans.span("wait for a queued operation"):
                     self._ended.wait()
             finally:
                 self.waiters.discard(threading.get_ident())
         if self._error is not None:
-            self._told = True
+            self._reported = True
             try:
                 raise self._error
             finally:
                 del self  # as in `_run`
         return self._result
 
-    __call__ = wait  # of a sparse reduction Horovod's scripts ask the result so
+    __call__ = wait  # scripts for Horovod call the handle of a sparse reduction
 
     def _run(self) -> bool:
-        """Runs the operation in the calling thread; returns whether it went well."""
+        """Runs the operation in the calling thread; returns whether it succeeded."""
         try:
             self._result = self._work()
         except Reordered:
             raise  # it has not run
-        except BaseException as error:  # whatever it is, it belongs to who waits
+        except BaseException as error:  # any error belongs to the thread that waits
             self._error = error
-        well = self._error is None
-        del self._work  # lets go of the values
+        succeeded = self._error is None
+        del self._work  # releases the values
         self._ended.set()
-        del self  # the traceback leads to this frame, which would hold the handle by it
-        return well
+        del self  # the traceback holds this frame, which would keep the handle alive
+        return succeeded
 
-    def _tell(self) -> None:
-        """Logs the error, unless there is none or somebody has been told."""
-        if self._error is not None and not self._told:
-            self._told = True
+    def _log_error(self) -> None:
+        """Logs the error, unless there is none or it has been reported."""
+        if self._error is not None and not self._reported:
+            self._reported = True
             _log.error(
                 "A queued %s that nobody waited for failed: %s: %s",
                 self._what,
@@ -126,4 +126,4 @@ class Handle(Ticket):
             )
 
     def __del__(self) -> None:
-        self._tell()
+        self._log_error()

@@ -1,8 +1,8 @@
-"""Do all ranks mean the same thing? Digests of calls, and who differs where. No MPI here.
+"""Signatures of collectives: their digests, and where two differ. Knows no MPI.
 
-Each rank describes the operation it is about to perform as a `CollectiveSignature`. The digests of
-the signatures are compared before any data moves: a difference is found on every rank at once, so
-every rank raises the same error and none is left waiting.
+Each rank describes its operation as a `CollectiveSignature`. The ranks compare the digests of the
+signatures before any data moves: every rank finds a difference at once and raises the same error,
+so none waits for another.
 """
 
 import dataclasses
@@ -11,18 +11,26 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["JOINED", "CollectiveSignature", "Entry", "JoinedRanks", "difference", "entries_of"]
+__all__ = [
+    "JOINED",
+    "CollectiveSignature",
+    "Entry",
+    "JoinedRanks",
+    "difference",
+    "entries_of",
+    "entries_of_arrays",
+]
 
 JOINED = "join"  # the operation of a rank that has no more data
 
 
 @dataclasses.dataclass(frozen=True)
 class JoinedRanks:
-    """Which ranks have no more data, while others still reduce.
+    """The ranks that are out of data and have joined, while others still reduce.
 
     Args:
-        first_out: the places of those that had joined when one was first missed.
-        here: the places of those that took part in the last operation.
+        first_out: indices of the ranks that had joined when one was first missed.
+        here: indices of the ranks that took part in the last operation.
     """
 
     first_out: tuple[int, ...]
@@ -31,12 +39,12 @@ class JoinedRanks:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One array of a call.
+    """An array of an operation.
 
     Args:
-        name: what the user knows it by; it is shown, not compared.
-        shape: the part of its shape on which the ranks must agree.
-        dtype: its dtype, as text.
+        name: name for messages; it is not compared.
+        shape: the dimensions on which the ranks must agree.
+        dtype: name of the dtype.
     """
 
     name: str
@@ -54,29 +62,34 @@ def entries_of(
     )
 
 
+def entries_of_arrays(names: Sequence[str], arrays: Sequence[Any]) -> tuple[Entry, ...]:
+    """Returns the entries of arrays."""
+    return entries_of(names, [(array.shape, array.dtype) for array in arrays])
+
+
 @dataclasses.dataclass(frozen=True)
 class CollectiveSignature:
     """What a rank is about to do.
 
     Args:
         operation: such as `"allreduce"`.
-        entries: the arrays it acts on.
-        op: the reduction, when there is one.
-        root: the root rank, when there is one.
-        key: a name under which the ranks must meet, when the user gave one.
-        prescale: factor for the contributions.
-        postscale: factor for the result.
-        compression: what numbers look like between nodes.
-        buckets: how the arrays are cut into buckets: for each, the positions of its arrays.
-        bucket: which of them this is about.
-        error: what is wrong with this rank's arguments: it comes to tell the others.
-        first: whether it is the first of its kind, before which memory is made for it.
-        holds: whether somebody on this rank still holds a result that is about to be written to;
-            it is no difference.
-        notice: what this rank tells the others on this occasion; it is no difference.
-        refused: the names of operations that this rank has refused; they are no difference.
-        spares: whether it has a meaning without the ranks that have joined; it is not compared.
-        remedy: what to do when the ranks differ; shown, not compared.
+        entries: its arrays.
+        op: name of the reduction, if any.
+        root: the root rank, if any.
+        key: the user's name for the operation, if any.
+        prescale: factor of the contributions.
+        postscale: factor of the result.
+        compression: name of the wire format between nodes.
+        buckets: for each bucket the indices of its arrays.
+        bucket: index of the bucket of this operation.
+        error: an error in the arguments of this rank, which it reports to the others.
+        first: whether memory is allocated for the operation.
+        holds: whether this rank still holds a result whose memory is about to be written. Ranks
+            that differ in it alone continue, as for the next two.
+        notice: notice of this rank, see `piggyback`.
+        refused: names of operations that this rank has refused.
+        spares: whether the operation is defined without ranks that have joined; not compared.
+        remedy: what to do when the ranks differ; not compared.
     """
 
     operation: str
@@ -99,14 +112,14 @@ class CollectiveSignature:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """16 bytes that are equal exactly when the ranks may go on together."""
+        """16 bytes, equal exactly where the ranks may continue without an exchange."""
         arrays = tuple((entry.shape, entry.dtype) for entry in self.entries)
         factors = (self.prescale, self.postscale)
-        how = (self.op, self.root, self.key, factors, self.compression)
-        cut = (self.buckets, self.bucket, self.first)
-        asides = (self.holds, self.notice, self.refused)
-        meaning = (self.operation, how, cut, arrays, str(self.error), asides)
-        return hashlib.blake2b(repr(meaning).encode(), digest_size=16).digest()
+        options = (self.op, self.root, self.key, factors, self.compression)
+        plan = (self.buckets, self.bucket, self.first)
+        riders = (self.holds, self.notice, self.refused)
+        compared = (self.operation, options, plan, arrays, str(self.error), riders)
+        return hashlib.blake2b(repr(compared).encode(), digest_size=16).digest()
 
     def __str__(self) -> str:
         names = ", ".join(repr(entry.name) for entry in self.entries[:3])
@@ -114,7 +127,7 @@ class CollectiveSignature:
         return f"{self.operation}({names}{more})" if names else self.operation
 
 
-# The arguments that are compared one by one, as the user knows them.
+# Fields that are compared one by one, and their names for the user.
 _LABELS = {
     "key": "name",
     "op": "op",
@@ -128,15 +141,14 @@ _LABELS = {
 def difference(
     calls: Sequence[CollectiveSignature], ranks: Sequence[int]
 ) -> tuple[int, str, str] | None:
-    """Finds the first rank whose call differs from that of the first of them, and in what.
+    """Finds the first rank whose operation differs from that of the first rank.
 
     Args:
-        calls: the calls of all ranks that meet, in rank order.
-        ranks: what these ranks are called in messages.
+        calls: signatures of the ranks, in rank order.
+        ranks: numbers of these ranks in messages.
 
     Returns:
-        The rank, what was expected of it and what it brought, both in words; `None` when
-        all calls agree.
+        The rank, the expected and the received value as text; `None` when all agree.
     """
     first, standard = calls[0], f"as on rank {ranks[0]}"
     for rank, call in zip(ranks, calls, strict=True):
@@ -156,7 +168,7 @@ def _compare(
             return f"{label}={expected!r} in {first} {standard}", f"{label}={received!r}"
     for mine, theirs in zip(first.entries, other.entries, strict=False):
         if mine.shape != theirs.shape:
-            return f"{mine.name!r} with shape {mine.shape} {standard}", _seen(theirs, mine)
+            return f"{mine.name!r} with shape {mine.shape} {standard}", _shape_of(theirs, mine)
         if mine.dtype != theirs.dtype:
             return f"{mine.name!r} with dtype {mine.dtype} {standard}", theirs.dtype
     if len(first.entries) != len(other.entries):
@@ -165,19 +177,19 @@ def _compare(
             f"{len(other.entries)} arrays in {other}",
         )
     if first.buckets != other.buckets:
-        return f"{first} in {_say_cut(first)} {standard}", _say_cut(other)
+        return f"{first} in {_describe_buckets(first)} {standard}", _describe_buckets(other)
     if first.bucket != other.bucket:
         return f"bucket {first.bucket} of {first} {standard}", f"bucket {other.bucket}"
     words = {True: "for the first time", False: "not for the first time"}
     return f"{first} {words[first.first]} {standard}", words[other.first]
 
 
-def _say_cut(call: CollectiveSignature) -> str:
-    """Says how a call's arrays are cut into buckets, at most the first few."""
+def _describe_buckets(call: CollectiveSignature) -> str:
+    """Returns the number of buckets and the indices of the first few."""
     some = ", ".join(str(list(bucket)) for bucket in call.buckets[:4])
     more = " ..." if len(call.buckets) > 4 else ""
     return f"{len(call.buckets)} buckets of gradients {some}{more}"
 
 
-def _seen(entry: Entry, expected: Entry) -> str:
+def _shape_of(entry: Entry, expected: Entry) -> str:
     return f"{entry.shape}" if entry.name == expected.name else f"{entry.name!r} {entry.shape}"

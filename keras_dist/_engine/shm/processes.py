@@ -1,4 +1,4 @@
-"""Processes of this node that may die while others wait for them. Linux; knows no MPI."""
+"""Processes of this node, watched for their end. Linux; knows no MPI."""
 
 import contextlib
 import os
@@ -10,9 +10,9 @@ __all__ = ["Processes", "namespace"]
 
 
 def namespace() -> str:
-    """Returns a name of the numbers by which this process knows others, as the kernel has it.
+    """Returns the kernel's name of the process namespace; empty if it is unknown.
 
-    In two containers one number may mean two processes. Empty where it is not known.
+    In two namespaces one number may mean two processes.
     """
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
@@ -20,34 +20,34 @@ def namespace() -> str:
 
 
 class Processes:
-    """Some processes, watched by file descriptors that tell when one has ended.
+    """Processes, watched by file descriptors.
 
     Args:
-        pids: their numbers, in the namespace of this process.
+        pids: process numbers, in the namespace of this process.
     """
 
     def __init__(self, pids: Sequence[int]):
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
         self._dead: list[int] = []
         self._poll = select.poll()
         self._use = threading.Lock()  # a poll object serves one thread at a time
-        for place, pid in enumerate(pids):
+        for index, pid in enumerate(pids):
             try:
                 handle = os.pidfd_open(pid)
             except ProcessLookupError:
-                self._dead.append(place)
+                self._dead.append(index)
             except (OSError, AttributeError):
-                continue  # an old kernel, or one that forbids it: who knows
+                continue  # an old kernel, or one that forbids it: not watched
             else:
-                self._places[handle] = place
+                self._indices[handle] = index
                 self._poll.register(handle, select.POLLIN)
 
     def dead(self) -> list[int]:
-        """Returns which of them have ended: their places in the list, ascending."""
+        """Returns the indices of the processes that have ended, ascending."""
         with self._use:
             ended = self._poll.poll(0)
-        return sorted(self._dead + [self._places[handle] for handle, _ in ended])
+        return sorted(self._dead + [self._indices[handle] for handle, _ in ended])
 
     def __del__(self) -> None:
-        for handle in self._places:
+        for handle in self._indices:
             os.close(handle)

@@ -1,0 +1,97 @@
+"""The part of a bucket's reduction that crosses nodes, through MPI."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from keras_dist._engine.arithmetic import ReduceOp
+from keras_dist._engine.buckets import Bucket
+from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
+from keras_dist._engine.mpi.reduction import SMALL_NBYTES, reduce_through_mpi
+from keras_dist._engine.mpi.transfer import wait
+from keras_dist._engine.shm.bucket_reduction import Finish
+from keras_dist._engine.tracing import spans
+
+__all__ = ["CrossNodeReduction"]
+
+
+class CrossNodeReduction:
+    """Reduces buckets between the nodes of a communicator.
+
+    Args:
+        comm: the ranks.
+        buckets: the buckets.
+        op: the reduction.
+        compression: wire format of float32 and float64 between nodes, for buckets of more than
+            `SMALL_NBYTES`: for smaller ones the number of messages counts, not their size.
+    """
+
+    def __init__(
+        self, comm: Communicator, buckets: Sequence[Bucket], op: ReduceOp, compression: Compressor
+    ):
+        self._comm, self._buckets, self._op = comm, buckets, op
+        self._compression = compression
+        self._wires: dict[int, Wire] = {}
+        #: the reduction on each node: an average over several nodes is a sum, divided at the end
+        self.op_on_node = op
+        if op is ReduceOp.AVERAGE and not comm.is_one_node:
+            self.op_on_node = ReduceOp.SUM
+
+    def reduces_on_node(self, number: int) -> bool:
+        """Returns whether a large bucket is reduced on each node first.
+
+        Narrow floats and integers are not: they would be rounded, or overflow, before the division.
+        """
+        dtype = self._buckets[number].dtype
+        return self._comm.is_one_node or (dtype.kind in "fc" and dtype.itemsize >= 4)
+
+    def reduce(self, number: int, flat: np.ndarray) -> None:
+        """Reduces a bucket over all ranks, in place, without shared memory. Collective; blocks.
+
+        The order of sums is that of a reduction on each node first, so the bits are equal.
+
+        Args:
+            number: index of the bucket.
+            flat: fused array of this rank.
+        """
+        by_node = not self._comm.is_one_node and self.reduces_on_node(number)
+        nodes = self._comm.topology.nodes if by_node else []
+        op = self.op_on_node if nodes else self._op
+        wire = self._wire(number)
+        reduce_through_mpi(self._comm.world, flat, op, wire, self._divisor(op), nodes)
+
+    def finish(self, number: int) -> Finish | None:
+        """Returns a function that reduces this rank's slice of a bucket over all nodes, in place.
+
+        `None` on one node, where nothing is left to do.
+        """
+        if self._comm.is_one_node:
+            return None
+        across, wire, op = self._comm.topology.across, self._wire(number), self.op_on_node
+
+        def finish(part: np.ndarray, is_ready: bool) -> bool:
+            everywhere = np.array([is_ready], np.uint8)
+            # Sent beside the data, none of which is used if a slice is missing.
+            answer = across.Iallreduce(everywhere.copy(), everywhere, self._comm.mpi.MIN)
+            with spans.phase("cross-node"):
+                reduce_through_mpi(across, part, op, wire, self._divisor(op))
+                wait(answer)
+            return bool(everywhere[0])
+
+        return finish
+
+    def _divisor(self, op: ReduceOp) -> int:
+        return 1 if op is self._op else self._comm.size
+
+    def _wire(self, number: int) -> Wire:
+        """Returns the wire format of a bucket.
+
+        Called after the rendezvous: a faulty compressor is faulty on all ranks, so all raise.
+        """
+        if number not in self._wires:
+            bucket = self._buckets[number]
+            compressed = not self._comm.is_one_node and bucket.nbytes > SMALL_NBYTES
+            compressor = self._compression if compressed else Compression.none
+            self._wires[number] = wire_for(compressor, bucket.dtype, self._comm.where())
+        return self._wires[number]

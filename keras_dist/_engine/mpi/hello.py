@@ -1,0 +1,47 @@
+"""The greeting of two ranks before one sends to the other, and how a rank declines.
+
+A rank that has come to a rendezvous of all ranks declines: a rank that waits for it in `send` or
+`recv` cannot come to the rendezvous, so neither would ever continue.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from keras_dist._engine.shm.wait import noted
+
+__all__ = ["HELLO", "Hello", "turn_away"]
+
+HELLO = 1  # MPI tag; messages of collectives have tag 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """What one of two ranks tells the other.
+
+    Args:
+        rank: the sender of this greeting.
+        call: the operation it is about to run.
+        dtype: dtype of the array that it sends.
+        goes: whether it sends or receives; `False` in a rendezvous of all ranks.
+        why: message of the error that the other rank raises, if this one has failed.
+    """
+
+    rank: int
+    call: Any
+    dtype: np.dtype | None = None
+    goes: bool = True
+    why: str | None = None
+
+
+def turn_away(world: Any, rank: int) -> None:
+    """Declines the greetings of ranks that wait for this one.
+
+    Args:
+        world: MPI communicator of the job.
+        rank: this rank.
+    """
+    while (message := world.improbe(tag=HELLO)) is not None:
+        hello = message.recv()
+        world.send(Hello(rank, str(noted()), goes=False), hello.rank, HELLO)

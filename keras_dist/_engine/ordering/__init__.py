@@ -1,0 +1,1 @@
+"""The order in which collectives run on this rank."""

@@ -1,0 +1,122 @@
+"""One collective at a time, in the order of the calls."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from keras_dist import errors
+from keras_dist._engine.ordering.pending import finish_pending
+from keras_dist._engine.ordering.queue import CollectiveQueue, HeldNames
+from keras_dist._engine.ordering.ticket import Handle, NameInFlightError, in_flight
+from keras_dist._engine.tracing import spans
+
+__all__ = ["CollectiveOrder"]
+
+R = TypeVar("R")
+
+
+class CollectiveOrder:
+    """Runs the collectives of one communicator one at a time, in the order of the calls.
+
+    TensorFlow may call from any of its threads. While all calls block, a lock is enough; the first
+    operation that is queued or has a name replaces it by a `CollectiveQueue`.
+
+    Args:
+        label: name of the lane of these collectives in the timeline.
+        where: returns the place of this rank for messages.
+        job: the order of all ranks of the job, if it is the order of this communicator too: where
+            MPI does not allow calls from several threads at once.
+    """
+
+    def __init__(self, label: str, where: Callable[[], str], job: "CollectiveOrder | None" = None):
+        self._label, self._where, self._job = label, where, job
+        self._lock: Any = threading.RLock()
+        self._queue: CollectiveQueue | None = None  # replaces the lock
+        self._lane: spans.Lane | None = None
+
+    @property
+    def lock(self) -> Any:
+        """The context manager that a collective holds while it runs."""
+        finish_pending()
+        lock, recorder = (self._job or self)._lock, spans.recorder
+        return lock if recorder is None else spans.held(lock, self._lane_of(recorder))
+
+    def _lane_of(self, recorder: spans.Recorder) -> spans.Lane:
+        if self._lane is None or self._lane.recorder is not recorder:
+            self._lane = spans.Lane(self._label, recorder)
+        return self._lane
+
+    def queue(self, work: Callable[[], Any], what: str, name: str | None = None) -> Handle:
+        """Queues a collective; a thread runs it in its turn. Blocks for pending programs only.
+
+        Collectives that are called or queued later, from any thread, run after it.
+
+        Args:
+            work: calls the collective.
+            what: name of the operation in messages.
+            name: the user's name for it: ranks match named operations in any order.
+
+        Raises:
+            ArgumentError: another operation of that name is in flight.
+        """
+        if self._job is not None:
+            return self._job.queue(work, what)
+        finish_pending()
+        try:
+            return self._make_queue().queue(spans.queued(work), what, name)
+        except NameInFlightError as refused:
+            raise self._in_flight(refused) from None
+
+    def run_by_name(self, work: Callable[[], R], name: str) -> R:
+        """Runs a collective that ranks match by its name. Collective: every rank; blocks.
+
+        Args:
+            work: calls the collective, which begins with a rendezvous.
+            name: the user's name for it.
+
+        Raises:
+            ArgumentError: another operation of that name is in flight.
+        """
+        if self._job is not None:
+            return work()
+        finish_pending()
+        try:
+            return self._make_queue().run(work, name)
+        except NameInFlightError as refused:
+            raise self._in_flight(refused) from None
+
+    @property
+    def refused(self) -> frozenset[str]:
+        """Names of operations refused since the last rendezvous; see `refusals`."""
+        return self._queue.refused if self._queue is not None else frozenset()
+
+    def forget_refused(self, name: str) -> None:
+        """Removes a name from `refused`."""
+        if self._queue is not None:
+            self._queue.forget_refused(name)
+
+    def held_names(self) -> HeldNames:
+        """Returns the names of the operations in flight, and whether this rank can add no more."""
+        return self._queue.held_names() if self._queue is not None else ((), False)
+
+    def drain(self) -> None:
+        """Waits until all queued operations have run; logs the errors that nobody asked for."""
+        finish_pending()
+        queue = (self._job or self)._queue
+        if queue is not None:
+            queue.drain()
+
+    def close(self) -> None:
+        """Drains the queue and ends its thread."""
+        if self._queue is not None:
+            self._queue.close()
+
+    def _make_queue(self) -> CollectiveQueue:
+        if self._queue is None:
+            with self._lock:  # two threads may come here; one makes the queue
+                if self._queue is None:
+                    self._lock = self._queue = CollectiveQueue(self._lock)
+        return self._queue
+
+    def _in_flight(self, refused: NameInFlightError) -> errors.ArgumentError:
+        return errors.ArgumentError(in_flight(self._where(), str(refused)))

@@ -1,0 +1,31 @@
+"""Programs that must end before the next collective starts.
+
+JAX returns from a compiled program while that still waits for its inputs. If the next call of the
+script overtook the collectives of the program on one rank and not on another, the ranks would
+exchange the wrong data, without an error where shapes are equal.
+"""
+
+from collections.abc import Callable
+
+__all__ = ["finish_pending", "wait_first"]
+
+_waits: list[Callable[[], None]] = []
+
+
+def wait_first(wait: Callable[[], None]) -> None:
+    """Makes every collective call a function first.
+
+    Args:
+        wait: returns when the programs that the calling thread has started have ended.
+    """
+    if wait not in _waits:
+        _waits.append(wait)
+
+
+def finish_pending() -> None:
+    """Waits for programs that this thread has started.
+
+    Do not call it while holding a lock that the programs may need.
+    """
+    for wait in _waits:
+        wait()

@@ -1,0 +1,218 @@
+"""A queue of collectives, and the thread that runs the queued ones. Knows no MPI.
+
+All ranks must run the same collectives in the same order. While a script only calls blocking
+operations, its own order is that order, and a lock is enough. Once operations are queued, a
+blocking call may come while others still wait; it must not overtake them on one rank and follow
+them on another. So all take a ticket in one queue. A blocking call waits for its turn; a queued
+operation leaves its `Handle` in the queue, and a thread of the engine runs it when it is at the
+front. Timing decides when an operation runs, never before which other one.
+
+Named operations need no order: where the ranks find that the operations at the front differ, they
+agree on one that all hold and run it first (`Reordered`). Only one operation of a name is in
+flight at a time: another one is refused. The queue remembers the refusal until the first operation
+has ended and the ranks have met again.
+"""
+
+import collections
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from keras_dist._compat.python import is_foreign_thread, is_mine
+from keras_dist._engine.ordering.ticket import Handle, NameInFlightError, Reordered, Ticket
+
+__all__ = ["CollectiveQueue", "HeldNames"]
+
+OWN = "keras_dist"  # prefix of the names of the package's own threads
+
+R = TypeVar("R")
+#: names of operations in flight, the first first; whether the rank can add no more
+HeldNames = tuple[tuple[str, ...], bool]
+
+
+class CollectiveQueue:
+    """A lock that threads acquire in the order of their calls, and a thread for queued operations.
+
+    It is reentrant within a collective.
+
+    Args:
+        lock: the `RLock` that collectives have used so far. It still guarantees that one runs at a
+            time: a thread may hold it, or wait for it, while the queue takes its place.
+    """
+
+    def __init__(self, lock: Any):
+        self._lock = lock
+        self._tickets: collections.deque[Ticket] = collections.deque()  # the first one runs
+        self._changed = threading.Condition()
+        self._failed: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._refused_in_flight: frozenset[str] = frozenset()
+        self.refused: frozenset[str] = frozenset()  # the operation of that name has ended
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        if is_mine(self._lock):  # part of a collective
+            self._lock.acquire()
+            return
+        ticket = Ticket(waiters=[threading.get_ident()])
+        try:
+            self._add(ticket)
+            self._wait_for_turn(ticket)
+        except BaseException:  # an interrupt: the operations behind must not wait for this one
+            with contextlib.suppress(ValueError):
+                self._remove(ticket)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if not is_mine(self._lock):
+            self._remove(self._tickets[0])
+
+    def run(self, work: Callable[[], R], name: str) -> R:
+        """Runs a named operation, in its turn or when the ranks agree on it. Blocks.
+
+        Args:
+            work: the operation; it is called again after another one was run first.
+            name: the user's name for it.
+
+        Raises:
+            NameInFlightError: another operation of that name is in flight.
+        """
+        if is_mine(self._lock):
+            return work()
+        ticket = Ticket(name, [threading.get_ident()])
+        try:
+            self._add(ticket)
+            while True:
+                self._wait_for_turn(ticket)
+                try:
+                    return work()
+                except Reordered as other:
+                    self._move_to_front(other.name)
+                finally:
+                    self._lock.release()
+        finally:
+            with contextlib.suppress(ValueError):  # an interrupt may come before it is added
+                self._remove(ticket)
+
+    def held_names(self) -> HeldNames:
+        """Returns the names in the queue, from its front, and whether no more can be added.
+
+        No more can be added when every Python thread of the script waits for an operation in it.
+        """
+        with self._changed:
+            names = tuple(ticket.name for ticket in self._tickets if ticket.name is not None)
+            # The waiters first: a waiting thread starts no other, and a new one waits for the lock.
+            waiters = set[int]().union(*(ticket.waiters for ticket in self._tickets))
+            return names, all(thread.ident in waiters for thread in _threads_of_script())
+
+    def queue(self, work: Callable[[], Any], what: str, name: str | None = None) -> Handle:
+        """Appends an operation. Does not block.
+
+        Args:
+            work: the operation; it is called in the thread of the engine, again after another one
+                was run first.
+            what: name of the operation in messages.
+            name: the user's name for it.
+
+        Raises:
+            RuntimeError: the queue is closed.
+            NameInFlightError: another operation of that name is in flight.
+        """
+        handle = Handle(work, what, name)
+        with self._changed:
+            if self._closed:
+                raise RuntimeError(f"{what} was queued after this rank had left the job")
+            self._append(handle)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=OWN, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return handle
+
+    def drain(self) -> None:
+        """Waits until all queued operations have run; logs the errors that nobody asked for."""
+        with self:
+            pass
+        for handle in list(self._failed):
+            handle._log_error()
+
+    def close(self) -> None:
+        """Drains the queue and ends its thread."""
+        self.drain()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def forget_refused(self, name: str) -> None:
+        """Removes a name from `refused`."""
+        with self._changed:
+            self.refused -= {name}
+
+    def _serve(self) -> None:
+        while (handle := self._next()) is not None:
+            try:
+                with self._lock:
+                    if not handle._run():
+                        self._failed.add(handle)
+                self._remove(handle)
+            except Reordered as other:
+                self._move_to_front(other.name)
+            del handle  # an error of a handle that was dropped is logged now, not one later
+
+    def _next(self) -> Handle | None:
+        """Waits for a handle at the front; returns `None` when the queue is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._handle_at_front() is not None)
+            return self._handle_at_front()
+
+    def _handle_at_front(self) -> Handle | None:
+        front = self._tickets[0] if self._tickets else None
+        return front if isinstance(front, Handle) else None
+
+    def _add(self, ticket: Ticket) -> None:
+        with self._changed:
+            self._append(ticket)
+
+    def _append(self, ticket: Ticket) -> None:
+        names = {other.name for other in self._tickets if not other.done()}
+        if ticket.name is not None and ticket.name in names:
+            self._refused_in_flight |= {ticket.name}
+            raise NameInFlightError(ticket.name)
+        self._tickets.append(ticket)
+
+    def _wait_for_turn(self, ticket: Ticket) -> None:
+        """Waits until a ticket is at the front, and acquires the lock."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._tickets[0] is ticket)
+        self._lock.acquire()
+
+    def _move_to_front(self, name: str) -> None:
+        with self._changed:
+            chosen = next((ticket for ticket in self._tickets if ticket.name == name), None)
+            if chosen is None:
+                return  # its caller was interrupted; the next rendezvous tells the other ranks
+            self._tickets.remove(chosen)
+            self._tickets.appendleft(chosen)
+            self._changed.notify_all()
+
+    def _remove(self, ticket: Ticket) -> None:
+        with self._changed:
+            self._tickets.remove(ticket)
+            ended = self._refused_in_flight & {ticket.name}
+            self._refused_in_flight -= ended
+            self.refused |= ended
+            self._changed.notify_all()
+
+
+def _threads_of_script() -> list[threading.Thread]:
+    # Threads of frameworks, which Python does not manage, work for one of these.
+    return [
+        thread
+        for thread in threading.enumerate()
+        if not (thread.name.startswith(OWN) or is_foreign_thread(thread))
+    ]

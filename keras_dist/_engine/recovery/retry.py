@@ -1,0 +1,185 @@
+"""Retries: operations that the surviving ranks repeat after a rank has died.
+
+An operation starts with a rendezvous, so it ends on no rank before all have called it: surviving
+ranks differ by at most one operation. A rank keeps the outcome of its last operation until the next
+one has ended. When a rank dies, a rank that notices releases all others from their waits; they
+build a new communicator and compare how many operations they have ended. A rank that is one behind
+receives the outcome from another; all others repeat theirs with the same contribution. No rank has
+to go back.
+
+All ranks confirm at the end what went through MPI: Open MPI 5 was seen to return buffers without
+the data of a rank that had just died, and no error. Shared memory needs no confirmation: a rank
+writes its contribution before it comes to the rendezvous.
+
+Knows no MPI; `ulfm` does.
+"""
+
+import copy
+import dataclasses
+import functools
+import pickle
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from keras_dist import errors
+from keras_dist._engine.ordering.ticket import Reordered
+from keras_dist._engine.recovery.ulfm import agree, is_loss, leave, rebuild
+
+if TYPE_CHECKING:
+    from keras_dist._engine.communicator import Communicator
+
+__all__ = ["Retry", "retried", "retry"]
+
+Operation = TypeVar("Operation", bound=Callable[..., Any])
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """The outcome of an operation: a value, or an error that all ranks raise."""
+
+    value: Any = None
+    error: errors.KerasDistError | None = None
+
+    def unwrap(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Position:
+    """The position of a rank: how often all ranks had joined, and its operations since then.
+
+    A rank that has joined takes part in operations of others without counting them.
+    """
+
+    joined: int = 0
+    ended: int = 0
+
+    def next(self, joins: bool) -> "_Position":
+        return _Position(self.joined + 1) if joins else _Position(self.joined, self.ended + 1)
+
+
+class Retry:
+    """Repeats operations of one communicator after a rank has died.
+
+    Args:
+        comm: the ranks.
+    """
+
+    def __init__(self, comm: "Communicator"):
+        self._comm = comm
+        self._is_nested = False
+        self._position = _Position()
+        self._last = _Outcome()
+
+    def run(
+        self,
+        work: Callable[[], R],
+        joins: bool = False,
+        needs_no_mpi: Callable[[], bool] = lambda: False,
+        lasting: Callable[[], Any] = lambda: None,
+    ) -> R:
+        """Runs an operation, again if a rank dies, until it has ended on all ranks that are alive.
+
+        Collective, as the operation itself.
+
+        Args:
+            work: the operation. Its arguments must not change until it has ended.
+            joins: whether it takes part, without a contribution, in operations of others.
+            needs_no_mpi: returns, after the operation, whether its data went through shared
+                memory alone: then there is nothing to confirm.
+            lasting: returns, after the operation, its result in memory that no script can write
+                until the next operation has ended; `None` if there is none: the result is copied.
+
+        Returns:
+            The result of the operation.
+
+        Raises:
+            RankLostError: the ranks cannot continue.
+        """
+        with self._comm.lock:
+            if self._is_nested:
+                return work()  # part of another operation
+            self._is_nested = True
+            try:
+                outcome = self._run(work, joins, needs_no_mpi)
+                self._position = self._position.next(joins)
+                value = lasting()
+                self._last = copy.deepcopy(outcome) if value is None else _Outcome(value)
+            finally:
+                self._is_nested = False
+        return cast(R, outcome.unwrap())
+
+    def _run(
+        self, work: Callable[[], Any], joins: bool, needs_no_mpi: Callable[[], bool]
+    ) -> _Outcome:
+        outcome = None
+        while outcome is None:
+            outcome = self._try(work)
+            # While some ranks have joined, each exchange is confirmed separately.
+            confirmed = self._comm.faults.joined is not None or needs_no_mpi()
+            if outcome is not None and confirmed:
+                break
+            if not agree(self._comm, outcome is not None):
+                outcome = rebuild(self._comm, functools.partial(self._catch_up, joins))
+        return outcome
+
+    def _try(self, work: Callable[[], Any]) -> _Outcome | None:
+        """Returns the outcome of an operation; `None` if a rank has died."""
+        try:
+            return _Outcome(work())
+        except Reordered:
+            raise  # all ranks are alive: they have agreed on it
+        except Exception as error:
+            if is_loss(self._comm, error):
+                leave(self._comm)
+                return None
+            if isinstance(error, errors.KerasDistError):
+                return _Outcome(error=error)
+            raise
+
+    def _catch_up(self, joins: bool) -> _Outcome | None:
+        """Returns the outcome of this operation from a rank that has ended it, or `None`."""
+        comm = self._comm
+        mine = pickle.dumps((self._position, joins))
+        everyone = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
+        joined = max(position.joined for position, _ in everyone)
+        behind = [rank for rank, (position, _) in enumerate(everyone) if position.joined < joined]
+        if behind:  # they wait for ranks to join that have seen all join
+            holder = next(
+                r for r, (position, _) in enumerate(everyone) if position.joined == joined
+            )
+        else:
+            # A rank that has joined may have ended the last operation before.
+            newest = max(position.ended for position, _ in everyone)
+            behind = [
+                rank
+                for rank, (position, out) in enumerate(everyone)
+                if not out and position.ended < newest
+            ]
+            holder = next(
+                rank for rank, (position, _) in enumerate(everyone) if position.ended == newest
+            )
+        if not behind:
+            return None
+        parts = comm.allgather_bytes(pickle.dumps(self._last) if comm.rank == holder else b"")
+        return pickle.loads(parts[holder].tobytes()) if comm.rank in behind else None
+
+
+def retry(comm: "Communicator", work: Callable[[], R], **options: Any) -> R:
+    """Runs an operation, again if a rank dies; see `Retry.run` for options."""
+    return work() if comm.faults.retry is None else comm.faults.retry.run(work, **options)
+
+
+def retried(operation: Operation) -> Operation:
+    """Decorator: the operation is repeated if a rank dies and the others continue."""
+
+    @functools.wraps(operation)
+    def run(comm: "Communicator", *args: Any, **kwargs: Any) -> Any:
+        if comm.faults.retry is None:
+            return operation(comm, *args, **kwargs)
+        return comm.faults.retry.run(functools.partial(operation, comm, *args, **kwargs))
+
+    return cast(Operation, run)
