@@ -10,7 +10,7 @@ import keras
 from keras import ops
 
 from keras_dist import runtime
-from keras_dist._compat.keras import BatchNormalization
+from keras_dist._compat.keras.models import BatchNormalization
 from keras_dist.training.gradient_reduction import sum_over_ranks
 
 __all__ = ["SyncBatchNormalization"]

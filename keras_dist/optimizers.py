@@ -13,7 +13,7 @@ import keras
 from keras import ops
 
 from keras_dist import errors
-from keras_dist._compat.keras import DecayHook, has_weight_decay, variable_index
+from keras_dist._compat.keras.optimizer_state import DecayHook, has_weight_decay, variable_index
 
 __all__ = ["LARS"]
 

@@ -1,7 +1,8 @@
-"""The private names of frameworks that keras_dist relies on: all there, and missed when gone."""
+"""The private names of frameworks that keras_dist uses: present, and reported when missing."""
 
 import dataclasses
 import importlib
+import re
 import subprocess
 import sys
 import time
@@ -13,8 +14,9 @@ from renaming import rename
 
 from keras_dist import errors
 from keras_dist._compat import contract
+from keras_dist._version import __version__
 
-MODULES = ("python", "keras", "tensorflow", "torch", "jax")
+MODULES = ("python", "keras", "tensorflow", "tf_data", "torch", "jax")
 
 
 def entries():
@@ -28,22 +30,22 @@ def entries():
 
 
 ENTRIES = list(entries())
-WITH_PARAMETERS = [one for one in ENTRIES if one.values[1].parameters is not None]
+WITH_PARAMETERS = [entry for entry in ENTRIES if entry.values[1].parameters is not None]
 
 
 @pytest.mark.parametrize("framework", MODULES)
-def test_the_frameworks_of_this_environment_keep_the_contract(framework):
+def test_the_installed_frameworks_satisfy_the_contract(framework):
     if framework in ("torch", "jax"):
         pytest.importorskip(framework)
     contract.check(framework)
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
-def test_the_contract_holds_on_each_backend_and_costs_nothing_again(backend):
+def test_the_contract_holds_on_each_backend_and_imports_no_other_framework(backend):
     pytest.importorskip(backend)
     code = (
         "import sys, keras; from keras_dist._compat import contract; "
-        f"[contract.check(one) for one in ('python', 'keras', {backend!r})]; "
+        f"[contract.check(name) for name in ('python', 'keras', {backend!r})]; "
         f"print(*sorted({{'tensorflow', 'torch', 'jax'}} & set(sys.modules)))"
     )
     done = subprocess.run(
@@ -64,10 +66,10 @@ def test_a_second_check_takes_no_time():
 
 
 @pytest.mark.parametrize(("framework", "entry"), ENTRIES)
-def test_each_name_is_missed_when_it_is_renamed(monkeypatch, framework, entry):
+def test_a_renamed_name_is_reported(monkeypatch, framework, entry):
     try:
-        rename(monkeypatch, entry.owner(), entry.name)
-    except TypeError:  # a class in C, which cannot be changed
+        rename(monkeypatch, entry.resolve(), entry.name)
+    except TypeError:  # a class in C is immutable
         entry = dataclasses.replace(entry, owner=lambda: types.ModuleType("another"))
     [(found, fault)] = contract.missing([entry])
     assert found is entry
@@ -82,19 +84,19 @@ def test_each_name_is_missed_when_it_is_renamed(monkeypatch, framework, entry):
 
 
 @pytest.mark.parametrize(("framework", "entry"), WITH_PARAMETERS)
-def test_other_parameters_are_noticed(monkeypatch, framework, entry):
+def test_changed_parameters_are_reported(monkeypatch, framework, entry):
     def changed(self, other, *, required):
         raise NotImplementedError
 
     try:
-        monkeypatch.setattr(entry.owner(), entry.name, changed)
+        monkeypatch.setattr(entry.resolve(), entry.name, changed)
     except TypeError:
-        pytest.skip("a class in C, which cannot be changed")
+        pytest.skip("a class in C is immutable")
     [(_, fault)] = contract.missing([entry])
     assert fault.startswith("changed(")
 
 
-def test_a_parameter_may_be_added_if_it_is_optional():
+def test_an_added_parameter_must_be_optional():
     class Owner:
         def method(self, grads, more=None):
             pass
@@ -110,7 +112,7 @@ def test_a_parameter_may_be_added_if_it_is_optional():
     assert fault == "other(grads, more)"
 
 
-def test_a_name_in_a_module_that_is_gone_is_missed():
+def test_a_name_in_a_missing_module_is_reported():
     def owner():
         return importlib.import_module("keras.src.gone")
 
@@ -118,7 +120,60 @@ def test_a_name_in_a_module_that_is_gone_is_missed():
     assert "No module named 'keras.src.gone'" in fault
 
 
-def test_a_distributed_optimizer_is_refused_where_the_contract_is_broken(monkeypatch):
+# Scripts that need no private module that is hidden.
+IMPORT = "import keras_dist; print('done')"
+TRAIN = """
+import numpy as np, keras_dist
+keras_dist.init()
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
+print("done")
+"""
+
+ALLREDUCE = "import keras_dist.tensorflow as hvd; hvd.allreduce(tensorflow.constant(1.0))"
+TF_DATA = "keras_dist.data.shard(tensorflow.data.Dataset.range(8).batch(2))"
+SEEDS = "from keras_dist.training import random_generators as r; r.restore(r.states())"
+MASKS = "from keras_dist._compat.keras import models; models.has_mask(keras.Input((2,)))"
+OUTPUTS = "from keras_dist._compat.keras import models; models.outputs_of(model)"
+
+# Of each module: the backend, a script that does not need it, what needs it and the name there.
+HIDDEN = {
+    "tensorflow.python.eager.record": ("tensorflow", TRAIN, ALLREDUCE, "could_possibly_record()"),
+    "tensorflow.python.data.ops.batch_op": ("tensorflow", TRAIN, TF_DATA, "_batch_size"),
+    "tensorflow.python.data.ops.prefetch_op": ("tensorflow", TRAIN, TF_DATA, "_PrefetchDataset"),
+    "keras.src.random.seed_generator": ("tensorflow", TRAIN, SEEDS, "global_seed_generator"),
+    "keras.src.backend.common.global_state": ("torch", TRAIN, SEEDS, "get_global_attribute(name)"),
+    "keras.src.backend.common.masking": ("tensorflow", TRAIN, MASKS, "get_keras_mask(x)"),
+    "keras.src.models.functional": ("torch", TRAIN, OUTPUTS, "outputs"),
+    "jax._src.xla_bridge": ("jax", IMPORT, "keras_dist.init()", "backends_are_initialized()"),
+}
+
+
+@pytest.mark.parametrize("module", HIDDEN)
+def test_a_module_that_has_moved_is_an_error_where_it_is_first_needed(tmp_path, module):
+    backend, script, use, name = HIDDEN[module]
+    pytest.importorskip(backend)
+    # Hidden from later imports only, so the framework itself still works.
+    imports = f"import sys, keras, {backend}, {module}" + ", jax.extend" * (backend == "jax")
+    done = subprocess.run(
+        [sys.executable, "-c", f"{imports}; sys.modules[{module!r}] = None\n{script}\n{use}"],
+        env=lean(KERAS_BACKEND=backend),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.stdout.split() == ["done"], done.stderr
+    assert done.returncode == 1
+    error = done.stderr[done.stderr.index("errors.BackendError:") :]
+    framework = {"tensorflow": "TensorFlow", "keras": "Keras", "jax": "JAX"}[module.split(".")[0]]
+    assert re.search(rf"\[keras_dist {__version__} with {framework} \d+\.\d+", error)
+    assert f"the name {name}".lower() in error.lower()
+    assert f"import of {module} halted" in error
+    assert "Install a version of the framework" in error
+
+
+def test_distributed_optimizer_raises_if_the_contract_is_broken(monkeypatch):
     import keras
 
     import keras_dist

@@ -45,8 +45,9 @@ LIBRARIES = {
     "_backends.tensorflow": ("tensorflow", ""),
     "_backends.torch": ("torch", ""),
     "_backends.jax": ("jax", ""),
-    "_compat": ("keras", ""),
+    "_compat.keras": ("keras", ""),
     "_compat.tensorflow": ("tensorflow", ""),
+    "_compat.tf_data": ("tensorflow", ""),
     "_compat.torch": ("torch", ""),
     "_compat.jax": ("jax", ""),
     "ops": ("numpy", "keras"),
@@ -91,8 +92,6 @@ ENGINE_LAYERS = [
     "files point_to_point rpc subsets clocks tuning",
     "",
 ]
-
-FRAMEWORKS = ("keras", "tensorflow", "torch", "jax")
 
 # Modules of a package that modules outside of it do not import: its face alone.
 FACES = ["_engine"]
@@ -158,9 +157,10 @@ def arrow_up(module, imported, in_function=False):
         return arrow_up_in_engine(module, imported) if package == "_engine" else None
     if floor(other) is None or floor(other) >= floor(module):
         return f"{other or 'keras_dist'} is not below {package or 'keras_dist'}, see LAYERS"
-    framework = imported.removeprefix("_compat.")
-    if framework in FRAMEWORKS and framework not in libraries(module, in_function):
-        return f"it imports {framework}, see LIBRARIES"
+    if other == "_compat":
+        frameworks = libraries(imported, False) - libraries(module, in_function)
+        if frameworks:
+            return f"it imports {' '.join(frameworks)}, see LIBRARIES"
     if any(imported.startswith(f"{face}.") for face in FACES):
         return f"use the face of {other}, see FACES"
     if imported.startswith("_backends.") and not imported.startswith(f"_backends.{package}"):
@@ -386,16 +386,16 @@ OPTIONAL = {
 
 def check_private_names(tree, module):
     if module.startswith("._compat"):
+        for line, name in absolute_imports(tree):
+            if is_private_path(name):
+                yield line, f"import of {name}: let Name import it where it is first needed"
         return
+    for line, name in absolute_imports(tree):
+        if is_private_path(name):
+            yield line, f"import of {name}: put what needs it into _compat"
     package = module.split(".")[1]
     for node, owner in with_classes(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            origin = getattr(node, "module", None) or ""
-            names = [f"{origin}.{alias.name}".strip(".") for alias in node.names]
-            for name in [] if getattr(node, "level", 0) else names:
-                if is_private_path(name):
-                    yield node.lineno, f"import of {name}: put what needs it into _compat"
-        elif isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute):
             if is_private_attribute(node, owner, package):
                 yield node.lineno, f"{ast.unparse(node)} is private: put it into _compat"
         elif isinstance(node, ast.FunctionDef) and owner in FRAMEWORK_CLASSES:
@@ -407,6 +407,15 @@ def check_private_names(tree, module):
                 yield node.lineno, f"{node.value!r} is private: put it into _compat"
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ACCESSES:
             yield from check_access_by_name(node, package)
+
+
+def absolute_imports(tree):
+    """Yields the line and the dotted name of everything that a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
+            origin = getattr(node, "module", None) or ""
+            for alias in node.names:
+                yield node.lineno, f"{origin}.{alias.name}".strip(".")
 
 
 ACCESSES = ("getattr", "hasattr", "setattr", "delattr", "object.__setattr__", "object.__delattr__")
@@ -731,6 +740,12 @@ def test_a_private_name_is_found(source):
 )
 def test_a_name_of_our_own_is_accepted(source):
     assert not violations(check_private_names, ".training.optimizer", source)
+
+
+def test_compat_imports_no_private_module_at_the_top():
+    source = "from tensorflow.python.eager import record"
+    [text] = violations(check_private_names, "._compat.tensorflow", source)
+    assert "where it is first needed" in text
 
 
 def test_a_framework_is_not_imported_by_way_of_compat():

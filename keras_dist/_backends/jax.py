@@ -147,7 +147,7 @@ def pass_over(
 ) -> tuple[dict[str, Any], Any]:
     """Leaves the state as it is. See `Backend.pass_over`."""
     if isinstance(batches, Iterator):  # or a list, in earlier versions of Keras
-        from keras_dist._compat.keras import batches_in_item
+        from keras_dist._compat.keras.models import batches_in_item
 
         next(batches)  # no more data is the end of an epoch, unless it ends within an execution
         for _ in itertools.islice(batches, count // batches_in_item(count) - 1):

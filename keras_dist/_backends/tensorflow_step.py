@@ -47,7 +47,7 @@ def _why_not(model: Any) -> str | None:
     """Returns what keeps a model's step from being split; `None` when it can be."""
     import keras
 
-    from keras_dist._compat.keras import layers_of
+    from keras_dist._compat.keras.models import layers_of
 
     for name in KERAS_OWN:
         if getattr(model, name) != getattr(keras.Model, name).__get__(model):
@@ -83,7 +83,7 @@ def _split(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 @contextlib.contextmanager
 def _compiled_update(optimizer: Any) -> Iterator[None]:
     """Compiles what an optimizer does with each gradient, of the graph that is traced within."""
-    from keras_dist._compat.keras import TF_UPDATE, applying_of
+    from keras_dist._compat.keras.optimizers import TF_UPDATE, applying_of
 
     applying = applying_of(optimizer)
     update = getattr(applying, TF_UPDATE)

@@ -183,7 +183,7 @@ def build_from(model: Any, batches: Any) -> None:
 
 def check_model(model: Any) -> None:
     """Refuses a model whose gradients torch averages itself. See `Backend.check_model`."""
-    from keras_dist._compat.keras import layers_of, may_become_ddp
+    from keras_dist._compat.keras.models import layers_of, may_become_ddp
 
     expected = f"a model whose gradients keras_dist alone averages, {model.name!r}"
     # Keras does not tell torch of the layers in its lists.

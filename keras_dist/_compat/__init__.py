@@ -1,5 +1,5 @@
-"""Every private name of a framework that keras_dist uses: one module a framework, and a contract.
+"""The private names of frameworks that keras_dist uses; no other package uses one.
 
-No other package of keras_dist touches one. Each module lists its names in `CONTRACT`, with the
-purpose of each and what would happen without it; `contract` checks that they exist.
+Each module lists its names in `CONTRACT`, each with its purpose and the consequence of its absence.
+`contract` checks that the names exist.
 """

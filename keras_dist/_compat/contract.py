@@ -1,7 +1,8 @@
-"""The contract with a framework: the names that keras_dist relies on, and a check that they exist.
+"""The contract with a framework: the private names that keras_dist uses, and their checks.
 
-A framework may rename what it does not document. Overridden under its old name, a method is never
-called, and training would go on without the reduction. The check finds it before the first step.
+A framework may rename what it does not document. A method that is overridden under its old name is
+never called, and training would continue without the reduction. `check` finds it before the first
+step. Names that only some scripts need are checked where they are first used, by `require`.
 """
 
 import dataclasses
@@ -14,38 +15,56 @@ from typing import Any
 from keras_dist import errors
 from keras_dist._version import __version__
 
-__all__ = ["Name", "check", "explain_missing", "missing"]
+__all__ = ["Name", "check", "explain_missing", "missing", "require"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Name:
-    """A name of a framework.
+    """A private name of a framework.
 
     Args:
-        owner: returns the class or the module that has the name.
+        owner: the module, or class of a module, that has the name: `"module"` or
+            `"module:attribute.attribute"`, imported where the name is checked; or a function that
+            returns it.
         name: the name.
-        purpose: what keras_dist does with it.
-        without: what happens if the framework drops it.
-        parameters: the first parameters of the function, after `self`, as keras_dist passes or
-            receives them; further ones must be optional. Defaults to `None`: not checked.
-        instance: whether it is set on instances, by functions of the class or the module.
+        purpose: what keras_dist uses it for.
+        without: the consequence of its absence.
+        parameters: the first parameters of the function, without `self`; further parameters must
+            be optional. Defaults to `None`: not checked.
+        instance: whether the name is an attribute of instances, used by the functions of the
+            class or module. Defaults to `False`.
+        on_use: whether `check` skips the name, since `require` checks it where it is first used.
             Defaults to `False`.
-        applies: returns whether the framework at hand is one that has the name. Defaults to
+        applies: returns whether the installed version of the framework has the name. Defaults to
             always.
     """
 
-    owner: Callable[[], Any]
+    owner: str | Callable[[], Any]
     name: str
     purpose: str
     without: str
     parameters: tuple[str, ...] | None = None
     instance: bool = False
+    on_use: bool = False
     applies: Callable[[], bool] = lambda: True
 
+    def resolve(self) -> Any:
+        """Returns the owner.
+
+        Raises:
+            ImportError: its module is missing.
+            AttributeError: the module has no such attribute.
+        """
+        if not isinstance(self.owner, str):
+            return self.owner()
+        module, _, path = self.owner.partition(":")
+        names = path.split(".") if path else []
+        return functools.reduce(getattr, names, importlib.import_module(module))
+
     def fault(self) -> str | None:
-        """Returns what is wrong with the name, as a phrase; `None` if it is as expected."""
+        """Returns the difference from what is expected, as a phrase; `None` if there is none."""
         try:
-            owner = self.owner()
+            owner = self.resolve()
         except (AttributeError, ImportError) as error:
             return f"none ({error})"
         if self.instance:
@@ -59,33 +78,47 @@ class Name:
 
 
 @functools.cache
-def check(framework: str) -> None:
-    """Checks that a framework has the names that keras_dist relies on, once per process.
+def check(module: str) -> None:
+    """Checks that a framework has the names of a module of this package, once per process.
 
     Args:
-        framework: the name of a module of this package; it is imported, and the framework by it.
+        module: the name of the module; it is imported, and with it the framework.
 
     Raises:
-        BackendError: a name is missing, or its function takes other parameters.
+        BackendError: a name is missing, or its function has other parameters.
     """
-    module = importlib.import_module(f"keras_dist._compat.{framework}")
-    for entry, fault in missing(module.CONTRACT):
-        raise errors.BackendError(explain_missing(module.version(), entry, fault))
+    compat = importlib.import_module(f"keras_dist._compat.{module}")
+    _raise_if_missing((entry for entry in compat.CONTRACT if not entry.on_use), compat.version)
+
+
+@functools.cache
+def require(entry: Name, version: Callable[[], str]) -> Any:
+    """Returns the owner of a name, after a check that it has the name, once per process.
+
+    Args:
+        entry: the name.
+        version: returns the name and the version of the framework.
+
+    Raises:
+        BackendError: the module or the name is missing, or its function has other parameters.
+    """
+    _raise_if_missing([entry], version)
+    return entry.resolve()
 
 
 def missing(names: Iterable[Name]) -> list[tuple[Name, str]]:
-    """Returns the names that are not as expected, each with what is wrong."""
+    """Returns the names that are not as expected, each with the difference."""
     found = [(entry, entry.fault()) for entry in names if entry.applies()]
     return [(entry, fault) for entry, fault in found if fault is not None]
 
 
 def explain_missing(framework: str, entry: Name, fault: str) -> str:
-    """Returns the text of the error about a name.
+    """Returns the message of the error about a name.
 
     Args:
-        framework: its name and version.
+        framework: the name and the version of the framework.
         entry: the name.
-        fault: what is wrong with it.
+        fault: the difference, from `missing`.
     """
     called = "" if entry.parameters is None else f"({', '.join(entry.parameters)})"
     return errors.explain(
@@ -97,8 +130,13 @@ def explain_missing(framework: str, entry: Name, fault: str) -> str:
     )
 
 
+def _raise_if_missing(names: Iterable[Name], version: Callable[[], str]) -> None:
+    for entry, fault in missing(names):
+        raise errors.BackendError(explain_missing(version(), entry, fault))
+
+
 def _mentions(owner: Any, name: str) -> bool:
-    """Tells whether the code of a module, or of a class and its bases, uses an attribute."""
+    """Returns whether the code of a module, or of a class and its bases, uses an attribute."""
     for base in owner.__mro__ if inspect.isclass(owner) else [owner]:
         for member in vars(base).values():
             code = getattr(_function(member), "__code__", None)
@@ -115,16 +153,16 @@ def _function(member: Any) -> Any:
 
 
 def _difference(function: Any, expected: tuple[str, ...], is_method: bool) -> str | None:
-    """Returns how the parameters of a function differ from what is expected, as a phrase."""
+    """Returns the signature of a function if it has other parameters than expected."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:
-        return None  # a function in C, whose parameters are not known
+        return None  # a function in C, whose signature is unknown
     if is_method and not inspect.ismethod(function):
         parameters = parameters[1:]
-    named = [one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-    further = [one for one in named[len(expected) :] if one.default is one.empty]
-    if tuple(one.name for one in named[: len(expected)]) == expected and not further:
+    named = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    further = [p for p in named[len(expected) :] if p.default is p.empty]
+    if tuple(p.name for p in named[: len(expected)]) == expected and not further:
         return None
     return f"{function.__name__}({', '.join(map(str, parameters))})"
 

@@ -4,11 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax._src import xla_bridge
-from jax.extend import core
-from jax.interpreters import mlir
 
-from keras_dist._compat.contract import Name
+from keras_dist._compat.contract import Name, require
 
 __all__ = ["CONTRACT", "has_client", "kind_of", "part_of", "see_only", "version", "visible_devices"]
 
@@ -19,23 +16,23 @@ def version() -> str:
 
 
 def has_client() -> bool:
-    """Tells whether JAX has made a client, which takes memory on all GPUs that it sees."""
-    return bool(xla_bridge.backends_are_initialized())
+    """Returns whether JAX has a client, which allocates memory on all visible GPUs."""
+    return bool(require(CLIENT, version).backends_are_initialized())
 
 
 def visible_devices(platform: str) -> str:
-    """Returns which GPUs of a platform JAX will see; `all` unless that was chosen."""
-    chosen: str = jax.config.values[f"jax_{platform}_visible_devices"]
-    return chosen
+    """Returns the GPUs of a platform that JAX will see; `all` unless the script has chosen some."""
+    visible: str = jax.config.values[f"jax_{platform}_visible_devices"]
+    return visible
 
 
 def see_only(platform: str, device: int) -> None:
-    """Makes JAX see one GPU of a platform alone; before it makes its client."""
+    """Makes JAX see a single GPU of a platform, before it creates its client."""
     jax.config.update(f"jax_{platform}_visible_devices", str(device))
 
 
 def kind_of(leaf: Any) -> Any:
-    """Returns shape, dtype and weak type of an array, by which a function is traced."""
+    """Returns shape, dtype and weak type of an array, which determine how a function is traced."""
     array = jax.api_util.shaped_abstractify(leaf)
     return array.shape, array.dtype, array.weak_type
 
@@ -43,7 +40,7 @@ def kind_of(leaf: Any) -> Any:
 def part_of(
     jaxpr: Any, equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
 ) -> Any:
-    """Returns some operations of a traced function as a traced function."""
+    """Returns a subset of the equations of a jaxpr as a jaxpr."""
     return jaxpr.replace(
         constvars=[],
         invars=list(inputs),
@@ -61,37 +58,40 @@ def _debug_info() -> Any:
     return type(jax.make_jaxpr(lambda: 0)().jaxpr.debug_info)
 
 
-CUT = "to compile a train step in programs around the reduction"
-NOT_CUT = "a train step could not be compiled"
+SPLIT = "to compile a train step as programs before and after the reduction"
+NOT_SPLIT = "a train step could not be compiled"
+
+CLIENT = Name(
+    "jax._src.xla_bridge",
+    "backends_are_initialized",
+    "to choose the GPU of a rank before JAX allocates memory on all GPUs",
+    "each rank would allocate memory on every GPU",
+    (),
+    on_use=True,
+)
 
 CONTRACT = (
-    Name(
-        lambda: xla_bridge,
-        "backends_are_initialized",
-        "to choose the GPU of a rank before JAX takes memory on all",
-        "each rank would take memory on every GPU",
-        (),
-    ),
+    CLIENT,
     Name(
         lambda: type(jax.config),
         "values",
         "to see whether the script has chosen GPUs",
-        "each rank would take memory on every GPU",
+        "each rank would allocate memory on every GPU",
     ),
-    Name(lambda: jax.api_util, "shaped_abstractify", CUT, NOT_CUT, ("x",)),
-    Name(_jaxpr, "replace", CUT, NOT_CUT),
-    Name(_jaxpr, "debug_info", CUT, NOT_CUT),
-    Name(_debug_info, "with_unknown_names", CUT, NOT_CUT, ()),
+    Name("jax:api_util", "shaped_abstractify", SPLIT, NOT_SPLIT, ("x",)),
+    Name(_jaxpr, "replace", SPLIT, NOT_SPLIT),
+    Name(_jaxpr, "debug_info", SPLIT, NOT_SPLIT),
+    Name(_debug_info, "with_unknown_names", SPLIT, NOT_SPLIT, ()),
     *(
-        Name(lambda: core, name, CUT, NOT_CUT)
+        Name("jax.extend.core", name, SPLIT, NOT_SPLIT)
         for name in ("ClosedJaxpr", "Literal", "Primitive", "jaxpr_as_fun")
     ),
     *(
-        Name(lambda: core.Primitive, name, CUT, NOT_CUT)
+        Name("jax.extend.core:Primitive", name, SPLIT, NOT_SPLIT)
         for name in ("bind", "def_effectful_abstract_eval", "def_impl")
     ),
     *(
-        Name(lambda: mlir, name, "to call the host from a step that is not cut", NOT_CUT)
+        Name("jax.interpreters.mlir", name, "to call the host from a step in one piece", NOT_SPLIT)
         for name in ("lower_fun", "register_lowering")
     ),
 )

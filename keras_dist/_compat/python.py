@@ -1,6 +1,5 @@
 """Private names of Python's standard library."""
 
-import importlib
 import platform
 import sys
 import threading
@@ -17,45 +16,41 @@ def version() -> str:
 
 
 def is_mine(lock: Any) -> bool:
-    """Tells whether the calling thread holds an `RLock`, as `threading.Condition` asks."""
+    """Returns whether the calling thread holds an `RLock`."""
     return bool(lock._is_owned())
 
 
 def is_foreign_thread(thread: threading.Thread) -> bool:
-    """Tells whether Python has met a thread without having started it."""
+    """Returns whether a thread was not started by Python's `threading`."""
     return isinstance(thread, threading._DummyThread)
 
 
 def inherits_script() -> bool:
-    """Tells whether `multiprocessing` is running the script of the parent in this process."""
-    process: Any = sys.modules.get("multiprocessing.process")  # in a child it is there
-    # Set in the child, while it prepares alone: elsewhere there is no such attribute.
+    """Returns whether a `multiprocessing` child runs the parent's script in this process."""
+    process: Any = sys.modules.get("multiprocessing.process")  # always imported in a child
+    # A child has the attribute only while it prepares; other processes never have it.
     return process is not None and "_inheriting" in vars(process.current_process())
-
-
-def _spawn() -> Any:
-    return importlib.import_module("multiprocessing.spawn")
 
 
 CONTRACT = (
     Name(
         lambda: type(threading.RLock()),
         "_is_owned",
-        "to let a collective that is part of another one pass",
+        "to start a collective that is part of another one",
         "a collective inside another one would wait for itself",
         (),
     ),
     Name(
-        lambda: threading,
+        "threading",
         "_DummyThread",
-        "to leave threads of frameworks out when the script's threads are counted",
+        "to exclude threads of frameworks when the script's threads are counted",
         "the queue of collectives would wait for threads of a framework",
     ),
     Name(
-        _spawn,
+        "multiprocessing.spawn",
         "_inheriting",
-        "to recognise a process that multiprocessing has started while it imports the script",
-        "such a process would join the job as a rank",
+        "to recognise a child of multiprocessing while it imports the script",
+        "the child would join the job as a rank",
         instance=True,
     ),
 )

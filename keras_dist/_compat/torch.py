@@ -3,19 +3,18 @@
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 from keras_dist._compat.contract import Name
 
 __all__ = ["CONTRACT", "BatchNorm", "draws", "generators_of", "options_of", "version", "writes_to"]
 
-# The options of a loader besides its data set, its sampler and its batches.
+# The options of a loader except its data set, sampler and batches.
 OPTIONS = (
     "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator "
     "prefetch_factor persistent_workers pin_memory_device"
 ).split()
-NEWER_OPTIONS = ["in_order"]  # of torch 2.6 and later
+NEWER_OPTIONS = ["in_order"]  # since torch 2.6
 
 
 def version() -> str:
@@ -24,14 +23,14 @@ def version() -> str:
 
 
 def writes_to(tensor: torch.Tensor) -> int:
-    """Returns a number that grows whenever the values of a tensor are written to."""
+    """Returns a number that every write to a tensor increments."""
     return tensor._version
 
 
-class BatchNorm(_BatchNorm):
-    """Batch normalisation of torch, of inputs with any number of dimensions.
+class BatchNorm(torch.nn.BatchNorm1d):
+    """torch's batch normalisation, for inputs with any number of dimensions.
 
-    Subclasses define `_keras_dist_check(input)`, which raises where the shape is wrong.
+    Subclasses define `_keras_dist_check(input)`, which raises if the shape is invalid.
     """
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -42,52 +41,51 @@ class BatchNorm(_BatchNorm):
 
 
 def options_of(loader: DataLoader) -> dict[str, Any]:
-    """Returns the options with which a loader like this one is made."""
+    """Returns the options that create a loader like this one."""
     newer = {name: vars(loader)[name] for name in NEWER_OPTIONS if name in vars(loader)}
     return {name: getattr(loader, name) for name in OPTIONS} | newer
 
 
 def draws(sampler: RandomSampler) -> bool:
-    """Tells whether a sampler may give a sample more than once."""
+    """Returns whether a sampler may repeat a sample."""
     return sampler.replacement
 
 
 def generators_of(loader: DataLoader) -> list[torch.Generator]:
-    """Returns the generators that a loader and its samplers were given, each once."""
-    batches = loader.batch_sampler  # of any class, so its own sampler may have another name
+    """Returns the generators of a loader and its samplers, without duplicates."""
+    batches = loader.batch_sampler  # of any class, so it may have no attribute "sampler"
     holders = [loader, loader.sampler, batches, getattr(batches, "sampler", None)]
     found = [getattr(one, "generator", None) for one in holders]
     known = [one for one in found if isinstance(one, torch.Generator)]
     return list({id(one): one for one in known}.values())
 
 
-def _loader() -> Any:
-    return DataLoader
-
+LOADER = "torch.utils.data:DataLoader"
+SAMPLER = "torch.utils.data:RandomSampler"
 
 CONTRACT = (
     Name(
-        lambda: torch.Tensor,
+        "torch:Tensor",
         "_version",
-        "to notice that a gradient was changed while it was being reduced",
-        "the gradient before the change would be applied",
+        "to detect writes to a gradient during its reduction",
+        "the gradient before the write would be applied",
     ),
     Name(
-        lambda: torch.Tensor,
+        "torch:Tensor",
         "register_post_accumulate_grad_hook",
         "to reduce gradients during backpropagation",
-        "gradients would not be reduced by DistributedOptimizer of torch",
+        "torch's DistributedOptimizer would not reduce gradients",
         ("hook",),
     ),
     Name(
-        lambda: torch.optim.Optimizer,
+        "torch:optim.Optimizer",
         "register_step_pre_hook",
         "to reduce gradients before a step",
         "each rank would train by its own gradients",
         ("hook",),
     ),
     Name(
-        lambda: _BatchNorm,
+        "torch:nn.BatchNorm1d",
         "_check_input_dim",
         "to accept inputs of any number of dimensions",
         "SyncBatchNorm would refuse its inputs",
@@ -95,7 +93,7 @@ CONTRACT = (
     ),
     *(
         Name(
-            _loader,
+            LOADER,
             name,
             "to keep the options of a loader that is sharded",
             "the option would be lost",
@@ -107,22 +105,22 @@ CONTRACT = (
         Name(
             owner,
             name,
-            "to back up the generators of random numbers of a loader",
-            "a resumed fit would train in another order",
+            "to back up the random generators of a loader",
+            "a resumed fit would train in a different order",
             instance=True,
         )
         for owner, name in (
-            (_loader, "batch_sampler"),
-            (_loader, "sampler"),
-            (lambda: BatchSampler, "sampler"),
-            (lambda: RandomSampler, "generator"),
+            (LOADER, "batch_sampler"),
+            (LOADER, "sampler"),
+            ("torch.utils.data:BatchSampler", "sampler"),
+            (SAMPLER, "generator"),
         )
     ),
     Name(
-        lambda: RandomSampler,
+        SAMPLER,
         "replacement",
-        "to refuse samplers that draw a sample more than once",
-        "such a sampler would be replaced by one that does not",
+        "to refuse samplers that may repeat a sample",
+        "the sampler would be replaced by one without repetition",
         instance=True,
     ),
 )

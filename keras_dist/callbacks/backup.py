@@ -12,8 +12,8 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
-from keras_dist._compat.keras import BackupAndRestore as KerasBackup
-from keras_dist._compat.keras import initial_epoch_from
+from keras_dist._compat.keras.callbacks import BackupAndRestore as KerasBackup
+from keras_dist._compat.keras.models import initial_epoch_from
 from keras_dist.callbacks import fit_state, model_arrays, rank_states
 from keras_dist.callbacks.background_writer import NEEDS_ROOM
 from keras_dist.callbacks.callback_list import ListMember

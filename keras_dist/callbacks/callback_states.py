@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from keras_dist import errors, runtime
-from keras_dist._compat.keras import KEPT
+from keras_dist._compat.keras.callbacks import KEPT
 from keras_dist.callbacks.nested_values import pack
 from keras_dist.callbacks.root import RootOnly
 

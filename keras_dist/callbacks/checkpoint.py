@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from keras_dist import errors, runtime
-from keras_dist._compat.keras import ModelCheckpoint as KerasCheckpoint
+from keras_dist._compat.keras.callbacks import ModelCheckpoint as KerasCheckpoint
 from keras_dist.callbacks.background_writer import NEEDS_ROOM, BackgroundWriter, write_beside
 from keras_dist.callbacks.verification import verify_before_writing
 from keras_dist.storage.retry_policy import RetryPolicy

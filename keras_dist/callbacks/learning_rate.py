@@ -6,7 +6,8 @@ from typing import Any
 import keras
 
 from keras_dist import errors, runtime
-from keras_dist._compat.keras import MULTI_OPTIMIZER, applying_of, learning_rate, velocities
+from keras_dist._compat.keras.optimizer_state import learning_rate, velocities
+from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, applying_of
 
 __all__ = ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]
 

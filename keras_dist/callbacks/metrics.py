@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
-from keras_dist._compat.keras import LOGS, compiled_metrics
+from keras_dist._compat.keras.models import LOGS, compiled_metrics
 from keras_dist.ops.bucket_size import bucket_nbytes
 
 __all__ = ["MetricAverageCallback"]

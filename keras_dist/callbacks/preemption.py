@@ -8,7 +8,8 @@ from typing import Any
 import keras
 
 from keras_dist import _engine, runtime
-from keras_dist._compat.keras import LOGS, model_of
+from keras_dist._compat.keras.callbacks import model_of
+from keras_dist._compat.keras.models import LOGS
 from keras_dist.callbacks.backup import BackupAndRestore
 from keras_dist.callbacks.callback_list import ListMember
 from keras_dist.callbacks.signals import Signals

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
-from keras_dist._compat.keras import is_part_of_keras, model_of, module_of
+from keras_dist._compat.keras.callbacks import is_part_of_keras, model_of, module_of
 from keras_dist.callbacks.root import RootOnly, overrides
 from keras_dist.ops.bucket_size import bucket_nbytes
 

@@ -6,7 +6,10 @@ from typing import Any
 import keras
 
 from keras_dist import _engine, errors, runtime
-from keras_dist._compat.keras import LOGS, applying_of, batches_seen, model_of
+from keras_dist._compat.keras.callbacks import model_of
+from keras_dist._compat.keras.models import LOGS
+from keras_dist._compat.keras.optimizer_state import batches_seen
+from keras_dist._compat.keras.optimizers import applying_of
 from keras_dist.callbacks.stopping import STOPS_EPOCH
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.model_state import accumulators, optimizers_inside, trained_by

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist._compat import contract
-from keras_dist._compat import tensorflow as private
+from keras_dist._compat import tf_data as private
 
 __all__ = ["Shuffled", "forgotten", "is_seeded", "seeds", "shuffled_last", "unordered"]
 
@@ -90,7 +90,7 @@ class Shuffled:
 
 def shuffled_last(dataset: tf.data.Dataset) -> Shuffled | None:
     """Returns what a pipeline is that shuffles anew for each epoch and then at most batches."""
-    contract.check("tensorflow")
+    contract.check("tf_data")
     batch_size, drops = None, False
     stage = _before_prefetch(dataset)
     if (batch := private.batch_of(stage)) is not None:
@@ -108,7 +108,7 @@ def _before_prefetch(stage: Any) -> Any:
 
 def _stages(dataset: tf.data.Dataset) -> Iterator[Any]:
     """Yields a pipeline's transformations, from the last to the sources."""
-    contract.check("tensorflow")
+    contract.check("tf_data")
     yield from private.stages_of(dataset)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from keras_dist._compat.keras import trained_by
+from keras_dist._compat.keras.optimizer_state import trained_by
 from keras_dist.training.model_state import accumulators, families, optimizers_inside, optimizers_of
 
 __all__ = ["build", "describe", "difference", "merge", "reset_undescribed", "variables_of"]

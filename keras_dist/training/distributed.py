@@ -17,17 +17,16 @@ import keras
 from keras import ops
 
 from keras_dist import errors, runtime
-from keras_dist._compat.keras import (
+from keras_dist._compat.keras.optimizer_state import batches_seen, trained_by
+from keras_dist._compat.keras.optimizers import (
     ENTRANCES,
     MULTI_OPTIMIZER,
     ClippingHook,
     UpdateHook,
-    batches_seen,
     inner_optimizer,
     make_unpickler,
     stateless_skip,
     stateless_step,
-    trained_by,
 )
 from keras_dist.training import saved_options
 from keras_dist.training.gradient_reduction import GradientReduction, check_not_reduced

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist._compat.keras import is_overwritten
+from keras_dist._compat.keras.optimizer_state import is_overwritten
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.ops.gradient_plans import GradientPlans
 from keras_dist.ops.reduction_options import ReductionOptions

@@ -10,7 +10,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist._compat import keras as private
+from keras_dist._compat.keras import models, optimizer_state
+from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, inner_optimizer
 
 __all__ = [
     "SKIPPING",
@@ -48,7 +49,7 @@ def optimizers_of(model: keras.Model) -> list[Any]:
 
 def families(model: keras.Model) -> list[list[Any]]:
     """Returns each optimizer of a model together with those inside it, in the same order."""
-    found: list[Any] = [private.optimizer_of(model)]
+    found: list[Any] = [models.optimizer_of(model)]
     for value in vars(model).values():
         items = value.values() if isinstance(value, dict) else value
         found.extend(items if isinstance(value, list | tuple | dict) else [value])
@@ -58,9 +59,9 @@ def families(model: keras.Model) -> list[list[Any]]:
 
 def optimizers_inside(optimizer: Any) -> list[Any]:
     """Returns the optimizers to which this one hands gradients on, as far as they are known."""
-    if isinstance(optimizer, private.MULTI_OPTIMIZER):
+    if isinstance(optimizer, MULTI_OPTIMIZER):
         return list(optimizer.optimizers)
-    inner = private.inner_optimizer(optimizer)
+    inner = inner_optimizer(optimizer)
     return [] if inner is None else [inner, *optimizers_inside(inner)]
 
 
@@ -69,7 +70,7 @@ def has_weights(model: keras.Model) -> bool:
 
     In a model with a custom `train_step` only the layers may be built.
     """
-    layers = [layer for layer in private.layers_of(model) if layer is not model]
+    layers = [layer for layer in models.layers_of(model) if layer is not model]
     return model.built or (bool(layers) and all(layer.built for layer in layers))
 
 
@@ -103,13 +104,13 @@ def trained_by(optimizer: Any) -> list[Any]:
     every = [optimizer, *optimizers_inside(optimizer)]
     local = optimizer._keras_dist.local_variables()
     own = _with_slots(every, local) | {id(one) for one in accumulators(every)}
-    variables = [*private.trained_by(optimizer), *optimizer.variables]
+    variables = [*optimizer_state.trained_by(optimizer), *optimizer.variables]
     return list({id(v): v for v in variables if id(v) not in own}.values())
 
 
 def accumulators(optimizers: Iterable[Any]) -> list[Any]:
     """Returns the variables in which a rank gathers its own gradients between two updates."""
-    return [variable for one in optimizers for variable in private.accumulators(one)]
+    return [variable for one in optimizers for variable in optimizer_state.accumulators(one)]
 
 
 def keep_local(model: keras.Model, variables: Iterable[Any]) -> None:
@@ -158,9 +159,9 @@ def _with_slots(optimizers: Iterable[Any], variables: Iterable[Any]) -> set[int]
     """Returns the ids of variables and of their optimizer slots."""
     left_out = {id(variable) for variable in variables}
     for one in optimizers:
-        trainable = private.trained_by(one)
+        trainable = optimizer_state.trained_by(one)
         places = [place for place, variable in enumerate(trainable) if id(variable) in left_out]
         # Keras' optimizers keep what belongs to each variable in lists as long as theirs.
-        for slots in private.slots(one, len(trainable)) if places else ():
+        for slots in optimizer_state.slots(one, len(trainable)) if places else ():
             left_out.update(id(slots[place]) for place in places)
     return left_out

@@ -7,7 +7,7 @@ import keras
 
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat import contract
-from keras_dist._compat.keras import MULTI_OPTIMIZER, applying_of
+from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, applying_of
 from keras_dist.ops.arguments import resolve_groups
 from keras_dist.ops.reduction_options import parse_layers, parse_reduction_options
 from keras_dist.runtime.process_sets import ProcessSet

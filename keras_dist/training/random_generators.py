@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist._compat.keras import drawn_seeds, global_generator
+from keras_dist._compat.keras.seeds import drawn_seeds, global_generator
 from keras_dist.data.kinds import is_a
 
 __all__ = ["restore", "states"]

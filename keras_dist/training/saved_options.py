@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from keras_dist import _engine, errors, runtime
-from keras_dist._compat.keras import layers_of
+from keras_dist._compat.keras.models import layers_of
 from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.runtime.process_sets import format_ranks
 from keras_dist.training.model_state import variable_name

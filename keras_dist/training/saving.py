@@ -16,7 +16,9 @@ import h5py
 import keras
 
 from keras_dist import errors, runtime
-from keras_dist._compat.keras import applying_of, optimizer_of, trained_by
+from keras_dist._compat.keras.models import optimizer_of
+from keras_dist._compat.keras.optimizer_state import trained_by
+from keras_dist._compat.keras.optimizers import applying_of
 from keras_dist.training import saved_options
 from keras_dist.training.distributed import check_local
 from keras_dist.training.optimizer import DistributedOptimizer

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist._compat.keras import LOGS, layers_of
+from keras_dist._compat.keras.models import LOGS, layers_of
 from keras_dist.data import epochs
 from keras_dist.training.distributed import distributed_optimizers, move_outwards
 from keras_dist.training.fit_plan import agree_on_fit

@@ -64,7 +64,7 @@ def test_updates_that_no_reduction_sees(job):
     text = """
 import keras, numpy as np
 import keras_dist
-from keras_dist._compat.keras import ClippingHook
+from keras_dist._compat.keras.optimizers import ClippingHook
 from keras_dist import errors
 
 def trained(optimizer, quantized=False):

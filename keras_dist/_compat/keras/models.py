@@ -1,0 +1,212 @@
+"""Names of Keras: models, layers, losses and metrics."""
+
+from typing import Any
+
+import keras
+
+from keras_dist._compat.contract import Name, require
+from keras_dist._compat.keras.versions import release, uses, version
+
+__all__ = [
+    "CONTRACT",
+    "LOGS",
+    "BatchNormalization",
+    "batches_in_item",
+    "compiled_metrics",
+    "has_mask",
+    "initial_epoch_from",
+    "is_summed",
+    "layers_of",
+    "may_become_ddp",
+    "optimizer_of",
+    "outputs_of",
+    "samples_weighted",
+]
+
+# The method of a model that turns the logs of the last batch into those of the epoch.
+LOGS = "_get_metrics_result_or_logs"
+
+
+def layers_of(model: Any) -> list[Any]:
+    """Returns a model and all layers in it, also those in Keras' lists and dicts."""
+    layers: list[Any] = model._flatten_layers()
+    return layers
+
+
+def optimizer_of(model: Any) -> Any:
+    """Returns the optimizer that a model is compiled with; `None` if there is none."""
+    return getattr(model, "optimizer", None)  # a model that is not compiled has no attribute
+
+
+def is_summed(loss: Any) -> bool:
+    """Returns whether a loss is the sum, not the mean, over the samples."""
+    return isinstance(loss, keras.losses.Loss) and loss.reduction == "sum"
+
+
+def compiled_metrics(model: Any) -> Any:
+    """Returns the metric that holds those passed to `compile`; `None` if there are none."""
+    return model._compile_metrics
+
+
+def initial_epoch_from(model: Any, epoch: int | None) -> None:
+    """Overrides the `initial_epoch` of the next `fit`; `None` removes the override."""
+    model._initial_epoch = epoch
+
+
+def samples_weighted(loss: Any) -> Any:
+    """Returns the number of samples in a mean of losses; `None` for other metrics."""
+    return loss.count if isinstance(loss, keras.metrics.Mean) else None
+
+
+def outputs_of(model: Any) -> list[Any]:
+    """Returns the symbolic outputs of a functional model; an empty list for other models."""
+    require(OUTPUTS, version)
+    return list(getattr(model, "outputs", None) or ())
+
+
+def has_mask(tensor: Any) -> bool:
+    """Returns whether Keras has attached a mask to a tensor."""
+    return require(MASK, version).get_keras_mask(tensor) is not None
+
+
+def may_become_ddp(model: Any) -> bool:
+    """Returns whether Keras wraps a model in torch's DDP if `torch.distributed` is initialised.
+
+    Keras 3.16 and later do. `torch.nn.Module.modules` does not show the wrapper.
+    """
+    return "ddp_model" in vars(model)
+
+
+def batches_in_item(count: int) -> int:
+    """Returns the number of batches in an item of the iterator of a JAX train function.
+
+    Args:
+        count: the batches that one call of the function takes, `steps_per_execution`.
+    """
+    return count if release() >= (3, 16) else 1
+
+
+class BatchNormalization(keras.layers.BatchNormalization):
+    """Keras' layer. Subclasses define `_keras_dist_moments(inputs, mask, axes)`."""
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        return self._keras_dist_moments(inputs, mask, self._reduction_axes)
+
+    def _keras_dist_moments(self, inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any]:
+        """Returns mean and variance. Defaults to those of this rank's batch."""
+        moments: tuple[Any, Any] = super()._moments(inputs, mask)
+        return moments
+
+
+MODEL = "keras:Model"
+NORMALIZATION = "keras:layers.BatchNormalization"
+MASKS = "to refuse masks between stages of a pipeline", "masks would be lost between stages"
+
+MASK = Name("keras.src.backend.common.masking", "get_keras_mask", *MASKS, ("x",), on_use=True)
+OUTPUTS = Name(
+    "keras.src.models.functional:Functional", "outputs", *MASKS, instance=True, on_use=True
+)
+
+CONTRACT = (
+    MASK,
+    OUTPUTS,
+    Name(
+        "keras:layers.Layer",
+        "_flatten_layers",
+        "to inspect all layers of a model",
+        "layers that ranks must not share would not be found",
+        (),
+    ),
+    Name(
+        MODEL,
+        "make_train_function",
+        "to prepare a model before its train step is made",
+        "each rank would train by its own gradients",
+        ("force",),
+    ),
+    Name(
+        MODEL,
+        "optimizer",
+        "to find the optimizers of a model",
+        "broadcasts and checks would omit them",
+        instance=True,
+    ),
+    Name(
+        "keras:losses.Loss",
+        "reduction",
+        "to combine the losses of micro-batches as the loss does",
+        "a summed loss would be averaged in a pipeline",
+        instance=True,
+    ),
+    Name(
+        "keras:metrics.Mean",
+        "count",
+        "to count the samples of an epoch",
+        "the logs would lack the throughput",
+        instance=True,
+    ),
+    Name(
+        MODEL,
+        "train_function",
+        "to take part in the first step of a fit",
+        "models that are not built would start from different weights",
+        instance=True,
+    ),
+    Name(
+        MODEL,
+        "jit_compile",
+        "to compile a step around the reduction",
+        "XLA would compile the reduction, which it cannot",
+        instance=True,
+    ),
+    Name(
+        MODEL,
+        "stop_training",
+        "to stop all ranks together",
+        "the other ranks would wait for a rank that has stopped",
+        instance=True,
+    ),
+    Name(
+        MODEL,
+        "ddp_model",
+        "to refuse a model whose gradients Keras averages over processes",
+        "gradients would be averaged twice",
+        instance=True,
+        applies=lambda: release() >= (3, 16) and uses("torch"),
+    ),
+    Name(
+        MODEL,
+        LOGS,
+        "to compute the logs of all ranks",
+        "metrics of an epoch would be those of one rank",
+        ("logs",),
+    ),
+    Name(
+        MODEL,
+        "_compile_metrics",
+        "to name metrics that are averaged",
+        "a warning would be missing",
+        instance=True,
+    ),
+    Name(
+        MODEL,
+        "_initial_epoch",
+        "to resume a fit at the epoch of a backup",
+        "a resumed fit would start at its first epoch",
+        instance=True,
+    ),
+    Name(
+        NORMALIZATION,
+        "_moments",
+        "to normalise by the batches of all ranks",
+        "SyncBatchNormalization would normalise by the batch of its rank",
+        ("inputs", "mask"),
+    ),
+    Name(
+        NORMALIZATION,
+        "_reduction_axes",
+        "to normalise by the batches of all ranks",
+        "SyncBatchNormalization would fail",
+        instance=True,
+    ),
+)

@@ -1,0 +1,148 @@
+"""Names of Keras: the state of an optimizer."""
+
+from typing import Any
+
+from keras_dist._compat.contract import Name
+
+__all__ = [
+    "CONTRACT",
+    "DecayHook",
+    "accumulators",
+    "batches_seen",
+    "has_weight_decay",
+    "is_overwritten",
+    "learning_rate",
+    "slots",
+    "trained_by",
+    "variable_index",
+    "velocities",
+]
+
+
+def trained_by(optimizer: Any) -> list[Any]:
+    """Returns the variables that an optimizer is built for."""
+    return list(optimizer._trainable_variables)
+
+
+def accumulators(optimizer: Any) -> list[Any]:
+    """Returns the variables in which an optimizer accumulates gradients, possibly none.
+
+    Keras creates them when it builds an optimizer with `gradient_accumulation_steps`.
+    """
+    created = vars(optimizer).get("_accumulated_gradients") or []
+    return [variable for variable in created if variable is not None]
+
+
+def slots(optimizer: Any, count: int) -> list[list[Any]]:
+    """Returns the lists of an optimizer that hold a variable for each of `count` trained ones."""
+    lists = [value for name, value in vars(optimizer).items() if name != "_variables"]
+    return [value for value in lists if isinstance(value, list) and len(value) == count]
+
+
+def batches_seen(optimizer: Any) -> Any:
+    """Returns the variable that counts batches; `iterations` counts updates."""
+    return optimizer._iterations
+
+
+def learning_rate(optimizer: Any) -> Any:
+    """Returns the learning rate of an optimizer: a schedule, a function or a variable."""
+    return optimizer._learning_rate
+
+
+def velocities(optimizer: Any) -> list[Any]:
+    """Returns the velocities of an optimizer, such as SGD with momentum; possibly none."""
+    return list(vars(optimizer).get("momentums") or ())
+
+
+def variable_index(optimizer: Any, variable: Any) -> int:
+    """Returns the index of a variable among those that an optimizer trains."""
+    index: int = optimizer._get_variable_index(variable)
+    return index
+
+
+def has_weight_decay(optimizer: Any, variable: Any) -> bool:
+    """Returns whether weight decay applies to a variable, see `exclude_from_weight_decay`."""
+    return bool(optimizer._use_weight_decay(variable))
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Returns whether Keras assigns its gradient to a variable, as for float8."""
+    # Other variables, some of which are not Keras', lack the attribute.
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+class DecayHook:
+    """A mixin in front of an optimizer's class whose update includes the weight decay."""
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        """Does nothing: the decay is part of the step."""
+
+
+OPTIMIZER = "keras:optimizers.Optimizer"
+STATE = "state of the optimizer would be missing in broadcasts and checks"
+
+CONTRACT = (
+    Name(
+        OPTIMIZER,
+        "_trainable_variables",
+        "to find the variables that an optimizer is built for",
+        STATE,
+        instance=True,
+    ),
+    Name(
+        OPTIMIZER,
+        "_accumulated_gradients",
+        "to exclude accumulated gradients, which differ between ranks, from broadcasts",
+        "they would be broadcast and verified",
+        instance=True,
+    ),
+    Name(
+        OPTIMIZER,
+        "_variables",
+        "to tell the list of all variables of an optimizer from its slots",
+        STATE,
+        instance=True,
+    ),
+    Name(
+        OPTIMIZER,
+        "_iterations",
+        "to count batches under gradient accumulation",
+        "batches would be miscounted",
+        instance=True,
+    ),
+    Name(
+        OPTIMIZER,
+        "_learning_rate",
+        "to find the schedule of an optimizer",
+        "a schedule and a callback would both set the learning rate",
+        instance=True,
+    ),
+    Name(
+        "keras:optimizers.SGD",
+        "momentums",
+        "to scale velocities when the learning rate changes",
+        "velocities would not be scaled",
+        instance=True,
+    ),
+    Name(
+        OPTIMIZER,
+        "_get_variable_index",
+        "to find the momentum of a variable in LARS",
+        "LARS could not make a step",
+        ("variable",),
+    ),
+    Name(
+        OPTIMIZER,
+        "_use_weight_decay",
+        "to respect exclude_from_weight_decay in LARS",
+        "LARS could not be built",
+        ("variable",),
+    ),
+    Name(
+        OPTIMIZER,
+        "_apply_weight_decay",
+        "to apply the weight decay as part of the step of LARS",
+        "the decay would be applied twice",
+        ("variables",),
+    ),
+)

@@ -1,0 +1,207 @@
+"""Names of Keras: the methods by which an optimizer updates variables."""
+
+from typing import Any
+
+import keras
+
+from keras_dist._compat.contract import Name
+from keras_dist._compat.keras.optimizer_state import accumulators
+from keras_dist._compat.keras.versions import release, uses
+
+__all__ = [
+    "CONTRACT",
+    "ENTRANCES",
+    "MULTI_OPTIMIZER",
+    "TF_UPDATE",
+    "ClippingHook",
+    "UpdateHook",
+    "applying_of",
+    "inner_optimizer",
+    "make_unpickler",
+    "stateless_skip",
+    "stateless_step",
+]
+
+# Gradients enter an optimizer through these methods.
+ENTRANCES = ("apply", "apply_gradients", "stateless_apply", "_backend_apply_gradients")
+# On TensorFlow: the method that updates variables under a strategy.
+TF_UPDATE = "_distributed_tf_update_step"
+# Of Keras 3.15 and later.
+MULTI_OPTIMIZER: Any = vars(keras.optimizers).get("MultiOptimizer", ())
+
+
+class UpdateHook:
+    """A mixin in front of an optimizer's class that takes part in each update.
+
+    Subclasses define `_keras_dist_before_update()`, called before variables are updated.
+    """
+
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, *rest: Any) -> Any:
+        self._keras_dist_before_update()
+        return super()._backend_update_step(grads, trainable_variables, *rest)  # type: ignore[misc]
+
+    def _backend_reset_gradient_accumulators(self) -> None:
+        # On torch Keras multiplies them by 0, which keeps the NaN of an overflow.
+        for accumulator in accumulators(self):
+            accumulator.assign(keras.ops.zeros(accumulator.shape, accumulator.dtype))
+
+    def _keras_dist_before_update(self) -> None:
+        raise NotImplementedError
+
+
+class ClippingHook:
+    """A mixin in front of an optimizer's class that changes gradients between passes and clipping.
+
+    Subclasses define `_keras_dist_before_passes(gradients, variables)`, called before gradients
+    are accumulated, and `_keras_dist_before_clipping(gradients)`, which returns the gradients to
+    clip and apply.
+    """
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
+        self._keras_dist_before_passes(grads, trainable_variables)
+        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        return super()._clip_gradients(self._keras_dist_before_clipping(grads))  # type: ignore[misc]
+
+    def _keras_dist_before_passes(self, gradients: Any, variables: Any) -> None:
+        raise NotImplementedError
+
+    def _keras_dist_before_clipping(self, gradients: Any) -> Any:
+        raise NotImplementedError
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """Returns the optimizer inside a `LossScaleOptimizer`, or a wrapper like it; else `None`."""
+    return getattr(optimizer, "inner_optimizer", None)
+
+
+def applying_of(optimizer: Any) -> Any:
+    """Returns the optimizer that updates variables: the innermost of wrappers, or itself."""
+    inner = inner_optimizer(optimizer)
+    return optimizer if inner is None else applying_of(inner)
+
+
+def stateless_step(
+    optimizer: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+) -> Any:
+    """Returns the state after a step of a `LossScaleOptimizer` whose gradients are finite."""
+    given = optimizer_variables, grads, trainable_variables
+    return optimizer._stateless_handle_finite_grads(*given)
+
+
+def stateless_skip(optimizer: Any, optimizer_variables: Any, trainable_variables: Any) -> Any:
+    """Returns the state after a step that a `LossScaleOptimizer` skips."""
+    return optimizer._stateless_handle_non_finite_grads(optimizer_variables, trainable_variables)
+
+
+def make_unpickler(cls: Any) -> Any:
+    """Returns the function that unpickles objects of a class."""
+    return cls._unpickle_model
+
+
+OPTIMIZER = "keras:optimizers.Optimizer"
+LOSS_SCALE = "keras:optimizers.LossScaleOptimizer"
+NOT_REDUCED = "each rank would train by its own gradients"
+
+CONTRACT = (
+    Name(
+        OPTIMIZER,
+        "_clip_gradients",
+        "to reduce gradients before they are clipped",
+        NOT_REDUCED,
+        ("grads",),
+    ),
+    Name(
+        OPTIMIZER,
+        "_backend_apply_gradients",
+        "to find the variables of the gradients",
+        NOT_REDUCED,
+        ("grads", "trainable_variables"),
+    ),
+    Name(
+        OPTIMIZER,
+        "_backend_update_step",
+        "to check that the gradients of an update are reduced",
+        "an update by the gradients of one rank might go unnoticed",
+        ("grads", "trainable_variables", "learning_rate"),
+    ),
+    Name(
+        OPTIMIZER,
+        "_backend_reset_gradient_accumulators",
+        "to clear accumulated gradients that have overflowed",
+        "NaN would remain in them on torch",
+        (),
+    ),
+    *(
+        Name(
+            OPTIMIZER,
+            method,
+            f"to reduce the gradients of an optimizer that overrides {method}",
+            NOT_REDUCED,
+            parameters,
+        )
+        for method, parameters in {
+            "apply": ("grads", "trainable_variables"),
+            "apply_gradients": ("grads_and_vars",),
+            "stateless_apply": ("optimizer_variables", "grads", "trainable_variables"),
+        }.items()
+    ),
+    Name(
+        OPTIMIZER,
+        "gradient_accumulation_steps",
+        "for backward_passes_per_step",
+        "gradients would be reduced in each pass",
+        instance=True,
+    ),
+    Name(
+        OPTIMIZER,
+        "_unpickle_model",
+        "to pickle and copy a distributed optimizer",
+        "a copy would not be distributed",
+        ("bytesio",),
+    ),
+    Name(
+        OPTIMIZER,
+        TF_UPDATE,
+        "to compile the update of variables for XLA",
+        "training with jit_compile would fail",
+        ("distribution", "grads_and_vars", "learning_rate"),
+        applies=lambda: uses("tensorflow"),
+    ),
+    Name(
+        LOSS_SCALE,
+        "inner_optimizer",
+        "to find the optimizer that applies the gradients",
+        "ranks would skip different steps",
+        instance=True,
+    ),
+    Name(
+        LOSS_SCALE,
+        "check_finite",
+        "to make all ranks skip the same steps",
+        "ranks would skip different steps",
+        ("grads",),
+    ),
+    Name(
+        LOSS_SCALE,
+        "_stateless_handle_finite_grads",
+        "to make a step outside a branch",
+        "a step of JAX could not be reduced",
+        ("optimizer_variables", "grads", "trainable_variables"),
+    ),
+    Name(
+        LOSS_SCALE,
+        "_stateless_handle_non_finite_grads",
+        "to skip a step outside a branch",
+        "a step of JAX could not be reduced",
+        ("optimizer_variables", "trainable_variables"),
+    ),
+    Name(
+        "keras:optimizers",
+        "MultiOptimizer",
+        "to reduce the gradients of all its optimizers",
+        NOT_REDUCED,
+        applies=lambda: release() >= (3, 15),
+    ),
+)

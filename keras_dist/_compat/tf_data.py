@@ -1,0 +1,132 @@
+"""Private names of tf.data: how a pipeline was built.
+
+`contract.check("tf_data")` comes first: afterwards the modules can be imported.
+"""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist._compat.contract import Name
+from keras_dist._compat.tensorflow import version
+
+__all__ = [
+    "CONTRACT",
+    "batch_of",
+    "functions_of",
+    "input_of",
+    "is_interleave",
+    "is_nondeterministic",
+    "is_prefetch",
+    "reshuffles",
+    "seeds_of",
+    "serialized",
+    "shuffle_buffer_of",
+    "stages_of",
+    "version",
+]
+
+OPS = "tensorflow.python.data.ops"
+
+
+def stages_of(dataset: Any) -> Iterator[Any]:
+    """Yields the transformations of a pipeline, from the last to the sources."""
+    yield dataset
+    for source in dataset._inputs():
+        yield from stages_of(source)
+
+
+def functions_of(stage: Any) -> list[Any]:
+    """Returns the functions given to a transformation."""
+    return [function.function for function in stage._functions()]
+
+
+def input_of(stage: Any) -> Any:
+    """Returns the input of a transformation that has one input."""
+    return stage._input_dataset
+
+
+def is_prefetch(stage: Any) -> bool:
+    """Returns whether a transformation is a `prefetch`."""
+    return isinstance(stage, _ops("prefetch_op")._PrefetchDataset)
+
+
+def is_interleave(stage: Any) -> bool:
+    """Returns whether a transformation is an `interleave` in several threads."""
+    return isinstance(stage, _ops("interleave_op")._ParallelInterleaveDataset)
+
+
+def is_nondeterministic(stage: Any) -> bool:
+    """Returns whether a parallel `map`, `batch` or reader was made with `deterministic=False`."""
+    return vars(stage).get("_deterministic") == "false"  # only parallel stages have it
+
+
+def batch_of(stage: Any) -> tuple[Any, Any] | None:
+    """Returns size and `drop_remainder` of a `batch`, as tensors; `None` for other stages."""
+    ops = _ops("batch_op")
+    if not isinstance(stage, ops._BatchDataset | ops._ParallelBatchDataset):
+        return None
+    return stage._batch_size, stage._drop_remainder
+
+
+def seeds_of(stage: Any) -> tuple[Any, Any] | None:
+    """Returns the two seeds of a random transformation, as tensors; `None` for other stages."""
+    attributes = vars(stage)
+    if not {"_seed", "_seed2"} <= attributes.keys():
+        return None
+    return attributes["_seed"], attributes["_seed2"]
+
+
+def shuffle_buffer_of(stage: Any) -> Any:
+    """Returns the buffer size of a `shuffle`, as a tensor; `None` for other stages."""
+    is_shuffle = isinstance(stage, _ops("shuffle_op")._ShuffleDataset)
+    return stage._buffer_size if is_shuffle else None
+
+
+def reshuffles(stage: Any) -> bool:
+    """Returns whether a random transformation draws a new order in each iteration."""
+    again = vars(stage).get("_reshuffle_each_iteration")  # only a `shuffle` has it
+    return seeds_of(stage) is not None and again is not False
+
+
+def serialized(stage: Any) -> bytes:
+    """Returns the graph of a pipeline, which holds options that the classes do not keep."""
+    policy = tf.data.experimental.ExternalStatePolicy.IGNORE
+    graph: bytes = stage._as_serialized_graph(external_state_policy=policy).numpy()
+    return graph
+
+
+def _ops(module: str) -> Any:
+    return importlib.import_module(f"{OPS}.{module}")
+
+
+DATASET = "tensorflow:data.Dataset"
+ORDER = "to check that a pipeline has the same order on every rank"
+NO_ORDER = "ranks might repeat the samples of other ranks and omit some"
+
+CONTRACT = (
+    Name(DATASET, "_inputs", ORDER, NO_ORDER, ()),
+    Name(DATASET, "_functions", ORDER, NO_ORDER, ()),
+    Name(DATASET, "_as_serialized_graph", ORDER, NO_ORDER),
+    Name(f"{OPS}.interleave_op", "_ParallelInterleaveDataset", ORDER, NO_ORDER),
+    Name(f"{OPS}.prefetch_op", "_PrefetchDataset", ORDER, NO_ORDER),
+    *(
+        Name(f"{OPS}.{owner}", name, ORDER, NO_ORDER, instance=True)
+        for owner, names in {
+            "dataset_ops:UnaryDataset": ("_input_dataset",),
+            "shuffle_op:_ShuffleDataset": (
+                "_seed",
+                "_seed2",
+                "_buffer_size",
+                "_reshuffle_each_iteration",
+            ),
+            "batch_op:_BatchDataset": ("_batch_size", "_drop_remainder"),
+            "batch_op:_ParallelBatchDataset": ("_batch_size", "_drop_remainder", "_deterministic"),
+            "map_op:_ParallelMapDataset": ("_deterministic",),
+            "readers:ParallelInterleaveDataset": ("_deterministic",),
+        }.items()
+        for name in names
+    ),
+)
