@@ -58,4 +58,4 @@ def test_a_rank_that_has_used_jax_before_is_told_what_that_costs(run_ranks):
     job = run_ranks(2, "-c", LATE, env=lean(KERAS_BACKEND="jax"))
     assert job.returncode == 0, job.stdout
     assert "uses 0 0" in job.stdout and "uses 1 1" in job.stdout
-    assert job.stdout.count("takes memory on each of 4 GPUs") == 2
+    assert job.stdout.count("allocates memory on each of 4 GPUs") == 2

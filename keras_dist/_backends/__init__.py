@@ -1,8 +1,7 @@
-"""Backends: the bridge from a framework's tensors to numpy arrays on the host.
+"""Backends: the conversion between tensors of a framework and numpy arrays on the host.
 
-One file a framework, the same functions in each (`Backend` below); none knows MPI. A
-backend runs a numpy function on the host inside its own training step, and the engine is
-such a function.
+There is one module per framework, with the functions of `Backend`; none uses MPI. A backend calls a
+numpy function on the host within a train step; the engine provides that function.
 """
 
 import contextlib
@@ -18,29 +17,33 @@ from keras_dist import errors
 
 __all__ = ["Backend", "active", "in_use", "use"]
 
-OnHost = Callable[[np.ndarray], np.ndarray]
+HostFunction = Callable[[np.ndarray], np.ndarray]
 
 SUPPORTED = ("tensorflow", "jax", "torch")
-_named: list[str] = []  # what scripts of this process use, perhaps without Keras
+_named: list[str] = []  # frameworks that scripts of this process use, possibly without Keras
 
 
 class Backend(Protocol):
-    """What each backend module offers."""
+    """The functions of each backend module."""
 
     def pin_device(self, local_rank: int, local_size: int) -> str | None:
         """Makes this process use the GPU of its local rank.
 
-        Does nothing without a GPU or when the user has chosen one.
+        Does nothing if there is no GPU or the user has chosen one.
 
         Returns:
-            What went wrong, with the remedy; `None` when all is well.
+            A warning with the remedy; `None` if the device could be pinned.
         """
 
     def limit_threads(self, count: int, override: bool) -> None:
-        """Sizes the compute pool, unless it is running or (without `override`) chosen."""
+        """Sets the size of the compute pool.
+
+        Does nothing if the pool is running, or if the user has set the size and `override` is
+        false.
+        """
 
     def finish_calls(self) -> None:
-        """Waits until programs that this thread has begun will call the host no more."""
+        """Waits for the host callbacks of all programs that this thread has started."""
 
     def reduce_gradients(
         self,
@@ -51,85 +54,88 @@ class Backend(Protocol):
         reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
         when: Any = None,
     ) -> list[Any]:
-        """Puts the reduction of a gradient list into the training step.
+        """Adds the reduction of gradients to the train step.
 
         Args:
-            gradients: the framework's tensors; none of them `None`.
-            names: their variables' names, for messages.
-            variables: the Keras variables that they are of.
-            plan: takes the positions, in `gradients`, of the dense ones in the order in
-                which they are ready, and their (shape, dtype) pairs; gives a numpy function
-                of them all with `buckets`, `bound_to(number)`, a numpy function of one,
-                `queue_bucket(number, arrays)`, which does not wait for it, and `overlaps`,
-                which tells whether to do so.
-            reduce_slices: takes name, values and indices of a sparse gradient, gives
-                values and indices; a numpy function.
-            when: whether to reduce in this step, equal on all ranks, where that is known
-                only while the step runs; else gradients stay as they are. `None` for always.
+            gradients: tensors; none is `None`.
+            names: the names of their variables, for messages.
+            variables: the Keras variables of the gradients.
+            plan: a function of the indices of the dense gradients, in the order in which
+                backpropagation produces them, and of their (shape, dtype) pairs. It returns a
+                numpy function of all of them, with the attributes `buckets`, `bound_to(number)`
+                (a numpy function of one bucket), `queue_bucket(number, arrays)` (which does not
+                block) and `overlaps` (whether to queue buckets).
+            reduce_slices: a numpy function of name, values and indices of a sparse gradient; it
+                returns values and indices.
+            when: a boolean tensor, equal on all ranks: whether to reduce in this step. Otherwise
+                the gradients are returned unchanged. Defaults to `None`: always.
 
         Returns:
-            The reduced gradients, as the framework's tensors, in the order given.
+            List of the reduced gradients, as tensors, in the given order.
         """
 
-    def through_host(self, tensor: Any, forward: OnHost, backward: OnHost) -> Any:
-        """Puts a function of the host, and its gradient, into a computation.
+    def differentiable_host_callback(
+        self, tensor: Any, forward: HostFunction, backward: HostFunction
+    ) -> Any:
+        """Adds a host function, and its gradient, to a computation.
 
-        A rank runs such functions in the order of the program, and those of gradients in the
-        reverse order.
+        A rank calls such functions in program order, and those of gradients in reverse order.
 
         Args:
-            tensor: the framework's tensor.
-            forward: takes its array, gives a new one of the same shape and dtype.
-            backward: takes the gradient of that, gives that of the tensor; arrays as well.
+            tensor: a tensor.
+            forward: a function of the tensor's array; it returns a new array of the same shape and
+                dtype.
+            backward: a function of the gradient of the result; it returns the gradient of the
+                tensor. Both are arrays.
 
         Returns:
-            What `forward` gives, as the framework's tensor.
+            The result of `forward`, as a tensor.
         """
 
     def after(self, earlier: Any, tensors: Sequence[Any]) -> list[Any]:
-        """Returns tensors that a computation has only when it has another one.
+        """Returns tensors that are computed only after another tensor.
 
         Args:
-            earlier: the tensor that it has first, such as a result of the host.
-            tensors: the framework's tensors, dense or sparse.
+            earlier: the tensor to be computed first, such as the result of a host function.
+            tensors: tensors, dense or sparse.
         """
 
-    def pull_back(
-        self, model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, through: bool
+    def vjp(
+        self, model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, with_inputs: bool
     ) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
-        """Runs a model as in training, and keeps what its gradients need.
+        """Runs a model in training mode and returns the result with its gradient function.
 
         Args:
             model: a built Keras model.
-            inputs: what it is given.
-            loss: takes the framework's tensor of outputs, gives one number; `None` for none.
-            through: whether the gradient of the inputs will be asked for.
+            inputs: the input array.
+            loss: a function of the output tensor that returns a scalar; `None` for no loss.
+            with_inputs: whether to compute the gradient of the inputs.
 
         Returns:
-            The loss, or the outputs where there is none; and a function that takes the gradient
-            of these and a factor for penalties of layers, and gives the gradients of the
-            trainable variables, as the framework's tensors, and that of the inputs, or `None`.
+            The loss, or the outputs if `loss` is `None`; and a function of the gradient of that
+            result and of a factor for the penalties of layers. The function returns the gradients
+            of the trainable variables, as tensors, and that of the inputs, or `None`.
         """
 
-    def add_up_rows(self, gradients: Sequence[Any]) -> list[Any]:
-        """Does to sparse gradients what one rank has to do: adds up rows of equal index.
+    def coalesce(self, gradients: Sequence[Any]) -> list[Any]:
+        """Sums the rows of equal index in sparse gradients.
 
-        Keras' optimizers take the square of each row, not of their sum, where a row occurs
-        twice; several ranks add up rows anyway, and one rank must give the same steps.
+        If a row occurs twice, Keras' optimizers square each occurrence, not the sum. A reduction
+        over several ranks sums such rows anyway, and one rank must give the same steps.
         """
 
     def as_dense(self, gradients: Sequence[Any]) -> list[Any]:
-        """Makes sparse gradients dense; rows of equal index are added up."""
+        """Makes sparse gradients dense; rows of equal index are summed."""
 
     def multiply(self, gradients: Sequence[Any], factor: float) -> list[Any]:
         """Multiplies gradients, dense or sparse, by a number; they keep their dtypes."""
 
     def check_model(self, model: Any) -> None:
-        """Makes sure that nobody else averages a model's gradients over processes.
+        """Checks that nothing else averages the gradients of a model over processes.
 
         Raises:
             ArgumentError: the framework does.
-            BackendError: Keras does, by the framework.
+            BackendError: Keras does, through the framework.
         """
 
     def train_step_for_host(self, model: Any) -> contextlib.AbstractContextManager[None]:
@@ -139,36 +145,36 @@ class Backend(Protocol):
             model: a compiled Keras model with a distributed optimizer.
         """
 
-    def pass_over(self, count: int, logs: dict[str, Any], *arguments: Any) -> Any:
-        """Takes as many batches as a train function would, and trains on none of them.
+    def skip_batches(self, count: int, logs: dict[str, Any], *arguments: Any) -> Any:
+        """Takes the batches of a call of the train function without training on them.
 
         Args:
-            count: how many.
-            logs: those of the last of them.
-            *arguments: what Keras passes to the train function.
+            count: the number of batches.
+            logs: the logs of the last of them.
+            *arguments: the arguments that Keras passes to the train function.
 
         Returns:
-            What the train function would, with these logs.
+            The result of the train function, with these logs.
         """
 
     def first_batch(self, count: int, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Looks at the batch that a train function is about to take.
+        """Returns the batch that a train function is about to take.
 
         Args:
-            count: how many it takes at once.
-            *arguments: what Keras passes to the train function.
+            count: the number of batches that the train function takes per call.
+            *arguments: the arguments that Keras passes to the train function.
 
         Returns:
-            The batch, as nested tensors, or `None` where it cannot be seen; what to pass to the
-            train function now, in which the batch still is.
+            The batch, as nested tensors, or `None` if it is inaccessible; and the arguments to pass
+            to the train function instead, which include the batch.
         """
 
     def build_from(self, model: Any, batches: Any) -> None:
-        """Creates a model's variables from the shapes of its data, using up none of it.
+        """Creates the variables of a model from the shapes of its data, without consuming any.
 
         Args:
             model: a compiled Keras model that is not built.
-            batches: what its train function takes.
+            batches: the data argument of its train function.
         """
 
 
@@ -176,7 +182,7 @@ def active() -> Backend:
     """Returns the backend of Keras in this process; imports Keras.
 
     Raises:
-        LaunchError: keras_dist does not work with that backend.
+        LaunchError: keras_dist does not support that backend.
     """
     import keras
 
@@ -194,10 +200,10 @@ def active() -> Backend:
 
 
 def use(name: str) -> None:
-    """Takes note that scripts of this process use a framework by itself.
+    """Registers a framework that scripts of this process use without Keras.
 
     Args:
-        name: which of `SUPPORTED`.
+        name: a member of `SUPPORTED`.
     """
     if name not in _named:
         _named.append(name)
@@ -206,18 +212,18 @@ def use(name: str) -> None:
 def in_use() -> list[Backend]:
     """Returns the backends whose devices and threads this process uses.
 
-    Those of `use`; and that of Keras where it has been imported or there is no other.
+    These are the registered ones (see `use`), and that of Keras if Keras is imported or no backend
+    is registered.
 
     Raises:
-        LaunchError: keras_dist does not work with the backend of Keras.
+        LaunchError: keras_dist does not support the backend of Keras.
     """
     backends = [_load(name) for name in _named]
-    if not backends or "keras" in sys.modules:
-        of_keras = active()
-        backends += [of_keras] if of_keras not in backends else []
+    if (not backends or "keras" in sys.modules) and active() not in backends:
+        backends.append(active())
     return backends
 
 
-@functools.cache  # TensorFlow, tracing a user's function, leaves alone what is cached
+@functools.cache  # AutoGraph does not trace cached functions
 def _load(name: str) -> Backend:
     return cast(Backend, importlib.import_module(f"keras_dist._backends.{name}"))

@@ -1,6 +1,6 @@
-"""Which GPU JAX uses: chosen before JAX makes a client, which takes memory on all that it sees.
+"""The choice of the GPU of a JAX process.
 
-Knows of a rank its place on its node alone.
+It precedes the creation of JAX's client, which allocates memory on all visible GPUs.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from keras_dist._compat.jax import has_client, see_only, visible_devices
 
 __all__ = ["choose_gpu"]
 
-# By JAX' name of a platform: the library of its driver, and what starts it and counts its GPUs.
+# By platform of JAX: the library of the driver, and its functions to start and to count GPUs.
 DRIVERS = {
     "cuda": ("cuda", "cuInit", "cuDeviceGetCount"),
     "rocm": ("amdhip64", "hipInit", "hipGetDeviceCount"),
@@ -22,9 +22,9 @@ DRIVERS = {
 
 
 def choose_gpu(local_rank: int, local_size: int) -> str | None:
-    """Makes the GPU of the local rank the only one that JAX sees, where several ranks share a node.
+    """Makes the GPU of the local rank the only one that JAX sees, if several ranks share a node.
 
-    Where JAX has made its client already, makes it the default device instead.
+    If JAX has created its client, makes the GPU the default device instead.
 
     Returns:
         As `Backend.pin_device`.
@@ -53,8 +53,8 @@ def _choose_default(local_rank: int, local_size: int) -> str | None:
     jax.config.update("jax_default_device", gpus[local_rank % len(gpus)])
     if len(gpus) > 1 and local_size > 1:
         return (
-            f"takes memory on each of {len(gpus)} GPUs, as do the other ranks of this node, since "
-            "JAX was used before keras_dist.init(). Call it before anything else uses JAX."
+            f"allocates memory on each of {len(gpus)} GPUs, as do the other ranks of this node, "
+            "since JAX was used before keras_dist.init(). Call init() before any use of JAX."
         )
     return _sharing(local_size, len(gpus))
 
@@ -70,7 +70,7 @@ def _gpus_of_client() -> list[Any]:
 
 
 def _may_use(platform: str) -> bool:
-    """Tells whether JAX has a plugin for a platform of GPUs, and may use it."""
+    """Returns whether JAX has a plugin for a GPU platform, and may use it."""
     chosen = jax.config.jax_platforms
     if chosen and not {platform, "gpu"} & set(chosen.split(",")):
         return False
@@ -81,21 +81,21 @@ def _may_use(platform: str) -> bool:
 def _load(name: str) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(f"lib{name}.so.1")
-    except OSError:  # another version; the search forks, which some MPI libraries do not like
+    except OSError:  # another version; find_library forks, which some MPI libraries do not support
         return ctypes.CDLL(ctypes.util.find_library(name) or f"lib{name}.so")
 
 
 def _count(platform: str) -> int | None:
-    """Returns how many GPUs a driver shows to this process; `None` where it cannot be asked.
+    """Returns the number of GPUs that a driver shows to this process; `None` if it is unavailable.
 
-    The driver makes no context on a GPU for that, and respects `CUDA_VISIBLE_DEVICES` and the like.
+    The query creates no context on a GPU and respects variables such as `CUDA_VISIBLE_DEVICES`.
     """
     name, start, count_devices = DRIVERS[platform]
     count = ctypes.c_int(0)
     try:
         driver = _load(name)
         started = getattr(driver, start)(0) == 0
-        asked = started and getattr(driver, count_devices)(ctypes.byref(count)) == 0
+        counted = started and getattr(driver, count_devices)(ctypes.byref(count)) == 0
     except (OSError, AttributeError):
         return None
-    return count.value if asked else None
+    return count.value if counted else None

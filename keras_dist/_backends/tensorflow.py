@@ -1,9 +1,8 @@
-"""TensorFlow: host functions inside the graph (`tensorflow_host`).
+"""The TensorFlow backend: host functions in the graph (`tensorflow_host`).
 
-Inputs of a host function are views of TensorFlow's own memory and cost nothing. The
-functions are stateful operations, so a graph runs them in the order of its program, the
-same on every rank; XLA cannot compile them, so it compiles what is around them
-(`tensorflow_step`).
+The arguments of a host function are views of TensorFlow's memory. The functions are stateful
+operations, so a graph runs them in program order, the same on every rank. XLA cannot compile them;
+`tensorflow_step` compiles the operations around them.
 """
 
 import contextlib
@@ -20,33 +19,33 @@ from keras_dist import errors
 from keras_dist._backends.tensorflow_host import on_host
 from keras_dist._backends.tensorflow_step import train_step_for_host
 
-# Of a tensor, on average: below, it takes longer to make a tensor of what is lent than to copy it.
+# Mean size of a tensor below which a copy takes less time than a tensor made of a leased result.
 LENT_NBYTES = 128 * 1024
 
-OnHost = Callable[[np.ndarray], np.ndarray]
+HostFunction = Callable[[np.ndarray], np.ndarray]
 
 __all__ = [
-    "add_up_rows",
     "after",
     "as_dense",
     "build_from",
     "check_model",
+    "coalesce",
+    "differentiable_host_callback",
     "finish_calls",
     "first_batch",
     "limit_threads",
     "multiply",
     "on_host",
-    "pass_over",
     "pin_device",
-    "pull_back",
     "reduce_gradients",
-    "through_host",
+    "skip_batches",
     "train_step_for_host",
+    "vjp",
 ]
 
 
 def pin_device(local_rank: int, local_size: int) -> str | None:
-    """Makes this process use the GPU of its local rank, growing memory as needed.
+    """Makes this process use the GPU of its local rank, with memory growth.
 
     See `Backend.pin_device`.
     """
@@ -71,17 +70,17 @@ def pin_device(local_rank: int, local_size: int) -> str | None:
 
 
 def limit_threads(count: int, override: bool) -> None:
-    """Sizes the pool that computes inside an operation. See `Backend.limit_threads`."""
+    """Sets the size of the intra-op pool. See `Backend.limit_threads`."""
     threading = tf.config.threading
     chosen = threading.get_intra_op_parallelism_threads() or "TF_NUM_INTRAOP_THREADS" in os.environ
     if override or not chosen:
-        # Where TensorFlow is already running, its pool stays as it is.
+        # Once TensorFlow is running, the size of its pool is fixed.
         with contextlib.suppress(RuntimeError):
             threading.set_intra_op_parallelism_threads(count)
 
 
 def finish_calls() -> None:
-    """Does nothing: a program returns when it has called. See `Backend.finish_calls`."""
+    """Does nothing: a program returns after its host calls. See `Backend.finish_calls`."""
 
 
 def reduce_gradients(
@@ -94,8 +93,8 @@ def reduce_gradients(
 ) -> list[Any]:
     """Reduces dense gradients by bucket and `IndexedSlices` by rows.
 
-    See `Backend.reduce_gradients`. The last gradient comes first: backpropagation has it
-    ready first, so its bucket need not wait for the others.
+    See `Backend.reduce_gradients`. The last gradient comes first: backpropagation produces it
+    first, so its bucket does not wait for the others.
     """
     reduced: dict[int, Any] = {}
     shapes = [tuple(variable.shape) for variable in variables]
@@ -120,31 +119,32 @@ def reduce_gradients(
     return [reduced[i] for i in range(len(gradients))]
 
 
-def through_host(tensor: Any, forward: OnHost, backward: OnHost) -> Any:
-    """Calls the host, for the gradient too. See `Backend.through_host`."""
+def differentiable_host_callback(tensor: Any, forward: HostFunction, backward: HostFunction) -> Any:
+    """Adds a host call with a gradient. See `Backend.differentiable_host_callback`."""
 
-    def call(function: OnHost, local: Any) -> Any:
+    def call(function: HostFunction, local: Any) -> Any:
         return on_host(function, [local], [local.shape])[0]
 
     @tf.custom_gradient
-    def through(local: Any) -> tuple[Any, Callable[[Any], Any]]:
+    def differentiable(local: Any) -> tuple[Any, Callable[[Any], Any]]:
         return call(forward, local), lambda gradient: call(backward, gradient)
 
-    return through(tf.convert_to_tensor(tensor))  # variables would want gradients of their own
+    # A variable as argument would require a gradient of its own.
+    return differentiable(tf.convert_to_tensor(tensor))
 
 
 def after(earlier: Any, tensors: Sequence[Any]) -> list[Any]:
-    """Orders a graph, in which a branch does not wait for the host. See `Backend.after`."""
+    """Adds a control dependency. See `Backend.after`."""
     with tf.control_dependencies([earlier]):
         return [tf.identity(tensor) for tensor in tensors]
 
 
-def pull_back(
-    model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, through: bool
+def vjp(
+    model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, with_inputs: bool
 ) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
-    """Keeps a tape. See `Backend.pull_back`."""
+    """Uses a gradient tape. See `Backend.vjp`."""
     given, weights = tf.convert_to_tensor(inputs), [v.value for v in model.trainable_variables]
-    sources = [*weights, *([given] if through else [])]
+    sources = [*weights, *([given] if with_inputs else [])]
     with tf.GradientTape() as tape:
         tape.watch(sources)
         outputs = model(given, training=True)
@@ -159,14 +159,14 @@ def pull_back(
             unconnected_gradients=tf.UnconnectedGradients.ZERO,
         )
         dense = as_dense(found)
-        return dense[: len(weights)], dense[-1].numpy() if through else None
+        return dense[: len(weights)], dense[-1].numpy() if with_inputs else None
 
     return result.numpy(), back
 
 
-def add_up_rows(gradients: Sequence[Any]) -> list[Any]:
-    """Adds up the rows of `IndexedSlices` that have the same index. See `Backend.add_up_rows`."""
-    return [_add_up(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+def coalesce(gradients: Sequence[Any]) -> list[Any]:
+    """Sums the rows of equal index in `IndexedSlices`. See `Backend.coalesce`."""
+    return [_sum_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
 
 
 def as_dense(gradients: Sequence[Any]) -> list[Any]:
@@ -175,50 +175,51 @@ def as_dense(gradients: Sequence[Any]) -> list[Any]:
 
 
 def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
-    """Multiplies gradients, `IndexedSlices` too, by a number. See `Backend.multiply`."""
+    """Multiplies gradients, including `IndexedSlices`, by a number. See `Backend.multiply`."""
     return [tf.math.scalar_mul(factor, gradient) for gradient in gradients]
 
 
-def pass_over(count: int, logs: dict[str, Any], iterator: Any) -> dict[str, Any]:
-    """Takes batches from the iterator. See `Backend.pass_over`."""
-    next(iterator)  # no more data is the end of an epoch, unless it ends within an execution
+def skip_batches(count: int, logs: dict[str, Any], iterator: Any) -> dict[str, Any]:
+    """Takes batches from the iterator. See `Backend.skip_batches`."""
+    next(iterator)  # StopIteration ends the epoch, but an execution may be incomplete
     for _ in itertools.islice(iterator, count - 1):
         pass
     return logs
 
 
 def first_batch(count: int, iterator: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Takes batches from the iterator; gives one of these. See `Backend.first_batch`.
+    """Takes the batches of one call and returns an iterator over them. See `Backend.first_batch`.
 
-    It has the same type as the other, so nothing is traced anew; which needs dense tensors.
+    The new iterator has the same type, so that the train function is not traced again. That
+    requires dense tensors.
     """
     specs = tf.nest.flatten(getattr(iterator, "element_spec", None))
     if not isinstance(iterator, tf.data.Iterator) or not all(
         isinstance(spec, tf.TensorSpec) for spec in specs
     ):
         return None, (iterator,)
-    taken = [one.get_value() for one in _taken(iterator, count)]
-    if not taken:
+    batches = list(_take(iterator, count))
+    if not batches:
         return None, (iterator,)
 
-    def as_told(*batch: Any) -> Any:
+    def with_spec(*batch: Any) -> Any:
         tensors = [
             tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=spec.shape)
             for tensor, spec in zip(tf.nest.flatten(batch), specs, strict=True)
         ]
         return tf.nest.pack_sequence_as(iterator.element_spec, tensors)
 
-    each = [tf.data.Dataset.from_tensors(batch).map(as_told) for batch in taken]
-    again = functools.reduce(lambda one, other: one.concatenate(other), each)
-    return taken[0], (iter(again),)
+    datasets = [tf.data.Dataset.from_tensors(batch).map(with_spec) for batch in batches]
+    dataset = functools.reduce(lambda first, second: first.concatenate(second), datasets)
+    return batches[0], (iter(dataset),)
 
 
-def _taken(iterator: Any, count: int) -> Iterator[Any]:
+def _take(iterator: Any, count: int) -> Iterator[Any]:
     for _ in range(count):
-        one = iterator.get_next_as_optional()
-        if not one.has_value():
+        optional = iterator.get_next_as_optional()
+        if not optional.has_value():
             return
-        yield one
+        yield optional.get_value()
 
 
 def build_from(model: Any, batches: Any) -> None:
@@ -234,24 +235,24 @@ def build_from(model: Any, batches: Any) -> None:
                 "[keras_dist]",
                 f"to build model {model.name!r} from the shapes of its data",
                 f"{type(error).__name__}: {error}",
-                "Build it before fit: model.build(input_shape), or call it on one batch.",
+                "Build the model before fit: model.build(input_shape), or call it on a batch.",
             )
         ) from error
 
 
 def check_model(model: Any) -> None:
-    """Does nothing yet: strategies of TensorFlow do not train over processes in Keras 3."""
+    """Does nothing: in Keras 3, TensorFlow's strategies do not train over processes."""
 
 
-def _add_up(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    indices, places = tf.unique(slices.indices)
-    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
+def _sum_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    indices, segments = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, segments, tf.size(indices))
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
 def _reduce_rows(
     slices: tf.IndexedSlices, shape: tuple[int, ...], reduce_slices: Callable[..., Any]
 ) -> tf.IndexedSlices:
-    given = [slices.values, slices.indices]
-    values, indices = on_host(reduce_slices, given, [(None, *shape[1:]), (None,)])
+    shapes = [(None, *shape[1:]), (None,)]
+    values, indices = on_host(reduce_slices, [slices.values, slices.indices], shapes)
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)

@@ -1,8 +1,8 @@
-"""TensorFlow: Keras' train step in two XLA programs, between which the host works.
+"""Splits Keras' train step on TensorFlow into two XLA programs with a host call between them.
 
-The first computes gradients, the second what the optimizer does with each. What lies between
-them, the reduction and clipping among it, is an ordinary graph, for XLA cannot call the host.
-Knows no reduction: it is part of `apply_gradients`.
+The first program computes the gradients, the second updates the variables. The operations between
+them, including the reduction and clipping, are an ordinary graph, since XLA cannot call the host.
+The reduction itself is part of `apply_gradients`.
 """
 
 import contextlib
@@ -17,16 +17,17 @@ __all__ = ["train_step_for_host"]
 
 _log = logging.getLogger("keras_dist")
 
-# What is split is Keras' own step, where only these methods come after the update. They do not
-# look at weights, so that they may as well come before it.
+# Only Keras' own step is split. It calls these methods after the update; they do not read weights,
+# so they may run before it as well.
 KERAS_OWN = ("train_step", "compute_metrics", "get_metrics_result")
 
 
 @contextlib.contextmanager
 def train_step_for_host(model: Any) -> Iterator[None]:
-    """Compiles the step around the update, if it can be. See `Backend.train_step_for_host`.
+    """Compiles the parts of the step before and in the update. See `Backend.train_step_for_host`.
 
-    Keras would compile the whole step; it is given one that compiles its parts itself.
+    Keras, which would compile the step as one program, receives a step that is not to be compiled.
+    A step that cannot be split runs without XLA, with a warning.
     """
     if not model.jit_compile or model.run_eagerly:
         yield
@@ -34,39 +35,39 @@ def train_step_for_host(model: Any) -> Iterator[None]:
     why_not = _why_not(model)
     step = model.train_step if why_not else _split(model, model.train_step)
     if why_not:
-        _say_once(why_not)
+        _warn_once(why_not)
     model.jit_compile = False
     try:
-        with _instead(model, "train_step", step):
+        with _replaced(model, "train_step", step):
             yield
     finally:
         model.jit_compile = True
 
 
 def _why_not(model: Any) -> str | None:
-    """Returns what keeps a model's step from being split; `None` when it can be."""
+    """Returns the reason why the step of a model cannot be split; `None` if it can."""
     import keras
 
     from keras_dist._compat.keras.models import layers_of
 
     for name in KERAS_OWN:
         if getattr(model, name) != getattr(keras.Model, name).__get__(model):
-            return f"it has a {name} of its own, which may do anything with the update"
+            return f"it overrides {name}, which may use the updated weights"
     for layer in layers_of(model):
         if getattr(layer, "calls_host", False) or not layer.supports_jit:
-            return f"XLA cannot compile a {type(layer).__name__}, which it has"
+            return f"XLA cannot compile its layer of class {type(layer).__name__}"
     return None
 
 
 def _split(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a train step in two programs. It runs once for each graph that it is traced for."""
+    """Returns a train step of two programs. It is called once for each graph that is traced."""
 
     def train_step(data: Any) -> Any:
         variables: list[Any] = []
 
         def differentiate() -> tuple[Any, list[Any]]:
             pairs: list[tuple[Any, Any]] = []
-            with _instead(model.optimizer, "apply_gradients", pairs.extend):
+            with _replaced(model.optimizer, "apply_gradients", pairs.extend):
                 logs = step(data)
             variables[:] = [variable for _, variable in pairs]
             return logs, [gradient for gradient, _ in pairs]
@@ -82,21 +83,20 @@ def _split(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @contextlib.contextmanager
 def _compiled_update(optimizer: Any) -> Iterator[None]:
-    """Compiles what an optimizer does with each gradient, of the graph that is traced within."""
+    """Returns a context in which a traced update of dense gradients is compiled by XLA."""
     from keras_dist._compat.keras.optimizers import TF_UPDATE, applying_of
 
     applying = applying_of(optimizer)
     update = getattr(applying, TF_UPDATE)
 
     def compiled_update(strategy: Any, pairs: Sequence[tuple[Any, Any]], *arguments: Any) -> None:
-        # The ranks together have another number of rows in every step, and XLA would compile
-        # a program for each number.
+        # The number of rows differs from step to step, and XLA would compile a program for each.
         rows = [pair for pair in pairs if isinstance(pair[0], tf.IndexedSlices)]
         dense = [pair for pair in pairs if not isinstance(pair[0], tf.IndexedSlices)]
         update(strategy, rows, *arguments)
         _compiled(lambda: update(strategy, dense, *arguments))()
 
-    with _instead(applying, TF_UPDATE, compiled_update):
+    with _replaced(applying, TF_UPDATE, compiled_update):
         yield
 
 
@@ -105,8 +105,8 @@ def _compiled(function: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _instead(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Puts a function on an instance for a while, past Keras' tracking."""
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Returns a context in which a function is an attribute of an instance, untracked by Keras."""
     own = {name: owner.__dict__[name]} if name in owner.__dict__ else {}
     owner.__dict__[name] = function
     try:
@@ -117,10 +117,10 @@ def _instead(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[No
 
 
 @functools.cache
-def _say_once(why: str) -> None:
+def _warn_once(why: str) -> None:
     _log.warning(
         "keras_dist trains a model without XLA (jit_compile): %s. Gradients are averaged on "
-        "the host, which an XLA program cannot call. Nothing needs to be changed; "
-        "compile(..., jit_compile=False) says the same.",
+        "the host, which an XLA program cannot call. No change is required; "
+        "compile(..., jit_compile=False) has the same effect.",
         why,
     )

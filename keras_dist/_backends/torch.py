@@ -1,6 +1,6 @@
-"""torch: gradients are host arrays already, or are brought there; nothing is traced.
+"""The torch backend: gradients on the CPU are reduced in place, others are copied to the host.
 
-`torch.distributed` is left alone: keras_dist neither starts it nor needs it.
+keras_dist neither initialises nor uses `torch.distributed`.
 """
 
 import contextlib
@@ -23,29 +23,29 @@ from keras_dist._backends.torch_tensors import (
     to_torch,
 )
 
-OnHost = Callable[[np.ndarray], np.ndarray]
+HostFunction = Callable[[np.ndarray], np.ndarray]
 
 __all__ = [
-    "add_up_rows",
     "after",
     "as_dense",
     "build_from",
     "check_model",
+    "coalesce",
+    "differentiable_host_callback",
     "finish_calls",
     "first_batch",
     "limit_threads",
     "multiply",
-    "pass_over",
     "pin_device",
-    "pull_back",
     "reduce_gradients",
-    "through_host",
+    "skip_batches",
     "train_step_for_host",
+    "vjp",
 ]
 
 
 def pin_device(local_rank: int, local_size: int) -> str | None:
-    """Makes "cuda" mean the GPU of the local rank. See `Backend.pin_device`."""
+    """Makes the GPU of the local rank the default CUDA device. See `Backend.pin_device`."""
     gpus = torch.cuda.device_count()
     if gpus == 0:
         return None
@@ -56,13 +56,13 @@ def pin_device(local_rank: int, local_size: int) -> str | None:
 
 
 def limit_threads(count: int, override: bool) -> None:
-    """Sizes the pool that computes inside an operation. See `Backend.limit_threads`."""
+    """Sets the size of the intra-op pool. See `Backend.limit_threads`."""
     if override or not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ):
         torch.set_num_threads(count)
 
 
 def finish_calls() -> None:
-    """Does nothing: a program returns when it has called. See `Backend.finish_calls`."""
+    """Does nothing: an operation returns after its host calls. See `Backend.finish_calls`."""
 
 
 @torch.compiler.disable
@@ -90,20 +90,20 @@ def reduce_gradients(
     for i in backwards:
         if i not in reduced:
             slices = gradients[i].coalesce()
-            rows, places = reduce_slices(names[i], *rows_of(slices))
-            reduced[i] = sparse_of(rows, places, slices)
+            rows, indices = reduce_slices(names[i], *rows_of(slices))
+            reduced[i] = sparse_of(rows, indices, slices)
     return [reduced[i] for i in range(len(gradients))]
 
 
 @torch.compiler.disable
-def through_host(tensor: Any, forward: OnHost, backward: OnHost) -> Any:
-    """Calls the host, for the gradient too. See `Backend.through_host`."""
-    if tensor.is_meta:  # Keras asks for shapes alone
+def differentiable_host_callback(tensor: Any, forward: HostFunction, backward: HostFunction) -> Any:
+    """Calls the host, with a gradient. See `Backend.differentiable_host_callback`."""
+    if tensor.is_meta:  # Keras infers shapes
         return torch.empty_like(tensor)
-    return _ThroughHost.apply(tensor, forward, backward)
+    return _HostCallback.apply(tensor, forward, backward)
 
 
-class _ThroughHost(torch.autograd.Function):
+class _HostCallback(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tensor: Any, forward: Any, backward: Any) -> Any:
         context.on_host = backward
@@ -115,26 +115,26 @@ class _ThroughHost(torch.autograd.Function):
 
 
 def after(earlier: Any, tensors: Sequence[Any]) -> list[Any]:
-    """Does nothing: the host is called in the order of the program. See `Backend.after`."""
+    """Returns the tensors: the host is called in program order. See `Backend.after`."""
     return list(tensors)
 
 
-def pull_back(
-    model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, through: bool
+def vjp(
+    model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, with_inputs: bool
 ) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
-    """Keeps torch's own graph. See `Backend.pull_back`."""
+    """Uses torch's graph. See `Backend.vjp`."""
     weights = [variable.value for variable in model.trainable_variables]
-    place = weights[0].device if weights else torch.get_default_device()
-    given = copy_to(place, inputs).requires_grad_(through)
+    device = weights[0].device if weights else torch.get_default_device()
+    given = copy_to(device, inputs).requires_grad_(with_inputs)
     outputs = model(given, training=True)
     result = outputs if loss is None else loss(outputs)
     penalties = model.losses
 
     def back(gradient: np.ndarray, factor: float) -> tuple[list[Any], np.ndarray | None]:
-        sources = [*weights, *([given] if through else [])]
+        sources = [*weights, *([given] if with_inputs else [])]
         factors = [torch.full_like(penalty, factor) for penalty in penalties]
         dense = _gradients([result, *penalties], sources, [to_torch(gradient, result), *factors])
-        return dense[: len(weights)], to_numpy(dense[-1]) if through else None
+        return dense[: len(weights)], to_numpy(dense[-1]) if with_inputs else None
 
     return to_numpy(result), back
 
@@ -142,18 +142,20 @@ def pull_back(
 def _gradients(
     results: Sequence[Any], sources: Sequence[Any], gradients: Sequence[Any]
 ) -> list[Any]:
-    """Returns what `torch.autograd.grad` does; zeros where it would refuse, dense ones."""
+    """Returns the dense gradients of `torch.autograd.grad`; zeros if there is no graph."""
     pairs = zip(results, gradients, strict=True)
-    known = [(result, gradient) for result, gradient in pairs if result.requires_grad]
-    if not known or not sources:
+    tracked = [(result, gradient) for result, gradient in pairs if result.requires_grad]
+    if not tracked or not sources:
         return [torch.zeros_like(source) for source in sources]
-    roots, of_roots = zip(*known, strict=True)
-    found = torch.autograd.grad(roots, sources, of_roots, allow_unused=True, materialize_grads=True)
+    outputs, of_outputs = zip(*tracked, strict=True)
+    found = torch.autograd.grad(
+        outputs, sources, of_outputs, allow_unused=True, materialize_grads=True
+    )
     return as_dense(found)
 
 
-def add_up_rows(gradients: Sequence[Any]) -> list[Any]:
-    """Adds up rows of equal index. See `Backend.add_up_rows`."""
+def coalesce(gradients: Sequence[Any]) -> list[Any]:
+    """Sums the rows of equal index. See `Backend.coalesce`."""
     return [g.coalesce() if g.is_sparse else g for g in gradients]
 
 
@@ -163,38 +165,39 @@ def as_dense(gradients: Sequence[Any]) -> list[Any]:
 
 
 def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
-    """Multiplies gradients, sparse ones too, by a number. See `Backend.multiply`."""
+    """Multiplies gradients, including sparse ones, by a number. See `Backend.multiply`."""
     return [gradient * factor for gradient in gradients]
 
 
-def pass_over(count: int, logs: dict[str, Any], batches: Any) -> dict[str, Any]:
-    """Does nothing: Keras has taken the batches. See `Backend.pass_over`."""
+def skip_batches(count: int, logs: dict[str, Any], batches: Any) -> dict[str, Any]:
+    """Returns the logs: Keras has taken the batches. See `Backend.skip_batches`."""
     return logs
 
 
 def first_batch(count: int, batches: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Looks at the list that Keras has made. See `Backend.first_batch`."""
+    """Returns the first batch of Keras' list. See `Backend.first_batch`."""
     return (batches[0] if isinstance(batches, list) and batches else None), (batches,)
 
 
 def build_from(model: Any, batches: Any) -> None:
-    """Does nothing: Keras builds a model of this backend before `fit` calls callbacks."""
+    """Does nothing: on torch, Keras builds a model before `fit` calls callbacks."""
 
 
 def check_model(model: Any) -> None:
-    """Refuses a model whose gradients torch averages itself. See `Backend.check_model`."""
+    """Refuses a model whose gradients torch averages. See `Backend.check_model`."""
     from keras_dist._compat.keras.models import layers_of, may_become_ddp
 
     expected = f"a model whose gradients keras_dist alone averages, {model.name!r}"
-    # Keras does not tell torch of the layers in its lists.
+    # Keras does not register the layers in its lists with torch.
     modules = (module for layer in layers_of(model) for module in layer.modules())
     if any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in modules):
         raise errors.ArgumentError(
             errors.explain(
                 "[keras_dist]",
                 expected,
-                "torch's DistributedDataParallel in it",
-                "Leave out either it (and keras.distribution) or keras_dist.DistributedOptimizer.",
+                "a model with torch's DistributedDataParallel in it",
+                "Remove either DistributedDataParallel (and keras.distribution) or "
+                "keras_dist.DistributedOptimizer.",
             )
         )
     if may_become_ddp(model) and _has_process_group():
@@ -202,9 +205,9 @@ def check_model(model: Any) -> None:
             errors.explain(
                 "[keras_dist]",
                 expected,
-                "torch.distributed initialised, for which this version of Keras wraps the "
-                "model in DistributedDataParallel (ddp_model)",
-                "Leave out either torch.distributed (and keras.distribution) or "
+                "torch.distributed initialised, so that this version of Keras wraps the model in "
+                "DistributedDataParallel (ddp_model)",
+                "Remove either torch.distributed (and keras.distribution) or "
                 "keras_dist.DistributedOptimizer.",
             )
         )
@@ -216,9 +219,9 @@ def _has_process_group() -> bool:
 
 @contextlib.contextmanager
 def train_step_for_host(model: Any) -> Iterator[None]:
-    """Lets the step reduce on the way. See `Backend.train_step_for_host`."""
+    """Enables overlap in the step. See `Backend.train_step_for_host`."""
     before = model.train_function
     yield
-    made = model.train_function
-    if made is not before:
-        model.train_function = functools.wraps(made)(in_train_step()(made))
+    new = model.train_function
+    if new is not before:
+        model.train_function = functools.wraps(new)(in_train_step()(new))

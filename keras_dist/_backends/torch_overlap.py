@@ -1,9 +1,9 @@
-"""torch: reducing gradients while backpropagation goes on. Knows no MPI and no Keras.
+"""Overlaps the reduction of gradients with backpropagation on torch.
 
-A hook on every parameter is told when its gradient is there. Once all gradients of a bucket are,
-the bucket is queued, in the order of the buckets, and a thread of the engine reduces it where
-it lies. The hooks act only within a train step, which all ranks make alike: a backward pass that
-a script makes by itself, perhaps on one rank only, starts nothing.
+A hook on every parameter receives its gradient. When all gradients of a bucket are ready, the
+bucket is queued, in the order of the buckets, and a thread of the engine reduces it in place. The
+hooks act only within a train step, which is the same on all ranks: a backward pass that a script
+calls directly, possibly on one rank only, queues nothing.
 """
 
 import contextlib
@@ -20,16 +20,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from keras_dist._backends.torch_tensors import to_numpy
 from keras_dist._compat.torch import writes_to
 
-__all__ = ["Arrivals", "in_train_step", "mark_of", "reduce_dense"]
+__all__ = ["ReadyGradients", "in_train_step", "reduce_dense", "version_of"]
 
 _step = threading.local()
-# By parameter: what starts the reduction of its gradient, or has ceased to.
+# By parameter: the overlap that queues its gradient, also if it has been stopped.
 _overlaps: Any = WeakTensorKeyDictionary()
 
 
 @contextlib.contextmanager
 def in_train_step() -> Iterator[None]:
-    """Returns a context in which backward passes are those of a train step."""
+    """Returns a context in which backward passes belong to a train step."""
     before, _step.is_on = _is_in_step(), True
     try:
         yield
@@ -42,36 +42,37 @@ def reduce_dense(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
 ) -> list[np.ndarray]:
-    """Reduces dense gradients, or takes the results where that was done on the way.
+    """Reduces dense gradients, or returns the results of an overlapped reduction.
 
     Args:
         fused: the plan, see `Backend.reduce_gradients`.
-        parameters: what the gradients are of, in the order of the plan.
+        parameters: the parameters of the gradients, in the order of the plan.
         gradients: this rank's gradients.
 
     Returns:
-        The reduced arrays, in the order given.
+        The reduced arrays, in the given order.
     """
-    known = {id(one): one for p in parameters if (one := _overlaps.get(p)) and one.is_alive()}
-    for overlap in known.values():
+    overlaps = {id(o): o for p in parameters if (o := _overlaps.get(p)) and o.is_alive()}
+    for overlap in overlaps.values():
         reduced = overlap.take(gradients) if overlap.is_for(fused) else None
         if reduced is not None:
             return reduced
-        # A plan of other gradients, or these have changed since they came: a step is more here
-        # than one backward pass and one update, so nothing is started on the way any more.
+        # The plan is another, or the gradients have changed since they were queued: a step is more
+        # than one backward pass and one update. So the overlap stops for good.
         overlap.stop()
     results: list[np.ndarray] = fused([to_numpy(gradient) for gradient in gradients])
-    begins = fused.overlaps and _is_in_step() and not known
-    if begins and _are_gradients_of(parameters, gradients):
+    starts = fused.overlaps and _is_in_step() and not overlaps
+    if starts and _are_gradients_of(parameters, gradients):
         overlap = _Overlap(fused, parameters)
         _overlaps.update((parameter, overlap) for parameter in parameters)
     return results
 
 
-class Arrivals:
-    """The gradients of a plan that have come; queues each bucket once it is complete.
+class ReadyGradients:
+    """The gradients of a plan that are ready; queues each bucket when it is complete.
 
-    Buckets are queued in the order of the plan: on all ranks alike, whatever comes first.
+    Buckets are queued in the order of the plan, the same on all ranks, whatever the order in which
+    gradients become ready.
 
     Args:
         fused: the plan.
@@ -79,17 +80,17 @@ class Arrivals:
 
     def __init__(self, fused: Any):
         self._fused = fused
-        self._arrays: dict[int, np.ndarray] = {}  # that have come and are not queued
+        self._arrays: dict[int, np.ndarray] = {}  # ready but not queued
         self._handles: list[Any] = []
 
-    def come(self, place: int, array: np.ndarray) -> None:
-        """Takes a gradient, and queues the buckets that it completes.
+    def add(self, index: int, array: np.ndarray) -> None:
+        """Adds a gradient, and queues the buckets that it completes.
 
         Args:
-            place: which one of the plan.
-            array: it must stay as it is until the results are there.
+            index: its index in the plan.
+            array: the gradient; it must not be written to before `results` or `wait` returns.
         """
-        self._arrays[place] = array
+        self._arrays[index] = array
         for number in range(len(self._handles), len(self._fused.buckets)):
             members = [slot.index for slot in self._fused.buckets[number].slots]
             if not all(member in self._arrays for member in members):
@@ -97,99 +98,99 @@ class Arrivals:
             arrays = [self._arrays.pop(member) for member in members]
             self._handles.append(self._fused.queue_bucket(number, arrays))
 
-    def are_all(self) -> bool:
-        """Tells whether all gradients have come."""
+    def is_complete(self) -> bool:
+        """Returns whether all gradients have been added."""
         return len(self._handles) == len(self._fused.buckets)
 
     def results(self) -> list[np.ndarray]:
-        """Waits for the reduced gradients, all of which have come; in the order of the plan."""
+        """Waits for the reduced gradients and returns them in the order of the plan."""
         reduced: dict[int, np.ndarray] = {}
         for bucket, handle in zip(self._fused.buckets, self._handles, strict=True):
             indices = [slot.index for slot in bucket.slots]
             reduced.update(zip(indices, handle.wait(), strict=True))
-        return [reduced[place] for place in range(len(reduced))]
+        return [reduced[index] for index in range(len(reduced))]
 
     def wait(self) -> None:
-        """Waits until what has been queued has ended, well or not."""
+        """Waits until the queued reductions have ended, successfully or not."""
         for handle in self._handles:
             with contextlib.suppress(Exception):
                 handle.wait()
 
 
 class _Overlap:
-    """Starts the reduction of a plan's buckets as the gradients of some parameters come.
+    """Queues the buckets of a plan as the gradients of its parameters become ready.
 
     Args:
         fused: the plan.
-        parameters: leaves of the graph of gradients, in the order of the plan.
+        parameters: leaf tensors, in the order of the plan.
     """
 
     def __init__(self, fused: Any, parameters: Sequence[torch.Tensor]):
-        self._fused = weakref.ref(fused)  # a plan among ranks that have been left may go
+        self._fused = weakref.ref(fused)  # a plan ends when ranks leave the job
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._come, place))
-            for place, parameter in enumerate(parameters)
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._add, index))
+            for index, parameter in enumerate(parameters)
         ]
-        self._begin()
+        self._reset()
 
     def is_alive(self) -> bool:
-        """Tells whether its plan is still there."""
+        """Returns whether its plan still exists."""
         return self._fused() is not None
 
     def is_for(self, fused: Any) -> bool:
-        """Tells whether it starts the buckets of a plan."""
+        """Returns whether it queues the buckets of a plan."""
         return bool(self._hooks) and self._fused() is fused
 
     def stop(self) -> None:
-        """Starts no more."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._begin()
+        self._reset()
 
     def take(self, gradients: Sequence[torch.Tensor]) -> list[np.ndarray] | None:
-        """Waits for the results; `None` where these gradients are not what was reduced."""
-        arrivals, marks = self._arrivals, self._marks
-        self._begin()
-        same = marks == {place: mark_of(gradient) for place, gradient in enumerate(gradients)}
-        return arrivals.results() if same and arrivals is not None and arrivals.are_all() else None
+        """Waits for the results; returns `None` if other gradients were reduced."""
+        ready, versions = self._ready, self._versions
+        self._reset()
+        same = versions == {i: version_of(gradient) for i, gradient in enumerate(gradients)}
+        return ready.results() if same and ready is not None and ready.is_complete() else None
 
-    def _begin(self) -> None:
-        self._arrivals: Arrivals | None = None
-        self._marks: dict[int, Any] = {}
+    def _reset(self) -> None:
+        self._ready: ReadyGradients | None = None
+        self._versions: dict[int, Any] = {}
 
-    def _come(self, place: int, parameter: torch.Tensor) -> None:
-        """Takes note of a gradient that is there, and queues the buckets that it completes."""
+    def _add(self, index: int, parameter: torch.Tensor) -> None:
+        """Adds the gradient of a parameter, and queues the buckets that it completes."""
         fused = self._fused()
         gradient = parameter.grad
         if fused is None or gradient is None or not _is_in_step():
             return
-        if place in self._marks:
-            # The second one since the last update. What was queued runs, and is for nobody.
+        if index in self._versions:
+            # The second gradient since the last update. Queued reductions run; nobody uses them.
             self.stop()
             return
-        self._marks[place] = mark_of(gradient)
-        self._arrivals = self._arrivals or Arrivals(fused)
-        self._arrivals.come(place, to_numpy(gradient))
+        self._versions[index] = version_of(gradient)
+        self._ready = self._ready or ReadyGradients(fused)
+        self._ready.add(index, to_numpy(gradient))
 
 
 def _is_in_step() -> bool:
     return getattr(_step, "is_on", False)
 
 
-def mark_of(gradient: torch.Tensor) -> Any:
-    """Returns what changes when a gradient is another one or has been written to."""
+def version_of(gradient: torch.Tensor) -> Any:
+    """Returns a value that changes if a gradient is replaced or written to."""
     return gradient.data_ptr(), writes_to(gradient), gradient.shape
 
 
 def _are_gradients_of(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
 ) -> bool:
-    """Tells whether gradients are those that backpropagation left, in memory of the host."""
+    """Returns whether gradients are those from backpropagation, on the CPU."""
     return all(
         parameter.is_leaf
         and parameter.grad is not None
         and parameter.device.type == "cpu"
-        and mark_of(parameter.grad) == mark_of(gradient)
+        and version_of(parameter.grad) == version_of(gradient)
         for parameter, gradient in zip(parameters, gradients, strict=True)
     )

@@ -1,4 +1,4 @@
-"""torch: tensors as host arrays, and host arrays as tensors. Copies only what lies elsewhere."""
+"""Conversion between torch tensors and numpy arrays. Only tensors on a device are copied."""
 
 import numpy as np
 import torch
@@ -15,19 +15,19 @@ __all__ = [
 
 
 def dtype_of(tensor: torch.Tensor) -> np.dtype:
-    """Returns the dtype that a tensor has as an array."""
+    """Returns the dtype of the array of a tensor."""
     return to_numpy(torch.empty(0, dtype=tensor.dtype)).dtype
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Returns a tensor as an array: a view of one on the CPU, a copy of one elsewhere."""
+    """Returns a tensor as an array: a view of a contiguous CPU tensor, otherwise a copy."""
     host = tensor.detach() if tensor.requires_grad else tensor
     if not host.is_cpu:
         host = _to_host(host)
     if not host.is_contiguous():
         host = host.contiguous()
     if host.dtype is torch.bfloat16:
-        import ml_dtypes  # numpy's own dtypes do not have it
+        import ml_dtypes  # numpy has no bfloat16
 
         return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return host.numpy()
@@ -50,28 +50,28 @@ def copy_to(device: torch.device, array: np.ndarray) -> torch.Tensor:
 
 
 def write_into(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
-    """Writes an array into a tensor, where it lies, and returns it; autograd is not told."""
+    """Writes an array into a tensor in place, without autograd, and returns the tensor."""
     with torch.no_grad():
         return tensor.copy_(to_torch(array, tensor))
 
 
 def rows_of(tensor: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the values of a coalesced sparse tensor, and one number for the place of each.
+    """Returns the values of a coalesced sparse tensor, and an index for each.
 
-    Several sparse dimensions count as one, row by row.
+    Several sparse dimensions are flattened in row-major order.
     """
-    values, places = to_numpy(tensor.values()), to_numpy(tensor.indices())
-    sparse = tensor.shape[: tensor.sparse_dim()]
-    single = places[0] if len(sparse) == 1 else np.ravel_multi_index(tuple(places), sparse)
-    return values, single
+    values, indices = to_numpy(tensor.values()), to_numpy(tensor.indices())
+    shape = tensor.shape[: tensor.sparse_dim()]
+    flat = indices[0] if len(shape) == 1 else np.ravel_multi_index(tuple(indices), shape)
+    return values, flat
 
 
-def sparse_of(rows: np.ndarray, places: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """Returns the sparse tensor of what `rows_of` gives, in ascending order, as `like` is one."""
-    sparse = like.shape[: like.sparse_dim()]
-    whole = places[None] if len(sparse) == 1 else np.stack(np.unravel_index(places, sparse))
+def sparse_of(rows: np.ndarray, indices: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """Returns the sparse tensor, like `like`, of values and ascending indices from `rows_of`."""
+    shape = like.shape[: like.sparse_dim()]
+    full = indices[None] if len(shape) == 1 else np.stack(np.unravel_index(indices, shape))
     return torch.sparse_coo_tensor(
-        to_torch(whole, like.indices()),
+        to_torch(full, like.indices()),
         to_torch(rows, like.values()),
         like.shape,
         is_coalesced=True,
@@ -82,6 +82,6 @@ def sparse_of(rows: np.ndarray, places: np.ndarray, like: torch.Tensor) -> torch
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cuda":
         return tensor.cpu()
-    # The GPU writes to memory that is pinned by itself; to other memory the driver copies twice.
+    # The GPU writes to pinned memory directly; for other memory the driver makes a second copy.
     staging = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return staging.copy_(tensor)

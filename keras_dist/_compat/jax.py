@@ -7,7 +7,15 @@ import jax
 
 from keras_dist._compat.contract import Name, require
 
-__all__ = ["CONTRACT", "has_client", "kind_of", "part_of", "see_only", "version", "visible_devices"]
+__all__ = [
+    "CONTRACT",
+    "abstract_of",
+    "has_client",
+    "see_only",
+    "subset_of",
+    "version",
+    "visible_devices",
+]
 
 
 def version() -> str:
@@ -31,13 +39,13 @@ def see_only(platform: str, device: int) -> None:
     jax.config.update(f"jax_{platform}_visible_devices", str(device))
 
 
-def kind_of(leaf: Any) -> Any:
+def abstract_of(leaf: Any) -> Any:
     """Returns shape, dtype and weak type of an array, which determine how a function is traced."""
     array = jax.api_util.shaped_abstractify(leaf)
     return array.shape, array.dtype, array.weak_type
 
 
-def part_of(
+def subset_of(
     jaxpr: Any, equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
 ) -> Any:
     """Returns a subset of the equations of a jaxpr as a jaxpr."""

@@ -109,7 +109,7 @@ class ResumedEpoch:
             self.end()
             return self._train_function(*arguments)
         self._executions -= 1
-        logs = _backends.active().pass_over(self._at_once, self._logs, *arguments)
+        logs = _backends.active().skip_batches(self._at_once, self._logs, *arguments)
         if self._executions == 0:
             self._random.skipped()
         return logs

@@ -1,6 +1,7 @@
 """`send` and `recv`: point-to-point operations for models that span several ranks.
 
-Tensors are known through `through_host` of the backend only; the engine matches the two ranks.
+The tensors of a backend are handled by its `differentiable_host_callback` only; the engine matches
+the two ranks.
 """
 
 import sys
@@ -68,7 +69,7 @@ def send(value: Any, destination: int, name: str | None = None) -> Any:
     if tensor is None:
         _engine.point_to_point.send(comm, as_array(value), destination, label, name)
         return None
-    zeros = _backends.active().through_host(tensor, forward, backward)
+    zeros = _backends.active().differentiable_host_callback(tensor, forward, backward)
     return sys.modules["keras"].ops.sum(zeros)
 
 
@@ -111,7 +112,7 @@ def recv(source: int, like: Any = None, name: str | None = None) -> Any:
     tensor = _tensor_of(like)
     if tensor is None:
         return forward(as_array(like))
-    return _backends.active().through_host(tensor, forward, backward)
+    return _backends.active().differentiable_host_callback(tensor, forward, backward)
 
 
 def _gradient(name: str | None) -> Any:

@@ -1,9 +1,9 @@
-"""The gradients of an optimizer's parameters: watched as they come, and reduced over the ranks.
+"""The reduction of the gradients of torch parameters, overlapped with the backward pass.
 
-A hook on every parameter is told when a gradient has been added to it. Once a parameter has as
-many as make a step, its gradient counts, and buckets that are complete are reduced while the
-backward pass goes on. The first time all are reduced at the end: only then is it known which
-parameters have gradients, and of what kind.
+A hook on every parameter counts its backward passes. After the last pass of a step its gradient is
+ready, and complete buckets are reduced during the backward pass. In the first step all gradients
+are reduced at the end, since the parameters that have gradients, and their dtypes, are unknown
+before.
 """
 
 import weakref
@@ -15,7 +15,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_dist import _engine, errors, runtime
-from keras_dist._backends.torch_overlap import Arrivals, mark_of
+from keras_dist._backends.torch_overlap import ReadyGradients, version_of
 from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch, write_into
 from keras_dist.ops.gradient_plans import GradientPlans
 from keras_dist.ops.reduction_options import ReductionOptions
@@ -26,81 +26,82 @@ __all__ = ["Gradients"]
 
 
 class Gradients:
-    """The gradients of one optimizer.
+    """The gradients of an optimizer.
 
     Args:
-        options: how they are reduced.
-        compression: of torch's tensors; what the engine does about it is in the options.
-        names: what parameters are called in messages, by their ids.
+        options: the options of the reduction, including compression by the engine.
+        compression: the compression of torch tensors.
+        names: the names of parameters in messages, by `id`.
     """
 
     def __init__(self, options: ReductionOptions, compression: Any, names: dict[int, str]):
         self.passes = options.passes
-        self.are_reduced = False  # and nothing has come since
+        self.are_reduced = False  # since the last backward pass
         self._options = options
         self._compression = compression
         self._names = names
         self._plans = GradientPlans(options)
-        self._watched: Any = WeakTensorKeyDictionary()  # the number of each
-        self._counts: dict[int, int] = {}  # by number: gradients since the last step
+        self._watched: Any = WeakTensorKeyDictionary()  # the number of each parameter
+        self._counts: dict[int, int] = {}  # by number: backward passes since the last step
         self._layout: _Layout | None = None  # of the last step
-        self._arrivals: Arrivals | None = None
-        self._marks: dict[int, Any] = {}  # by place: of gradients that have been queued
+        self._ready: ReadyGradients | None = None
+        self._versions: dict[int, Any] = {}  # by index: of gradients that have been queued
         self._contexts: dict[int, Any] = {}
 
     @property
     def process_set(self) -> Any:
-        """The ranks that reduce among themselves."""
+        """The process set of the reduction."""
         return self._options.process_set
 
     def is_shared(self) -> bool:
-        """Tells whether there are other ranks to reduce with."""
+        """Returns whether the process set includes this rank and another rank."""
         return runtime.includes_me(self.process_set) and self._communicator().size > 1
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Begins to watch those parameters that train and are not watched yet."""
+        """Registers hooks on the parameters that require gradients and have no hook."""
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched[parameter] = len(self._watched)
-                me = weakref.WeakMethod(self._come)
-                parameter.register_post_accumulate_grad_hook(_telling(me))
+                hook = _hook_of(weakref.WeakMethod(self._add))
+                parameter.register_post_accumulate_grad_hook(hook)
 
     def check_idle(self) -> None:
-        """Checks that no gradients are on their way.
+        """Checks that no reduction is in progress.
 
         Raises:
-            UsageError: some are.
+            UsageError: a reduction is in progress.
         """
         if any(count >= self.passes for count in self._counts.values()) and self.is_shared():
             raise errors.UsageError(
                 errors.explain(
                     runtime.where(),
                     "zero_grad before backward, or after step or synchronize",
-                    "it between them, while gradients are being reduced",
-                    "Call optimizer.step() or optimizer.synchronize() first; with a GradScaler "
-                    "synchronize() before its unscale_ and step, or it skips a step on one rank.",
+                    "zero_grad between them, during the reduction of gradients",
+                    "Call optimizer.step() or optimizer.synchronize() first. With a GradScaler, "
+                    "call synchronize() before unscale_ and step, or one rank may skip a step.",
                 )
             )
 
-    def begin_anew(self) -> None:
-        """Forgets the gradients that have come, when those on their way have ended."""
-        self._drop_arrivals()
-        self._begin()
+    def reset(self) -> None:
+        """Discards the gradients that are ready, after their reductions in progress."""
+        self._discard_ready()
+        self._clear()
         self.are_reduced = False
 
     def reduce(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Reduces the gradients, or waits for those that are on their way. Collective; blocks.
+        """Reduces the gradients, or waits for their reductions in progress. Collective; blocks.
 
-        A parameter that has none on this rank brings zeros, as it may have one on another. Where no
-        rank has one there is none afterwards, so that decay and momentum leave it alone.
+        A parameter without a gradient on this rank contributes zeros, since another rank may have
+        one. If no rank has a gradient, it remains `None`, so that weight decay and momentum do not
+        apply.
 
         Args:
-            parameters: those of the optimizer, trained or not.
+            parameters: all parameters of the optimizer.
         """
         self.watch(parameters)
         self.are_reduced = True
         if not self.is_shared():
-            self._begin()
+            self._clear()
             return
         trained = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
         has = [parameter.grad is not None for parameter in trained]
@@ -112,86 +113,86 @@ class Gradients:
                 if not anywhere:
                     parameter.grad = None
         finally:
-            self._begin()
+            self._clear()
 
-    def _reduce(self, trained: Sequence[torch.Tensor], which: list[bool]) -> list[bool]:
-        """Reduces gradients; which of them this rank has travels with them.
+    def _reduce(self, trained: Sequence[torch.Tensor], flags: list[bool]) -> list[bool]:
+        """Reduces gradients, together with flags for those that this rank has.
 
         Returns:
-            Which of them a rank has.
+            Flags for the gradients that any rank has.
         """
         sparse = [p for p in trained if p.grad.is_sparse and not self._options.dense]
-        kept = {id(parameter) for parameter in sparse}
-        dense = [parameter for parameter in trained if id(parameter) not in kept]
-        has = np.array(which, self._dtype_beside(dense))
+        ids = {id(parameter) for parameter in sparse}
+        dense = [parameter for parameter in trained if id(parameter) not in ids]
+        has = np.array(flags, self._dtype_for_flags(dense))
         layout = self._layout
-        if self._arrivals is None or layout is None or not self._are_on_their_way(layout, dense):
-            self._drop_arrivals()
-            layout = self._layout = self._lay_out(dense, has)
-            results = layout.plan([*(self._brought(parameter) for parameter in dense), has])
+        if self._ready is None or layout is None or not self._are_unchanged(layout, dense):
+            self._discard_ready()
+            layout = self._layout = self._make_layout(dense, has)
+            results = layout.plan([*(self._contribution(parameter) for parameter in dense), has])
         else:
-            for place, parameter in enumerate(dense):
-                if place not in self._marks:
-                    self._arrivals.come(place, self._brought(parameter))
-            self._arrivals.come(len(dense), has)
-            results = self._arrivals.results()
+            for index, parameter in enumerate(dense):
+                if index not in self._versions:
+                    self._ready.add(index, self._contribution(parameter))
+            self._ready.add(len(dense), has)
+            results = self._ready.results()
         anywhere: list[bool] = (results.pop() != 0).tolist()
         for parameter, array in zip(dense, results, strict=True):
-            self._take(parameter, array)
+            self._assign(parameter, array)
         for parameter in sparse:
             parameter.grad = sync_ops.sparse_allreduce(
                 parameter.grad, op=self._options.op, process_set=self.process_set
             )
         return anywhere
 
-    def _come(self, parameter: torch.Tensor) -> None:
-        """Counts a gradient that has been added, and starts what it completes."""
+    def _add(self, parameter: torch.Tensor) -> None:
+        """Counts a backward pass, and queues the buckets that it completes."""
         self.are_reduced = False
         number = self._watched[parameter]
         count = self._counts[number] = self._counts.get(number, 0) + 1
         if count < self.passes or not self.is_shared():
             return
         if count > self.passes:
-            self._drop_arrivals()
-            self._begin()
+            self._discard_ready()
+            self._clear()
             raise errors.UsageError(
                 errors.explain(
                     runtime.where(),
                     f"{self._name(parameter)} {self.passes} times for each step",
-                    "one more, before step or synchronize",
-                    "Pass backward_passes_per_step, to add up as many before they are reduced.",
+                    f"{count} times, before step or synchronize",
+                    "Pass backward_passes_per_step to accumulate as many gradients before a step.",
                 )
             )
         layout = self._layout
         if layout is None or not layout.plan.overlaps:
             return
-        place = layout.place_of(parameter)
-        if place is not None and layout.plan.comm is self._communicator():
-            self._arrivals = self._arrivals or Arrivals(layout.plan)
-            self._marks[place] = _mark_of(parameter)
-            self._arrivals.come(place, self._brought(parameter))
+        index = layout.index_of(parameter)
+        if index is not None and layout.plan.comm is self._communicator():
+            self._ready = self._ready or ReadyGradients(layout.plan)
+            self._versions[index] = _version_of(parameter)
+            self._ready.add(index, self._contribution(parameter))
 
-    def _are_on_their_way(self, layout: "_Layout", dense: Sequence[torch.Tensor]) -> bool:
-        """Tells whether the gradients that were queued are still what they were."""
+    def _are_unchanged(self, layout: "_Layout", dense: Sequence[torch.Tensor]) -> bool:
+        """Returns whether the queued gradients have not been written to."""
         return layout.is_of(dense) and all(
-            mark == _mark_of(dense[place]) for place, mark in self._marks.items()
+            version == _version_of(dense[index]) for index, version in self._versions.items()
         )
 
-    def _lay_out(self, dense: Sequence[torch.Tensor], has: np.ndarray) -> "_Layout":
+    def _make_layout(self, dense: Sequence[torch.Tensor], has: np.ndarray) -> "_Layout":
         specs = [*((tuple(p.grad.shape), self._dtype(p)) for p in dense), (has.shape, has.dtype)]
-        names = [*(self._name(parameter) for parameter in dense), "which gradients there are"]
+        names = [*(self._name(parameter) for parameter in dense), "flags of existing gradients"]
         plan = self._plans(self._communicator(), names, specs, self._options.grouped(dense))
         return _Layout(plan, dense)
 
-    def _brought(self, parameter: torch.Tensor) -> np.ndarray:
-        """Returns what this rank brings to the reduction of a gradient."""
+    def _contribution(self, parameter: torch.Tensor) -> np.ndarray:
+        """Returns the contribution of this rank to the reduction of a gradient."""
         gradient: Any = parameter.grad
-        whole = gradient.to_dense() if gradient.is_sparse else gradient
-        [brought], self._contexts[id(parameter)] = compressed(self._compression, [whole])
-        return to_numpy(brought)
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        [tensor], self._contexts[id(parameter)] = compressed(self._compression, [dense])
+        return to_numpy(tensor)
 
-    def _take(self, parameter: torch.Tensor, array: np.ndarray) -> None:
-        """Puts a result into the gradient, where it lies; it was lent."""
+    def _assign(self, parameter: torch.Tensor, array: np.ndarray) -> None:
+        """Copies a result, whose memory is leased, into the gradient."""
         gradient: Any = parameter.grad
         contexts = self._contexts.pop(id(parameter))
         if not gradient.is_sparse and not is_done_here(self._compression):
@@ -205,8 +206,8 @@ class Gradients:
         else:
             gradient.copy_(result)
 
-    def _dtype_beside(self, dense: Sequence[torch.Tensor]) -> np.dtype:
-        """Returns the dtype of the last floats that travel: what has it needs no bucket more."""
+    def _dtype_for_flags(self, dense: Sequence[torch.Tensor]) -> np.dtype:
+        """Returns the dtype of the last floating-point gradient: it needs no further bucket."""
         likes = map(self._like, reversed(dense))
         floats = (like for like in likes if like.is_floating_point())
         return dtype_of(next(floats, torch.empty(0)))
@@ -215,7 +216,7 @@ class Gradients:
         return dtype_of(self._like(parameter))
 
     def _like(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Returns an empty tensor of what a gradient is compressed to."""
+        """Returns an empty tensor of the dtype of the compressed gradient."""
         gradient: Any = parameter.grad
         like: torch.Tensor
         [like], _ = compressed(self._compression, [torch.empty(0, dtype=gradient.dtype)])
@@ -228,54 +229,53 @@ class Gradients:
     def _communicator(self) -> _engine.Communicator:
         return self._options.ranks()
 
-    def _drop_arrivals(self) -> None:
-        """Waits for what is on its way, for nobody: the gradients have become others."""
-        if self._arrivals is not None:
-            self._arrivals.wait()
-            self._arrivals = None
+    def _discard_ready(self) -> None:
+        """Waits for the reductions in progress and ignores their results."""
+        if self._ready is not None:
+            self._ready.wait()
+            self._ready = None
 
-    def _begin(self) -> None:
-        self._arrivals = None
-        self._marks.clear()
+    def _clear(self) -> None:
+        self._ready = None
+        self._versions.clear()
         self._counts.clear()
 
 
 class _Layout:
-    """Which gradient stands where in a plan."""
+    """The indices of gradients in a plan."""
 
     def __init__(self, plan: _engine.FusedAllreduce, parameters: Sequence[torch.Tensor]):
         self.plan = plan
-        self._ids = [id(parameter) for parameter in parameters]
-        self._kinds = [_kind(parameter) for parameter in parameters]
-        self._places = {which: place for place, which in enumerate(self._ids)}
+        self._specs = [_spec(parameter) for parameter in parameters]
+        self._indices = {id(parameter): index for index, parameter in enumerate(parameters)}
 
     def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Tells whether these gradients are those of the plan."""
-        return self._kinds == [_kind(parameter) for parameter in parameters]
+        """Returns whether the gradients of parameters are those of the plan."""
+        return self._specs == [_spec(parameter) for parameter in parameters]
 
-    def place_of(self, parameter: torch.Tensor) -> int | None:
-        """Returns where a gradient stands; `None` where it does not, or has become another."""
-        place = self._places.get(id(parameter))
-        return place if place is None or self._kinds[place] == _kind(parameter) else None
+    def index_of(self, parameter: torch.Tensor) -> int | None:
+        """Returns the index of a gradient; `None` if it is new or its shape or dtype differs."""
+        index = self._indices.get(id(parameter))
+        return index if index is None or self._specs[index] == _spec(parameter) else None
 
 
-def _kind(parameter: torch.Tensor) -> Any:
+def _spec(parameter: torch.Tensor) -> Any:
     gradient: Any = parameter.grad
     return id(parameter), gradient.shape, gradient.dtype, gradient.is_sparse
 
 
-def _mark_of(parameter: torch.Tensor) -> Any:
+def _version_of(parameter: torch.Tensor) -> Any:
     gradient: Any = parameter.grad
-    # A sparse one is copied when it comes, and has no memory of its own to look at.
-    return None if gradient.is_sparse else mark_of(gradient)
+    # A sparse gradient is copied when it is ready, so later writes do not matter.
+    return None if gradient.is_sparse else version_of(gradient)
 
 
-def _telling(method: Any) -> Any:
-    """Returns a hook that tells whoever it is for, as long as there is one."""
+def _hook_of(method: Any) -> Any:
+    """Returns a hook that calls a method through a weak reference."""
 
     def hook(parameter: torch.Tensor) -> None:
-        told = method()
-        if told is not None:
-            told(parameter)
+        alive = method()
+        if alive is not None:
+            alive(parameter)
 
     return hook

@@ -143,7 +143,7 @@ class _Distributed:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state, as the user's class does; gradients that have come count no more."""
-        self._keras_dist.begin_anew()
+        self._keras_dist.reset()
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ class GradientReduction:
             replace(present, backend.as_dense)
         if options.factor != 1:
             replace(present, functools.partial(backend.multiply, factor=options.factor))
-        replace(alone, backend.add_up_rows)
+        replace(alone, backend.coalesce)
         if comm is None:
             return result
         if options.scale_local:
@@ -219,7 +219,7 @@ def _over_ranks(process_set: ProcessSet | None, tensor: Any, op: Any, name: str)
         options = _engine.OpOptions(op)
         return _engine.collectives.allreduce(comm, [array], [name], options, bucket_nbytes(comm))[0]
 
-    return _backends.active().through_host(tensor, reduce, reduce)
+    return _backends.active().differentiable_host_callback(tensor, reduce, reduce)
 
 
 def _check_as_many(gradients: Sequence[Any], variables: Sequence[Any]) -> None:

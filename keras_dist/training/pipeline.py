@@ -204,7 +204,7 @@ class Pipeline:
             return keras.ops.sum(values) if self._adds_up else keras.ops.mean(values)
 
         last = self._after is None
-        result, back = _backends.active().pull_back(
+        result, back = _backends.active().vjp(
             self.model, part, loss if last else None, self._before is not None
         )
         if self._after is not None:

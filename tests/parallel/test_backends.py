@@ -156,7 +156,7 @@ def test_sparse_gradients_travel_as_rows():
     expected[7] = 6
     assert result.is_sparse
     np.testing.assert_allclose(result.to_dense().numpy(), expected, rtol=1e-6)
-    assert _backends.active().add_up_rows([gradient])[0].indices().shape == (1, 2)
+    assert _backends.active().coalesce([gradient])[0].indices().shape == (1, 2)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def notices(caplog):
     """What keras_dist has said, as if nobody had been told before."""
     from keras_dist._backends import tensorflow_step
 
-    tensorflow_step._say_once.cache_clear()
+    tensorflow_step._warn_once.cache_clear()
     return lambda: [r.getMessage() for r in caplog.records if r.name == "keras_dist"]
 
 
@@ -147,9 +147,13 @@ class OwnMetrics(keras.Model):
 @pytest.mark.parametrize(
     ("model_class", "normalisation", "reason"),
     [
-        (with_logs(dict), keras.layers.BatchNormalization, "a train_step of its own"),
-        (OwnMetrics, keras.layers.BatchNormalization, "a compute_metrics of its own"),
-        (keras.Model, keras_dist.layers.SyncBatchNormalization, "a SyncBatchNormalization"),
+        (with_logs(dict), keras.layers.BatchNormalization, "overrides train_step"),
+        (OwnMetrics, keras.layers.BatchNormalization, "overrides compute_metrics"),
+        (
+            keras.Model,
+            keras_dist.layers.SyncBatchNormalization,
+            "layer of class SyncBatchNormalization",
+        ),
     ],
     ids=["train_step", "compute_metrics", "SyncBatchNormalization"],
 )
