@@ -1,4 +1,4 @@
-"""keras_dist for loops written by hand in TensorFlow: tensors in, tensors out.
+"""Collectives on TensorFlow tensors, for custom training loops.
 
 ```python
 import keras_dist.tensorflow as hvd
@@ -6,16 +6,16 @@ import keras_dist.tensorflow as hvd
 hvd.init()
 ```
 
-Scripts written for `horovod.tensorflow` run with that import changed: the names, the arguments and
-their order are the same. All functions work eagerly and inside a `tf.function`, where they are
-operations that call the host: in the order of the program, which must be the same on all ranks.
-Calls with a `name` that several threads of a rank make find each other in any order.
-XLA cannot compile them, so a `tf.function(jit_compile=True)` cannot hold them.
+Scripts written for `horovod.tensorflow` run with this import: the names, the arguments and their
+order are the same. All functions work eagerly and in a `tf.function`, where they are operations
+that call the host in program order, which must be the same on all ranks. Calls with a `name`, from
+several threads of a rank, match by name in any order. XLA cannot compile the operations, so a
+`tf.function(jit_compile=True)` cannot contain them.
 
-What has a gradient is said at each function. Errors are those of keras_dist and, for scripts that
-catch them, TensorFlow's: ranks that differ a `tf.errors.FailedPreconditionError`, wrong arguments a
-`tf.errors.InvalidArgumentError`. Where a graph runs, TensorFlow makes its own of them, with the
-same text: the latter of wrong arguments, `tf.errors.UnknownError` of ranks that differ.
+Each function states its gradient. Errors are those of keras_dist and also TensorFlow's: a
+`MismatchError` is a `tf.errors.FailedPreconditionError`, an `ArgumentError` a
+`tf.errors.InvalidArgumentError`. When a graph runs, TensorFlow raises an error of its own with the
+same text: `tf.errors.UnknownError` for a mismatch, `tf.errors.InvalidArgumentError` for arguments.
 """
 
 import sys
@@ -149,7 +149,7 @@ __all__ = [
     "stop_timeline",
 ]
 
-# So that it can be imported as Horovod's.
+# For `import keras_dist.tensorflow.elastic`, as in scripts of Horovod.
 sys.modules[f"{__name__}.elastic"] = elastic
 
 if _backends.active() is not _own:

@@ -12,8 +12,7 @@ from keras_dist.ops.gradient_plans import SAME_MODEL
 from keras_dist.ops.reduce_op import Average
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
-from keras_dist.tensorflow.host_callback import collective, differentiable, operation
-from keras_dist.tensorflow.tensors import as_tensors
+from keras_dist.tensorflow.host_callback import as_tensors, collective, differentiable, operation
 from keras_dist.training.distributed import gathered
 from keras_dist.training.model_state import variable_name
 
@@ -34,7 +33,7 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The gradient is this rank's rows of the average of the ranks' gradients, as in Horovod."""
+    """The gradient is this rank's rows of the gradients averaged over ranks, as in Horovod."""
     return grouped_allgather([tensor], name, process_set=process_set)[0]
 
 
@@ -54,21 +53,21 @@ def grouped_allgather(
         return ops.grouped_allgather(arrays, name, process_set)
 
     def own_rows(*arrays: Any) -> Any:
-        """Averages gradients; gives those of this rank's rows."""
+        """Averages gradients and returns those of this rank's rows."""
         *gradients, mine = arrays
         comm = runtime.communicator(process_set)
         counts = ops.allgather(mine[np.newaxis], process_set=process_set)
         averaged = ops.grouped_allreduce(gradients, Average, process_set=process_set)
         starts = counts[: comm.rank].sum(axis=0)
         ends = zip(averaged, starts, starts + mine, strict=True)
-        return [np.ascontiguousarray(one[start:end]) for one, start, end in ends]
+        return [np.ascontiguousarray(rows[start:end]) for rows, start, end in ends]
 
     def forward(*tensors: Any) -> list[Any]:
-        return collective(gather, tensors, [(None, *one.shape[1:]) for one in tensors])
+        return collective(gather, tensors, [(None, *tensor.shape[1:]) for tensor in tensors])
 
     def backward(_: Any, upstream: list[Any]) -> list[Any]:
-        lengths = tf.stack([tf.shape(one, out_type=tf.int64)[0] for one in given])
-        shapes, dtypes = [one.shape for one in given], [one.dtype for one in upstream]
+        lengths = tf.stack([tf.shape(tensor, out_type=tf.int64)[0] for tensor in given])
+        shapes, dtypes = [tensor.shape for tensor in given], [tensor.dtype for tensor in upstream]
         return collective(own_rows, [*upstream, lengths], shapes, dtypes)
 
     return differentiable(forward, backward, given)
@@ -84,10 +83,10 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The gradient is, as in Horovod, the average over the ranks on the root and zero elsewhere.
+    """The gradient on the root is the average over ranks, on other ranks zero, as in Horovod.
 
     Args:
-        root_rank: rank of the job that sends its tensor, also in a process set.
+        root_rank: rank in the job that sends its tensor, also in a process set.
     """
 
     def send(array: Any) -> Any:
@@ -101,7 +100,7 @@ def broadcast(
         return collective(send, [given], [given.shape])
 
     def backward(_: Any, upstream: list[Any]) -> list[Any]:
-        return collective(back, upstream, [one.shape for one in upstream])
+        return collective(back, upstream, [gradient.shape for gradient in upstream])
 
     return differentiable(forward, backward, as_tensors([tensor]))[0]
 
@@ -119,15 +118,15 @@ def alltoall(
     """The gradient sends the rows back.
 
     Returns:
-        Tensor: the rows from rank 0, then from rank 1, and so on. With `splits` a pair: that
+        Tensor: the rows from rank 0, then from rank 1, and so on. With `splits`, a pair: that
         tensor, and the number of rows from each rank, int32 of shape (number of ranks,).
     """
     size = runtime.communicator(process_set).size
-    numbers = [] if splits is None else as_tensors([splits])
+    counts = [] if splits is None else as_tensors([splits])
 
-    def send(array: Any, counts: Any = None) -> Any:
+    def send(array: Any, own_splits: Any = None) -> Any:
         comm = runtime.communicator(process_set)
-        rows, received = _engine.collectives.alltoall(comm, array, counts, name or "value", name)
+        rows, received = _engine.collectives.alltoall(comm, array, own_splits, name or "value", name)
         return rows, received.astype(np.int32)
 
     def back(gradient: Any, received: Any, length: Any) -> Any:
@@ -138,7 +137,7 @@ def alltoall(
 
     def forward(given: Any) -> list[Any]:
         shapes = [(None, *given.shape[1:]), (size,)]
-        return collective(send, [given, *numbers], shapes, [given.dtype, tf.int32])
+        return collective(send, [given, *counts], shapes, [given.dtype, tf.int32])
 
     given = tf.convert_to_tensor(tensor)
 
@@ -165,7 +164,7 @@ def broadcast_(
 
     Args:
         variables: list of variables of TensorFlow or Keras.
-        root_rank: rank of the job that sends its values, also in a process set.
+        root_rank: rank in the job that sends its values, also in a process set.
         name: as in `allreduce`.
         process_set: as in `allreduce`.
 
@@ -185,7 +184,7 @@ def broadcast_(
         return _engine.collectives.broadcast(comm, arrays, names, root_rank, what, name, SAME_MODEL)
 
     given = as_tensors(variables)
-    received = collective(send, given, [one.shape for one in given])
+    received = collective(send, given, [tensor.shape for tensor in given])
     for variable, value in zip(variables, received, strict=True):
         variable.assign(value)
     return variables
@@ -198,12 +197,12 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> None:
-    """The states of random generators are among `model.variables`, but not in `model.weights`.
+    """`model.variables`, unlike `model.weights`, includes the states of random generators.
 
-    Broadcasting them makes all ranks drop the same units of a dropout layer.
+    After their broadcast, dropout layers drop the same units on all ranks.
 
     Variables in which a `DistributedOptimizer` accumulates the gradients of several passes keep
-    their values, though `optimizer.variables` contains them: each rank has accumulated its own.
+    their values, although `optimizer.variables` includes them: they differ between ranks.
 
     Returns:
         `None`.
@@ -215,6 +214,6 @@ def broadcast_variables(
     hvd.broadcast_variables(model.variables, root_rank=0)
     ```
     """
-    own = {id(one) for variable in gathered() for one in (variable, variable.value)}
-    shared = [variable for variable in variables if id(variable) not in own]
+    local = {id(one) for variable in gathered() for one in (variable, variable.value)}
+    shared = [variable for variable in variables if id(variable) not in local]
     broadcast_(shared, root_rank, process_set=process_set)

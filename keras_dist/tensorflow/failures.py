@@ -1,8 +1,7 @@
-"""Errors of keras_dist as scripts that know Horovod catch them: by TensorFlow's classes.
+"""Errors that are both keras_dist's and TensorFlow's, which scripts of Horovod catch.
 
-Each is still the error that it was. Where the graph of a `tf.function` runs, TensorFlow makes an
-error of its own of whatever the host raises, and keeps the text: an `InvalidArgumentError` of what
-is wrong with arguments, an `UnknownError` of ranks that differ.
+When the graph of a `tf.function` runs, TensorFlow raises an error of its own with the same text: an
+`InvalidArgumentError` for arguments, an `UnknownError` for a mismatch.
 """
 
 import contextlib
@@ -21,15 +20,15 @@ __all__ = [
 
 
 class FailedPreconditionError(tf.errors.FailedPreconditionError, errors.MismatchError):
-    """The ranks do not mean the same thing."""
+    """The ranks call different operations or pass different values."""
 
 
 class InvalidArgumentError(tf.errors.InvalidArgumentError, errors.ArgumentError):
-    """An argument has a value that cannot be used."""
+    """An argument has an invalid value."""
 
 
 class InvalidTypeError(tf.errors.InvalidArgumentError, errors.ArgumentTypeError):
-    """An argument is of a kind that cannot be used."""
+    """An argument has an invalid type."""
 
 
 BECOMES = {
@@ -41,7 +40,7 @@ BECOMES = {
 
 @contextlib.contextmanager
 def as_tensorflow_raises() -> Iterator[None]:
-    """Makes errors of keras_dist those of TensorFlow as well."""
+    """Returns a context in which errors of keras_dist are also errors of TensorFlow."""
     try:
         yield
     except errors.KerasDistError as error:

@@ -1,4 +1,4 @@
-"""A collective as an operation of TensorFlow: on the host, eagerly or in a graph."""
+"""Collectives as TensorFlow operations that run on the host, eagerly or in a graph."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from keras_dist._backends.tensorflow import on_host
 from keras_dist._compat.tensorflow import eager_tensor, is_recorded
 from keras_dist.tensorflow.failures import as_tensorflow_raises
 
-__all__ = ["collective", "differentiable", "operation"]
+__all__ = ["as_tensors", "collective", "differentiable", "operation"]
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 def operation(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function of this package raise as TensorFlow does, and be left by AutoGraph."""
+    """Decorates a function of this package: errors are TensorFlow's too, AutoGraph skips it."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -30,6 +30,12 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
     return tf.autograph.experimental.do_not_convert(called)
 
 
+def as_tensors(values: Sequence[Any]) -> list[Any]:
+    """Returns values, also variables, as tensors."""
+    # The check saves the time that `convert_to_tensor` takes for tensors.
+    return [v if isinstance(v, tf.Tensor) else tf.convert_to_tensor(v) for v in values]
+
+
 def collective(
     function: Callable[..., Any],
     tensors: Sequence[Any],
@@ -37,7 +43,7 @@ def collective(
     dtypes: Sequence[Any] | None = None,
     buffers: Sequence[Sequence[int]] = (),
 ) -> list[Any]:
-    """Runs a collective of arrays on tensors; see `on_host`."""
+    """Runs a collective on the arrays of tensors. See `on_host`."""
 
     def called(*arrays: Any) -> Any:
         with as_tensorflow_raises():
@@ -46,9 +52,9 @@ def collective(
     if not tf.executing_eagerly():
         return on_host(called, tensors, shapes, dtypes, buffers)
     results = called(*map(np.asarray, tensors))
-    listed = results if isinstance(results, list | tuple) else [results]
-    place = _place()
-    return [eager_tensor(np.asarray(result), place) for result in listed]
+    arrays = results if isinstance(results, list | tuple) else [results]
+    device = _device()
+    return [eager_tensor(np.asarray(array), device) for array in arrays]
 
 
 def differentiable(
@@ -59,9 +65,10 @@ def differentiable(
     """Runs a function of tensors that has a gradient.
 
     Args:
-        forward: takes the tensors, gives a list of results.
-        backward: takes the list of results and that of their gradients, gives those of the tensors.
-        tensors: what `forward` is given.
+        forward: a function of the tensors that returns a list of results.
+        backward: a function of the results and of their gradients, as lists, that returns the
+            gradients of the tensors.
+        tensors: the arguments of `forward`.
     """
     if not tensors or (tf.executing_eagerly() and not is_recorded()):
         return forward(*tensors)
@@ -79,6 +86,6 @@ def differentiable(
 
 
 @functools.cache
-def _place() -> str | None:
-    # To read the name takes TensorFlow a third of what it does: it is told where there is a choice.
+def _device() -> str | None:
+    # TensorFlow parses the name in each call, so it is given only if there is a choice.
     return CPU if tf.config.list_logical_devices("GPU") else None

@@ -1,4 +1,4 @@
-"""SyncBatchNormalization with the argument that Horovod's has."""
+"""`SyncBatchNormalization` with the argument of Horovod's."""
 
 from typing import Any
 
@@ -11,11 +11,13 @@ __all__ = ["SyncBatchNormalization"]
 
 @keras.saving.register_keras_serializable(package="keras_dist.tensorflow")
 class SyncBatchNormalization(layers.SyncBatchNormalization):
-    """Batch normalisation by all ranks' batches. See `keras_dist.layers.SyncBatchNormalization`.
+    """Batch normalisation over the batches of all ranks.
+
+    See `keras_dist.layers.SyncBatchNormalization`.
 
     Args:
         fused: must be `False`.
-        **kwargs: those of `keras.layers.BatchNormalization`.
+        **kwargs: arguments of `keras.layers.BatchNormalization`.
 
     Raises:
         ArgumentError: `fused` is `True` or `None`.
@@ -28,7 +30,7 @@ class SyncBatchNormalization(layers.SyncBatchNormalization):
                     runtime.where(),
                     "fused to be False",
                     repr(fused),
-                    "A fused kernel sees the batch of one rank alone: leave fused out.",
+                    "Omit fused: a fused kernel sees only the batch of its rank.",
                 )
             )
         super().__init__(**kwargs)

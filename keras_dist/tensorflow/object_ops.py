@@ -98,7 +98,7 @@ def broadcast_global_variables(root_rank: int) -> None:
     raise RuntimeError(
         errors.explain(
             runtime.where(),
-            "variables that are named, as TensorFlow 2 has no global ones",
+            "a list of variables, since TensorFlow 2 has no global variables",
             f"broadcast_global_variables({root_rank})",
             "Use broadcast_variables(model.variables, root_rank).",
         )

@@ -17,8 +17,7 @@ from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.ops.tensor_compression import compressed, decompressed, wire_of
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.exchange_ops import grouped_allgather
-from keras_dist.tensorflow.host_callback import collective, differentiable, operation
-from keras_dist.tensorflow.tensors import as_tensors
+from keras_dist.tensorflow.host_callback import as_tensors, collective, differentiable, operation
 
 __all__ = ["allreduce", "grouped_allreduce", "grouped_reducescatter", "reducescatter"]
 
@@ -100,16 +99,16 @@ def grouped_allreduce(
         NotImplementedError: as in `allreduce`.
     """
     wire = wire_of(compression)
-    chosen = resolve_op(op, average)
-    reduction = Reduction(chosen, name, prescale_factor, postscale_factor, process_set, wire)
-    sparse = [i for i, one in enumerate(tensors) if _is_slices(one)]
+    op = resolve_op(op, average)
+    reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set, wire)
+    sparse = [i for i, tensor in enumerate(tensors) if _is_slices(tensor)]
     dense = [i for i in range(len(tensors)) if i not in sparse]
     if sparse:
         _check_reduces_slices(reduction)
     result: dict[int, Any] = {}
     if dense or not sparse:
-        small, contexts = compressed(compression, as_tensors([tensors[i] for i in dense]))
-        reduced = decompressed(compression, _reduce(small, reduction), contexts)
+        inputs, contexts = compressed(compression, as_tensors([tensors[i] for i in dense]))
+        reduced = decompressed(compression, _reduce(inputs, reduction), contexts)
         result.update(zip(dense, reduced, strict=True))
     for i in sparse:
         result[i] = _reduce_slices(tensors[i], reduction)
@@ -128,7 +127,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """The gradient is an allgather, as in Horovod times the number of ranks for `Sum`.
+    """The gradient is an allgather; for `Sum` times the number of ranks, as in Horovod.
 
     Args:
         compression: accepted for scripts of Horovod; has no effect.
@@ -167,7 +166,7 @@ def grouped_reducescatter(
         return reduction.reducescatter(arrays)
 
     def forward(*given: Any) -> list[Any]:
-        return collective(reduce, given, [(None, *one.shape[1:]) for one in given])
+        return collective(reduce, given, [(None, *tensor.shape[1:]) for tensor in given])
 
     def backward(_: Any, upstream: list[Any]) -> list[Any]:
         factor = reduction.scatter_gradient_factor
@@ -183,7 +182,7 @@ def _reduce(tensors: Sequence[Any], reduction: Reduction) -> list[Any]:
 
     def forward(*given: Any) -> list[Any]:
         buffers = () if tf.executing_eagerly() else _buffers(given, reduction.process_set)
-        return collective(reduce, given, [one.shape for one in given], buffers=buffers)
+        return collective(reduce, given, [tensor.shape for tensor in given], buffers=buffers)
 
     def backward(_: Any, upstream: list[Any]) -> list[Any]:
         reduction.check_differentiable()
@@ -194,30 +193,30 @@ def _reduce(tensors: Sequence[Any], reduction: Reduction) -> list[Any]:
     return differentiable(forward, backward, tensors)
 
 
-def _is_slices(one: Any) -> bool:
-    # The first test is cheap, the second is not.
-    return not isinstance(one, tf.Tensor) and isinstance(one, tf.IndexedSlices)
+def _is_slices(value: Any) -> bool:
+    # The first check is fast, the second is slow.
+    return not isinstance(value, tf.Tensor) and isinstance(value, tf.IndexedSlices)
 
 
 def _buffers(tensors: Sequence[Any], process_set: ProcessSet) -> list[list[int]]:
-    """Returns the results that lie in each buffer of a reduction, by their indices, in order."""
-    known = all(one.shape.is_fully_defined() for one in tensors)
+    """Returns the indices of the results in each buffer of a reduction, in order."""
+    known = all(tensor.shape.is_fully_defined() for tensor in tensors)
     if not known or not runtime.includes_me(process_set):  # in a branch for other ranks
         return []
-    specs = [(tuple(one.shape), np.dtype(one.dtype.as_numpy_dtype)) for one in tensors]
+    specs = [(tuple(tensor.shape), np.dtype(tensor.dtype.as_numpy_dtype)) for tensor in tensors]
     buckets = _engine.plan_buckets(specs, bucket_nbytes(runtime.communicator(process_set)))
     return [[slot.index for slot in bucket.slots] for bucket in buckets]
 
 
 def _reduce_slices(slices: tf.IndexedSlices, reduction: Reduction) -> tf.IndexedSlices:
     def reduce(values: Any, indices: Any) -> Any:
-        rows, places = ops.sparse_allreduce(
+        rows, row_indices = ops.sparse_allreduce(
             values, indices, reduction.op, reduction.name, reduction.process_set
         )
-        return rows, places.astype(indices.dtype)
+        return rows, row_indices.astype(indices.dtype)
 
-    given = [slices.values, slices.indices]
-    values, indices = collective(reduce, given, [(None, *slices.values.shape[1:]), (None,)])
+    shapes = [(None, *slices.values.shape[1:]), (None,)]
+    values, indices = collective(reduce, [slices.values, slices.indices], shapes)
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
@@ -234,6 +233,6 @@ def _check_reduces_slices(reduction: Reduction) -> None:
             runtime.where(),
             "op to be Average or Sum, and no factors, for IndexedSlices",
             f"op={reduction.op} and factors {factors}",
-            "Convert them by tf.convert_to_tensor, or pass sparse_as_dense=True.",
+            "Convert the IndexedSlices by tf.convert_to_tensor, or pass sparse_as_dense=True.",
         )
     )

@@ -1,7 +1,7 @@
-"""DistributedGradientTape: a tape of TensorFlow's whose gradients are those of all ranks.
+"""`DistributedGradientTape`: a TensorFlow gradient tape that averages gradients over the ranks.
 
-All gradients of a call are one plan of buckets, as an optimizer's are. Tapes come and go with each
-step, so what reduces for them is kept here: one for each set of options.
+The gradients of a call are reduced by one plan of buckets, as by an optimizer. Each step has a new
+tape, so the plans are kept in this module, by options.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,41 +38,41 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Makes a tape that averages its gradients over the ranks.
+    """Returns a gradient tape that averages its gradients over the ranks.
 
-    Use it or `DistributedOptimizer`, not both: such an optimizer refuses gradients that a tape
-    has reduced.
+    Use either the tape or `DistributedOptimizer`: the optimizer refuses gradients that a tape has
+    reduced.
 
-    Collective: not this call, but `gradient`: every rank must call it with the same sources, in
-    the same order, and the same arguments here.
+    Collective: not this call, but `gradient`. Every rank must call it with the same sources in the
+    same order, on a tape with the same arguments.
 
     Args:
-        gradtape: the tape, recorded or about to record; persistent or not. It stays as it is.
-        device_dense: accepted; has no effect, gradients travel through the host.
-        device_sparse: as `device_dense`.
-        compression: of `Compression`, or a class with its methods, which work on the gradients
-            that are tensors. The arguments below are those of `keras_dist.DistributedOptimizer`.
-        sparse_as_dense: whether an embedding's gradient is reduced as a whole in place of its
-            rows. Defaults to `False`.
+        gradtape: the tape, before or after recording, persistent or not. It is not changed.
+        device_dense: accepted for scripts of Horovod; has no effect.
+        device_sparse: accepted for scripts of Horovod; has no effect.
+        compression: a member of `Compression`, or a class with its methods, which work on the
+            gradients that are tensors. Defaults to `KERAS_DIST_COMPRESSION`.
+        sparse_as_dense: whether `IndexedSlices`, the gradients of embeddings, are reduced as dense
+            tensors. Defaults to `False`.
         op: `Average`, `Sum` or `Adasum`, or its name. Defaults to `Average`.
-        gradient_predivide_factor: an average divides by it before the sum over the ranks.
-            Defaults to 1.0.
+        gradient_predivide_factor: divisor of the gradients before the sum over ranks; the average
+            is the same. Defaults to 1.0.
         num_groups: deprecated: `groups` as a number.
-        groups: which gradients travel together: a number of groups, or lists of sources.
-        process_set: the ranks that average among themselves; the others keep their own. Defaults
-            to all.
-        scale_local_gradients: whether gradients of local sources are divided by the number of
-            ranks, as averaged ones are. Defaults to `True`.
+        groups: gradients that are reduced together: a number of groups, or lists of sources.
+        process_set: the ranks to average over; other ranks keep their own gradients. Defaults to
+            all ranks.
+        scale_local_gradients: whether the gradients of local sources are divided by the number of
+            ranks, as averages are. Defaults to `True`.
 
     Returns:
-        A tape of the same class, with three methods that differ:
-        `gradient(target, sources, output_gradients=None, use_generic_names=False)` gives
-        gradients of all ranks; `register_local_source(source)` leaves a source to each rank;
-        `get_local_and_global_gradients`, with the arguments of `gradient`, gives two lists of
-        pairs of source and gradient: those of local sources, and those of the others.
+        A tape of the same class with three further or changed methods:
+        `gradient(target, sources, output_gradients=None, use_generic_names=False)` returns averaged
+        gradients; `register_local_source(source)` excludes a source from the reduction;
+        `get_local_and_global_gradients`, with the arguments of `gradient`, returns two lists of
+        (source, gradient) pairs: of local sources, and of other sources.
 
     Raises:
-        InvalidArgumentError: an argument cannot be used. It is an `ArgumentError`, or an
+        InvalidArgumentError: an argument is invalid. It is an `ArgumentError` or an
             `ArgumentTypeError`.
 
     Example:
@@ -119,7 +119,7 @@ def PartialDistributedGradientTape(
     local_layers: keras.Layer | Iterable[keras.Layer] | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Some layers are local: their gradients stay on each rank.
+    """The gradients of local layers are not reduced.
 
     Args:
         local_layers: a layer or a list of layers whose trainable variables are local sources.
@@ -130,7 +130,7 @@ def PartialDistributedGradientTape(
         raise errors.ArgumentTypeError(
             errors.explain(
                 runtime.where(),
-                "a tf.GradientTape that is not distributed yet",
+                "a tf.GradientTape that is not distributed",
                 f"{gradtape!r} of type {type(gradtape).__name__}",
                 "Wrap the tape of the step once.",
             )
@@ -145,16 +145,16 @@ def PartialDistributedGradientTape(
         scale_local_gradients=scale_local_gradients,
     )
     base = type(gradtape)
-    made: Any = object.__new__(type(base.__name__, (_DistributedTape, base), {}))
-    # What has been recorded is shared; which of the two records from now on is the user's choice.
-    made.__dict__.update(gradtape.__dict__)
-    made._keras_dist_options, made._keras_dist_compression = options, compression
-    made._keras_dist_registered, made._keras_dist_layers = [], layers
-    return made
+    tape: Any = object.__new__(type(base.__name__, (_DistributedTape, base), {}))
+    # The tapes share the recorded operations; the script may continue to record on either.
+    tape.__dict__.update(gradtape.__dict__)
+    tape._keras_dist_options, tape._keras_dist_compression = options, compression
+    tape._keras_dist_registered, tape._keras_dist_layers = [], layers
+    return tape
 
 
 class _DistributedTape:
-    """What makes a tape distributed. Comes before the tape's own class."""
+    """A mixin in front of the class of a tape."""
 
     _keras_dist_options: ReductionOptions
     _keras_dist_compression: Any
@@ -162,10 +162,10 @@ class _DistributedTape:
     _keras_dist_layers: Sequence[keras.Layer]
 
     def register_local_source(self, source: Any) -> None:
-        """Leaves a source out of the reduction: each rank keeps its own gradient.
+        """Excludes a source from the reduction: each rank keeps its own gradient.
 
         Args:
-            source: a variable, or a tensor that is watched.
+            source: a variable or a watched tensor.
         """
         self._keras_dist_registered.append(source)
 
@@ -178,20 +178,20 @@ class _DistributedTape:
         use_generic_names: bool = False,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """Returns the gradients of all ranks, in the structure of `sources`.
+        """Returns the averaged gradients, in the structure of `sources`.
 
         Collective: every rank, with the same sources in the same order; blocks.
 
         Args:
-            target: what is differentiated.
+            target: the tensor, or structure of tensors, to differentiate.
             sources: variables or watched tensors, in any structure.
-            output_gradients: as for `tf.GradientTape.gradient`.
-            use_generic_names: accepted; has no effect, gradients meet by their order.
-            unconnected_gradients: as for `tf.GradientTape.gradient`.
+            output_gradients: as in `tf.GradientTape.gradient`.
+            use_generic_names: accepted for scripts of Horovod; has no effect.
+            unconnected_gradients: as in `tf.GradientTape.gradient`.
         """
         own = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
         flat = tf.nest.flatten(sources)
-        # `IndexedSlices` are one gradient, not three tensors.
+        # `expand_composites=False`: `IndexedSlices` are one gradient, not three tensors.
         gradients = self._reduced(tf.nest.flatten(own, expand_composites=False), flat)
         return tf.nest.pack_sequence_as(sources, gradients)
 
@@ -202,15 +202,15 @@ class _DistributedTape:
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Returns pairs of source and gradient: those of local sources, then those of all ranks.
+        """Returns two lists of (source, gradient) pairs: of local sources, and of other sources.
 
         Collective: as `gradient`.
 
         Args:
-            target: as for `gradient`.
-            sources: as for `gradient`.
-            output_gradients: as for `gradient`.
-            use_generic_names: as for `gradient`.
+            target: as in `gradient`.
+            sources: as in `gradient`.
+            output_gradients: as in `gradient`.
+            use_generic_names: as in `gradient`.
         """
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         flat = tf.nest.flatten(sources)
@@ -228,25 +228,26 @@ class _DistributedTape:
                 errors.explain(
                     runtime.where(),
                     "sources whose shapes are known when the step is traced",
-                    f"one of shape {unknown[0].shape}",
-                    "Pass variables; reduce the gradients of others by hvd.grouped_allreduce.",
+                    f"a source of shape {unknown[0].shape}",
+                    "Pass variables; reduce the gradients of other sources by "
+                    "hvd.grouped_allreduce.",
                 )
             )
         reduction = self._reduction()
         local = {id(source) for source in reduction.local_variables()}
-        places = [
-            place
-            for place, (gradient, source) in enumerate(zip(gradients, sources, strict=True))
+        dense = [
+            index
+            for index, (gradient, source) in enumerate(zip(gradients, sources, strict=True))
             if isinstance(gradient, tf.Tensor) and id(source) not in local
         ]
-        how = self._keras_dist_compression
-        small, contexts = compressed(how, [gradients[place] for place in places])
-        reduced = reduction(_with(gradients, places, small), sources)
-        whole = decompressed(how, [reduced[place] for place in places], contexts)
-        return mark_reduced(_with(reduced, places, whole))
+        compression = self._keras_dist_compression
+        inputs, contexts = compressed(compression, [gradients[index] for index in dense])
+        reduced = reduction(_replace_at(dense, inputs, gradients), sources)
+        results = decompressed(compression, [reduced[index] for index in dense], contexts)
+        return mark_reduced(_replace_at(dense, results, reduced))
 
     def _reduction(self) -> GradientReduction:
-        """Returns what reduces on the options of this tape, and has made plans for its sources."""
+        """Returns the reduction with the options of this tape, which keeps its plans."""
         options = self._keras_dist_options
         if options.key not in _reductions:
             _reductions[options.key] = GradientReduction(options)
@@ -256,9 +257,9 @@ class _DistributedTape:
         return reduction
 
 
-def _with(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
-    """Returns a list of values with others at some places."""
+def _replace_at(indices: Sequence[int], new: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Returns a list of values with new values at some indices."""
     result = list(values)
-    for place, other in zip(places, others, strict=True):
-        result[place] = other
+    for index, value in zip(indices, new, strict=True):
+        result[index] = value
     return result

@@ -125,14 +125,14 @@ LAYOUTS = {
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_tensors_of_a_group_find_their_own_results(layout, factor, monkeypatch):
     copied = []
-    join = tensorflow_host._joined
+    join = tensorflow_host._join
 
     def joined(arrays):
         result = join(arrays)
         copied.append(result is not arrays[0] and not np.shares_memory(result, arrays[-1]))
         return result
 
-    monkeypatch.setattr(tensorflow_host, "_joined", joined)
+    monkeypatch.setattr(tensorflow_host, "_join", joined)
 
     def numbers(number, shape, dtype):  # small enough for every dtype
         counted = (np.arange(np.prod(shape, dtype=int)).reshape(shape) + number) % 2

@@ -188,9 +188,9 @@ def test_sources_that_differ_are_named_and_the_job_goes_on():
 
 
 def test_what_is_no_tape_is_refused():
-    with pytest.raises(TypeError, match="that is not distributed yet"):
+    with pytest.raises(TypeError, match="that is not distributed"):
         hvd.DistributedGradientTape("tape")
-    with pytest.raises(TypeError, match="that is not distributed yet"):
+    with pytest.raises(TypeError, match="that is not distributed"):
         hvd.DistributedGradientTape(hvd.DistributedGradientTape(tf.GradientTape()))
     with pytest.raises(ValueError, match="op to be Average"):
         hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Max)
