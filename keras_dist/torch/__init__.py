@@ -1,4 +1,4 @@
-"""keras_dist for loops written by hand in torch: tensors in, tensors out. Needs no Keras.
+"""Collectives on torch tensors, for custom training loops. Does not import Keras.
 
 ```python
 import keras_dist.torch as hvd
@@ -10,11 +10,11 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 ```
 
-Scripts written for `horovod.torch` run with that import changed: the names, the arguments and
-their order are the same. Operations that are queued with a `name` find those of other ranks by it,
-in whatever order. Of others, and of those that block, the order must be the same on all ranks.
+Scripts written for `horovod.torch` run with this import: the names, the arguments and their order
+are the same. Queued operations with a `name` match by name, in any order. Other operations must be
+called in the same order on all ranks.
 
-Tensors of a GPU are staged in pinned memory of the host.
+GPU tensors are staged in pinned host memory.
 """
 
 import sys
@@ -158,8 +158,8 @@ __all__ = [
     "synchronize",
 ]
 
-# So that it can be imported as Horovod's.
+# For `import keras_dist.torch.elastic`, as in scripts of Horovod.
 sys.modules[f"{__name__}.elastic"] = elastic
 
-# `init` pins its device and sizes its thread pool.
+# `init` then pins torch's device and sets the size of its thread pool.
 _backends.use("torch")

@@ -1,8 +1,7 @@
-"""The forms that do not block: each queues its operation and returns a handle at once.
+"""Asynchronous collectives: each queues its operation and returns a handle immediately.
 
-Results are those of the blocking forms without gradients, and come from `synchronize(handle)`; see
-`keras_dist.ops.asynchronous`. Forms whose names end in `_async_` write them into the tensors as
-well.
+`synchronize(handle)` returns the result of the blocking form, without a gradient; see
+`keras_dist.ops.asynchronous`. Functions whose names end in `_async_` operate in place.
 """
 
 from keras_dist.ops.asynchronous import queued

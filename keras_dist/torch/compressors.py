@@ -1,4 +1,4 @@
-"""What tensors of torch look like on their way: the usual compressions."""
+"""Compression of torch tensors."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ __all__ = ["Compression", "Compressor"]
 
 
 class _Cast(Compressor):
-    """Floats in a narrower dtype, whole numbers as they are.
+    """Casts floating-point tensors to a narrower dtype; integers stay as they are.
 
-    keras_dist itself takes `wire`: it rounds between nodes alone, and sums in full.
+    keras_dist uses `wire` instead: it rounds only between nodes, and sums in full precision.
     """
 
     narrow: torch.dtype
@@ -38,7 +38,7 @@ class _BFloat16(_Cast):
 
 
 class Compression:
-    """The compressions to choose from: `none`, `fp16` and `bf16`."""
+    """The available compressions: `none`, `fp16` and `bf16`."""
 
     none = AsItIs
     fp16 = _Float16

@@ -20,7 +20,7 @@ __all__ = ["allgather", "alltoall", "broadcast", "grouped_allgather"]
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The gradient is this rank's rows of the average of the ranks' gradients, as in Horovod."""
+    """The gradient is this rank's rows of the gradients averaged over ranks, as in Horovod."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
@@ -46,7 +46,7 @@ def alltoall(
     """The gradient sends the rows back.
 
     Returns:
-        New tensor: the rows from rank 0, then from rank 1, and so on. With `splits` a pair: that
+        New tensor: the rows from rank 0, then from rank 1, and so on. With `splits`, a pair: that
         tensor, and the number of rows from each rank, int32 of shape (number of ranks,).
     """
     result = _Alltoall.apply(name, process_set, tensor, splits)
@@ -61,10 +61,10 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The gradient is, as in Horovod, the average over the ranks on the root and zero elsewhere.
+    """The gradient on the root is the average over ranks, on other ranks zero, as in Horovod.
 
     Args:
-        root_rank: rank of the job that sends its tensor, also in a process set.
+        root_rank: rank in the job that sends its tensor, also in a process set.
     """
     return _Broadcast.apply(root_rank, name, process_set, tensor)
 
@@ -112,11 +112,11 @@ class _Alltoall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[Any, ...]:
-        sent = sync_ops.alltoall(gradient.contiguous(), ctx.received, ctx.name, ctx.process_set)
-        own = sent if ctx.received is None else sent[0]
-        whole = gradient.new_zeros(ctx.shape)  # rows beyond the sum of the splits were not sent
-        whole[: len(own)] = own
-        return None, None, whole, None
+        result = sync_ops.alltoall(gradient.contiguous(), ctx.received, ctx.name, ctx.process_set)
+        rows = result if ctx.received is None else result[0]
+        full = gradient.new_zeros(ctx.shape)  # rows beyond the sum of the splits were not sent
+        full[: len(rows)] = rows
+        return None, None, full, None
 
 
 class _Broadcast(torch.autograd.Function):

@@ -1,5 +1,6 @@
-"""`DistributedOptimizer` for torch: any optimizer, whose gradients are those of all ranks."""
+"""`DistributedOptimizer` for torch: makes an optimizer reduce its gradients over the ranks."""
 
+import collections
 import contextlib
 import functools
 import warnings
@@ -35,35 +36,36 @@ def DistributedOptimizer(
 ) -> Any:
     """Makes an optimizer reduce its gradients over the ranks before each step.
 
-    The optimizer itself is changed and returned: it keeps its class as a base, its state and its
-    learning rate schedulers. Gradients are reduced while `backward` goes on, where ranks have a
-    core to spare, and `step` waits for them. A parameter that no rank has a gradient for keeps
-    `None`, and stays. Ranks outside of `process_set` step by their own.
+    The optimizer is changed in place and returned; it keeps its class as a base, its state and its
+    learning rate schedulers. Reductions overlap with `backward` if ranks have a spare core, and
+    `step` waits for them. If no rank has a gradient for a parameter, its gradient remains `None`
+    and the parameter is not updated. Ranks outside `process_set` step by their own gradients.
 
     Args:
-        optimizer: any optimizer of torch, with its parameters.
+        optimizer: any torch optimizer, with its parameters.
         named_parameters: `model.named_parameters()`: names for messages. Defaults to numbers.
-        compression: of `Compression`, or a class with its methods. Defaults to `Compression.none`.
-        backward_passes_per_step: so many gradients are added up before they are reduced.
-            Defaults to 1.
-        op: `Average`, `Sum` or `Adasum` of the ranks' gradients. Defaults to `Average`.
-        gradient_predivide_factor: an average divides by it before the sum, and by the rest after
-            it. Defaults to 1.0.
-        num_groups: deprecated, as `groups`.
-        groups: which gradients travel together: a number of groups, or lists of parameters.
-            Defaults to what their sizes suggest.
-        sparse_as_dense: whether sparse gradients are reduced as dense ones. Defaults to `False`.
-        process_set: the ranks that train together. Defaults to all.
+        compression: a member of `Compression`, or a class with its methods. Defaults to
+            `Compression.none`.
+        backward_passes_per_step: number of backward passes whose gradients are accumulated before
+            they are reduced. Defaults to 1.
+        op: `Average`, `Sum` or `Adasum`, or its name. Defaults to `Average`.
+        gradient_predivide_factor: divisor of the gradients before the sum over ranks; the average
+            is the same. Defaults to 1.0.
+        num_groups: deprecated: `groups` as a number.
+        groups: gradients that are reduced together: a number of groups, or lists of parameters.
+            Defaults to buckets by size.
+        sparse_as_dense: whether sparse gradients are reduced as dense tensors. Defaults to `False`.
+        process_set: the ranks to reduce over. Defaults to all ranks.
 
     Returns:
-        `optimizer`, which has besides: `synchronize()`, for the reduced gradients before the step,
-        as clipping needs them; `skip_synchronize()`, a context for the step after that;
-        `set_backward_passes_per_step(passes)`.
+        `optimizer`, with further methods: `synchronize()` reduces the gradients before the step,
+        as for clipping; `skip_synchronize()` returns a context for the step after that;
+        `set_backward_passes_per_step(passes)` changes the number of passes.
 
     Raises:
-        ArgumentTypeError: it is no optimizer of torch, or an argument is of another kind.
-        ArgumentError: it is distributed already, names occur twice or are missing, or an argument
-            has a value that cannot be used.
+        ArgumentTypeError: `optimizer` is not a torch optimizer, or an argument has an invalid type.
+        ArgumentError: `optimizer` is distributed, names are duplicate or missing, or an argument
+            has an invalid value.
 
     Example:
     ```python
@@ -78,10 +80,11 @@ def DistributedOptimizer(
     where = runtime.where()
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, _Distributed):
         distributed = isinstance(optimizer, _Distributed)
-        kind = errors.ArgumentError if distributed else errors.ArgumentTypeError
-        received = "one that is distributed" if distributed else type(optimizer).__name__
-        expected, remedy = "an optimizer of torch, not distributed", "Call it once, on torch's own."
-        raise kind(errors.explain(where, expected, received, remedy))
+        error = errors.ArgumentError if distributed else errors.ArgumentTypeError
+        received = "a distributed optimizer" if distributed else type(optimizer).__name__
+        expected = "an optimizer of torch, not distributed"
+        remedy = "Call DistributedOptimizer once, on torch's optimizer."
+        raise error(errors.explain(where, expected, received, remedy))
     options = parse_reduction_options(
         op,
         process_set,
@@ -96,19 +99,19 @@ def DistributedOptimizer(
     own: Any = type(optimizer)
     optimizer.__class__ = _distributed_class(own)
     optimizer._keras_dist.watch(_parameters_of(optimizer))
-    # A hook, as schedulers replace `step` itself.
+    # A hook, since learning rate schedulers replace `step`.
     optimizer.register_step_pre_hook(_before_step)
     return optimizer
 
 
 class _Distributed:
-    """The methods that a distributed optimizer has besides. Comes before the user's class."""
+    """The further methods of a distributed optimizer: a mixin in front of its class."""
 
     _keras_dist: Gradients
     _skips = False
 
     def synchronize(self) -> None:
-        """Waits until the gradients are those of all ranks; `step` does it otherwise.
+        """Reduces the gradients, or waits for their reduction, which `step` does otherwise.
 
         Collective: every rank; blocks.
         """
@@ -116,7 +119,7 @@ class _Distributed:
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Returns a context in which `step` takes the gradients as `synchronize` has left them."""
+        """Returns a context in which `step` does not reduce: call it after `synchronize`."""
         self._skips = True
         try:
             yield
@@ -124,7 +127,7 @@ class _Distributed:
             self._skips = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Changes how many gradients are added up before they are reduced, from the next step on.
+        """Sets the number of backward passes before a reduction, from the next step on.
 
         Args:
             passes: 1 or more.
@@ -132,43 +135,43 @@ class _Distributed:
         self._keras_dist.passes = parse_passes(passes, runtime.where())
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clears the gradients, as the user's class does.
+        """Clears the gradients, as the class of the optimizer does.
 
         Raises:
-            UsageError: they are just being reduced.
+            UsageError: a reduction of the gradients is in progress.
         """
         self._keras_dist.check_idle()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         self._keras_dist.watch(_parameters_of(self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state, as the user's class does; gradients that have come count no more."""
+        """Loads a state, as the class of the optimizer does, and discards ready gradients."""
         self._keras_dist.reset()
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, as the user's class does; their gradients are reduced as well."""
+        """Adds parameters, as the class of the optimizer does; their gradients are reduced."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self._keras_dist.watch(_parameters_of(self))
 
     def __reduce__(self) -> Any:
-        """Pickles, and copies, what the user's class would: one that is not distributed."""
+        """Pickles and copies as the class of the optimizer does: the result is not distributed."""
         base: Any = type(self).__bases__[1]
         return base.__new__, (base,), base.__getstate__(self)
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Has the gradients reduced: before the step, or each time its closure has made new ones."""
+    """Reduces the gradients before a step, or after each call of its closure."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is not None:
         others = {key: value for key, value in kwargs.items() if key != "closure"}
-        return (optimizer, _reducing(optimizer, closure), *args[2:]), others
+        return (optimizer, _with_reduction(optimizer, closure), *args[2:]), others
     gradients = optimizer._keras_dist
     if not optimizer._skips:
         if gradients.are_reduced:
             warnings.warn(
-                "optimizer.step() after optimizer.synchronize() reduces nothing again: put it "
-                "under `with optimizer.skip_synchronize():`.",
+                "optimizer.step() after optimizer.synchronize() does not reduce again: call it "
+                "in `with optimizer.skip_synchronize():`.",
                 stacklevel=4,
             )
         else:
@@ -177,10 +180,10 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     return None
 
 
-def _reducing(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns a closure after which the gradients are those of all ranks, and the loss too.
+def _with_reduction(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns a closure that reduces the gradients and averages the loss.
 
-    Optimizers such as LBFGS decide by the loss whether to go on: the ranks must decide alike.
+    Optimizers such as LBFGS decide by the loss whether to continue; the ranks must agree.
     """
 
     @functools.wraps(closure)
@@ -211,11 +214,11 @@ def _distributed_class(base: Any) -> Any:
 def _checked_names(
     optimizer: torch.optim.Optimizer, named_parameters: Any, where: str
 ) -> dict[int, str]:
-    """Returns the name of each parameter by its id.
+    """Returns the name of each parameter by its `id`.
 
     Raises:
-        ArgumentTypeError: there is something else than pairs.
-        ArgumentError: a name occurs twice, or a parameter has none.
+        ArgumentTypeError: an element is not a pair.
+        ArgumentError: a name is duplicate, or a parameter has no name.
     """
     if named_parameters is None:
         return {}
@@ -226,11 +229,12 @@ def _checked_names(
     if wrong is not None:
         received = type(wrong).__name__
         raise errors.ArgumentTypeError(errors.explain(where, expected, received, remedy))
-    known = [name for name, _ in pairs]
-    twice = sorted({name for name in known if known.count(name) > 1})
-    if twice:
-        expected, received = "each name once in named_parameters", f"{', '.join(twice)} twice"
-        remedy = "Parameters of several models need prefixes."
+    counts = collections.Counter(name for name, _ in pairs)
+    duplicates = sorted(name for name, count in counts.items() if count > 1)
+    if duplicates:
+        expected = "each name once in named_parameters"
+        received = f"{', '.join(duplicates)} twice"
+        remedy = "Add a prefix to the names of each model."
         raise errors.ArgumentError(errors.explain(where, expected, received, remedy))
     names = {id(parameter): name for name, parameter in pairs}
     unnamed = [p for p in _parameters_of(optimizer) if id(p) not in names]
@@ -238,6 +242,6 @@ def _checked_names(
         expected = "a name for each parameter of the optimizer in named_parameters"
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in unnamed)
         received = f"none for {len(unnamed)}, of shape {shapes}"
-        remedy = "Leave named_parameters out, or name them all."
+        remedy = "Omit named_parameters, or name all parameters."
         raise errors.ArgumentError(errors.explain(where, expected, received, remedy))
     return names

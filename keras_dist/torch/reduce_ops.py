@@ -65,19 +65,13 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """The gradient is that of `allreduce`."""
-    small, contexts = compressed(compression, tensors)
-    reduction = Reduction(
-        resolve_op(op, average),
-        name,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        wire_of(compression),
-    )
-    differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in small)
-    # Autograd takes long for many small tensors.
-    reduce = _Allreduce.apply if differentiates else reduce_tensors
-    return decompressed(compression, reduce(reduction, *small), contexts)
+    inputs, contexts = compressed(compression, tensors)
+    op, wire = resolve_op(op, average), wire_of(compression)
+    reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set, wire)
+    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    # Autograd is slow for many small tensors.
+    reduce = _Allreduce.apply if differentiable else reduce_tensors
+    return decompressed(compression, reduce(reduction, *inputs), contexts)
 
 
 @raises_on_all
@@ -91,7 +85,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """The gradient is an allgather, as in Horovod times the number of ranks for `Sum`.
+    """The gradient is an allgather; for `Sum` times the number of ranks, as in Horovod.
 
     Args:
         compression: as in `allreduce`; a wire format has no effect.
@@ -117,9 +111,9 @@ def grouped_reducescatter(
     Args:
         compression: as in `reducescatter`.
     """
-    small, contexts = compressed(compression, tensors)
+    inputs, contexts = compressed(compression, tensors)
     reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set)
-    return decompressed(compression, _Reducescatter.apply(reduction, *small), contexts)
+    return decompressed(compression, _Reducescatter.apply(reduction, *inputs), contexts)
 
 
 class _Allreduce(torch.autograd.Function):
@@ -144,4 +138,4 @@ class _Reducescatter(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         reduction: Reduction = ctx.reduction
         gathered = grouped_allgather(gradients, reduction.name, reduction.process_set)
-        return None, *(reduction.scatter_gradient_factor * one for one in gathered)
+        return None, *(reduction.scatter_gradient_factor * gradient for gradient in gathered)

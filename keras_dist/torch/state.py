@@ -32,11 +32,11 @@ def broadcast_parameters(
 
     Args:
         params: `model.state_dict()` or `model.named_parameters()`.
-        root_rank: rank of the job that sends its values.
+        root_rank: rank in the job that sends its values.
         process_set: as in `allreduce`.
 
     Raises:
-        ArgumentTypeError: `params` is neither.
+        ArgumentTypeError: `params` is another object.
         MismatchError: the arguments of the ranks differ; raised on every rank.
     """
     if isinstance(params, Mapping):
@@ -48,7 +48,7 @@ def broadcast_parameters(
                 runtime.where(),
                 "params to be model.state_dict() or model.named_parameters()",
                 type(params).__name__,
-                "Names are needed: model.parameters() has none.",
+                "Pass one of them: model.parameters() has no names.",
             )
         )
     tensors = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
@@ -65,35 +65,35 @@ def broadcast_optimizer_state(
 ) -> None:
     """Broadcasts the optimizer state of the root rank: buffers, step counts, learning rates.
 
-    Collective: every rank; the optimizers must have the same parameters; blocks. Ranks whose
-    optimizer has no state, or another state, take that of the root.
+    Collective: every rank; the optimizers must have the same parameters; blocks. The states may
+    differ, or be empty, on ranks other than the root.
 
     Args:
         optimizer: any torch optimizer, distributed or not.
-        root_rank: rank of the job that sends its state.
+        root_rank: rank in the job that sends its state.
         model: accepted for scripts of Horovod; has no effect.
         process_set: as in `allreduce`.
 
     Raises:
-        ArgumentError: `optimizer` is an `LBFGS`, whose state belongs to the gradients of one rank.
+        ArgumentError: `optimizer` is an `LBFGS`, whose state depends on the gradients of its rank.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        expected, remedy = "an optimizer that steps by gradients alone", "Begin it anew."
-        raise errors.ArgumentError(
-            errors.explain(runtime.where(), expected, "LBFGS", f"{remedy} On all ranks alike.")
-        )
+        expected = "an optimizer whose state does not depend on the gradients of its rank"
+        remedy = "Create a new LBFGS on all ranks."
+        raise errors.ArgumentError(errors.explain(runtime.where(), expected, "LBFGS", remedy))
     state = optimizer.state_dict()
-    own = list(_tensors_in(state))
+    tensors = list(_tensors_in(state))
     skeleton, specs = broadcast_object(
-        (_without_tensors(state), [(tensor.shape, tensor.dtype) for tensor in own]),
+        (_without_tensors(state), [(tensor.shape, tensor.dtype) for tensor in tensors]),
         root_rank,
         process_set=process_set,
     )
     is_root = runtime.rank() == root_rank
-    sent = own if is_root else [torch.empty(shape, dtype=dtype) for shape, dtype in specs]
-    sync_ops.broadcast_all(sent, root_rank, "optimizer state", process_set)
     if not is_root:
-        optimizer.load_state_dict(_with_tensors(skeleton, iter(sent)))
+        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in specs]
+    sync_ops.broadcast_all(tensors, root_rank, "optimizer state", process_set)
+    if not is_root:
+        optimizer.load_state_dict(_with_tensors(skeleton, iter(tensors)))
 
 
 @raises_on_all
@@ -123,30 +123,30 @@ def join(device: int = -1) -> int:
     return ops.join()
 
 
-class _Here:
-    """Stands for a tensor, in a state that travels without its tensors."""
+class _Placeholder:
+    """Replaces a tensor in a pickled state."""
 
 
 def _tensors_in(state: Any) -> Iterable[torch.Tensor]:
     if isinstance(state, torch.Tensor):
         yield state
     elif isinstance(state, dict | list | tuple):
-        for each in state.values() if isinstance(state, dict) else state:
-            yield from _tensors_in(each)
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from _tensors_in(value)
 
 
 def _without_tensors(state: Any) -> Any:
-    return _mapped(state, lambda leaf: _Here() if isinstance(leaf, torch.Tensor) else leaf)
+    return _map(state, lambda leaf: _Placeholder() if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def _with_tensors(skeleton: Any, tensors: Any) -> Any:
-    return _mapped(skeleton, lambda leaf: next(tensors) if isinstance(leaf, _Here) else leaf)
+    return _map(skeleton, lambda leaf: next(tensors) if isinstance(leaf, _Placeholder) else leaf)
 
 
-def _mapped(state: Any, change: Any) -> Any:
-    """Returns a tree of dicts, lists and tuples with its leaves changed, in their order."""
+def _map(state: Any, function: Any) -> Any:
+    """Returns a tree of dicts, lists and tuples with a function applied to its leaves, in order."""
     if isinstance(state, dict):
-        return {key: _mapped(each, change) for key, each in state.items()}
+        return {key: _map(value, function) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(_mapped(each, change) for each in state)
-    return change(state)
+        return type(state)(_map(value, function) for value in state)
+    return function(state)

@@ -1,6 +1,6 @@
-"""Blocking collectives of tensors without gradients, on which the other forms are built.
+"""Blocking collectives of tensors without gradients, which the other forms use.
 
-A tensor on the CPU is read in place; a tensor on a GPU is staged in pinned memory of the host.
+A CPU tensor is read in place; a GPU tensor is staged in pinned host memory.
 """
 
 from collections.abc import Sequence
@@ -156,8 +156,8 @@ def sparse_allreduce(
     Returns:
         Sparse COO tensor of the same shape.
     """
-    own = tensor.coalesce()
-    return sparse_of(*ops.sparse_allreduce(*rows_of(own), op, name, process_set), own)
+    tensor = tensor.coalesce()
+    return sparse_of(*ops.sparse_allreduce(*rows_of(tensor), op, name, process_set), tensor)
 
 
 @raises_on_all
@@ -206,8 +206,8 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """No gradient."""
     arrays = [to_numpy(tensor) for tensor in tensors]
-    joined = ops.grouped_allgather(arrays, name, process_set)
-    return [to_torch(array, like) for array, like in zip(joined, tensors, strict=True)]
+    gathered = ops.grouped_allgather(arrays, name, process_set)
+    return [to_torch(array, like) for array, like in zip(gathered, tensors, strict=True)]
 
 
 @raises_on_all
@@ -219,8 +219,8 @@ def alltoall(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """No gradient. The numbers of rows are int32."""
-    numbers = to_numpy(splits) if isinstance(splits, torch.Tensor) else splits
-    result: Any = ops.alltoall(to_numpy(tensor), numbers, name, process_set)
+    counts = to_numpy(splits) if isinstance(splits, torch.Tensor) else splits
+    result: Any = ops.alltoall(to_numpy(tensor), counts, name, process_set)
     if splits is None:
         return to_torch(result, tensor)
     rows, received = result
@@ -251,7 +251,7 @@ def broadcast_(
 
     Args:
         tensor: a tensor or a parameter; its values are ignored on ranks other than the root.
-        root_rank: rank of the job that sends its tensor, also in a process set.
+        root_rank: rank in the job that sends its tensor, also in a process set.
 
     Returns:
         `tensor`.
@@ -273,5 +273,5 @@ def broadcast_all(
     for tensor, array in zip(tensors, arrays, strict=True):
         if tensor.data_ptr() != array.ctypes.data:
             write_into(tensor, array)
-        else:  # written in place: autograd must know of the change
+        else:  # written in place, which autograd must record
             torch.autograd.graph.increment_version(tensor)
