@@ -1,4 +1,4 @@
-"""keras_dist for loops written by hand in JAX: arrays in, arrays out. Needs no Keras.
+"""Collectives on JAX arrays, for custom training loops. Does not import Keras.
 
 ```python
 import keras_dist.jax as hvd
@@ -12,13 +12,13 @@ def step(weights, batch):
     return jax.tree.map(lambda w, g: w - 0.01 * g, weights, gradients)
 ```
 
-All functions work in and out of `jax.jit`. Outside arrays are read where they lie; inside each is a
-callback, for which JAX copies them, there and back. What counts on every rank is the order of the
-calls: it must be the same. A call outside waits for programs that were begun before it.
+All functions work inside and outside `jax.jit`. Outside, arrays are read in place; inside, each
+function is a callback, for which JAX copies arguments and results. The order of the calls must be
+the same on every rank. A call outside waits for the programs that were started before it.
 
-Arrays are taken as JAX takes them: without `jax_enable_x64` those of 64 bits become 32. A callback
-has no derivative forwards, no `vmap` and no place in `jax.checkpoint`, so neither has a collective:
-`jax.grad`, `jax.vjp`, `jax.lax.scan` and `jax.lax.cond` work, `jax.jvp`, `jax.jacrev` and
+As elsewhere in JAX, 64-bit arrays become 32-bit without `jax_enable_x64`. JAX callbacks support
+neither forward-mode differentiation nor `vmap` nor `jax.checkpoint`, so collectives do not either:
+`jax.grad`, `jax.vjp`, `jax.lax.scan` and `jax.lax.cond` work; `jax.jvp`, `jax.jacrev` and
 `jax.hessian` do not.
 """
 

@@ -1,4 +1,4 @@
-"""Where a function of numpy arrays runs: now, or where the compiled program comes to it."""
+"""Host functions of numpy arrays, called directly or as callbacks of a compiled program."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from jax.experimental import io_callback
 from keras_dist import _engine, errors, runtime
 from keras_dist._backends.jax import finish_calls
 
-__all__ = ["differentiable", "on_host"]
+__all__ = ["differentiable", "host_callback"]
 
-_engine.wait_first(finish_calls)  # `init` does so as well, but may have been called already
+_engine.wait_first(finish_calls)  # as `init` does, which may have been called before
 
 
 def differentiable(
@@ -21,36 +21,37 @@ def differentiable(
     backward: Callable[[Any, Any], tuple[Any]],
     given: Any,
 ) -> Any:
-    """Runs a function of arrays that has a gradient.
+    """Runs a function of arrays that has a gradient. See `jax.custom_vjp`.
 
     Args:
         run: the function, of one argument.
-        forward: returns its result, and what `backward` is to know.
-        backward: takes that and the gradients of the result, gives that of the argument.
-        given: the argument, a tree of arrays.
+        forward: returns the result of the function, and residuals for `backward`.
+        backward: a function of the residuals and the gradient of the result, which returns the
+            gradient of the argument.
+        given: the argument, a pytree of arrays.
     """
     if not _is_traced(jax.tree.leaves(given)):
-        return run(given)  # nobody asks for a gradient: to say that there is one takes JAX longer
+        return run(given)  # no gradient is needed, and `custom_vjp` takes time
     function = jax.custom_vjp(run)
     function.defvjp(forward, backward)
     return function(given)
 
 
-def on_host(
+def host_callback(
     function: Callable[[list[np.ndarray]], Sequence[np.ndarray]],
     arrays: Sequence[Any],
     shapes: Sequence[tuple[int, ...]],
 ) -> list[Any]:
-    """Runs a collective on arrays of JAX.
+    """Runs a collective on JAX arrays.
 
-    Outside of `jax.jit` it reads them where they lie. Inside it is a callback that keeps its place
-    among the others of the program, so that all ranks come to theirs in the same order.
+    Outside `jax.jit`, the arrays are read in place. Inside, the collective is an ordered callback,
+    so that all ranks call collectives in the same order.
 
     Args:
-        function: takes a list of numpy arrays, gives one for each of `shapes`.
-        arrays: arrays, or what arrays can be made from.
-        shapes: of the results inside of `jax.jit`; outside they may turn out otherwise. The
-            dtypes are those of `arrays`.
+        function: a function of a list of numpy arrays, which returns an array for each of `shapes`.
+        arrays: JAX arrays, or values that JAX converts to arrays.
+        shapes: shapes of the results inside `jax.jit`; outside, the results may have other shapes.
+            The dtypes are those of `arrays`.
     """
     given = [jax.numpy.asarray(array) for array in arrays]
     if not _is_traced(given):
@@ -66,10 +67,10 @@ def on_host(
             _check_shape(result.shape, shape)
         return list(results)
 
-    kinds = [
+    specs = [
         jax.ShapeDtypeStruct(shape, array.dtype) for shape, array in zip(shapes, given, strict=True)
     ]
-    return list(io_callback(called, kinds, *given, ordered=True))
+    return list(io_callback(called, specs, *given, ordered=True))
 
 
 def _is_traced(arrays: Sequence[Any]) -> bool:
@@ -81,8 +82,8 @@ def _check_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> None:
         raise errors.ArgumentError(
             errors.explain(
                 runtime.where(),
-                f"a result of shape {expected} inside of jax.jit, as ranks with equal shapes give",
-                f"one of shape {found}",
-                "Call it outside of jax.jit, where lengths may differ from rank to rank.",
+                f"a result of shape {expected} inside jax.jit, as for equal shapes on all ranks",
+                f"a result of shape {found}",
+                "Call the operation outside jax.jit, where lengths may differ between ranks.",
             )
         )

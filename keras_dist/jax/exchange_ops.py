@@ -1,4 +1,4 @@
-"""Differentiable data movement of arrays, inside and outside of `jax.jit`."""
+"""Differentiable data movement of arrays, inside and outside `jax.jit`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from keras_dist import errors, ops, runtime
-from keras_dist.jax.differentiable_host_callback import differentiable, on_host
+from keras_dist.jax.differentiable_host_callback import differentiable, host_callback
 from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
@@ -20,9 +20,9 @@ __all__ = ["allgather", "alltoall", "broadcast", "broadcast_parameters", "groupe
 def allgather(
     array: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The gradient is this rank's rows of the average of the ranks' gradients, as in Horovod.
+    """The gradient is this rank's rows of the gradients averaged over ranks, as in Horovod.
 
-    Inside of `jax.jit` the lengths must be equal.
+    Inside `jax.jit`, the lengths must be equal on all ranks.
     """
     return grouped_allgather([array], name, process_set)[0]
 
@@ -35,11 +35,13 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
     lengths: Sequence[int] | None = None,
 ) -> list[Any]:
-    """Inside of `jax.jit` the lengths must be equal, or known. The gradient is that of `allgather`.
+    """The gradient is that of `allgather`.
+
+    Inside `jax.jit`, lengths must be equal on all ranks, or `lengths` must be given.
 
     Args:
-        lengths: lengths of the results inside of `jax.jit`. Defaults to those of arrays of equal
-            length on all ranks.
+        lengths: lengths of the results inside `jax.jit`. Defaults to those of arrays with equal
+            lengths on all ranks.
     """
     comm = runtime.communicator(process_set)
 
@@ -47,30 +49,34 @@ def grouped_allgather(
         return ops.grouped_allgather(given, name, process_set)
 
     def run(given: list[Any]) -> list[Any]:
-        equal = [comm.size * one.shape[0] if one.ndim else 0 for one in given]
+        equal = [comm.size * array.shape[0] if array.ndim else 0 for array in given]
         pairs = zip(given, equal if lengths is None else lengths, strict=True)
-        shapes = [(length, *one.shape[1:]) if one.ndim else () for one, length in pairs]
-        return on_host(gather, given, shapes)
+        shapes = [(length, *array.shape[1:]) if array.ndim else () for array, length in pairs]
+        return host_callback(gather, given, shapes)
 
-    def back(mine: list[int], gradients: list[Any]) -> tuple[list[Any]]:
-        wanted = [place for place, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
-        lengths = [mine[place] for place in wanted]
+    def back(own_lengths: list[int], gradients: list[Any]) -> tuple[list[Any]]:
+        shapes = [
+            (length, *gradient.shape[1:])
+            for length, gradient in zip(own_lengths, gradients, strict=True)
+        ]
+        # Integers have gradients of dtype float0, which are zeros.
+        results: list[Any] = [np.zeros(shape, jax.dtypes.float0) for shape in shapes]
+        floats = [i for i, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
+        lengths = [own_lengths[i] for i in floats]
 
         def rows(given: list[np.ndarray]) -> list[np.ndarray]:
             averaged = ops.grouped_allreduce(given, name=name, process_set=process_set)
-            before = ops.allgather([lengths], name, process_set)[: comm.rank].sum(0)
-            pairs = zip(averaged, before, lengths, strict=True)
-            return [one[begin : begin + length] for one, begin, length in pairs]
+            starts = ops.allgather([lengths], name, process_set)[: comm.rank].sum(0)
+            triples = zip(averaged, starts, lengths, strict=True)
+            return [array[start : start + length] for array, start, length in triples]
 
-        shapes = [(length, *one.shape[1:]) for length, one in zip(mine, gradients, strict=True)]
-        found: list[Any] = [np.zeros(shape, jax.dtypes.float0) for shape in shapes]
-        given, kept = [gradients[place] for place in wanted], [shapes[place] for place in wanted]
-        for place, one in zip(wanted, on_host(rows, given, kept), strict=True):
-            found[place] = one
-        return (found,)
+        own = host_callback(rows, [gradients[i] for i in floats], [shapes[i] for i in floats])
+        for i, gradient in zip(floats, own, strict=True):
+            results[i] = gradient
+        return (results,)
 
     def forward(given: list[Any]) -> tuple[list[Any], list[int]]:
-        return run(given), [one.shape[0] for one in given]
+        return run(given), [array.shape[0] for array in given]
 
     return differentiable(run, forward, back, list(map(jax.numpy.asarray, arrays)))
 
@@ -83,17 +89,17 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The gradient sends the rows back; with `splits` there is none.
+    """The gradient sends the rows back; with `splits`, there is none.
 
     Args:
-        splits: as in `keras_dist.alltoall`, outside of `jax.jit` only.
+        splits: as in `keras_dist.alltoall`, outside `jax.jit` only.
 
     Raises:
-        ArgumentError: `splits` inside of `jax.jit` or `jax.grad`; `array` is a scalar, or `splits`
+        ArgumentError: `splits` inside `jax.jit` or `jax.grad`; `array` is a scalar, or `splits`
             does not fit it.
     """
     if splits is not None:
-        _check_is_known(array)
+        _check_is_concrete(array)
         rows, received = ops.alltoall(np.asarray(array), splits, name, process_set)
         return jax.numpy.asarray(rows), received
 
@@ -101,7 +107,7 @@ def alltoall(
         def exchange(arrays: list[Any]) -> list[Any]:
             return [ops.alltoall(arrays[0], None, name, process_set)]
 
-        return on_host(exchange, [given], [given.shape])[0]
+        return host_callback(exchange, [given], [given.shape])[0]
 
     forward, backward = lambda given: (run(given), None), lambda _, gradient: (run(gradient),)
     return differentiable(run, forward, backward, jax.numpy.asarray(array))
@@ -115,19 +121,19 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The gradient is, as in Horovod, the average over the ranks on the root and zero elsewhere."""
+    """The gradient on the root is the average over ranks, on other ranks zero, as in Horovod."""
 
     def run(given: Any) -> Any:
         def send(arrays: list[Any]) -> list[Any]:
             return [ops.broadcast(arrays[0], root_rank, name, process_set)]
 
-        return on_host(send, [given], [given.shape])[0]
+        return host_callback(send, [given], [given.shape])[0]
 
     def back(_: None, gradient: Any) -> tuple[Any]:
         def average(arrays: list[Any]) -> list[Any]:
             return [ops.allreduce(arrays[0], name=name, process_set=process_set)]
 
-        averaged = on_host(average, [gradient], [gradient.shape])[0]
+        averaged = host_callback(average, [gradient], [gradient.shape])[0]
         return (averaged if runtime.rank() == root_rank else jax.numpy.zeros_like(averaged),)
 
     return differentiable(run, lambda given: (run(given), None), back, jax.numpy.asarray(array))
@@ -137,25 +143,24 @@ def broadcast(
 def broadcast_parameters(
     tree: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns the root's pytree on every rank, such as weights or the state of an optimizer.
+    """Broadcasts a pytree of the root, such as weights or the state of an optimizer.
 
     Collective: every rank; the trees must have the same structure, shapes and dtypes; blocks. Not
-    for use inside of `jax.jit`.
+    for use inside `jax.jit`.
 
     Args:
-        tree: pytree of arrays and numbers, keys of `jax.random` included; it is not changed.
-        root_rank: rank of the job that sends its tree. Defaults to 0.
+        tree: pytree of arrays, numbers and keys of `jax.random`; it is not changed.
+        root_rank: rank in the job that sends its tree. Defaults to 0.
         process_set: as in `allreduce`.
 
     Returns:
-        A tree of the same structure. JAX arrays, numpy arrays and numbers keep their types and
-        dtypes.
+        The root's pytree. JAX arrays, numpy arrays and numbers keep their types and dtypes.
 
     Raises:
         MismatchError: the arguments of the ranks differ; raised on every rank.
     """
     named, structure = jax.tree_util.tree_flatten_with_path(tree)
-    # What a structure prints differs from rank to rank where it holds functions.
+    # The paths, since the text of a structure with functions in it differs between ranks.
     name = " ".join(jax.tree_util.keystr(path) for path, _ in named)
     leaves = [leaf for _, leaf in named]
     copies = [np.array(jax.random.key_data(leaf) if _is_key(leaf) else leaf) for leaf in leaves]
@@ -169,7 +174,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _like(leaf: Any, array: np.ndarray) -> Any:
-    """Returns an array as what a leaf is."""
+    """Returns an array as an object of the type of a leaf."""
     if _is_key(leaf):
         return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):
@@ -179,13 +184,13 @@ def _like(leaf: Any, array: np.ndarray) -> Any:
     return type(leaf)(array.item()) if isinstance(leaf, int | float | complex) else array
 
 
-def _check_is_known(array: Any) -> None:
+def _check_is_concrete(array: Any) -> None:
     if isinstance(array, jax.core.Tracer):
         raise errors.ArgumentError(
             errors.explain(
                 runtime.where(),
-                "no splits in an alltoall of jax.jit or jax.grad, where lengths must be known",
+                "no splits in an alltoall of jax.jit or jax.grad, where lengths must be static",
                 f"splits for {array}",
-                "Leave splits out, or call it outside.",
+                "Omit splits, or call alltoall outside jax.jit and jax.grad.",
             )
         )

@@ -1,4 +1,4 @@
-"""Differentiable reductions of arrays and of pytrees, inside and outside of `jax.jit`."""
+"""Differentiable reductions of arrays and pytrees, inside and outside `jax.jit`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from keras_dist import ops, runtime
-from keras_dist.jax.differentiable_host_callback import differentiable, on_host
+from keras_dist.jax.differentiable_host_callback import differentiable, host_callback
 from keras_dist.jax.exchange_ops import grouped_allgather
 from keras_dist.ops.compression import Compression
 from keras_dist.ops.descriptions import described_by
@@ -43,7 +43,7 @@ def allreduce(
         compression: as in `keras_dist.allreduce`. Defaults to `Compression.none`.
 
     Raises:
-        MismatchError: the arguments of the ranks differ; raised on every rank. Inside of `jax.jit`
+        MismatchError: the arguments of the ranks differ; raised on every rank. Inside `jax.jit`,
             JAX raises an error of its own with the same text.
     """
     return grouped_allreduce(
@@ -66,7 +66,7 @@ def grouped_allreduce(
     reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set, compression)
 
     def run(given: list[Any]) -> list[Any]:
-        return on_host(reduction.allreduce, given, [array.shape for array in given])
+        return host_callback(reduction.allreduce, given, [array.shape for array in given])
 
     given = list(map(jax.numpy.asarray, arrays))
     if not reduction.is_differentiable:
@@ -85,7 +85,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """The gradient is an allgather, as in Horovod times the number of ranks for `Sum`."""
+    """The gradient is an allgather; for `Sum` times the number of ranks, as in Horovod."""
     return grouped_reducescatter([array], op, name, process_set, prescale_factor, postscale_factor)[
         0
     ]
@@ -110,11 +110,11 @@ def grouped_reducescatter(
         return (rows // comm.size + (comm.rank < rows % comm.size), *array.shape[1:])
 
     def run(given: list[Any]) -> list[Any]:
-        return on_host(reduction.reducescatter, given, [rows_of(array) for array in given])
+        return host_callback(reduction.reducescatter, given, [rows_of(array) for array in given])
 
     def back(lengths: list[int], gradients: list[Any]) -> tuple[list[Any]]:
-        whole = grouped_allgather(gradients, name, process_set, lengths)
-        return ([reduction.scatter_gradient_factor * gradient for gradient in whole],)
+        gathered = grouped_allgather(gradients, name, process_set, lengths)
+        return ([reduction.scatter_gradient_factor * gradient for gradient in gathered],)
 
     def forward(given: list[Any]) -> tuple[list[Any], list[int]]:
         return run(given), [len(array) for array in given]
@@ -128,11 +128,11 @@ def pmean(tree: Any, process_set: ProcessSet = global_process_set) -> Any:
     Collective: every rank; the trees must have the same structure, shapes and dtypes; blocks.
 
     Args:
-        tree: pytree of arrays, such as the gradients of `jax.grad`, inside or outside of `jax.jit`.
+        tree: pytree of arrays, such as the gradients of `jax.grad`, inside or outside `jax.jit`.
         process_set: as in `allreduce`.
 
     Returns:
-        A tree of the same structure. All leaves are reduced in one operation.
+        Pytree of the same structure. All leaves are reduced in one operation.
 
     Raises:
         MismatchError: as in `allreduce`.
@@ -151,7 +151,7 @@ def pmean(tree: Any, process_set: ProcessSet = global_process_set) -> Any:
         return jax.tree.map(lambda w, g: w - 0.01 * g, weights, gradients)
     ```
     """
-    return _mapped(tree, Average, process_set)
+    return _reduce_tree(tree, Average, process_set)
 
 
 def psum(tree: Any, process_set: ProcessSet = global_process_set) -> Any:
@@ -164,18 +164,18 @@ def psum(tree: Any, process_set: ProcessSet = global_process_set) -> Any:
         process_set: as in `allreduce`.
 
     Returns:
-        A tree of the same structure.
+        Pytree of the same structure.
 
     Raises:
         MismatchError: as in `allreduce`.
     """
-    return _mapped(tree, Sum, process_set)
+    return _reduce_tree(tree, Sum, process_set)
 
 
 average_gradients = pmean
 
 
-def _mapped(tree: Any, op: ReduceOp, process_set: ProcessSet) -> Any:
+def _reduce_tree(tree: Any, op: ReduceOp, process_set: ProcessSet) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     reduced = grouped_allreduce(leaves, op, process_set=process_set) if leaves else leaves
     return jax.tree.unflatten(structure, reduced)
