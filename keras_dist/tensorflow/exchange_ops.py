@@ -126,7 +126,9 @@ def alltoall(
 
     def send(array: Any, own_splits: Any = None) -> Any:
         comm = runtime.communicator(process_set)
-        rows, received = _engine.collectives.alltoall(comm, array, own_splits, name or "value", name)
+        rows, received = _engine.collectives.alltoall(
+            comm, array, own_splits, name or "value", name
+        )
         return rows, received.astype(np.int32)
 
     def back(gradient: Any, received: Any, length: Any) -> Any:
