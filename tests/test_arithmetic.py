@@ -63,14 +63,14 @@ def test_random_float32_sums_follow_rank_order_to_the_bit(ranks, count, seed):
     assert reduce_rows(rows, ReduceOp.SUM).tobytes() == expected.tobytes()
 
 
-def test_whole_numbers_past_float64_stay_exact():
+def test_integers_beyond_float64_stay_exact():
     rows = np.array([[2**60 + 1], [2**60 + 3]], np.int64)
     assert reduce_rows(rows, ReduceOp.AVERAGE)[0] == 2**60 + 2
 
 
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"])
 @given(ranks=st.integers(1, 7), data=st.data())
-def test_averages_of_whole_numbers_are_exact_whatever_their_sum(dtype, ranks, data):
+def test_averages_of_integers_are_exact_whatever_their_sum(dtype, ranks, data):
     limits = np.iinfo(dtype)
     near = [limits.min, limits.min + 1, limits.min // 2, limits.max // 2 + 1, limits.max]
     number = st.sampled_from(near) | st.integers(limits.min, limits.max)
@@ -81,32 +81,32 @@ def test_averages_of_whole_numbers_are_exact_whatever_their_sum(dtype, ranks, da
     assert found.dtype == dtype and found.tolist() == means
 
 
-def test_sums_of_whole_numbers_past_float64_are_divided_exactly():
+def test_sums_of_integers_beyond_float64_are_divided_exactly():
     for dtype, sign in ((np.int64, 1), (np.int64, -1), (np.uint64, 1)):
         total = np.array([sign * 3 * (2**60 + 1)], dtype)
         divide(total, 3)
         assert total[0] == sign * (2**60 + 1)
 
 
-def test_average_of_whole_numbers_is_truncated_towards_zero():
+def test_average_of_integers_is_truncated_towards_zero():
     rows = np.array([[-3, 3], [-4, 4]], np.int32)
     np.testing.assert_array_equal(reduce_rows(rows, ReduceOp.AVERAGE), [-3, 3])
 
 
-def test_booleans_mean_and_and_or():
+def test_product_min_and_max_of_booleans():
     rows = np.array([[True, True, False], [True, False, False]])
     np.testing.assert_array_equal(reduce_rows(rows, ReduceOp.MIN), [True, False, False])
     np.testing.assert_array_equal(reduce_rows(rows, ReduceOp.MAX), [True, True, False])
     np.testing.assert_array_equal(reduce_rows(rows, ReduceOp.PRODUCT), [True, False, False])
 
 
-def test_the_input_is_left_alone():
+def test_the_input_is_not_changed():
     rows = np.ones((2, 3), np.float32)
     reduce_rows(rows, ReduceOp.SUM)
     np.testing.assert_array_equal(rows, 1)
 
 
-def test_infinities_travel_without_a_warning(recwarn):
+def test_infinities_give_no_warning(recwarn):
     rows = np.array([[np.inf], [-np.inf]], np.float32)
     assert np.isnan(reduce_rows(rows, ReduceOp.SUM)[0])
     assert not recwarn.list
@@ -116,7 +116,7 @@ def test_infinities_travel_without_a_warning(recwarn):
     ("dtype", "op"),
     [("?", "sum"), ("?", "average"), ("c8", "max"), ("U3", "sum"), ("O", "sum"), ("M8[s]", "min")],
 )
-def test_an_op_without_a_meaning_is_refused(dtype, op):
+def test_an_undefined_op_is_refused(dtype, op):
     with pytest.raises(errors.ArgumentTypeError, match=r"\[here\] Expected x .* Received: "):
         check_dtype(np.dtype(dtype), ReduceOp(op), "[here]", "x")
 
@@ -131,14 +131,14 @@ def test_an_average_is_a_division_to_the_bit():
 
 @pytest.mark.parametrize("op", WIDE)
 @pytest.mark.parametrize("dtype", [np.float32, np.int64, ml_dtypes.bfloat16])
-def test_one_rank_gets_what_it_brings(op, dtype):
+def test_one_rank_gets_its_contribution(op, dtype):
     row = np.array([1, -2, 300], dtype)
     result = np.zeros(3, dtype)
     reduce_into(result, [row], op)
     assert result.tobytes() == row.tobytes()
 
 
-def test_results_come_one_after_the_other_and_parts_may_reuse_their_memory():
+def test_parts_may_reuse_their_memory():
     def parts():
         memory = np.empty((2, 2), np.float16)
         for number in range(5):
@@ -172,7 +172,7 @@ ACCUMULATORS = {
 
 
 @pytest.mark.parametrize("name", ACCUMULATORS)
-def test_contributions_are_combined_in_these_dtypes(name):
+def test_accumulators_have_these_dtypes(name):
     dtype = np.dtype(name)
     ops = (ReduceOp.AVERAGE, ReduceOp.SUM)
     assert tuple(accumulator(dtype, op) for op in ops) == tuple(map(np.dtype, ACCUMULATORS[name]))
@@ -199,7 +199,7 @@ MEANINGS = {
 
 
 @pytest.mark.parametrize("name", MEANINGS)
-def test_ops_have_a_meaning_for_these_dtypes_alone(name):
+def test_ops_are_defined_for_these_dtypes_only(name):
     def refused(op):
         try:
             check_dtype(np.dtype(name), op, "[here]", "x")
@@ -237,7 +237,7 @@ def test_other_factors_are_refused(factor, kind, received):
 
 
 @pytest.mark.parametrize("factors", [(1, 1), (2.0, 1), (1, 2.0), (2.0, 2.0), (0.5, 1), (0.5, 0.5)])
-def test_booleans_and_text_have_no_factors(factors):
+def test_booleans_and_text_take_no_factors(factors):
     check_factors(np.dtype("float32"), *factors, "[here]", "x")
     check_factors(np.dtype("complex64"), *factors, "[here]", "x")
     for dtype in map(np.dtype, ("bool", "U1")):
@@ -266,7 +266,7 @@ def test_a_product_keeps_the_dtype():
         np.testing.assert_array_equal(array, floats.astype(dtype))
 
 
-def test_a_product_of_whole_numbers_is_formed_in_float64_of_narrow_floats_in_float32():
+def test_integers_are_multiplied_in_float64_and_narrow_floats_in_float32():
     assert scaled(np.array(2**24 + 1), 3.0) == 3 * (2**24 + 1)
     narrow = np.arange(1, 2000).astype(np.float16)
     wanted = (narrow.astype(np.float32) * np.float32(1 / 3)).astype(np.float16)
@@ -280,7 +280,7 @@ def test_an_overflow_of_a_product_gives_no_warning(recwarn):
     assert not recwarn.list
 
 
-def test_rows_know_sums_alone():
+def test_rows_can_only_be_summed():
     for op in ReduceOp:
         if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
             check_sum(op, "[here]", "sparse_allreduce", "Look.")

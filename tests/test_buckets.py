@@ -22,7 +22,7 @@ specs = st.lists(st.tuples(shapes, dtypes), max_size=30)
 
 
 @given(specs, st.integers(1, 4096))
-def test_every_array_has_one_place_and_no_two_places_overlap(specs, bucket_nbytes):
+def test_every_array_has_one_slot_and_slots_do_not_overlap(specs, bucket_nbytes):
     buckets = plan_buckets(specs, bucket_nbytes)
     placed = [slot.index for bucket in buckets for slot in bucket.slots]
     assert sorted(placed) == list(range(len(specs)))
@@ -53,7 +53,7 @@ def test_the_first_bucket_may_be_smaller_and_changes_no_other_rule(specs, bucket
 
 
 @given(specs, st.integers(1, 4096))
-def test_what_is_packed_comes_out_again(specs, bucket_nbytes):
+def test_unpack_returns_what_was_packed(specs, bucket_nbytes):
     arrays = [
         np.random.default_rng(0).integers(0, 2, shape).astype(dtype) for shape, dtype in specs
     ]
@@ -76,7 +76,7 @@ def places(buckets):
     return [[slot.index for slot in bucket.slots] for bucket in buckets]
 
 
-def test_arrays_lie_on_the_next_cache_line():
+def test_arrays_start_on_the_next_cache_line():
     odd = np.dtype("S24")  # of three cache lines for eight
     offsets = {}
     for dtype in map(np.dtype, ("int8", "float32", "complex128", odd, "S64", "S128")):
@@ -108,7 +108,7 @@ def test_a_plan_cannot_be_changed():
         bucket.pack([])
 
 
-def test_arrays_come_out_as_views_of_the_buffer_packed_with_zeros_between():
+def test_arrays_are_views_of_a_buffer_with_zeros_between():
     arrays = [np.ones((2, 3), "f4"), np.ones(5, "f4"), np.ones((), "f4"), np.ones((1, 1), "f4")]
     (bucket,) = plan_buckets([(a.shape, a.dtype) for a in arrays], 10**6)
     buffer = bucket.pack(arrays)
@@ -148,7 +148,7 @@ THREE = Bucket(
 
 
 @given(st.tuples(st.integers(0, 14), st.integers(0, 14)).map(sorted))
-def test_a_piece_is_that_part_of_the_buffer(bounds):
+def test_a_piece_is_a_range_of_the_buffer(bounds):
     low, high = bounds
     arrays = [np.arange(1, 5, dtype="f4"), np.zeros(0, "f4"), np.arange(5, 11, dtype="f4")]
     piece = Piece(THREE, low, high)
@@ -172,7 +172,7 @@ def test_a_piece_of_one_array_is_a_view():
         assert np.shares_memory(Piece(THREE, low, high).of(arrays, scratch), scratch)
 
 
-def test_groups_travel_together_whatever_their_size():
+def test_groups_share_a_bucket_whatever_their_size():
     specs = [((8,), np.dtype("float32"))] * 5 + [((8,), np.dtype("float16"))]
     buckets = plan_buckets(specs, 1, groups=[[0, 3, 5], [4]])
     assert places(buckets) == [[1], [2], [0, 3], [4], [5]]

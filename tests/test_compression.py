@@ -37,7 +37,7 @@ def test_numbers_are_rounded_once(name, narrow, dtype):
     assert wire.unpack(packed).tobytes() == expected.tobytes()
 
 
-def test_what_float16_cannot_hold_is_infinite():
+def test_overflow_of_float16_is_infinite():
     wire = wire_for(Compression.fp16, np.dtype(np.float32), "[test]")
     assert wire.unpack(wire.pack(np.float32([65519, 65520, -1e6]))).tolist() == [
         65504,
@@ -47,11 +47,11 @@ def test_what_float16_cannot_hold_is_infinite():
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int32, np.complex64, bool])
-def test_other_dtypes_are_left_as_they_are(dtype):
+def test_other_dtypes_are_not_compressed(dtype):
     assert wire_for(Compression.fp16, np.dtype(dtype), "[test]").is_plain
 
 
-def test_the_name_tells_compressors_apart():
+def test_compressors_differ_by_name():
     assert Half().name == "Half(factor=1024.0)"
     assert Half(2.0).name != Half().name == Half().name
 
@@ -93,7 +93,7 @@ def test_bf16_without_its_package_says_what_to_install(monkeypatch):
         ({"decompress": lambda self, array, dtype: array}, "decompress of .* dtype float32"),
     ],
 )
-def test_a_compressor_that_does_not_what_it_must_is_refused(methods, message):
+def test_a_wrong_compressor_is_refused(methods, message):
     wrong = type("Wrong", (Half,), methods)()
     with pytest.raises(errors.ArgumentError, match=message):
         wire_for(wrong, np.dtype(np.float32), "[test]")

@@ -1,4 +1,4 @@
-"""Shared memory through a window: what a process writes there stays its own, and is seen."""
+"""Copy-on-write mappings: a write is private to the process, and detected."""
 
 import errno
 import mmap
@@ -23,7 +23,7 @@ def handle():
     os.close(made)
 
 
-def test_a_window_shows_what_others_write_but_not_where_it_was_written_to(handle):
+def test_a_mapping_shows_writes_of_others_except_in_pages_it_has_written(handle):
     everyones = np.frombuffer(mmap.mmap(handle, 4 * PAGE), np.uint8)
     mapping = map_private(handle, 4 * PAGE)
     window, other = CowMapping(mapping, PAGE, PAGE + 1), CowMapping(mapping, 3 * PAGE, 10)
@@ -41,7 +41,7 @@ def test_a_window_shows_what_others_write_but_not_where_it_was_written_to(handle
     assert (seen[:PAGE] == 4).all() and seen[-1] == 3
 
 
-def test_there_are_no_windows_where_writes_are_not_seen(handle, monkeypatch):
+def test_no_mapping_where_writes_cannot_be_detected(handle, monkeypatch):
     cow_mapping._is_supported.cache_clear()
     with monkeypatch.context() as patched:
         patched.setattr(cow_mapping.os, "preadv", lambda *_: 0)  # tells nothing of the pages
@@ -53,7 +53,7 @@ def test_there_are_no_windows_where_writes_are_not_seen(handle, monkeypatch):
     assert map_private(handle, 4 * PAGE) is not None
 
 
-def test_nothing_is_known_where_what_was_open_is_closed(handle, monkeypatch):
+def test_a_closed_descriptor_counts_as_a_write(handle, monkeypatch):
     def closed(*_):
         raise OSError(errno.EBADF, "closed")
 
@@ -63,7 +63,7 @@ def test_nothing_is_known_where_what_was_open_is_closed(handle, monkeypatch):
     assert window.is_written()
 
 
-def test_there_are_no_windows_where_there_is_no_room(handle, monkeypatch):
+def test_no_mapping_without_memory(handle, monkeypatch):
     def refused(*_):
         raise OSError("no room")
 

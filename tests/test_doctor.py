@@ -114,7 +114,7 @@ def test_a_prediction_is_read_off_the_table(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("words", ["--parameters many", "--sizes 1", "--parameters 1M --model m"])
-def test_what_makes_no_sense_is_refused(words):
+def test_wrong_arguments_are_refused(words):
     with pytest.raises(SystemExit) as ended:
         main(["bench", *words.split()])
     assert ended.value.code == 2

@@ -288,7 +288,7 @@ def test_what_cannot_be_pickled_names_rank_and_type():
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(kind, fn, np, env, message):
+def test_wrong_arguments_are_refused(kind, fn, np, env, message):
     with pytest.raises(kind, match=message):
         keras_dist.run(fn, np=np, env=env, verbose=False)
 

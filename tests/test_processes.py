@@ -18,7 +18,7 @@ def often_switched():
     sys.setswitchinterval(before)
 
 
-def test_threads_may_look_at_the_same_time(often_switched):
+def test_threads_may_poll_at_the_same_time(often_switched):
     child = subprocess.Popen(["sleep", "60"])
     processes = Processes([child.pid])
     failures = []

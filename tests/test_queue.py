@@ -1,4 +1,4 @@
-"""Who is next: turns come as they were asked for, whoever asks."""
+"""The queue of collectives: operations run in the order of their calls."""
 
 import functools
 import threading
@@ -35,7 +35,7 @@ def stand(queue, done, label):
     return thread
 
 
-def test_turns_come_in_the_order_of_asking(queue):
+def test_operations_run_in_the_order_of_their_calls(queue):
     done, threads = [], []
     with queue:
         for number in range(0, 12, 2):
@@ -48,7 +48,7 @@ def test_turns_come_in_the_order_of_asking(queue):
         thread.join()
 
 
-def test_what_the_ranks_agree_on_goes_to_the_front(queue):
+def test_the_operation_that_ranks_agree_on_moves_to_the_front(queue):
     done = []
 
     def take(name):
@@ -66,7 +66,7 @@ def test_what_the_ranks_agree_on_goes_to_the_front(queue):
     assert queue.held_names() == ((), False)
 
 
-def test_no_more_will_come_once_every_thread_of_the_script_waits(queue):
+def test_held_names_are_complete_when_every_thread_of_the_script_waits(queue):
     gate = threading.Event()
     threads = [threading.Thread(target=gate.wait, name="keras_dist", daemon=True)]
     threads[0].start()
@@ -87,7 +87,7 @@ def test_no_more_will_come_once_every_thread_of_the_script_waits(queue):
     threads[-1].join()
 
 
-def test_a_place_that_has_left_is_not_waited_for(queue):
+def test_a_ticket_that_was_removed_is_not_waited_for(queue):
     told = [Reordered("gone"), Reordered("gone")]
 
     def work():
@@ -103,7 +103,7 @@ def test_a_place_that_has_left_is_not_waited_for(queue):
     assert queue.run(work, "b") == "ran"
 
 
-def test_that_another_comes_first_is_no_sign_of_a_loss():
+def test_a_reordered_operation_is_not_a_lost_rank():
     def work():
         raise Reordered("b")
 
@@ -111,7 +111,7 @@ def test_that_another_comes_first_is_no_sign_of_a_loss():
         Retry(Communicator()).run(work)  # without MPI nobody can be asked who has died
 
 
-def test_who_is_interrupted_holds_up_nobody(queue, monkeypatch):
+def test_an_interrupted_call_does_not_block_the_queue(queue, monkeypatch):
     wait_for, main, gate = queue._changed.wait_for, threading.current_thread(), threading.Event()
 
     def interrupted(predicate):
@@ -129,7 +129,7 @@ def test_who_is_interrupted_holds_up_nobody(queue, monkeypatch):
     assert behind.wait() == "ran"
 
 
-def test_the_lock_may_be_held_when_the_line_takes_its_place():
+def test_the_lock_may_be_held_when_the_queue_replaces_it():
     lock, done = threading.RLock(), []
     with lock:
         queue = CollectiveQueue(lock)
@@ -140,7 +140,7 @@ def test_the_lock_may_be_held_when_the_line_takes_its_place():
     assert done == ["part", "queued"]
 
 
-def test_results_and_values_are_let_go(queue):
+def test_results_and_values_are_released(queue):
     class Value:
         pass
 
@@ -159,7 +159,7 @@ def test_results_and_values_are_let_go(queue):
     assert (there(), gone()) == (None, None)
 
 
-def test_a_line_that_is_closed_takes_nothing():
+def test_a_closed_queue_refuses_operations():
     queue = CollectiveQueue(threading.RLock())
     queue.close()
     with pytest.raises(RuntimeError, match="allreduce was queued after this rank had left the job"):

@@ -132,7 +132,7 @@ def test_going_on_without_a_rank_is_asked_of_open_mpi_alone(dry_run):
         (f"-np 2 --stall-seconds soon {HERE}", "Expected KERAS_DIST_STALL_SECONDS to be a whole"),
     ],
 )
-def test_what_makes_no_sense_is_refused(refuse, words, message):
+def test_wrong_arguments_are_refused(refuse, words, message):
     assert message in refuse(*words.split())
 
 

@@ -1,4 +1,4 @@
-"""Who differs, and in what, in words a user can act on."""
+"""Differences between ranks, described for the user."""
 
 import dataclasses
 
@@ -107,12 +107,12 @@ def test_a_call_with_fewer_buckets_is_named():
     assert difference(cut[1:], range(2))[2] == "0 buckets of gradients "
 
 
-def test_ranks_are_called_as_they_are_known():
+def test_ranks_have_their_numbers_in_the_job():
     found = difference([CALL, CollectiveSignature("barrier"), CALL], [4, 5, 7])
     assert found == (5, "allreduce('a', 'b') as on rank 4", "barrier")
 
 
-def test_one_of_more_arrays_is_found_where_the_others_agree():
+def test_one_array_of_several_is_found():
     longer = changed(entries=(*CALL.entries, Entry("c", (1,), "int8")))
     assert difference([CALL, longer], range(2))[1:] == (
         "2 arrays in allreduce('a', 'b') as on rank 0",
@@ -139,7 +139,7 @@ OTHER_VALUES = {
 }
 
 
-def test_a_digest_tells_apart_what_ranks_must_know_of_each_other():
+def test_digests_differ_in_every_compared_field():
     calls = [CALL, *(changed(**{field: value}) for field, value in OTHER_VALUES.items())]
     assert len({call.digest for call in calls}) == len(calls)
     assert {len(call.digest) for call in calls} == {16}
@@ -151,7 +151,7 @@ def test_a_digest_tells_apart_what_ranks_must_know_of_each_other():
     }
 
 
-def test_a_call_is_what_it_was_when_it_was_digested():
+def test_a_signature_is_immutable():
     plain = CollectiveSignature("allreduce")
     assert plain == CollectiveSignature(
         "allreduce",

@@ -56,7 +56,7 @@ CALLS = {
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int64])
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_queued_has_the_bits_of_its_blocking_sister(name, dtype):
+def test_queued_operations_have_the_bits_of_blocking_ones(name, dtype):
     expected = bits(CALLS[name](getattr(keras_dist, name), dtype))
     handle = CALLS[name](getattr(keras_dist, f"{name}_async"), dtype)
     assert bits(keras_dist.synchronize(handle)) == expected
@@ -65,7 +65,7 @@ def test_what_is_queued_has_the_bits_of_its_blocking_sister(name, dtype):
     assert handle.done()
 
 
-def test_every_sister_is_public():
+def test_every_queued_form_is_public():
     queued = {name for name in keras_dist.__all__ if name.endswith("_async")}
     assert queued == {f"{name}_async" for name in CALLS}
 
@@ -119,7 +119,7 @@ def test_ranks_wait_in_different_orders():
         assert keras_dist.synchronize(handles[n]) == n
 
 
-def test_training_waits_for_what_is_queued():
+def test_training_waits_for_queued_operations():
     import keras
 
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
@@ -246,7 +246,7 @@ def test_an_error_that_was_raised_is_not_logged(caplog):
     assert not caplog.records
 
 
-def test_something_that_is_no_handle():
+def test_wait_refuses_other_objects():
     for ask in (keras_dist.poll, keras_dist.synchronize):
         texts = raised(errors.ArgumentTypeError, lambda ask=ask: ask(np.zeros(3)))
         assert all("a handle, as keras_dist.allreduce_async returns" in text for text in texts)
@@ -257,7 +257,7 @@ def result_of(call):
     return handle.wait() if isinstance(handle, keras_dist.Handle) else handle
 
 
-def test_wrong_arguments_on_one_rank_leave_no_rank_a_call_behind():
+def test_wrong_arguments_on_one_rank_leave_all_ranks_in_step():
     several()
     wrong = {"bad": 1}, {"process_set": "nope"}
     for operation in keras_dist.allreduce_async, keras_dist.allreduce:
@@ -286,7 +286,7 @@ def threads():
     return [thread.name for thread in threading.enumerate()].count("keras_dist")
 
 
-def test_the_thread_begins_with_the_first_and_ends_with_shutdown(fresh):
+def test_the_thread_starts_with_the_first_operation_and_ends_with_shutdown(fresh):
     size = SIZE()
     keras_dist.allreduce(1.0)
     assert threads() == 0
@@ -299,14 +299,14 @@ def test_the_thread_begins_with_the_first_and_ends_with_shutdown(fresh):
         assert [float(handle.wait()) for handle in handles] == [n * size for n in range(20)]
 
 
-def test_shutdown_logs_what_nobody_asked_for(fresh, caplog):
+def test_shutdown_logs_errors_that_nobody_asked_for(fresh, caplog):
     handle = keras_dist.broadcast_async(1.0, root_rank=-1)
     keras_dist.shutdown()
     assert "A queued broadcast that nobody waited for failed" in caplog.text
     assert handle.done()
 
 
-def test_operations_of_a_process_set_have_a_line_of_their_own():
+def test_a_process_set_has_a_queue_of_its_own():
     size, rank = keras_dist.size(), keras_dist.rank()
     if size == 1:
         pytest.skip("all ranks are a set already")

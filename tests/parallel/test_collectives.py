@@ -106,7 +106,7 @@ def test_grouped_allreduce_mixes_dtypes_and_shapes():
     assert keras_dist.grouped_allreduce([]) == []
 
 
-def test_strided_input_is_read_as_it_is_seen():
+def test_strided_input_is_read_in_its_order():
     base = np.arange(24.0).reshape(4, 6) + keras_dist.rank()
     mean = (keras_dist.size() - 1) / 2
     expected = (np.arange(24.0).reshape(4, 6) + mean).T[::2]
@@ -120,7 +120,7 @@ def test_the_input_is_left_alone_and_the_result_is_new():
     np.testing.assert_array_equal(mine, keras_dist.rank())
 
 
-def test_allgather_joins_rows_of_different_number():
+def test_allgather_concatenates_different_numbers_of_rows():
     rank, size = keras_dist.rank(), keras_dist.size()
     joined = keras_dist.allgather(np.full((rank, 2), rank, np.int16))
     expected = np.concatenate([np.full((r, 2), r, np.int16) for r in range(size)])
@@ -135,7 +135,7 @@ def test_allgather_takes_every_dtype(dtype):
     np.testing.assert_array_equal(keras_dist.allgather(mine), np.concatenate(everyone))
 
 
-def test_allgather_knows_rows_without_elements():
+def test_allgather_of_rows_without_elements():
     assert keras_dist.allgather(np.zeros((3, 0))).shape == (3 * keras_dist.size(), 0)
 
 
@@ -159,7 +159,7 @@ def test_objects():
 
 
 @pytest.mark.parametrize("count", [3, 50_000, 2_000_000])
-def test_results_lie_where_frameworks_take_them_without_a_copy(count):
+def test_results_are_aligned_for_frameworks(count):
     for result in keras_dist.grouped_allreduce([np.ones(count, "float32"), np.ones(5)]):
         assert result.ctypes.data % 64 == 0
 
@@ -231,7 +231,7 @@ def odd_one(usual, odd):
         ),
     ],
 )
-def test_ranks_that_differ_raise_the_same_error_and_can_go_on(action, expected, received):
+def test_ranks_that_differ_raise_the_same_error_and_continue(action, expected, received):
     several()
     texts = raised(errors.MismatchError, action)
     assert len(set(texts)) == 1
@@ -288,7 +288,7 @@ class Unreadable:
         keras_dist.reducescatter,
     ],
 )
-def test_what_cannot_be_read_on_one_rank_leaves_no_rank_behind(call):
+def test_a_value_that_cannot_be_read_on_one_rank_is_an_error_on_all(call):
     odd = keras_dist.rank() == keras_dist.size() - 1
 
     class Local(Unreadable):  # cannot be pickled either

@@ -411,7 +411,7 @@ def test_adasum_is_refused_where_it_has_no_meaning():
         ),
     ],
 )
-def test_ranks_that_differ_raise_the_same_error_and_can_go_on(action, expected, received):
+def test_ranks_that_differ_raise_the_same_error_and_continue(action, expected, received):
     several()
     texts = raised(errors.MismatchError, action)
     assert len(set(texts)) == 1

@@ -187,7 +187,7 @@ def added(rows):
 
 @pytest.mark.parametrize("op", ["average", "sum", "product"])
 @pytest.mark.parametrize("way", ["copy", "mpi"])
-def test_sizes_of_buckets_and_the_way_do_not_show_in_the_bits(op, way):
+def test_bits_do_not_depend_on_bucket_sizes_or_transports(op, way):
     """Small buckets go through MPI at once, large ones node by node."""
     comm = _engine.Communicator(runtime.communicator().mpi, None, way)
     arrays = [
@@ -209,7 +209,7 @@ def test_sizes_of_buckets_and_the_way_do_not_show_in_the_bits(op, way):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16", HALF], ids=str)
 @pytest.mark.parametrize("count", [10_000, 50_000])
-def test_compressed_results_are_rounded_as_told(dtype, compression, count):
+def test_compressed_results_are_rounded_once(dtype, compression, count):
     rows = [contribution(r, count, dtype) for r in range(keras_dist.size())]
     result = keras_dist.allreduce(rows[keras_dist.rank()], compression=compression)
     expected = travelled(rows, compression, len(rows))
@@ -230,7 +230,7 @@ def test_pieces_between_nodes_do_not_change_bits(monkeypatch):
     assert cut == whole
 
 
-def test_small_and_other_arrays_travel_as_they_are():
+def test_small_and_other_arrays_are_not_compressed():
     for count, dtype in ((5_000, np.float32), (50_000, np.int64), (50_000, np.float16)):
         mine = contribution(keras_dist.rank(), count, dtype)
         exact = keras_dist.allreduce(mine, "sum")

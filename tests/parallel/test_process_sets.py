@@ -96,7 +96,7 @@ def test_ranks_that_make_no_set(ranks):
         ProcessSet(ranks)
 
 
-def test_something_that_is_no_list_of_ranks():
+def test_other_objects_than_lists_of_ranks_are_refused():
     with pytest.raises(errors.ArgumentTypeError, match=r"a list of ranks or an mpi4py.MPI.Comm"):
         ProcessSet(3)
     with pytest.raises(errors.ArgumentTypeError, match=r"a keras_dist.ProcessSet. Received: \[0\]"):

@@ -1,4 +1,4 @@
-"""What one rank does wrong is an error on all of them, and the next operation is a good one."""
+"""An error on one rank is raised on all, and the next operation succeeds."""
 
 import importlib
 
@@ -51,7 +51,7 @@ def test_bad_arguments_of_a_rank_are_an_error_on_every_rank(what, who):
         assert keras_dist.allreduce(1.0, "Sum") == keras_dist.size()
 
 
-def test_plans_that_cut_their_arrays_in_other_ways_are_found():
+def test_plans_with_different_buckets_are_found():
     if keras_dist.size() == 1:
         pytest.skip("one rank cannot differ")
     comm = runtime.communicator()
@@ -67,7 +67,7 @@ def test_plans_that_cut_their_arrays_in_other_ways_are_found():
     assert keras_dist.allreduce(1.0, "Sum") == keras_dist.size()
 
 
-def test_more_pieces_than_the_kernel_takes_at_once():
+def test_more_pieces_than_one_system_call_takes():
     comm = runtime.communicator()
     reading = _engine.Communicator(comm.mpi, None, "read")
     shapes = [(2**20,)] + [(16,)] * 3000
@@ -107,7 +107,7 @@ def test_a_set_without_rank_0_measures_as_well(shared_tmp_path, monkeypatch):
     keras_dist.remove_process_set(some)
 
 
-def test_what_is_queued_runs_before_its_set_goes():
+def test_queued_operations_run_before_their_set_is_removed():
     if keras_dist.size() < 2:
         pytest.skip("wants 2 ranks")
     some = keras_dist.add_process_set([0]) if keras_dist.size() == 2 else None

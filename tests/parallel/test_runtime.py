@@ -81,7 +81,7 @@ def test_a_list_of_ranks(fresh):
 
 
 @pytest.mark.parametrize("comm", ["world", 3, [0.5]])
-def test_something_that_is_no_communicator(fresh, comm):
+def test_other_objects_than_communicators_are_refused(fresh, comm):
     with pytest.raises(errors.ArgumentTypeError, match=r"mpi4py.MPI.Comm or a list of ranks"):
         keras_dist.init(comm)
     assert not keras_dist.is_initialized()
@@ -108,7 +108,7 @@ def test_threads_are_this_ranks_share_of_the_cores():
     ("field", "values"),
     [("bucket_nbytes", (1, 2)), ("reduce", ("copy", "mpi")), ("compression", ("none", "fp16"))],
 )
-def test_settings_that_differ_are_found_before_anything_travels(monkeypatch, field, values):
+def test_different_settings_are_found_before_data_moves(monkeypatch, field, values):
     if world.size == 1:
         pytest.skip("one rank cannot differ")
     keras_dist.shutdown()

@@ -1,4 +1,4 @@
-"""Reducing in the memory of a node: every way gives the same bits, and nothing is left over."""
+"""Reductions in shared memory: every transport gives the same bits, and no file is left."""
 
 import errno
 import gc
@@ -64,7 +64,7 @@ def assert_same_bits(comms, arrays, op, bucket_nbytes=2**23):
     return results[0]
 
 
-def test_the_ways_are_what_they_are_called(comms):
+def test_transports_are_those_of_their_names(comms):
     several()
     assert comms["read"].node.may_read  # these machines allow it between one user's processes
     assert not comms["copy"].node.may_read
@@ -73,7 +73,7 @@ def test_the_ways_are_what_they_are_called(comms):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", COUNTS)
-def test_every_way_gives_the_same_bits(comms, dtype, count):
+def test_every_transport_gives_the_same_bits(comms, dtype, count):
     rng = np.random.default_rng([keras_dist.rank(), count])
     for op in (ReduceOp.AVERAGE, ReduceOp.SUM):
         assert_same_bits(comms, [draw(rng, count, dtype)], op)
@@ -111,7 +111,7 @@ def test_lists_of_any_shapes_give_the_same_bits(comms, shapes, bucket_nbytes, li
 
 
 @pytest.mark.parametrize("way", ["copy", "read"])
-def test_what_is_lent_lies_where_it_was_reduced_and_its_place_is_used_again(comms, way):
+def test_lent_results_are_in_shared_memory_which_is_reused(comms, way):
     several()
     mine = np.full(limits.READ_NBYTES // 4, keras_dist.rank(), np.float32)
     fused = reduced(comms[way], [mine], ReduceOp.SUM, lend=True)
@@ -131,7 +131,7 @@ def test_what_is_lent_lies_where_it_was_reduced_and_its_place_is_used_again(comm
 
 @pytest.mark.parametrize("keeper", [0, -1, None])
 @pytest.mark.parametrize("way", ["copy", "read"])
-def test_what_is_lent_and_kept_stays_as_it_is(comms, way, keeper):
+def test_a_kept_lent_result_does_not_change(comms, way, keeper):
     several()
     size = keras_dist.size()
     # Two buckets and a small one; it is a part of one result that is kept, on one rank or on all.
@@ -163,7 +163,7 @@ def test_what_is_lent_and_kept_stays_as_it_is(comms, way, keeper):
 
 
 @pytest.mark.parametrize("way", ["copy", "read"])
-def test_what_a_rank_writes_to_what_it_was_lent_is_its_own(comms, way):
+def test_a_write_to_a_lent_result_is_private(comms, way):
     several()
     size = keras_dist.size()
     arrays = [np.full(count, keras_dist.rank(), np.float32) for count in (2**20, 2**18 + 1)]
@@ -189,7 +189,7 @@ def test_what_a_rank_writes_to_what_it_was_lent_is_its_own(comms, way):
     assert copied == [keras_dist.rank() == 0] * 4
 
 
-def test_nothing_is_lent_where_it_cannot_be_seen_who_writes(monkeypatch):
+def test_nothing_is_lent_where_writes_cannot_be_detected(monkeypatch):
     several()
     comm = _engine.Communicator(MPI, None)
     mine = np.full(2**20, keras_dist.rank(), np.float32)
@@ -210,7 +210,7 @@ def test_nothing_is_lent_where_it_cannot_be_seen_who_writes(monkeypatch):
     comm.free()
 
 
-def test_memory_of_what_was_lent_is_given_back_with_it(comms):
+def test_memory_of_a_lent_result_is_freed_with_it(comms):
     several()
     mine = np.zeros(2**20, np.float32)
     fused = reduced(comms["copy"], [mine], ReduceOp.SUM, lend=True)
@@ -229,7 +229,7 @@ def test_memory_of_what_was_lent_is_given_back_with_it(comms):
 
 
 @pytest.mark.parametrize("way", ["copy", "read"])
-def test_what_is_not_lent_is_the_callers_own(comms, way):
+def test_a_result_that_is_not_lent_is_a_copy(comms, way):
     mine = np.full(limits.READ_NBYTES // 4, keras_dist.rank(), np.float32)
     fused = reduced(comms[way], [mine], ReduceOp.SUM)
     first = fused([mine])[0]
@@ -240,7 +240,7 @@ def test_what_is_not_lent_is_the_callers_own(comms, way):
     np.testing.assert_array_equal(first, kept)
 
 
-def test_memory_that_one_rank_cannot_map_is_left_alone_by_all(monkeypatch, caplog):
+def test_memory_that_one_rank_cannot_map_is_used_by_none(monkeypatch, caplog):
     several()
     comm = _engine.Communicator(MPI, None)
     mine = np.full(limits.SMALL_NBYTES, keras_dist.rank(), np.float32)
@@ -279,7 +279,7 @@ def refused(*_):
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
-def test_ranks_that_have_been_left_give_their_memory_back():
+def test_a_freed_communicator_frees_its_memory():
     several()
     mine = np.zeros(2**20, np.float32)
     gc.disable()  # no garbage: nothing waits for a collection
@@ -299,7 +299,7 @@ def test_ranks_that_have_been_left_give_their_memory_back():
         gc.enable()
 
 
-def test_plans_that_are_idle_give_their_memory_back(monkeypatch):
+def test_idle_plans_free_their_memory(monkeypatch):
     several()
     monkeypatch.setattr(idle_memory, "IDLE_UPDATES", 6)
     comm = _engine.Communicator(MPI, None)
@@ -366,7 +366,7 @@ def entries():
     return [name for name in os.listdir(segments.DIRECTORY) if name.startswith(segments.PREFIX)]
 
 
-def test_no_name_is_left_while_the_job_runs(comms):
+def test_no_file_is_left_while_the_job_runs(comms):
     several()
     mine = np.ones(300_000, np.float32)
     reduced(comms["copy"], [mine], ReduceOp.SUM)([mine])
@@ -388,7 +388,7 @@ def seen_while_mapping(monkeypatch):
     return seen
 
 
-def test_memory_is_made_without_a_name(monkeypatch):
+def test_memory_has_no_name(monkeypatch):
     several()
     seen = seen_while_mapping(monkeypatch)
     comm = _engine.Communicator(MPI)
@@ -413,7 +413,7 @@ def hidden_processes(monkeypatch):
 
 
 @pytest.mark.parametrize("hinder", [no_such_files, hidden_processes])
-def test_memory_that_cannot_be_found_without_a_name_gets_one(monkeypatch, hinder):
+def test_memory_has_a_name_where_ranks_cannot_open_it_otherwise(monkeypatch, hinder):
     several()
     hinder(monkeypatch)
     seen = seen_while_mapping(monkeypatch)
@@ -427,7 +427,7 @@ def test_memory_that_cannot_be_found_without_a_name_gets_one(monkeypatch, hinder
     comm.free()
 
 
-def test_what_a_dead_job_left_is_removed():
+def test_files_of_a_dead_job_are_removed():
     dead = 2**22 + 7  # above the largest process number
     left = f"{segments.DIRECTORY}/{segments.PREFIX}-{os.getuid()}-{dead}-{keras_dist.rank():016x}"
     alive = f"{segments.DIRECTORY}/{segments.PREFIX}-{os.getuid()}-{os.getpid()}-{0:016x}"
@@ -451,7 +451,7 @@ def little_room():
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_without_room_data_goes_through_mpi_with_one_notice(comms, little_room, caplog):
+def test_data_goes_through_mpi_where_shared_memory_is_full(comms, little_room, caplog):
     several()
     comm = _engine.Communicator(MPI)
     assert comm.node is not None  # a meeting place is small enough

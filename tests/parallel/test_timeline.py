@@ -139,6 +139,6 @@ def test_starting_again_writes_the_first(shared_tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"steps": (5, 5)}, {"steps": (-1, None)}, {"mbytes": 0}])
-def test_what_makes_no_sense_is_refused(options):
+def test_wrong_arguments_are_refused(options):
     with pytest.raises(errors.ArgumentError, match=f"Received: {next(iter(options))}="):
         keras_dist.start_timeline("t.json", **options)

@@ -108,7 +108,9 @@ def test_pieces_of_any_size_give_the_same_bits(comm, monkeypatch, compression, d
 @pytest.mark.parametrize(
     ("compression", "narrow"), [("fp16", np.float16), ("bf16", ml_dtypes.bfloat16)]
 )
-def test_contributions_and_result_are_rounded(comm, monkeypatch, compression, narrow, dtype, small):
+def test_contributions_and_results_are_rounded(
+    comm, monkeypatch, compression, narrow, dtype, small
+):
     monkeypatch.setattr(reduction, "SMALL_NBYTES", small)
     total = np.zeros(10_007, dtype)
     for rank in range(comm.size):
@@ -117,7 +119,7 @@ def test_contributions_and_result_are_rounded(comm, monkeypatch, compression, na
     assert reduced(comm, compression, ReduceOp.SUM, dtype).tobytes() == expected.tobytes()
 
 
-def test_what_float16_cannot_hold_reaches_all_ranks_as_infinite(comm):
+def test_overflow_of_float16_is_infinite_on_all_ranks(comm):
     largest = reduced(comm, "fp16", ReduceOp.SUM, scale=10_000)
     contributions = [draw(rank, largest.size, np.float32) * 10_000 for rank in range(comm.size)]
     over = np.any(np.abs(contributions) > 65520, axis=0)
@@ -125,7 +127,7 @@ def test_what_float16_cannot_hold_reaches_all_ranks_as_infinite(comm):
     assert not np.isfinite(largest[over]).any()
 
 
-def test_compression_is_for_what_travels_between_nodes():
+def test_only_data_between_nodes_is_compressed():
     if not runtime.communicator().is_one_node:
         pytest.skip("the ranks are on several nodes")
     value = draw(keras_dist.rank(), 50_000, np.float32)
@@ -133,7 +135,7 @@ def test_compression_is_for_what_travels_between_nodes():
     assert keras_dist.allreduce(value, compression="fp16").tobytes() == exact.tobytes()
 
 
-def test_ranks_that_differ_in_compression_are_told_so():
+def test_different_compressions_are_an_error():
     if keras_dist.size() == 1:
         pytest.skip("one rank agrees with itself")
     odd = keras_dist.rank() == keras_dist.size() - 1

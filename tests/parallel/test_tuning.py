@@ -38,7 +38,7 @@ def test_it_is_measured_once_and_equal_on_all_ranks(cache):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{1", "null"])
-def test_a_file_that_cannot_be_read_is_measured_over(cache, text):
+def test_an_unreadable_cache_is_measured_again(cache, text):
     if keras_dist.rank() == 0:
         cache.parent.mkdir()
         cache.write_text(text)
@@ -54,7 +54,7 @@ def test_few_gradients_are_not_worth_measuring(monkeypatch):
     assert bucket_size.bucket_nbytes(comm, CALL, 2**20) == 25 * 2**20
 
 
-def test_other_gradients_on_one_rank_are_named_before_anything_is_measured(cache, monkeypatch):
+def test_different_gradients_are_named_before_the_measurement(cache, monkeypatch):
     if keras_dist.size() == 1:
         pytest.skip("one rank differs from none")
     monkeypatch.setattr(bucket_size, "USUAL_BUCKET_NBYTES", 4000)
