@@ -163,7 +163,7 @@ def test_facts_tell_files_and_their_order_apart():
             ["a", "b"],
             {"reader": lambda names: tf.data.Dataset.range(9).repeat()},
             errors.DataError,
-            "no end",
+            "is infinite",
         ),
         (
             ["a"],
@@ -196,7 +196,8 @@ def test_too_few_elements_for_the_steps(lengths, remainder, write):
         for rank in range(2)
     ]
     for rank, source in enumerate(sources):
-        with pytest.raises(errors.DataError, match=rf"^\[rank {rank} of 2\] Expected files with"):
+        text = rf"^\[rank {rank} of 2\] Expected an element for"
+        with pytest.raises(errors.DataError, match=text):
             source.part([other.held for other in sources])
 
 

@@ -182,7 +182,7 @@ def test_bad_files(folder, caplog):
         hdf5(parts, "x", "y")
     data = hdf5(parts, "x", "y", unreadable="skip")
     assert sum(len(y) for _, y in epoch(data)) == ROWS - 10
-    assert "leaves out 2 of 4 files" in caplog.text and "part3.h5" in caplog.text
+    assert "skips 2 of 4 files" in caplog.text and "part3.h5" in caplog.text
     with pytest.raises(errors.DataError, match="a file that can be read"):
         hdf5(parts[1:2], "x", "y", unreadable="skip")
     for name in ("short", "objects"):
@@ -196,7 +196,7 @@ def test_bad_files(folder, caplog):
     with open(folder / "x.npy", "r+b") as file:
         data = npy(folder / "x.npy", shuffle=False)
         file.truncate(1000)
-    with pytest.raises(errors.DataError, match="has changed"):
+    with pytest.raises(errors.DataError, match="was changed"):
         epoch(data)
 
 
@@ -364,7 +364,7 @@ if rank:
     rpc.note = note
     served.call(np.array([rank]), [answer])
     assert answer[0] == 2 * rank, answer
-    assert served._has_said_so
+    assert served._has_told
 """
 
 

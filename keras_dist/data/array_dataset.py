@@ -1,4 +1,4 @@
-"""This rank's batches as a data set that Keras takes on every backend."""
+"""The batches of this rank as a `keras.utils.PyDataset`, for every backend."""
 
 import threading
 from typing import Any
@@ -11,43 +11,43 @@ __all__ = ["ArrayDataset", "InOrder"]
 
 
 class InOrder(keras.utils.PyDataset):
-    """Batches that come in one order, whatever the order in which they are asked for.
+    """A data set that returns batches in order, whatever the order of the requests.
 
-    `dataset[i]` is batch i. Within `fit` the batches keep their order too, though `fit`
-    asks for them in an order that it draws for itself, another on every rank: the k-th
-    batch that Keras asks for in an epoch is batch k, so the batches of a step have the same
-    size on every rank and a run can be repeated.
+    `dataset[i]` is batch i. `fit` requests batches in a random order, another one on every rank.
+    Within an epoch the k-th request returns batch k, so the batches of a step have the same size
+    on every rank, and runs are reproducible.
     """
 
     def __init__(self, **options: Any):
         super().__init__(**options)
         self._lock = threading.Lock()
-        self._asked: dict[int, int] | None = None  # by index that Keras asked for, its place
+        self._requests: dict[int, int] | None = None  # number of the request by its index
 
     def on_epoch_begin(self) -> None:
-        """Begins to hand out batches in order, whatever the order they are asked for."""
-        self._asked = {}
+        """Starts to return batches in the order of the requests."""
+        self._requests = {}
 
     def on_epoch_end(self) -> None:
         """Ends the order of this epoch."""
-        self._asked = None
+        self._requests = None
 
-    def place(self, index: int) -> int:
-        """Returns which batch of the epoch is to be handed out."""
+    def in_order(self, index: int) -> int:
+        """Returns the index of the batch to return for a request."""
         index = range(len(self))[index]
-        # Worker processes cannot see what the others were asked for.
-        if self._asked is None or self.use_multiprocessing:
+        # Worker processes do not know the requests of the others.
+        if self._requests is None or self.use_multiprocessing:
             return index
         with self._lock:
-            return self._asked.setdefault(index, len(self._asked))
+            return self._requests.setdefault(index, len(self._requests))
 
 
 class ArrayDataset(InOrder):
-    """One rank's part of data whose samples are known by number; a new order after every epoch.
+    """The batches of one rank, in a new order after every epoch.
 
     Args:
         batches: the batches of this rank.
-        source: a data set whose workers these are, and that is told of epochs. Defaults to none.
+        source: the user's data set, whose workers are used and whose epoch hooks are called.
+            Defaults to `None`.
     """
 
     def __init__(self, batches: RankBatches, source: keras.utils.PyDataset | None = None):
@@ -60,16 +60,16 @@ class ArrayDataset(InOrder):
         return self._batches.plan.steps
 
     def __getitem__(self, index: int) -> Any:
-        return self._batches.batch(self._batches.epochs.number, self.place(index))
+        return self._batches.batch(self._batches.epochs.number, self.in_order(index))
 
     def on_epoch_begin(self) -> None:
-        """Begins to hand out batches in order, whatever the order they are asked for."""
+        """Starts to return batches in the order of the requests."""
         super().on_epoch_begin()
         if self._source is not None:
             self._source.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Goes on to the order of the next epoch."""
+        """Continues with the order of the next epoch."""
         super().on_epoch_end()
         self._batches.epochs.advance()
         if self._source is not None:

@@ -1,4 +1,4 @@
-"""Arrays of numpy, pandas or a framework, alone or nested: sample i belongs to rank i % size."""
+"""Arrays of numpy, pandas or a framework: sample i belongs to rank `i % size`."""
 
 from typing import Any
 
@@ -14,21 +14,21 @@ __all__ = ["ArrayRows", "ArraySource", "no_reader"]
 
 
 class ArraySource(IndexedSource):
-    """Arrays in memory, the whole data set on every rank.
+    """Arrays in memory, complete on every rank.
 
     Args:
         data: array, or nested tuples, lists and dicts of arrays of equal length.
-        terms: the terms on which to share it out.
+        terms: options of `shard`.
 
     Raises:
-        ArgumentTypeError: something in `data` is not an array.
+        ArgumentTypeError: a leaf of `data` is not an array.
         DataError: lengths differ, or there are fewer samples than ranks or steps.
     """
 
     def __init__(self, data: Any, terms: ShardOptions):
         no_reader("arrays", terms)
         if terms.batched:
-            terms.refuse("arrays", {"batched": "Rows of arrays are single samples; leave it out."})
+            terms.refuse("arrays", {"batched": "Rows of arrays are samples; leave it out."})
         super().__init__(ArrayRows(data, terms), terms)
 
 
@@ -36,9 +36,9 @@ class ArrayRows:
     """The samples of arrays.
 
     Args:
-        data: array, or nested tuples, lists and dicts of arrays of equal length; what is `None`
-            at the end of a tuple is left out, as in `(x, y, None)`.
-        terms: for messages.
+        data: array, or nested tuples, lists and dicts of arrays of equal length; a `None` at the
+            end of a tuple is dropped, as in `(x, y, None)`.
+        terms: options of `shard`, for messages.
     """
 
     def __init__(self, data: Any, terms: ShardOptions):
@@ -55,17 +55,17 @@ class ArrayRows:
         ]
 
     def take(self, indices: np.ndarray) -> Any:
-        """Returns the rows with these numbers, new arrays."""
+        """Returns new arrays of the rows with these indices."""
         return mapped(lambda array: np.asarray(array[indices]), self.example)
 
 
 def no_reader(data: str, terms: ShardOptions) -> None:
-    """Refuses the arguments that mean nothing for data whose samples are known by number."""
+    """Refuses arguments that are not defined for data with indices."""
     terms.refuse(
         data,
         {
-            "reader": "Only a list of files has one.",
-            "shuffle_buffer": "They are always shuffled completely; leave it out.",
+            "reader": "Only a list of files takes a reader.",
+            "shuffle_buffer": "The data is always shuffled completely; leave it out.",
         },
     )
 
@@ -78,8 +78,8 @@ def _check(path: str, leaf: Any, terms: ShardOptions) -> None:
         mixed = as_array(leaf).dtype == object
         if not mixed:
             return
-        expected, kind = f"{path} with numbers of one kind in all columns", "columns of objects"
-        remedy = "Convert the columns, or pass dict(frame), which keeps them apart."
+        expected, kind = f"{path} to have one dtype of numbers in all columns", "columns of objects"
+        remedy = "Convert the columns, or pass dict(frame), one array for each column."
     else:
         return
     raise errors.ArgumentTypeError(terms.explain(expected, kind, remedy))

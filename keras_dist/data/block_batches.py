@@ -20,7 +20,7 @@ from keras_dist.data.blocks import (
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.nested import leaves, mapped
 from keras_dist.data.partition import Plan
-from keras_dist.data.readers import Reader, TogetherReader
+from keras_dist.data.readers import CollectiveReader, Reader
 from keras_dist.data.segments import Column
 
 __all__ = ["BlockBatches", "Cut"]
@@ -84,7 +84,7 @@ class BlockBatches:
             self.epochs.global_batch = plan.batch_size * plan.size
         self._plan_among, self._cut, self._reader = plan_among, cut, reader
         # All ranks read when they come to a window, and no thread reads ahead.
-        self._together = reader if isinstance(reader, TogetherReader) else None
+        self._together = reader if isinstance(reader, CollectiveReader) else None
         self._columns: list[Column] = [column for _, column in leaves(data, "")]
         self._pid = os.getpid()
         self._shares: dict[int, BlockShard] = {}  # by epoch: the last one, or what was left of one

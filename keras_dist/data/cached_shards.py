@@ -1,4 +1,4 @@
-"""Pieces that are read as a whole, a few of which stay in memory."""
+"""Pieces that are loaded completely, a few of which stay in memory."""
 
 import collections
 import threading
@@ -14,7 +14,7 @@ from keras_dist.data.shard_source import Location
 
 __all__ = ["MIXED", "CachedShards", "named", "names_in"]
 
-MIXED = 4  # pieces that are shuffled together, and stay in memory
+MIXED = 4  # pieces whose rows are shuffled together, and that stay in memory
 
 Load = Callable[[Location], dict[str, np.ndarray]]
 
@@ -24,9 +24,9 @@ class CachedShards:
 
     Args:
         load: returns the arrays of a piece by name.
-        places: where the pieces lie.
-        found: what is known of all of them.
-        keep: how many pieces stay in memory.
+        places: locations of the pieces.
+        found: layout of all pieces.
+        keep: number of pieces to keep in memory.
     """
 
     def __init__(
@@ -44,7 +44,11 @@ class CachedShards:
         self._loaded = collections.OrderedDict()
 
     def read(self, pieces: np.ndarray, rows: np.ndarray) -> Any:
-        """Returns new arrays with a row of a piece for each.
+        """Returns a batch of rows.
+
+        Args:
+            pieces: int64 array of shape `(rows,)`, the piece of each row.
+            rows: int64 array of shape `(rows,)`, the index of each row in its piece.
 
         Raises:
             DataError: a file is damaged, or has changed.
@@ -69,23 +73,23 @@ class CachedShards:
         place = self._places[piece]
         try:
             self._loaded[piece] = self._load(place)
-        except Exception as failure:  # whatever a damaged file makes a library do
+        except Exception as failure:  # libraries raise anything for damaged files
             raise errors.DataError(
                 errors.explain(
                     runtime.where(),
                     f"{place.path} to be readable",
                     f"{type(failure).__name__}: {failure}",
-                    "The file is damaged, or has changed since the data set was made.",
+                    "The file is damaged, or was changed after the data set was made.",
                 )
             ) from failure
         return self._loaded[piece]
 
 
 def named(x: Any, y: Any) -> Any:
-    """Returns names in the structure of a batch: `x` alone, or with its labels."""
+    """Returns names in the structure of a batch: `x`, or `(x, y)`."""
     return x if y is None else (x, y)
 
 
 def names_in(data: Any) -> list[str]:
-    """Returns the names that stand in a structure, each once."""
+    """Returns the unique names in a structure."""
     return list(dict.fromkeys(name for _, name in leaves(data, "data")))

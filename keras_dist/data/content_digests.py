@@ -1,6 +1,6 @@
-"""What lies below a path: for each file its digest, so that it can be told later whether it is so.
+"""Digests of all files below a path, to detect later changes. Knows no cache.
 
-Knows no cache. Several threads read, as a disk of a node is quicker than one that hashes.
+Several threads read, as a disk is faster than one thread that hashes.
 """
 
 import concurrent.futures
@@ -16,25 +16,25 @@ CHUNK_NBYTES = 1 << 20
 THREADS = 8
 DIRECTORY, LINK = "directory", "link to "
 
-# By the path below the root, that of the root being ".": a digest, or what else lies there.
+# Digest, or kind of another entry, by the path below the root; the root is ".".
 Contents = dict[str, str]
 
 
 def contents_of(
     root: Path,
     known: Mapping[Path, str] | None = None,
-    went_on: Callable[[int], None] = lambda nbytes: None,
+    on_read: Callable[[int], None] = lambda nbytes: None,
 ) -> Contents:
-    """Returns what lies at and below a path.
+    """Returns the contents at and below a path.
 
     Args:
         root: a file or a directory.
-        known: SHA-256 digests of files that need not be read for theirs. Defaults to none.
-        went_on: called with the number of bytes that have been read since, in several threads; what
-            it raises ends the reading.
+        known: known SHA-256 digests of files, which are not read. Defaults to `None`.
+        on_read: called with the number of bytes of each read, in several threads; an error that it
+            raises ends the reading.
 
     Raises:
-        OSError: a file cannot be read, or is no file, directory or link.
+        OSError: a file cannot be read, or an entry is not a file, directory or link.
     """
     found: Contents = {}
     unread: list[Path] = []
@@ -51,29 +51,29 @@ def contents_of(
         else:
             unread.append(path)
 
-    def read(share: list[Path]) -> Contents:
-        return {_name(path, root): _digest(path, went_on) for path in share}
+    def read(paths: list[Path]) -> Contents:
+        return {_name(path, root): _digest(path, on_read) for path in paths}
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        for some in pool.map(read, [unread[place::THREADS] for place in range(THREADS)]):
-            found |= some
+        for digests in pool.map(read, [unread[n::THREADS] for n in range(THREADS)]):
+            found |= digests
     return found
 
 
 def find_others(root: Path) -> Path | None:
-    """Returns what of all that lies at and below a path is another user's; `None`: nothing."""
+    """Returns a path, at or below a root, that belongs to another user, if there is one."""
     me = os.getuid()
     return next((path for path in _walk(root) if path.lstat().st_uid != me), None)
 
 
 def size_of(root: Path) -> int:
-    """Returns the bytes of all files at and below a path."""
-    found = (path.lstat() for path in _walk(root))
-    return sum(one.st_size for one in found if stat.S_ISREG(one.st_mode))
+    """Returns the size in bytes of all files at and below a path."""
+    statuses = (path.lstat() for path in _walk(root))
+    return sum(status.st_size for status in statuses if stat.S_ISREG(status.st_mode))
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Yields the path and all below it; follows no links."""
+    """Yields a path and all paths below it, without following links."""
     yield root
     if not stat.S_ISDIR(root.lstat().st_mode):
         return
@@ -90,10 +90,10 @@ def _name(path: Path, root: Path) -> str:
     return path.relative_to(root).as_posix()
 
 
-def _digest(path: Path, went_on: Callable[[int], None]) -> str:
+def _digest(path: Path, on_read: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK_NBYTES):
             digest.update(chunk)
-            went_on(len(chunk))
+            on_read(len(chunk))
     return digest.hexdigest()

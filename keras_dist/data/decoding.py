@@ -1,4 +1,4 @@
-"""Samples that have to be decoded: several at once, and what becomes of those that cannot be."""
+"""Decoding of samples in several threads, and the handling of damaged samples."""
 
 import concurrent.futures
 import os
@@ -14,19 +14,19 @@ from keras_dist.data.nested import leaves, mapped
 
 __all__ = ["Decoder", "found_of"]
 
-Place = Any  # whatever tells one sample from another
+Place = Any  # identifies a sample
 Sample = Any  # nested tuples and dicts of arrays
 
 
 class Decoder:
-    """Makes batches of samples that are decoded one by one, by several threads.
+    """Makes batches of samples that several threads decode.
 
     Args:
-        decode: returns a sample, given its place.
-        name: how a user knows it, given its place.
-        unreadable: what becomes of samples that cannot be decoded: `"raise"` an error, or
-            `"skip"` them: others of the batch come in their place, or where there are none the last
-            that could be, so batches keep their sizes.
+        decode: returns a sample from its place.
+        name: returns the name of a sample in messages from its place.
+        unreadable: what to do with samples that cannot be decoded: `"raise"` an error, or
+            `"skip"` them: other samples of the batch replace them, or the last valid sample if the
+            batch has none, so batches keep their sizes.
     """
 
     def __init__(
@@ -43,22 +43,22 @@ class Decoder:
         self._last: Sample | None = None
 
     def batch(self, places: Sequence[Place]) -> Sample:
-        """Returns the samples at these places, stacked.
+        """Returns a batch of samples.
 
         Raises:
-            DataError: one cannot be decoded and is not to be skipped, or none ever could.
+            DataError: a sample cannot be decoded and is not skipped, or no sample could be decoded.
         """
         decoded = list(self._threads().map(self._attempt, places))
-        whole = [sample for sample in decoded if sample is not None]
-        if whole:
-            self._last = whole[-1]
+        valid = [sample for sample in decoded if sample is not None]
+        if valid:
+            self._last = valid[-1]
         elif self._last is not None:
-            whole = [self._last]
+            valid = [self._last]
         else:
-            said = "no sample that was read could be decoded"
-            raise self._error(self._name(places[0]), said, "Look at the files and at the decoder.")
+            reason = "no sample that was read could be decoded"
+            raise self._error(self._name(places[0]), reason, "Check the files and the decoder.")
         filled = [
-            each if each is not None else whole[n % len(whole)] for n, each in enumerate(decoded)
+            each if each is not None else valid[n % len(valid)] for n, each in enumerate(decoded)
         ]
         columns = [list(leaves(sample, "")) for sample in filled]
         arrays = [np.stack([leaf for _, leaf in column]) for column in zip(*columns, strict=True)]
@@ -67,33 +67,33 @@ class Decoder:
     def _attempt(self, place: Place) -> Sample | None:
         try:
             return self._decode(place)
-        except Exception as failure:  # whatever damaged data makes a decoder do
-            said = f"{type(failure).__name__}: {failure}"
+        except Exception as failure:  # decoders raise anything for damaged data
+            reason = f"{type(failure).__name__}: {failure}"
             if self._unreadable == "raise":
-                remedy = "Bring it there again, or pass unreadable='skip'."
-                raise self._error(self._name(place), said, remedy) from failure
-            self._note(place, said)
+                remedy = "Copy the file again, or pass unreadable='skip'."
+                raise self._error(self._name(place), reason, remedy) from failure
+            self._log_once(place, reason)
             return None
 
-    def _note(self, place: Place, said: str) -> None:
+    def _log_once(self, place: Place, reason: str) -> None:
         with self._lock:
             if place in self._bad:
                 return
             self._bad.add(place)
             count = len(self._bad)
-        # From this rank, whichever it is: nobody else knows of it.
-        text = f"{self._name(place)} is left out, {count} so far on this rank: {said}"
-        whole = f"keras_dist: {runtime.where()} {text}"
-        print(whole.encode(errors="backslashreplace").decode(), flush=True)  # names may be no text
+        # Printed by this rank, as no other rank knows of it.
+        text = f"{self._name(place)} is skipped, {count} so far on this rank: {reason}"
+        line = f"keras_dist: {runtime.where()} {text}"
+        print(line.encode(errors="backslashreplace").decode(), flush=True)  # names may not be text
 
-    def _error(self, name: str, said: str, remedy: str) -> errors.DataError:
+    def _error(self, name: str, reason: str, remedy: str) -> errors.DataError:
         return errors.DataError(
-            errors.explain(runtime.where(), f"{name} to be readable", said, remedy)
+            errors.explain(runtime.where(), f"{name} to be readable", reason, remedy)
         )
 
     def _threads(self) -> concurrent.futures.ThreadPoolExecutor:
         with self._lock:
-            if self._pool is None or self._pid != os.getpid():  # a fork has none of the threads
+            if self._pool is None or self._pid != os.getpid():  # a fork does not have the threads
                 self._pid = os.getpid()
                 count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
                 self._pool = concurrent.futures.ThreadPoolExecutor(count, "keras_dist decoder")
@@ -101,7 +101,7 @@ class Decoder:
 
 
 def found_of(length: int, sample: Sample) -> Found:
-    """Returns what stands in a file of so many samples like this one."""
+    """Returns the contents of a file with a number of samples like this one."""
     arrays = [(path, np.asarray(leaf)) for path, leaf in leaves(sample, "sample")]
     names = iter([path for path, _ in arrays])
     layout = tuple((path, array.dtype.str, array.shape) for path, array in arrays)

@@ -1,10 +1,10 @@
-"""A file, directory or download brought into a cache, whole or not at all. Knows no ranks.
+"""A file, directory or download copied into a cache, completely or not at all. Knows no ranks.
 
-A user's entries lie in a directory of the cache that is that user's alone. An entry is a directory,
-of one version of its source: one that has changed gets another entry. It notes the digests of what
-was brought; whoever finds it there compares them. A process that uses an entry holds a lock on it
-as long as it lives, and so do its forks; when the source is asked for again, entries of older
-versions that nobody holds are removed.
+The entries of a user are in a directory of the cache that only this user can access. An entry is a
+directory for one version of its source: a changed source gets another entry. It records digests of
+its files, which are compared at every use. A process that uses an entry holds a lock on it as long
+as it lives, and so do its forks; a later request for the source removes entries of older versions
+without a lock.
 """
 
 import contextlib
@@ -32,24 +32,24 @@ __all__ = ["Fetch", "NotOwnError", "hold", "is_url"]
 
 CHUNK_NBYTES = 1 << 20
 POLL_SECONDS = 0.5
-TIMEOUT_SECONDS = 60.0  # that a server may stay silent
+TIMEOUT_SECONDS = 60.0  # without data from a server
 NOTE, USE = "note.json", "use"
 
 _log = logging.getLogger("keras_dist")
-_held: dict[str, int] = {}  # files that are open as long as this process lives, by entry
+_held: dict[str, int] = {}  # descriptors with a lock, by entry; open until the process ends
 
 
 def is_url(source: str) -> bool:
-    """Tells whether this is to be downloaded."""
+    """Returns whether a source is a download."""
     return urlsplit(source).scheme in ("http", "https")
 
 
 class NotOwnError(PermissionError):
-    """Something in the cache is not this user's, or others may replace it.
+    """A path in the cache belongs to another user, or others may replace it.
 
     Args:
-        expected: what was expected of it.
-        received: whose it is.
+        expected: the expected state of the path.
+        received: its owner and mode.
         remedy: what to do.
     """
 
@@ -64,9 +64,9 @@ class Fetch:
 
     Args:
         source: a path or URL.
-        cache_dir: the directory of the cache.
-        sha256: the checksum that it has to have, in hexadecimal digits.
-        unpack: whether it is an archive whose contents are wanted.
+        cache_dir: directory of the cache.
+        sha256: its SHA-256 in hexadecimal digits, if known.
+        unpack: whether to unpack it, as an archive.
     """
 
     source: str
@@ -77,54 +77,54 @@ class Fetch:
     def __post_init__(self) -> None:
         self.done_nbytes = self.total_nbytes = 0
         self.doing = "caching"
-        self.fetched = False  # it had not been there
+        self.fetched = False  # whether it was copied by `run`
         self.stop = threading.Event()
         self._counting = threading.Lock()
-        self._digests: dict[Path, str] = {}  # of files that have been copied
+        self._digests: dict[Path, str] = {}  # of copied files
         self._key = _digest([self.source, self.sha256, self.unpack])
         self._own_dir = self.cache_dir / private_name()
         self._entry = self._own_dir / self._key
 
     @property
     def name(self) -> str:
-        """What the file, or directory, is called."""
+        """Name of the file or directory."""
         parts = urlsplit(self.source).path if is_url(self.source) else self.source
         return PurePosixPath(parts).name or "data"
 
     @property
     def path(self) -> Path:
-        """Where it is to be found, once it has been brought there."""
+        """Path of the copy, once it exists."""
         return self._entry / self.name
 
     def run(self) -> None:
-        """Brings it there, unless it is there already; waits for others that do.
+        """Copies the source, unless a valid copy exists; waits for other processes that do.
 
         Raises:
-            NotOwnError: what is there belongs to another user, or others may replace it.
-            Exception: whatever else goes wrong; then nothing of it is left.
+            NotOwnError: the copy belongs to another user, or others may replace it.
+            Exception: copying failed; nothing is left of it.
         """
         self._own_dir = _own_directory(self.cache_dir)
         with self._lock():
             stamp = self._stamp()
             name = self._key if stamp is None else f"{self._key}-{_digest(stamp)}"
             self._entry = self._own_dir / name
-            self._clear()
-            if not self._is_there():
-                self._bring()
+            self._remove_unused()
+            if not self._is_valid():
+                self._copy_entry()
                 self.fetched = True
             hold(self.path)
 
-    def _bring(self) -> None:
+    def _copy_entry(self) -> None:
         self.doing, self.done_nbytes, self.total_nbytes = "caching", 0, 0
         made = Path(tempfile.mkdtemp(prefix=f".{self._entry.name}.", dir=self._own_dir))
         try:
-            self._make(made)
-            self._put(made)
+            self._fill(made)
+            self._publish(made)
         finally:
             shutil.rmtree(made, ignore_errors=True)
 
-    def _clear(self) -> None:
-        """Removes what killed processes have left, and older versions that nobody holds."""
+    def _remove_unused(self) -> None:
+        """Removes files of killed processes, and older versions without a lock."""
         for left in self._own_dir.glob(f".{self._key}*"):
             shutil.rmtree(left, ignore_errors=True)
         for entry in self._own_dir.glob(f"{self._key}-*"):
@@ -133,12 +133,12 @@ class Fetch:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """Keeps other processes of the node from this entry, those of other jobs as well."""
+        """Excludes other processes of the node, also of other jobs, from this entry."""
         import filelock
 
         lock = filelock.FileLock(self._own_dir / f"{self._key}.lock")
         while True:
-            self._go_on()
+            self._check_stop()
             with contextlib.suppress(filelock.Timeout):
                 lock.acquire(timeout=POLL_SECONDS)
                 break
@@ -147,18 +147,18 @@ class Fetch:
         finally:
             lock.release()
 
-    def _is_there(self) -> bool:
-        """Tells whether the entry is there, and still what was brought there.
+    def _is_valid(self) -> bool:
+        """Returns whether the entry exists and has its recorded digests.
 
         Raises:
-            NotOwnError: it, or something in it, is not this user's.
+            NotOwnError: a file in it belongs to another user.
         """
         if not os.path.lexists(self._entry):
             return False
         self._check_owner()
-        if self._is_as_it_was():
+        if self._has_digests():
             return True
-        _log.warning("%s is not what was brought there any more: it is brought again.", self.path)
+        _log.warning("%s has changed since it was copied: it is copied again.", self.path)
         return False
 
     def _check_owner(self) -> None:
@@ -167,32 +167,32 @@ class Fetch:
         other = other or find_others(self._entry)
         if other is not None:
             raise NotOwnError(
-                f"{other}, in the cache, to be of this user and no link",
+                f"{other}, in the cache, to belong to this user and not to be a link",
                 describe(other),
-                f"Find out who has put it there, and remove {self._entry}.",
+                f"Find out who has made it, and remove {self._entry}.",
             )
 
-    def _is_as_it_was(self) -> bool:
+    def _has_digests(self) -> bool:
         try:
-            noted = json.loads((self._entry / NOTE).read_text())["contents"]
+            recorded = json.loads((self._entry / NOTE).read_text())["contents"]
             self.doing, self.total_nbytes = "verifying", size_of(self.path)
-            return bool(contents_of(self.path, went_on=self._went_on) == noted)
+            return bool(contents_of(self.path, on_read=self._count) == recorded)
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return False
 
-    def _went_on(self, nbytes: int) -> None:
-        self._go_on()
+    def _count(self, nbytes: int) -> None:
+        self._check_stop()
         with self._counting:
             self.done_nbytes += nbytes
 
     def _stamp(self) -> list[int] | None:
-        """Returns what tells whether the source has changed, where that can be seen."""
+        """Returns size and modification time of the source; `None` for a download."""
         if is_url(self.source):
             return None
         status = os.stat(self.source)
         return [status.st_size, status.st_mtime_ns]
 
-    def _make(self, folder: Path) -> None:
+    def _fill(self, folder: Path) -> None:
         target = folder / self.name
         if not is_url(self.source) and Path(self.source).is_dir():
             files = [path for path in Path(self.source).rglob("*") if path.is_file()]
@@ -206,13 +206,13 @@ class Fetch:
             archive.unlink()
         else:
             self._copy(target)
-        noted: Contents = contents_of(target, self._digests, lambda _: self._go_on())
-        (folder / NOTE).write_text(json.dumps({"contents": noted}))
+        contents: Contents = contents_of(target, self._digests, lambda _: self._check_stop())
+        (folder / NOTE).write_text(json.dumps({"contents": contents}))
 
     def _copy(self, target: Path) -> None:
-        """Writes the bytes of the source into a file, and checks them."""
+        """Copies the source to a file, and checks it."""
         with self._opened() as file, open(target, "xb") as copy:
-            digest = self._pour(file, copy)
+            digest = self._copy_bytes(file, copy)
         self._check_length()
         if self.sha256 not in (None, digest):
             raise OSError(f"its SHA-256 is {digest} and not {self.sha256}")
@@ -235,12 +235,12 @@ class Fetch:
 
     def _copy_one(self, source: str, target: str) -> None:
         with open(source, "rb") as file, open(target, "xb") as copy:
-            self._digests[Path(target)] = self._pour(file, copy)
+            self._digests[Path(target)] = self._copy_bytes(file, copy)
 
-    def _pour(self, file: BinaryIO, copy: BinaryIO) -> str:
+    def _copy_bytes(self, file: BinaryIO, copy: BinaryIO) -> str:
         digest = hashlib.sha256()
         while chunk := file.read(CHUNK_NBYTES):
-            self._go_on()
+            self._check_stop()
             digest.update(chunk)
             copy.write(chunk)
             self.done_nbytes += len(chunk)
@@ -248,36 +248,36 @@ class Fetch:
         os.fsync(copy.fileno())
         return digest.hexdigest()
 
-    def _put(self, made: Path) -> None:
-        """Gives what was made the name of the entry, in place of one that is damaged."""
-        os.sync()  # of the files of an archive, too
+    def _publish(self, made: Path) -> None:
+        """Renames the complete copy to the entry, in place of a damaged one."""
+        os.sync()  # of the files of an archive as well
         with contextlib.suppress(FileNotFoundError):
-            os.link(self._entry / USE, made / USE)  # who holds that one holds this one
+            os.link(self._entry / USE, made / USE)  # locks of the old entry hold for the new one
         if self._entry.exists():
             os.replace(self._entry, made.with_suffix(".before"))
         os.replace(made, self._entry)
         shutil.rmtree(made.with_suffix(".before"), ignore_errors=True)
 
-    def _go_on(self) -> None:
+    def _check_stop(self) -> None:
         if self.stop.is_set():
             raise InterruptedError("another rank has failed")
 
 
 def _own_directory(cache_dir: Path) -> Path:
-    """Returns the directory of this user's entries, which nobody else can write to or replace."""
+    """Returns the directory of this user's entries, which no other user can write or replace."""
     cache_dir.mkdir(parents=True, exist_ok=True)
     real = Path(os.path.realpath(cache_dir))  # a link may be replaced while it is used
     if (unsafe := find_unsafe(real)) is not None:
         raise NotOwnError(
             f"{unsafe} to belong to this user or root, and others not to write to it",
             describe(unsafe),
-            "Pass a cache_dir in which nobody else can replace what lies there.",
+            "Pass a cache_dir whose contents other users cannot replace.",
         )
     own = real / private_name()
     own.mkdir(mode=0o700, exist_ok=True)
     if not is_private_directory(own):
         raise NotOwnError(
-            f"{own} to be a directory of this user's alone",
+            f"{own} to be a directory of this user alone",
             describe(own),
             "Remove it, or pass another cache_dir.",
         )
@@ -285,10 +285,10 @@ def _own_directory(cache_dir: Path) -> Path:
 
 
 def hold(path: Path) -> None:
-    """Keeps an entry from being removed as long as this process lives.
+    """Protects an entry from removal until this process ends.
 
     Args:
-        path: what has been brought there.
+        path: the copy in the entry.
     """
     entry = str(path.parent)
     if entry not in _held:
@@ -312,13 +312,13 @@ def _digest(facts: list[Any]) -> str:
 
 
 def _unpack(archive: Path, target: Path) -> None:
-    """Unpacks a tar or zip file; nothing of it comes to lie outside the target."""
+    """Unpacks a tar or zip file; no member is written outside of the target."""
     target.mkdir()
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as opened:
             for name in opened.namelist():
                 if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                    raise OSError(f"it holds {name!r}, which would lie outside")
+                    raise OSError(f"it has {name!r}, a path outside of it")
             opened.extractall(target)
     else:
         with tarfile.open(archive) as opened:
@@ -329,16 +329,16 @@ def _unpack(archive: Path, target: Path) -> None:
 
 
 def _plain(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yields the members of an archive, all of which must be files or directories within it.
+    """Yields the members of an archive, which must be files or directories within it.
 
     Raises:
-        OSError: one is not. A link could lead outside, and what follows it with it.
+        OSError: a member is not. A link could lead outside, and later members through it.
     """
     for member in archive:
         path = PurePosixPath(member.name)
         if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
-            raise OSError(f"it holds {member.name!r}, which is a link or would lie outside")
+            raise OSError(f"it has {member.name!r}, a link or a path outside of it")
         member.uid, member.gid = os.getuid(), os.getgid()
-        member.uname = member.gname = ""  # root would give files to the users of these names
+        member.uname = member.gname = ""  # root would give the files to users of these names
         member.mode = member.mode & 0o755 | (0o700 if member.isdir() else 0o600)
         yield member

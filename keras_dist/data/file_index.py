@@ -1,4 +1,4 @@
-"""Files of one kind, looked into by one rank each: what all ranks then know of them."""
+"""An index of files: each is inspected by one rank, and all ranks get the result."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,17 +13,17 @@ from keras_dist.data.shard_options import Fact, ShardOptions
 __all__ = ["FileIndex", "Found", "Unreadable"]
 
 Unreadable = Literal["raise", "skip"]
-NAMED = 5  # as many files a message names
+NAMED = 5  # files in a message
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What stands in a file.
+    """Contents of a file.
 
     Args:
-        lengths: rows of each piece.
+        lengths: number of rows of each piece.
         layout: name, dtype and shape of a row of each array; the same in all files.
-        names: these names in the structure of a batch.
+        names: the names in the structure of a batch.
     """
 
     lengths: tuple[int, ...]
@@ -38,20 +38,20 @@ class Found:
 
 
 class FileIndex:
-    """Files, each looked into by one rank.
+    """An index of files, each inspected by one rank.
 
     Args:
-        look: looks into a file; raises whatever it may when the file is damaged.
-        paths: all of them; or those of this rank, where each has its own.
-        terms: the terms on which to share them out.
-        unreadable: what becomes of files that some rank cannot read.
-        facts: what else must be equal on all ranks.
-        own: whether each rank has files of its own. Defaults to False.
-        visible: whether every rank makes sure that it can reach all files, not only those that it
-            looks into. Defaults to True.
+        look: inspects a file; may raise any error if the file is damaged.
+        paths: paths of all files, or of those of this rank.
+        terms: options of the data set.
+        unreadable: what to do with files that a rank cannot read.
+        facts: further values that must be equal on all ranks.
+        own: whether each rank has files of its own. Defaults to `False`.
+        visible: whether every rank checks that it can open all files, also those that it does not
+            inspect. Defaults to `True`.
 
     Raises:
-        DataError: a file cannot be read, and is not to be skipped.
+        DataError: a file cannot be read, and is not skipped.
     """
 
     def __init__(
@@ -70,25 +70,29 @@ class FileIndex:
         begin, stride = (0, 1) if own else (terms.rank, terms.size)
         looks = [self._attempt(look, path) for path in paths[begin::stride]]
         reaches = [self._attempt(_reach, path) for path in paths] if visible else []
-        missed = {n: said for n, said in enumerate(reaches) if isinstance(said, str)}
+        missed = {n: reason for n, reason in enumerate(reaches) if isinstance(reason, str)}
         self.held: Any = looks, missed
 
     def found(self, held: Sequence[Any]) -> list[dict[int, Found]]:
-        """Returns by number the files that can be read, given what all ranks have seen.
+        """Returns the contents of the readable files, by number.
 
-        Once for all ranks, or where they have files of their own for each.
+        Args:
+            held: results of all ranks.
+
+        Returns:
+            One dict, or one for each rank if they have files of their own.
 
         Raises:
-            DataError: there are none, or they are not alike.
+            DataError: no file is readable, or their layouts differ.
         """
         by_rank = self._merged(held)
         every = [each for found in by_rank for each in found.values()]
         bad = [each for each in every if isinstance(each, str)]
         if len(bad) == len(every):
-            remedy = "Look at the paths, on every node."
-            said = " ".join(bad[:1]) or "none"
-            raise errors.DataError(self.terms.explain("files that can be read", said, remedy))
-        _say_skipped(bad)
+            remedy = "Check the paths on every node."
+            received = " ".join(bad[:1]) or "none"
+            raise errors.DataError(self.terms.explain("files that can be read", received, remedy))
+        _log_skipped(bad)
         good = [{n: f for n, f in found.items() if isinstance(f, Found)} for found in by_rank]
         self._compare([(n, f) for found in good for n, f in found.items()])
         return good
@@ -112,36 +116,36 @@ class FileIndex:
                         f"rows of {self.paths[other]} to be {first.layout} as in "
                         f"{self.paths[number]}",
                         f"{each.layout}",
-                        "Write all files alike.",
+                        "Write all files with the same arrays.",
                     )
                 )
 
     def _attempt(self, look: Callable[[str], Any], path: str) -> Any:
-        """Returns what a look at a file gives, or what is wrong with it."""
+        """Returns the result of `look`, or the reason of its failure."""
         try:
             return look(path)
-        except Exception as failure:  # whatever a damaged file makes a library do
-            said = " ".join(str(failure).split()) or type(failure).__name__
+        except Exception as failure:  # libraries raise anything for damaged files
+            reason = " ".join(str(failure).split()) or type(failure).__name__
             if not isinstance(failure, errors.DataError):
-                said = self.terms.explain(
+                reason = self.terms.explain(
                     f"{path} to be readable",
-                    f"{type(failure).__name__}: {said}",
-                    "Bring it there again, or pass unreadable='skip'.",
+                    f"{type(failure).__name__}: {reason}",
+                    "Copy the file again, or pass unreadable='skip'.",
                 )
             if self._unreadable == "raise":
-                raise errors.DataError(said) from failure
-            return said
+                raise errors.DataError(reason) from failure
+            return reason
 
 
 def _checked(unreadable: Unreadable, terms: ShardOptions) -> Unreadable:
     """Returns the policy for files that cannot be read.
 
     Raises:
-        ArgumentError: there is no such policy.
+        ArgumentError: the policy is unknown.
     """
     if unreadable not in get_args(Unreadable):
         choices = " or ".join(map(repr, get_args(Unreadable)))
-        remedy = "'raise' names the file, 'skip' leaves it out and says so."
+        remedy = "'raise' raises an error, 'skip' skips the file and logs it."
         raise errors.ArgumentError(
             terms.explain(f"unreadable to be {choices}", repr(unreadable), remedy)
         )
@@ -153,10 +157,10 @@ def _reach(path: str) -> None:
         pass
 
 
-def _say_skipped(said: Sequence[str]) -> None:
-    if said:
-        more = f" And {len(said) - NAMED} more." if len(said) > NAMED else ""
+def _log_skipped(reasons: Sequence[str]) -> None:
+    if reasons:
+        more = f" And {len(reasons) - NAMED} more." if len(reasons) > NAMED else ""
         runtime.notify(
-            f"keras_dist leaves out {len(said)} files that cannot be read: "
-            f"{' '.join(said[:NAMED])}{more}"
+            f"keras_dist skips {len(reasons)} files that cannot be read: "
+            f"{' '.join(reasons[:NAMED])}{more}"
         )

@@ -1,7 +1,6 @@
-"""Which rows of many files belong to a rank, and in which order an epoch hands them out.
+"""The rows of each rank in many files, and their order in an epoch. Pure index arithmetic.
 
-A piece is what is read at once: a file, a part of one, an image; it has a number of rows. Index
-arithmetic, and nothing else: no rank of its own, no errors.
+A piece is read at once: a file, a part of a file, an image. It has a number of rows.
 """
 
 import dataclasses
@@ -9,18 +8,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["RankShard", "Turns", "counts_of", "share_of", "whole"]
+__all__ = ["RankShard", "StridedShard", "counts_of", "shard_of", "whole"]
 
 
 @dataclasses.dataclass(frozen=True)
 class RankShard:
-    """One rank's rows: of each of its pieces every `stride`-th.
+    """The rows of one rank: every `stride`-th row of each of its pieces.
 
     Args:
-        pieces: int64 array of shape `(pieces,)`, their numbers.
-        firsts: int64 array of shape `(pieces,)`, in each the first row.
-        counts: int64 array of shape `(pieces,)`, in each how many rows.
-        stride: from one row to the next.
+        pieces: int64 array of shape `(pieces,)`, numbers of the pieces.
+        firsts: int64 array of shape `(pieces,)`, first row in each piece.
+        counts: int64 array of shape `(pieces,)`, number of rows in each piece.
+        stride: distance of rows in a piece.
     """
 
     pieces: np.ndarray
@@ -29,14 +28,15 @@ class RankShard:
     stride: int
 
     def order(self, key: Sequence[int] | None, mixed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the rows of an epoch: for each its piece, and its place there.
+        """Returns the order of the rows in an epoch.
 
         Args:
-            key: whole numbers from which the order follows; `None` keeps that of the files.
-            mixed: how many pieces are shuffled together, after their own order was drawn.
+            key: seed of the order; `None` keeps the order of the files.
+            mixed: number of consecutive pieces, in shuffled order, whose rows are shuffled
+                together.
 
         Returns:
-            Two int64 arrays of shape `(rows,)`.
+            Two int64 arrays of shape `(rows,)`: the piece of each row, and its index there.
         """
         places = np.arange(len(self.pieces))
         if key is None:
@@ -46,8 +46,8 @@ class RankShard:
         orders = []
         for begin in range(0, len(places), mixed):
             pieces, rows = self._rows(places[begin : begin + mixed])
-            drawn = random.permutation(len(rows))
-            orders.append((pieces[drawn], rows[drawn]))
+            shuffled = random.permutation(len(rows))
+            orders.append((pieces[shuffled], rows[shuffled]))
         pieces, rows = zip(*orders, strict=True)
         return np.concatenate(pieces), np.concatenate(rows)
 
@@ -60,12 +60,12 @@ class RankShard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
-    """One rank's rows of one order of the whole: what comes at places r, r + size, ...
+class StridedShard:
+    """The rows of one rank in one order of all rows: those at positions r, r + size, ...
 
     Args:
         whole: all rows.
-        rank: whose part this is.
+        rank: the rank.
         size: number of ranks.
     """
 
@@ -79,12 +79,12 @@ class Turns:
         return pieces[self.rank :: self.size], rows[self.rank :: self.size]
 
 
-def share_of(lengths: Sequence[int], rank: int, size: int) -> RankShard:
-    """Returns a rank's share: piece i of rank `i % size`, or row i where there are fewer pieces.
+def shard_of(lengths: Sequence[int], rank: int, size: int) -> RankShard:
+    """Returns the rows of a rank: piece i belongs to rank `i % size`; with fewer pieces, row i.
 
     Args:
-        lengths: rows of each piece.
-        rank: whose share is wanted.
+        lengths: number of rows of each piece.
+        rank: the rank.
         size: number of ranks.
     """
     rows = np.asarray(lengths, np.int64)
@@ -92,16 +92,16 @@ def share_of(lengths: Sequence[int], rank: int, size: int) -> RankShard:
     if len(rows) >= size:
         mine = numbers[rank::size]
         return RankShard(mine, np.zeros_like(mine), rows[mine], 1)
-    begins = np.cumsum(rows) - rows
-    firsts = (rank - begins) % size
+    starts = np.cumsum(rows) - rows
+    firsts = (rank - starts) % size
     return RankShard(numbers, firsts, np.maximum(0, -((firsts - rows) // size)), size)
 
 
 def whole(lengths: Sequence[int]) -> RankShard:
-    """Returns the share of a rank that has all rows of all these pieces."""
-    return share_of(lengths, 0, 1)
+    """Returns all rows of all pieces, as the shard of one rank."""
+    return shard_of(lengths, 0, 1)
 
 
 def counts_of(lengths: Sequence[int], size: int) -> list[int]:
-    """Returns how many rows each rank has, by rank."""
-    return [int(share_of(lengths, rank, size).counts.sum()) for rank in range(size)]
+    """Returns the number of rows of each rank."""
+    return [int(shard_of(lengths, rank, size).counts.sum()) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""Lists of files: whole files to each rank while there are enough, else their elements."""
+"""Lists of files: each rank gets whole files, or elements if there are too few files."""
 
 import dataclasses
 import hashlib
@@ -27,7 +27,7 @@ SORTED = "Give shard() the same files in the same order on every rank, as with s
 
 
 def are_files(data: Any) -> bool:
-    """Tells whether this is a list or tuple of file names or paths."""
+    """Returns whether data is a list or tuple of file names or paths."""
     return (
         isinstance(data, list | tuple)
         and len(data) > 0
@@ -36,14 +36,14 @@ def are_files(data: Any) -> bool:
 
 
 def source_of_files(data: Sequence[str | os.PathLike[str]], terms: ShardOptions) -> Source:
-    """Returns how these files are shared out: as names, file by file, or by their elements.
+    """Returns the source of a list of files: their names, or the elements of a reader.
 
     Args:
-        data: names or paths, the whole list on every rank.
-        terms: the terms on which to share them out.
+        data: names or paths, the complete list on every rank.
+        terms: options of `shard`.
 
     Raises:
-        ArgumentError: there is no reader for what is asked.
+        ArgumentError: an option needs a reader.
         ArgumentTypeError: the reader does not return a `tf.data.Dataset`.
         DataError: there are too few files, or too few elements in them.
     """
@@ -57,11 +57,11 @@ def source_of_files(data: Sequence[str | os.PathLike[str]], terms: ShardOptions)
 
 
 class FileNames:
-    """Files that the user reads: each rank gets the names of its own.
+    """Files without a reader: each rank gets the names of its files.
 
     Args:
         names: all names.
-        terms: the terms on which to share them out.
+        terms: options of `shard`.
     """
 
     held = None
@@ -75,24 +75,24 @@ class FileNames:
                 terms.explain(
                     f"at least {terms.size} files, one for each rank",
                     str(len(names)),
-                    "Pass reader, and the elements in the files are shared out; or use more "
-                    "files or fewer ranks.",
+                    "Pass reader, which shards the elements in the files, or use more files or "
+                    "fewer ranks.",
                 )
             )
         self._mine = list(names[terms.rank :: terms.size])
         self.facts = [*facts_of_files(names), *terms.facts()]
 
     def part(self, held: Sequence[int | None]) -> list[str]:
-        """Returns the names of this rank's files."""
+        """Returns the names of the files of this rank."""
         return self._mine
 
 
 class FileSource:
-    """Files of which each rank reads its own, and so its own number of elements.
+    """Files of which each rank reads its own; ranks may have different numbers of elements.
 
     Args:
         names: all names, at least one for each rank.
-        terms: the terms on which to share them out, with a reader and a batch size.
+        terms: options of `shard`, with a reader and a batch size.
     """
 
     def __init__(self, names: Sequence[str], terms: ShardOptions):
@@ -106,17 +106,17 @@ class FileSource:
         if self.held is not None and self.held < 0:
             raise errors.DataError(
                 terms.explain(
-                    "data with an end, or steps",
-                    "a reader whose tf.data.Dataset has no end",
+                    "finite data, or steps",
+                    "a reader whose tf.data.Dataset is infinite",
                     "Leave out .repeat() in the reader, or pass steps.",
                 )
             )
         self.facts = [*facts_of_files(names), *terms.facts()]
         self.epochs = epochs_of(self.facts, terms)
-        self.epochs.global_batch = None  # files are dealt out, not samples
+        self.epochs.global_batch = None  # ranks get files, not samples
 
     def part(self, held: Sequence[int | None]) -> Any:
-        """Returns this rank's batches, planned from the numbers that all ranks hold."""
+        """Returns the batches of this rank, planned from the numbers of elements of all ranks."""
         from keras_dist.data.tf_dataset import limited_batches, spread_batches
 
         terms, batch_size = self._terms, self._terms.batch_size or DEFAULT_BATCH_SIZE
@@ -132,9 +132,9 @@ def _no_global_order(terms: ShardOptions) -> None:
         return
     raise errors.ArgumentError(
         terms.explain(
-            "files that all ranks read, for one order of the whole",
+            "files that all ranks read, for one order of all data",
             f"{'sample()' if terms.draws else 'shuffle=global'} of files that each rank has alone",
-            "Pass reader(files), one tf.data.Dataset of all files, in place of the list.",
+            "Pass reader(files), one tf.data.Dataset of all files, instead of the list.",
         )
     )
 
@@ -160,32 +160,32 @@ def _read(names: Sequence[str], terms: ShardOptions) -> Any:
 
 
 def agreed_spread(counts: Sequence[int], batch_size: int, terms: ShardOptions) -> Spread:
-    """Returns the plan of this rank's batches from the numbers of elements that all ranks hold.
+    """Returns the plan of the batches of this rank from the numbers of elements of all ranks.
 
     Args:
-        counts: number of elements of each rank, by rank.
-        batch_size: elements per step of one rank, at most.
-        terms: the terms on which the files are shared out.
+        counts: number of elements of each rank.
+        batch_size: largest number of elements of one rank in a step.
+        terms: options of `shard`.
 
     Raises:
-        DataError: some rank has too few; the text is the same on all.
+        DataError: a rank has too few elements; the text is the same on all ranks.
     """
     spread = plan_spread(counts, terms.rank, batch_size, terms.remainder)
     if spread is None:
         raise errors.DataError(
             terms.explain(
-                f"files with an element for every one of {-(-max(counts) // batch_size)} "
-                f"steps on each rank, as many as the rank with most elements takes",
+                f"an element for each of {-(-max(counts) // batch_size)} steps on each rank, the "
+                f"steps of the rank with most elements",
                 f"{counts} elements by rank",
-                "Use files of more equal length, as many as are a multiple of the ranks, "
-                "or a larger batch_size, or remainder='pad'.",
+                "Use files of similar length, a multiple of the number of ranks, a larger "
+                "batch_size or remainder='pad'.",
             )
         )
     return spread
 
 
 def facts_of_names(names: Sequence[str]) -> list[Fact]:
-    """Returns what must be equal on all ranks of names that stand for files."""
+    """Returns the facts about names of files that must be equal on all ranks."""
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=6).hexdigest()
     return [
         Fact("the kind of data", "a list of files", SORTED),
@@ -195,6 +195,6 @@ def facts_of_names(names: Sequence[str]) -> list[Fact]:
 
 
 def facts_of_files(names: Sequence[str]) -> list[Fact]:
-    """Returns what must be equal on all ranks of files."""
-    # A data set may lie in another directory on each node, so the last part is what counts.
+    """Returns the facts about files that must be equal on all ranks."""
+    # The directory may differ between nodes, so only the last part is compared.
     return facts_of_names([PurePath(name).name for name in names])

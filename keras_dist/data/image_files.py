@@ -1,4 +1,4 @@
-"""Images in files, with a class or a value for each, read by Pillow: an image is a piece."""
+"""Image files with labels, read by Pillow; an image is a piece."""
 
 import hashlib
 import os
@@ -42,51 +42,51 @@ def image_dataset(
     steps: int | None = None,
     unreadable: Unreadable = "raise",
 ) -> Any:
-    """Returns this rank's part of a tree or table of images, in batches, ready for `fit`.
+    """Generates the batches of this rank from image files, for `fit`.
 
     Image i belongs to rank `i % size`. Classes are numbered in sorted order, the same on all ranks;
-    the data set's `class_names` tells them. Needs Pillow: `pip install 'keras_dist[images]'`.
+    the data set has them as `class_names`. Needs Pillow: `pip install 'keras_dist[images]'`.
 
-    Collective: every rank, with the same arguments; blocks, until each image has been looked into
-    by one rank. An error on one rank is raised on all.
+    Collective: every rank, with the same arguments; blocks until one rank has inspected each
+    image. An error on one rank is raised on all.
 
     Args:
-        images: a directory with a directory for each class; or a pandas `DataFrame`.
+        images: a directory with a subdirectory for each class, or a pandas `DataFrame`.
         image_size: height and width to which images are resized, in pixels. Defaults to
             `(256, 256)`.
-        batch_size: images in each step on this rank, at most. Defaults to 32.
-        label_mode: `"int"`: int32, the number of the class. `"categorical"`: float32, 1 at that
-            number. `"binary"`: float32 of shape `(1,)`, of two classes. `"raw"`: the values in
-            `y_col`, as float32. `None`: images alone, of a directory all that are in it. Defaults
-            to `"int"`.
-        class_names: the classes in the order of their numbers. Defaults to those that are there,
-            sorted; of a `DataFrame`, as text.
+        batch_size: largest number of images of this rank in a step. Defaults to 32.
+        label_mode: `"int"`: int32, the number of the class. `"categorical"`: float32, one-hot.
+            `"binary"`: float32 of shape `(1,)`, for two classes. `"raw"`: the values in `y_col`, as
+            float32. `None`: no labels; of a directory, all images in it. Defaults to `"int"`.
+        class_names: the classes in the order of their numbers. Defaults to the classes of the
+            images, sorted; those of a `DataFrame` as text.
         color_mode: `"rgb"`, `"rgba"` or `"grayscale"`. Defaults to `"rgb"`.
-        directory: where the files of a `DataFrame` lie. Defaults to the working directory.
-        x_col: the column with paths. Defaults to `"filename"`.
-        y_col: the column with classes, or with `label_mode="raw"` one or several with numbers.
+        directory: directory of the files of a `DataFrame`. Defaults to the working directory.
+        x_col: column of paths. Defaults to `"filename"`.
+        y_col: column of classes; with `label_mode="raw"` one or several columns of numbers.
             Defaults to `"class"`.
-        own: whether each rank is given images of its own, other ones than the rest, as on disks of
-            nodes. Classes are then those of all ranks. Defaults to False: all see all images.
-        shuffle: whether every epoch has an order of its own. Defaults to True. Pass False to
-            evaluate or predict. `"global"`: one order of the whole that does not depend on the
-            number of ranks; not with `own`.
-        seed: whole number from which, with rank and epoch, the orders follow. Defaults to 0.
+        own: whether `images` differs on each rank, as on local disks; the classes are those of all
+            ranks. Defaults to `False`: `images` is the same on all ranks.
+        shuffle: whether to shuffle in every epoch. Pass `False` to evaluate or predict.
+            `"global"`: one order of all images, which does not depend on the number of ranks; not
+            with `own`. Defaults to `True`.
+        seed: integer seed of the orders, combined with the rank and the epoch. Defaults to 0.
         remainder: `"uneven"`, `"pad"` or `"drop"`, as for files in `shard`. Defaults to `"uneven"`.
-        steps: batches in an epoch of each rank, where it is to end early. Defaults to all.
+        steps: number of batches in an epoch of each rank, to end it early. Defaults to all.
         unreadable: `"raise"` an error that names file and rank, or `"skip"`: images that are
-            missing, or whose header cannot be read, are left out, which the root says; those
-            that turn out to be damaged later are replaced by others of their batch, which their
-            rank says. Defaults to `"raise"`.
+            missing, or whose header cannot be read, are skipped, and rank 0 logs them; images whose
+            damage is found later are replaced by others of their batch, and their rank logs them.
+            Defaults to `"raise"`.
 
     Returns:
-        Batches of images, float32 from 0 to 255 of shape `(batch, height, width, channels)`, and
-        labels: `tf.data.Dataset` with Keras on TensorFlow, else `keras.utils.PyDataset`.
+        Batches of images, float32 from 0 to 255 of shape `(batch, height, width, channels)`, and of
+        labels: `tf.data.Dataset` on the TensorFlow backend, `keras.utils.PyDataset` on others.
 
     Raises:
-        DataError: an image cannot be read, there are fewer than ranks, or a class is not named.
-        ArgumentError: an argument has an impossible value.
-        ArgumentTypeError: an argument is of the wrong kind.
+        DataError: an image cannot be read, there are fewer images than ranks, or a class is not in
+            `class_names`.
+        ArgumentError: an argument has an invalid value.
+        ArgumentTypeError: an argument is of the wrong type.
         MismatchError: the ranks have different images, classes or arguments.
 
     Example:
@@ -111,7 +111,7 @@ def image_dataset(
         if not own:
             facts += facts_of_names(found.names)
             facts.append(Fact("the labels", labels is not None and _digest(labels)))
-        # Where a rank looks into its own images, it need not reach those of others.
+        # A rank inspects its own images, and need not reach those of others.
         return ShardSource(kind, found.paths, terms, unreadable, facts, own, visible=False)
 
     part = consistency.prepare(survey)
@@ -120,18 +120,18 @@ def image_dataset(
 
 
 class ImageFiles:
-    """Files with an image each.
+    """Image files.
 
     Args:
-        images: all of them.
-        labels: their labels, if they have some.
-        image_size: height and width.
-        color_mode: what a pixel consists of.
-        unreadable: what becomes of images that cannot be decoded.
-        terms: for messages.
+        images: the images.
+        labels: their labels, if any.
+        image_size: height and width in pixels.
+        color_mode: channels of a pixel.
+        unreadable: what to do with images that cannot be decoded.
+        terms: options of the data set, for messages.
 
     Raises:
-        ArgumentError: there is no such size or mode.
+        ArgumentError: the size or the mode is invalid.
     """
 
     mixed = 1 << 62
@@ -172,10 +172,10 @@ class ImageFiles:
         from PIL import Image
 
         with Image.open(path):
-            return self._found  # the same for all: a million of them travel as one
+            return self._found  # one object for all images: it is pickled once
 
     def reader(self, places: Sequence[Location], found: Found) -> "ImageReader":
-        """Returns what decodes the images."""
+        """Returns a reader of the images."""
         return ImageReader(places, self._decode, found, self._unreadable)
 
     def _decode(self, place: Location) -> Any:
@@ -183,20 +183,20 @@ class ImageFiles:
 
         height, width = self._size
         with Image.open(place.path) as image:
-            image.draft(self._mode, (width, height))  # JPEG alone: not more pixels than needed
+            image.draft(self._mode, (width, height))  # JPEG: decodes no more pixels than needed
             pixels = image.convert(self._mode).resize((width, height), Image.Resampling.BILINEAR)
         array = np.asarray(pixels, "float32").reshape(height, width, -1)
         return array if self._labels is None else (array, self._labels[place.file])
 
 
 class ImageReader:
-    """Images, decoded when they are asked for.
+    """Images, decoded when they are read.
 
     Args:
-        places: where they lie.
-        decode: makes an image, with its label, of a place.
-        found: what all of them are like.
-        unreadable: what becomes of images that cannot be decoded.
+        places: locations of the images.
+        decode: makes an image, with its label, from a location.
+        found: layout of all images.
+        unreadable: what to do with images that cannot be decoded.
     """
 
     def __init__(

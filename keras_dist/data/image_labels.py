@@ -1,4 +1,4 @@
-"""Which images there are, in a directory or a DataFrame, and what is known of each."""
+"""Lists of images, from a directory or a DataFrame, and their labels."""
 
 import dataclasses
 import os
@@ -16,38 +16,38 @@ __all__ = ["Classes", "Images", "LabelMode", "labels_of", "listed"]
 LabelMode = Literal["int", "categorical", "binary", "raw"]
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 SAME = (
-    "Bring the same images to all nodes. If each rank is to read images of its own, pass own=True: "
-    "the classes are then those of all ranks."
+    "Copy the same images to all nodes. If each rank has images of its own, pass own=True: the "
+    "classes are then those of all ranks."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """Images, and what a user has said of each.
+    """Images and their classes or values.
 
     Args:
-        paths: where they lie.
-        names: the same below their directory, equal on nodes that keep them elsewhere.
-        said: the class of each, or its values; `None` without labels.
+        paths: paths of the files.
+        names: paths below their directory, equal on nodes that have them elsewhere.
+        targets: class of each image, or its values; `None` without labels.
     """
 
     paths: list[str]
     names: list[str]
-    said: Any
+    targets: Any
 
 
 class Classes:
-    """The classes of the images of a rank, which become those of all.
+    """The classes of the images, compared or merged over the ranks.
 
     Args:
-        images: those that this rank sees.
-        mode: what labels are to be.
-        class_names: the classes, where the user names them.
-        own: whether ranks see other images.
-        terms: for messages.
+        images: images of this rank.
+        mode: kind of the labels.
+        class_names: the classes, if the user names them.
+        own: whether each rank has images of its own.
+        terms: options of the data set, for messages.
 
     Raises:
-        DataError: an image is of none of the classes that the user names.
+        DataError: the class of an image is not in `class_names`.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Classes:
         own: bool,
         terms: ShardOptions,
     ):
-        found = sorted(set(images.said)) if mode not in (None, "raw") else []
+        found = sorted(set(images.targets)) if mode not in (None, "raw") else []
         unknown = set(found) - set(class_names if class_names is not None else found)
         if unknown:
             raise errors.DataError(
                 terms.explain(
                     f"images of the classes {list(class_names or ())}",
                     f"some of {sorted(unknown)[0]!r}",
-                    "Pass all class_names, or take these images away.",
+                    "Pass all class_names, or remove these images.",
                 )
             )
         self._images, self._named, self._mode, self._terms = images, class_names, mode, terms
@@ -97,9 +97,9 @@ def listed(
     """Returns the images of a directory, or of a DataFrame.
 
     Raises:
-        DataError: there are none, or a column is missing.
-        ArgumentError: there is no such mode, or it means nothing here.
-        ArgumentTypeError: `images` is neither.
+        DataError: there is no image, or a column is missing.
+        ArgumentError: the mode is unknown, or not defined for a directory.
+        ArgumentTypeError: `images` is neither a directory nor a DataFrame.
     """
     if mode not in (None, *get_args(LabelMode)):
         choices = ", ".join(map(repr, (*get_args(LabelMode), None)))
@@ -118,7 +118,7 @@ def listed(
 
 def _of_directory(directory: Path, mode: LabelMode | None, terms: ShardOptions) -> Images:
     if mode == "raw":
-        remedy = "Pass a DataFrame that names a value for each image."
+        remedy = "Pass a DataFrame with a value for each image."
         raise errors.ArgumentError(
             terms.explain("no label_mode='raw' for a directory", "'raw'", remedy)
         )
@@ -132,8 +132,8 @@ def _of_directory(directory: Path, mode: LabelMode | None, terms: ShardOptions) 
     )
     if mode is not None:
         found = [name for name in found if os.sep in name]
-    said = [name.partition(os.sep)[0] for name in found] if mode is not None else None
-    return Images([str(directory / name) for name in found], found, said)
+    targets = [name.partition(os.sep)[0] for name in found] if mode is not None else None
+    return Images([str(directory / name) for name in found], found, targets)
 
 
 def _of_frame(
@@ -147,26 +147,26 @@ def _of_frame(
     wanted = [y_col] if isinstance(y_col, str) else list(y_col)
     for column in [x_col, *(wanted if mode is not None else ())]:
         if column not in frame.columns:
-            there = ", ".join(map(str, frame.columns))
+            known = ", ".join(map(str, frame.columns))
             remedy = "Pass x_col and y_col."
-            raise errors.DataError(terms.explain(f"a column {column!r}", there, remedy))
+            raise errors.DataError(terms.explain(f"a column {column!r}", known, remedy))
     names = [str(name) for name in frame[x_col]]
-    said: Any = None
+    targets: Any = None
     if mode == "raw":
-        said = frame[wanted].to_numpy("float32")
+        targets = frame[wanted].to_numpy("float32")
     elif mode is not None:
-        said = [str(name) for name in frame[wanted[0]]]
-    return Images([str(directory / name) for name in names], names, said)
+        targets = [str(name) for name in frame[wanted[0]]]
+    return Images([str(directory / name) for name in names], names, targets)
 
 
 def labels_of(images: Images, classes: Sequence[str], mode: LabelMode | None) -> np.ndarray | None:
-    """Returns the labels, one for each image, as Keras' data sets of images have them."""
+    """Returns the labels of the images, as `keras.utils.image_dataset_from_directory`."""
     if mode is None:
         return None
     if mode == "raw":
-        return images.said
+        return images.targets
     number_of = {name: number for number, name in enumerate(classes)}
-    numbers = np.array([number_of[name] for name in images.said], np.int32)
+    numbers = np.array([number_of[name] for name in images.targets], np.int32)
     if mode == "binary":
         return numbers.astype("float32")[:, None]
     if mode == "categorical":

@@ -1,4 +1,4 @@
-"""Arrays in tuples, lists and dicts, as Keras takes a batch; and what becomes an array."""
+"""Nested tuples, lists and dicts of arrays, as Keras takes a batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,9 +11,9 @@ __all__ = ["as_array", "concatenated", "described", "leaves", "mapped", "stacked
 
 
 def mapped(function: Callable[..., Any], data: Any, *others: Any) -> Any:
-    """Applies a function to every leaf, with those of others in its place.
+    """Applies a function to every leaf, and to the same leaf of other structures.
 
-    Lists become tuples, as Keras takes a batch.
+    Lists become tuples, as in batches of Keras.
     """
     if isinstance(data, dict):
         return {
@@ -22,14 +22,14 @@ def mapped(function: Callable[..., Any], data: Any, *others: Any) -> Any:
         }
     if isinstance(data, tuple | list):
         return tuple(
-            mapped(function, value, *(other[place] for other in others))
-            for place, value in enumerate(data)
+            mapped(function, value, *(other[index] for other in others))
+            for index, value in enumerate(data)
         )
     return function(data, *others)
 
 
 def leaves(data: Any, path: str = "data") -> Iterator[tuple[str, Any]]:
-    """Yields the leaves with how a user would write each."""
+    """Yields each leaf after its path in the user's notation, such as `data['x'][0]`."""
     if isinstance(data, dict | tuple | list):
         items = data.items() if isinstance(data, dict) else enumerate(data)
         for key, value in items:
@@ -39,9 +39,9 @@ def leaves(data: Any, path: str = "data") -> Iterator[tuple[str, Any]]:
 
 
 def as_array(leaf: Any) -> np.ndarray:
-    """Returns a numpy array of an array of any framework, of a frame or column of pandas, a number.
+    """Converts an array of a framework, a number, or a frame or column of pandas to numpy.
 
-    As Keras takes them: a column has an axis of its own, and floats of pandas become `floatx`.
+    As in Keras, a column gets a second axis, and floats of pandas become `floatx`.
     """
     if is_a(leaf, "torch", "Tensor"):
         return leaf.detach().cpu().numpy()
@@ -56,17 +56,17 @@ def as_array(leaf: Any) -> np.ndarray:
 
 
 def stacked(samples: Sequence[Any]) -> Any:
-    """Returns a batch of single samples that are nested alike."""
+    """Stacks samples of one structure to a batch."""
     return mapped(lambda *each: np.stack([as_array(leaf) for leaf in each]), *samples)
 
 
 def concatenated(batches: Sequence[Any]) -> Any:
-    """Returns one batch of several that are nested alike."""
+    """Concatenates batches of one structure."""
     if len(batches) == 1:
         return batches[0]
     return mapped(lambda *each: np.concatenate([as_array(leaf) for leaf in each]), *batches)
 
 
 def described(data: Any) -> list[str]:
-    """Returns dtype and shape, but for the first axis, of every array, for ranks to compare."""
+    """Returns dtype and shape without the first axis of every array, which ranks compare."""
     return [f"{path}: {array.dtype} {array.shape[1:]}" for path, array in leaves(data)]

@@ -1,4 +1,4 @@
-"""Data on a disk of each node: brought there once, by one rank, while the others wait."""
+"""Copies of data on a local disk of each node, made by one rank while the others wait."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from keras_dist.data.shard_options import Fact, ShardOptions
 
 __all__ = ["cached"]
 
-MEETING_SECONDS = 0.5
+REPORT_SECONDS = 0.5
 LINE_SECONDS = 5.0
 SAME = "Pass the same arguments to cached() on every rank."
 
@@ -29,39 +29,39 @@ def cached(
     sha256: str | None = None,
     unpack: bool = False,
 ) -> str:
-    """Returns where a copy of a file, directory or download lies on this node.
+    """Copies a file, directory or download to this node, and returns the path of the copy.
 
-    One rank of each node brings it there, unless it is there already, and the others wait; ranks
-    of other jobs on the node wait as well, and find it. It is there whole or not at all. The root
-    shows a bar with size and time. A file is copied anew when its size or time has changed, a
-    directory when its own time has; what was downloaded is kept. Jobs that have the copy before
-    keep it: it is removed when somebody asks for the source after they have ended.
+    One rank of each node makes the copy, unless it exists, and the others wait, also ranks of other
+    jobs on the node. The copy is complete or absent. Rank 0 shows a progress bar. A file is copied
+    again when its size or modification time has changed, a directory when its own modification time
+    has; a download is kept. Jobs that use an old copy keep it: a later call for the source, after
+    they have ended, removes it.
 
-    A user's copies lie in a directory of `cache_dir` that this user alone can read and write;
-    what belongs to somebody else is refused. With a copy the digests of all its files are noted.
-    Whenever it is there already they are compared, which reads all of it, and what has changed is
-    brought again, with a warning.
+    The copies of a user are in a directory of `cache_dir` that only this user can access; files of
+    other users are refused. The digests of all files are recorded with the copy. At every later use
+    they are compared, which reads all files, and a changed copy is made again, with a warning.
 
-    Collective: every rank, with the same arguments but for `cache_dir`; blocks, however long it
-    takes. An error on one node is raised on all ranks.
+    Collective: every rank, with the same arguments except `cache_dir`; blocks as long as it takes.
+    An error on one node is raised on all ranks.
 
     Args:
         source: a path that one rank of each node can read, or a URL (`http`, `https`).
-        cache_dir: a directory on a disk of the node; made if it is not there. What is in it stays
-            until you remove it. It and the directories above belong to you or to root, and not
-            everybody may write to them, unless their sticky bit is set, as that of `/tmp` is.
-        sha256: the checksum of the file or archive, 64 hexadecimal digits; not for a directory. It
-            is compared when the file comes. Defaults to not known.
-        unpack: whether it is a tar or zip file whose contents are wanted. Defaults to False.
+        cache_dir: a directory on a local disk of the node; it is made if it does not exist. Its
+            contents stay until you remove them. It and its parents must belong to you or to root,
+            and others must not be able to write to them, unless the sticky bit is set, as for
+            `/tmp`.
+        sha256: SHA-256 of the file or archive, 64 hexadecimal digits; not for a directory. It is
+            compared when the file is copied. Defaults to `None`: unknown.
+        unpack: whether to unpack a tar or zip file. Defaults to `False`.
 
     Returns:
-        The path of the copy, whose last part is that of `source`: with `unpack` a directory.
+        Path of the copy, with the last part of `source`; a directory with `unpack`.
 
     Raises:
-        DataError: it cannot be read, written or unpacked on some node, it was cut off, its
-            checksum is another, or what lies in the cache belongs to another user.
-        ArgumentError: `sha256` is no checksum, or of a directory.
-        ArgumentTypeError: an argument is of the wrong kind.
+        DataError: the source cannot be read, written or unpacked on a node, is truncated or has
+            another checksum, or the copy belongs to another user.
+        ArgumentError: `sha256` is not a checksum, or `source` is a directory.
+        ArgumentTypeError: an argument is of the wrong type.
         MismatchError: the ranks have different arguments.
 
     Example:
@@ -70,7 +70,7 @@ def cached(
     dataset = keras_dist.data.image_dataset(train, image_size=(224, 224))
     ```
     """
-    fetch = consistency.prepare(lambda: _Wanted(source, cache_dir, sha256, unpack))
+    fetch = consistency.prepare(lambda: _Request(source, cache_dir, sha256, unpack))
     began = time.monotonic()
     with _working(fetch if runtime.local_rank() == 0 else None) as work, _bar(fetch) as show:
         while True:
@@ -79,18 +79,18 @@ def cached(
             failures = [report.failure for report in reports if report.failure is not None]
             if failures or all(report.ended for report in reports):
                 break
-            # So seldom that it costs nothing, and never so seldom that a rank seems stuck.
-            work.thread.join(MEETING_SECONDS)
+            # Rare enough to cost nothing, frequent enough that no rank seems stalled.
+            work.thread.join(REPORT_SECONDS)
     if failures:
         raise errors.DataError(failures[0])
-    _say(fetch, reports, time.monotonic() - began)
+    _log_summary(fetch, reports, time.monotonic() - began)
     path = reports[runtime.communicator().topology.first_on_node].path
     hold(Path(path))
     return path
 
 
-class _Wanted:
-    """The arguments, checked."""
+class _Request:
+    """The arguments, checked and compared over the ranks."""
 
     held = None
 
@@ -109,7 +109,7 @@ class _Wanted:
         if not is_url(name):
             name = os.path.abspath(name)
         if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
-            remedy = "Pass what sha256sum prints."
+            remedy = "Pass the output of sha256sum."
             raise errors.ArgumentError(
                 terms.explain("sha256 to be 64 hexadecimal digits", repr(sha256), remedy)
             )
@@ -119,17 +119,17 @@ class _Wanted:
                 terms.explain("no sha256 for a directory", f"one for {name}", remedy)
             )
         self._fetch = Fetch(name, Path(cache_dir), sha256 and sha256.lower(), unpack)
-        said = {"source": name, "sha256": sha256, "unpack": unpack}
-        self.facts = [Fact(label, value, SAME) for label, value in said.items()]
+        compared = {"source": name, "sha256": sha256, "unpack": unpack}
+        self.facts = [Fact(label, value, SAME) for label, value in compared.items()]
 
     def part(self, held: Sequence[None]) -> Fetch:
-        """Returns what is to be brought."""
+        """Returns the entry of the cache."""
         return self._fetch
 
 
 @dataclasses.dataclass(frozen=True)
 class _Report:
-    """How far a rank is; and where it is then, on the first rank of each node."""
+    """Progress of a rank, and the path of the copy on the first rank of each node."""
 
     ended: bool
     failure: str | None
@@ -140,7 +140,7 @@ class _Report:
 
 
 class _Work:
-    """What this rank brings, in a thread; `None`: another one does."""
+    """A thread that makes the copy; it does nothing if another rank does."""
 
     def __init__(self, fetch: Fetch | None):
         self._fetch = fetch
@@ -153,18 +153,18 @@ class _Work:
         try:
             self._fetch.run()
         except NotOwnError as failure:
-            told = failure.expected, failure.received, failure.remedy
-            self._failure = errors.explain(_where(), *told)
-        except Exception as failure:  # the other ranks have to hear of it, whatever it is
+            parts = failure.expected, failure.received, failure.remedy
+            self._failure = errors.explain(_where(), *parts)
+        except Exception as failure:  # raised on all ranks
             self._failure = errors.explain(
                 _where(),
-                f"{self._fetch.source} to be brought to {self._fetch.cache_dir}",
+                f"{self._fetch.source} to be copied to {self._fetch.cache_dir}",
                 f"{type(failure).__name__}: {failure}",
-                "Look at both places on that node.",
+                "Check both paths on that node.",
             )
 
     def report(self) -> _Report:
-        """Returns how far this rank is."""
+        """Returns the progress of this rank."""
         ended = not self.thread.is_alive()
         fetch = self._fetch
         if fetch is None:
@@ -191,9 +191,9 @@ def _working(fetch: Fetch | None) -> Iterator[_Work]:
 
 @contextlib.contextmanager
 def _bar(fetch: Fetch) -> Iterator[Callable[[Sequence[_Report]], None]]:
-    """Shows on the root how far all nodes are together: a bar, or lines where there is no terminal.
+    """Shows the progress of all nodes on rank 0: a bar, or lines without a terminal.
 
-    mpiexec is no terminal to its ranks.
+    Under mpiexec a rank has no terminal.
     """
     from rich import console, progress
 
@@ -209,26 +209,26 @@ def _bar(fetch: Fetch) -> Iterator[Callable[[Sequence[_Report]], None]]:
         transient=True,
     )
     task = bar.add_task(f"caching {fetch.name}", total=None)
-    told = began = time.monotonic()
+    printed = began = time.monotonic()
 
     def show(reports: Sequence[_Report]) -> None:
-        nonlocal told
+        nonlocal printed
         total = sum(report.total_nbytes for report in reports)
         done = sum(report.done_nbytes for report in reports)
-        words = f"{fetch.doing} {fetch.name}"
-        bar.update(task, description=words, total=total or None, completed=done)
+        label = f"{fetch.doing} {fetch.name}"
+        bar.update(task, description=label, total=total or None, completed=done)
         now = time.monotonic()
-        if not is_terminal and runtime.rank() == 0 and now - told >= LINE_SECONDS:
-            told = now
+        if not is_terminal and runtime.rank() == 0 and now - printed >= LINE_SECONDS:
+            printed = now
             of_all = f" of {total / 1e6:,.1f}" if total else ""
             line = f"{done / 1e6:,.1f}{of_all} MB after {now - began:.0f} s"
-            print(f"keras_dist: {words}: {line}", flush=True)
+            print(f"keras_dist: {label}: {line}", flush=True)
 
     with bar:
         yield show
 
 
-def _say(fetch: Fetch, reports: Sequence[_Report], seconds: float) -> None:
+def _log_summary(fetch: Fetch, reports: Sequence[_Report], seconds: float) -> None:
     nodes = sum(report.fetched for report in reports)
     if nodes and runtime.rank() == 0:
         nbytes = sum(report.done_nbytes for report in reports if report.fetched)

@@ -1,4 +1,4 @@
-"""`.npz` files: a file is a piece."""
+"""`.npz` files; a file is a piece."""
 
 import zipfile
 from collections.abc import Sequence
@@ -32,41 +32,41 @@ def npz(
     steps: int | None = None,
     unreadable: Unreadable = "raise",
 ) -> Any:
-    """Returns this rank's part of arrays in `.npz` files, in batches, ready for `fit`.
+    """Generates the batches of this rank from arrays in `.npz` files, for `fit`.
 
-    File i belongs to rank `i % size`; with fewer files than ranks all read all files, and row i
-    belongs to rank `i % size`. A rank holds four files in memory: shuffling puts files in another
-    order every epoch, and rows of four files that follow each other are mixed.
+    File i belongs to rank `i % size`. With fewer files than ranks every rank reads all files, and
+    row i belongs to rank `i % size`. A rank keeps four files in memory: in every epoch the order of
+    the files is shuffled, then the rows of each four consecutive files.
 
-    Collective: every rank, with the same arguments; blocks, until each file has been looked into
-    by one rank. An error on one rank is raised on all.
+    Collective: every rank, with the same arguments; blocks until one rank has inspected each file.
+    An error on one rank is raised on all.
 
     Args:
         files: a path, a pattern such as `"train/*.npz"`, or a list of them.
-        x: name of an array, or nested tuples, lists and dicts of names: a batch has the same
+        x: name of an array, or nested tuples, lists and dicts of names; a batch has the same
             structure.
-        y: the same for the labels. Defaults to none: a batch is `x` alone.
-        batch_size: samples in each step on this rank, at most: ranks that hold fewer than others
-            spread theirs over as many steps. Defaults to 32.
-        shuffle: whether every epoch has an order of its own. Defaults to True. Pass False to
-            evaluate or predict. `"global"`: one order of the whole that does not depend on the
-            number of ranks, for which every rank reads all files.
-        seed: whole number from which, with rank and epoch, the orders follow. Defaults to 0.
+        y: the same for the labels. Defaults to `None`: a batch is `x` alone.
+        batch_size: largest number of samples of this rank in a step: ranks with fewer samples than
+            others distribute them over the same number of steps. Defaults to 32.
+        shuffle: whether to shuffle in every epoch. Pass `False` to evaluate or predict.
+            `"global"`: one order of all data, which does not depend on the number of ranks; every
+            rank reads all files. Defaults to `True`.
+        seed: integer seed of the orders, combined with the rank and the epoch. Defaults to 0.
         remainder: `"uneven"`, `"pad"` or `"drop"`, as for files in `shard`. Defaults to `"uneven"`.
-        steps: batches in an epoch of each rank, where it is to end early. Defaults to all.
-        unreadable: what becomes of files that some rank cannot read when the data set is made:
-            `"raise"` an error that names file and rank, or `"skip"` them on all ranks, which the
-            root says. Damage that shows only when rows are read is an error. Defaults to
+        steps: number of batches in an epoch of each rank, to end it early. Defaults to all.
+        unreadable: what to do with files that a rank cannot read when the data set is made:
+            `"raise"` an error that names file and rank, or `"skip"` them on all ranks; rank 0
+            logs them. Damage that is found when rows are read is an error. Defaults to
             `"raise"`.
 
     Returns:
-        `tf.data.Dataset` with Keras on TensorFlow, else `keras.utils.PyDataset`.
+        `tf.data.Dataset` on the TensorFlow backend, `keras.utils.PyDataset` on others.
 
     Raises:
         DataError: a file or an array is missing or unreadable, lengths or shapes differ, or there
             are too few rows.
-        ArgumentError: an argument has an impossible value.
-        ArgumentTypeError: an argument is of the wrong kind.
+        ArgumentError: an argument has an invalid value.
+        ArgumentTypeError: an argument is of the wrong type.
         MismatchError: the ranks have different files or arguments.
 
     Example:
@@ -87,7 +87,7 @@ def npz(
 
 
 class NpzFiles:
-    """Files of arrays that numpy has written.
+    """Files of arrays written by numpy.
 
     Args:
         names: names of arrays in the structure of a batch.
@@ -100,25 +100,25 @@ class NpzFiles:
         self._names, self._terms = names, terms
 
     def look(self, path: str) -> Found:
-        """Reads the headers of the arrays."""
+        """Reads the headers of the arrays in a file."""
         headers = {}
         with zipfile.ZipFile(path) as archive:
             for name in names_in(self._names):
                 if f"{name}.npy" not in archive.namelist():
-                    there = ", ".join(n.removesuffix(".npy") for n in archive.namelist())
-                    raise self._error(f"an array {name!r} in {path}", there, "Pass one of these.")
+                    known = ", ".join(n.removesuffix(".npy") for n in archive.namelist())
+                    raise self._error(f"an array {name!r} in {path}", known, "Pass one of these.")
                 with archive.open(f"{name}.npy") as file:
                     headers[name] = _header(file)
         lengths = {shape[:1] for shape, _ in headers.values()}
         if len(lengths) != 1 or () in lengths:
-            said = ", ".join(f"{name} {shape}" for name, (shape, _) in headers.items())
-            remedy = "Write one entry a sample into each."
-            raise self._error(f"arrays of equal length in {path}", said, remedy)
+            received = ", ".join(f"{name} {shape}" for name, (shape, _) in headers.items())
+            remedy = "Write one entry per sample into each array."
+            raise self._error(f"arrays of equal length in {path}", received, remedy)
         layout = tuple((name, dtype.str, shape[1:]) for name, (shape, dtype) in headers.items())
         return Found(lengths.pop(), layout, self._names)
 
     def reader(self, places: Sequence[Location], found: Found) -> CachedShards:
-        """Returns what reads the files."""
+        """Returns a reader of the files."""
         return CachedShards(self._load, places, found, self.mixed)
 
     def _load(self, place: Location) -> dict[str, np.ndarray]:

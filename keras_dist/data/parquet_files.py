@@ -1,4 +1,4 @@
-"""Parquet files, read by pyarrow: a row group is a piece."""
+"""Parquet files, read by pyarrow; a row group is a piece."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,40 +31,40 @@ def parquet(
     steps: int | None = None,
     unreadable: Unreadable = "raise",
 ) -> Any:
-    """Returns this rank's part of columns in Parquet files, in batches, ready for `fit`.
+    """Generates the batches of this rank from columns of Parquet files, for `fit`.
 
-    Row groups of all files count through: number i belongs to rank `i % size`. With fewer row
-    groups than ranks, row i belongs to rank `i % size`. A rank holds four row groups in memory:
-    shuffling puts them in another order every epoch, and rows of four that follow each other are
-    mixed. Needs pyarrow: `pip install 'keras_dist[parquet]'`.
+    Row groups are numbered over all files: row group i belongs to rank `i % size`. With fewer row
+    groups than ranks, row i belongs to rank `i % size`. A rank keeps four row groups in memory: in
+    every epoch the order of the row groups is shuffled, then the rows of each four consecutive
+    groups. Needs pyarrow: `pip install 'keras_dist[parquet]'`.
 
-    Collective: every rank, with the same arguments; blocks, until each file has been looked into
-    by one rank. An error on one rank is raised on all.
+    Collective: every rank, with the same arguments; blocks until one rank has inspected each file.
+    An error on one rank is raised on all.
 
     Args:
         files: a path, a pattern such as `"train/*.parquet"`, or a list of them.
-        x: name of a column of numbers, or of lists of fixed length; nested tuples and dicts of
-            names: a batch has the same structure. A list of names of columns of numbers is one
-            array with a column for each.
-        y: the same for the labels. Defaults to none: a batch is `x` alone.
-        batch_size: samples in each step on this rank, at most: ranks that hold fewer than others
-            spread theirs over as many steps. Defaults to 32.
-        shuffle: whether every epoch has an order of its own. Defaults to True. Pass False to
-            evaluate or predict. `"global"`: one order of the whole that does not depend on the
-            number of ranks, for which every rank reads all row groups.
-        seed: whole number from which, with rank and epoch, the orders follow. Defaults to 0.
+        x: name of a column of numbers or of lists of fixed length, or nested tuples and dicts of
+            names; a batch has the same structure. A list of names of columns of numbers becomes one
+            array with a column for each name.
+        y: the same for the labels. Defaults to `None`: a batch is `x` alone.
+        batch_size: largest number of samples of this rank in a step: ranks with fewer samples than
+            others distribute them over the same number of steps. Defaults to 32.
+        shuffle: whether to shuffle in every epoch. Pass `False` to evaluate or predict.
+            `"global"`: one order of all data, which does not depend on the number of ranks; every
+            rank reads all row groups. Defaults to `True`.
+        seed: integer seed of the orders, combined with the rank and the epoch. Defaults to 0.
         remainder: `"uneven"`, `"pad"` or `"drop"`, as for files in `shard`. Defaults to `"uneven"`.
-        steps: batches in an epoch of each rank, where it is to end early. Defaults to all.
+        steps: number of batches in an epoch of each rank, to end it early. Defaults to all.
         unreadable: `"raise"` or `"skip"`, see `npz`. Defaults to `"raise"`.
 
     Returns:
-        `tf.data.Dataset` with Keras on TensorFlow, else `keras.utils.PyDataset`.
+        `tf.data.Dataset` on the TensorFlow backend, `keras.utils.PyDataset` on others.
 
     Raises:
         DataError: a file or a column is missing, unreadable or not of numbers, files differ, or
             there are too few rows.
-        ArgumentError: an argument has an impossible value.
-        ArgumentTypeError: an argument is of the wrong kind.
+        ArgumentError: an argument has an invalid value.
+        ArgumentTypeError: an argument is of the wrong type.
         MismatchError: the ranks have different files or arguments.
 
     Example:
@@ -87,7 +87,7 @@ class ParquetFiles:
     """Parquet files.
 
     Args:
-        names: names of columns in the structure of a batch; each one of a matrix ends in a tab.
+        names: names of columns in the structure of a batch; each name of a matrix ends in a tab.
         terms: for messages.
     """
 
@@ -97,7 +97,7 @@ class ParquetFiles:
         self._names, self._terms = names, terms
 
     def look(self, path: str) -> Found:
-        """Reads the footer."""
+        """Reads the footer of a file."""
         import pyarrow.parquet
 
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -110,22 +110,22 @@ class ParquetFiles:
     def _layout(self, name: str, schema: Any, path: str) -> tuple[str, str, tuple[int, ...]]:
         columns = _columns_in(name)
         if missing := [column for column in columns if column not in schema.names]:
-            there = ", ".join(schema.names)
-            raise self._error(f"a column {missing[0]!r} in {path}", there, "Pass one of these.")
+            known = ", ".join(schema.names)
+            raise self._error(f"a column {missing[0]!r} in {path}", known, "Pass one of these.")
         kinds = [_kind(schema.field(column).type) for column in columns]
         shape: tuple[int, ...] = (len(columns),)
         if MATRIX not in name and kinds[0] is not None:
             shape = kinds[0][1]
         if any(kind is None or (MATRIX in name and kind[1]) for kind in kinds):
-            said = ", ".join(f"{column} {schema.field(column).type}" for column in columns)
+            received = ", ".join(f"{column} {schema.field(column).type}" for column in columns)
             remedy = "Convert it when the files are written."
             expected = f"columns of numbers, or one of lists of fixed length, in {path}"
-            raise self._error(expected, said, remedy)
+            raise self._error(expected, received, remedy)
         dtype = np.result_type(*(kind[0] for kind in kinds if kind is not None))
         return name, dtype.str, shape
 
     def reader(self, places: Sequence[Location], found: Found) -> CachedShards:
-        """Returns what reads the row groups."""
+        """Returns a reader of the row groups."""
         dtypes = {name: dtype for name, dtype, _ in found.layout}
 
         def load(place: Location) -> dict[str, np.ndarray]:
@@ -159,14 +159,14 @@ def _columns_in(name: str) -> list[str]:
 
 
 def _kind(of: Any) -> tuple[np.dtype, tuple[int, ...]] | None:
-    """Returns dtype and shape of a row of a column; `None` where it holds no numbers."""
+    """Returns the dtype and shape of a row of a column; `None` if it does not hold numbers."""
     import pyarrow.types
 
     shape: tuple[int, ...] = ()
     if pyarrow.types.is_fixed_size_list(of):
         of, shape = of.value_type, (of.list_size,)
     numbers = (pyarrow.types.is_integer, pyarrow.types.is_floating, pyarrow.types.is_boolean)
-    if not any(is_one(of) for is_one in numbers):
+    if not any(is_kind(of) for is_kind in numbers):
         return None
     return np.dtype(of.to_pandas_dtype()), shape
 
@@ -188,5 +188,5 @@ def _column(column: Any, name: str) -> np.ndarray:
 
 def _numbers(values: Any, name: str) -> np.ndarray:
     if values.null_count and not np.issubdtype(values.type.to_pandas_dtype(), np.floating):
-        raise ValueError(f"column {name} has empty values, for which its dtype has none")
+        raise ValueError(f"column {name} has empty values, which its dtype cannot represent")
     return values.to_numpy(zero_copy_only=False)

@@ -1,4 +1,4 @@
-"""Paths as users write them: one, several, or a pattern."""
+"""Paths of a user: one, several, or a pattern."""
 
 import glob
 import os
@@ -14,15 +14,15 @@ Paths = Path | Sequence[Path]
 
 
 def expanded(paths: Paths, terms: ShardOptions) -> list[str]:
-    """Returns the paths that are meant, those of a pattern in sorted order.
+    """Returns a list of paths; those of a pattern are sorted.
 
     Args:
         paths: a path, a pattern such as `"train/*.npz"`, or a list of them.
-        terms: for messages.
+        terms: options of the data set, for messages.
 
     Raises:
-        ArgumentTypeError: something is no path.
-        DataError: a pattern fits no file, or there is no path at all.
+        ArgumentTypeError: an item is not a path.
+        DataError: a pattern matches no file, or there is no path.
     """
     found = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else list(paths):
@@ -30,12 +30,12 @@ def expanded(paths: Paths, terms: ShardOptions) -> list[str]:
             raise terms.wrong_kind("a path", path)
         name = os.fspath(path)
         is_pattern = glob.has_magic(name) and not os.path.exists(name)
-        fitting = sorted(glob.glob(name, recursive=True)) if is_pattern else [name]
-        if not fitting:
+        matches = sorted(glob.glob(name, recursive=True)) if is_pattern else [name]
+        if not matches:
             raise errors.DataError(
-                terms.explain(f"files like {name}", "none", "Look at the path, on every node.")
+                terms.explain(f"files like {name}", "none", "Check the path on every node.")
             )
-        found += fitting
+        found += matches
     if not found:
         raise errors.DataError(terms.explain("paths of files", "none", "Pass at least one."))
     return found

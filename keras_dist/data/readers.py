@@ -1,7 +1,7 @@
-"""Ways to the rows of columns: from the files, through MPI's files, from another rank.
+"""Readers of rows: from files, through MPI's files, or from another rank.
 
-A reader takes pieces of row numbers and returns the rows of each column. All ways give the same
-rows; so nothing but speed, and who needs access to the files, depends on the way.
+A reader takes ranges of row numbers and returns the rows of each column. All readers return the
+same rows; they differ in speed and in the ranks that need access to the files.
 """
 
 import mmap
@@ -18,57 +18,57 @@ from keras_dist.data.blocks import Pieces
 from keras_dist.data.segments import Column, Segment, open_hdf5
 
 __all__ = [
-    "AskingReader",
+    "CollectiveReader",
     "FileReader",
-    "Flat",
     "Memory",
+    "RawFile",
     "Reader",
-    "TogetherReader",
+    "RemoteReader",
     "through_mpi",
 ]
 
 OPEN_FILES = 16
-KEPT = 3  # the window that is handed out, the next one, and the one that is left
+KEPT = 3  # the current window, the next one, and the previous one
 
 
 class Reader(Protocol):
-    """A way to rows."""
+    """A reader of rows."""
 
     def read(self, pieces: Pieces) -> list[np.ndarray]:
         """Returns the rows of each column, in new arrays."""
 
 
-class Flat(Protocol):
-    """A file whose bytes can be had."""
+class RawFile(Protocol):
+    """A file that is read by offset."""
 
     def read_at(self, offset: int, target: np.ndarray) -> None:
-        """Fills memory with what begins at a byte of the file."""
+        """Reads bytes from an offset of the file into memory."""
 
     def close(self) -> None:
         """Closes the file."""
 
 
 class Memory:
-    """Memory for rows, used again once nobody holds an array in it.
+    """Memory for rows, reused when no array in it is alive.
 
-    Fresh memory is filled with zeros by the system, which takes as long as to read into it.
+    The system fills new memory with zeros, which takes as long as to read into it.
 
     Args:
-        columns: those whose rows it is for.
+        columns: columns of the rows.
     """
 
     def __init__(self, columns: Sequence[Column]):
         self._free: dict[Column, list[mmap.mmap]] = {column: [] for column in columns}
 
     def rows(self, column: Column, pieces: Pieces) -> np.ndarray:
-        """Returns an array for rows of a column, with anything in it."""
+        """Returns an uninitialised array for rows of a column."""
         shape = (int((pieces[:, 1] - pieces[:, 0]).sum()), *column.shape[1:])
         nbytes = int(np.prod(shape)) * column.dtype.itemsize
         free = self._free[column]
         memory = free.pop() if free else mmap.mmap(-1, max(1, nbytes))
         if len(memory) < nbytes:
             memory = mmap.mmap(-1, nbytes)
-        # Views hold on to this array, as there is no other behind it.
+        # Views keep this array alive, as it has no base.
         rows: np.ndarray = np.ndarray(shape, column.dtype, buffer=memory)
         weakref.finalize(rows, _keep, free, memory).atexit = False
         return rows
@@ -80,25 +80,24 @@ def _keep(free: list[mmap.mmap], memory: mmap.mmap) -> None:
 
 
 class FileReader:
-    """Rows from the files themselves, in this process or in a fork of it.
+    """Reads rows from the files, in this process or in a fork of it.
 
-    Rows that simply lie one after the other are read without HDF5, which lets one thread in at a
-    time.
+    Contiguous rows are read without HDF5, which allows one thread at a time.
 
     Args:
-        columns: the data.
-        open_flat: opens a file whose rows lie so. Defaults to the system's.
+        columns: the columns.
+        open_raw: opens a file with contiguous rows. Defaults to the file system.
     """
 
-    def __init__(self, columns: Sequence[Column], open_flat: Callable[[str], Flat] | None = None):
+    def __init__(self, columns: Sequence[Column], open_raw: Callable[[str], RawFile] | None = None):
         self._columns, self._memory = columns, Memory(columns)
-        self._begin(open_flat or _Plain)
+        self._reset(open_raw or _SystemFile)
 
-    def _begin(self, open_flat: Callable[[str], Flat]) -> None:
+    def _reset(self, open_raw: Callable[[str], RawFile]) -> None:
         self._pid = os.getpid()
-        # Again in the same thread: the garbage collector may close it in the midst of a read.
+        # Reentrant: the garbage collector may close the files during a read.
         self._lock = threading.RLock()
-        self._open_flat = open_flat
+        self._open_raw = open_raw
         self._open: dict[tuple[str, bool], Any] | None = {}
 
     def read(self, pieces: Pieces) -> list[np.ndarray]:
@@ -108,13 +107,13 @@ class FileReader:
             DataError: a file cannot be read.
         """
         if os.getpid() != self._pid:
-            # What is open is the parent's: neither HDF5 nor MPI is for both.
-            self._begin(_Plain)
+            # The open files are the parent's: HDF5 and MPI cannot be shared.
+            self._reset(_SystemFile)
         with self._lock:
             return [self._rows(column, pieces) for column in self._columns]
 
     def close(self) -> None:
-        """Closes the files for good."""
+        """Closes the files permanently."""
         with self._lock:
             for file in (self._open or {}).values():
                 file.close()
@@ -144,22 +143,22 @@ class FileReader:
                     runtime.where(),
                     f"{segment.name or 'rows'} in {segment.path} to be readable",
                     " ".join(str(failure).split()),
-                    "The file is damaged, or has changed since the data set was made.",
+                    "The file is damaged, or was changed after the data set was made.",
                 )
             ) from failure
 
-    def _file(self, path: str, flat: bool) -> Any:
+    def _file(self, path: str, raw: bool) -> Any:
         if self._open is None:
-            raise errors.DataError(f"{path} has been closed, as the script ends.")
-        if (path, flat) not in self._open:
+            raise errors.DataError(f"{path} is closed, as the script ends.")
+        if (path, raw) not in self._open:
             if len(self._open) >= OPEN_FILES:
                 self._open.pop(next(iter(self._open))).close()
-            self._open[path, flat] = self._open_flat(path) if flat else open_hdf5(path)
-        return self._open[path, flat]
+            self._open[path, raw] = self._open_raw(path) if raw else open_hdf5(path)
+        return self._open[path, raw]
 
 
-class _Plain:
-    """A file whose bytes the system reads."""
+class _SystemFile:
+    """A file read through the file system."""
 
     def __init__(self, path: str):
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -176,25 +175,25 @@ class _Plain:
             done += count
 
 
-def through_mpi(path: str) -> Flat:
-    """Opens a file through MPI for this rank alone."""
+def through_mpi(path: str) -> RawFile:
+    """Opens a file through MPI, for this rank alone."""
     return _engine.File(runtime.communicator(), path, together=False)
 
 
-class TogetherReader:
-    """Rows of which all ranks read theirs at the same time, through MPI.
+class CollectiveReader:
+    """Reads rows through MPI, on all ranks together.
 
-    Collective to make, and so are its methods: only when all ranks come to the same place can MPI
-    close a file. What is still open at the end of the job is closed there.
+    Making it and its methods are collective: MPI closes a file on all ranks at once. Files that are
+    open at the end of the job are closed then.
 
     Args:
-        columns: the data; each is one segment with an offset.
+        columns: the columns; each is one segment with an offset.
     """
 
     def __init__(self, columns: Sequence[Column]):
         self._columns, self._memory = columns, Memory(columns)
         self._files: dict[str, _engine.File] = {}
-        self._open()  # what cannot be read is told before training
+        self._open()  # errors are raised before training
 
     def read(self, pieces: Pieces) -> list[np.ndarray]:
         """Returns the rows of each column, in new arrays. Collective: every rank; blocks."""
@@ -215,51 +214,51 @@ class TogetherReader:
     def _rows(self, column: Column, pieces: Pieces) -> np.ndarray:
         (segment,) = column.segments
         rows = self._memory.rows(column, pieces)
-        places = (segment.offset or 0) + pieces * segment.row_nbytes
-        self._files[segment.path].read_together(places, _bytes_of(rows))
+        ranges = (segment.offset or 0) + pieces * segment.row_nbytes
+        self._files[segment.path].read_together(ranges, _bytes_of(rows))
         _swap(rows, segment)
         return rows
 
 
-class AskingReader:
-    """Rows that another rank reads and sends. Collective to make: every rank.
+class RemoteReader:
+    """Gets rows from another rank, which reads them. Collective to make: every rank.
 
-    A rank whose reader has died reads for itself from then on, if it can. So does a fork.
+    If the reading rank dies, this rank reads for itself, if it can. A fork reads for itself.
 
     Args:
-        columns: the data.
-        servers: for each rank, which one reads for it; it may be itself.
+        columns: the columns.
+        servers: for each rank the rank that reads for it, possibly itself.
     """
 
     def __init__(self, columns: Sequence[Column], servers: Sequence[int]):
         self._columns, self._memory, self._pid = columns, Memory(columns), os.getpid()
         self._own = FileReader(columns)
-        # What it serves with is not what it reads with: one of them waits for the other else.
+        # Separate readers: otherwise serving and reading would wait for each other.
         serving = FileReader(columns)
         comm = runtime.communicator()
-        self._asks = servers[comm.rank] != comm.rank
+        self._is_client = servers[comm.rank] != comm.rank
         self._service = _engine.RpcService(
-            comm, servers, lambda question: serving.read(question.reshape(-1, 2)), serving.close
+            comm, servers, lambda request: serving.read(request.reshape(-1, 2)), serving.close
         )
 
     def read(self, pieces: Pieces) -> list[np.ndarray]:
         """Returns the rows of each column, in new arrays.
 
         Raises:
-            DataError: a file cannot be read, here or where it is read.
+            DataError: a file cannot be read, on this rank or on the reading one.
         """
-        if not self._asks or os.getpid() != self._pid or not len(pieces):
+        if not self._is_client or os.getpid() != self._pid or not len(pieces):
             return self._own.read(pieces)
         rows = [self._memory.rows(column, pieces) for column in self._columns]
         try:
             self._service.call(pieces.reshape(-1), [_bytes_of(array) for array in rows])
         except errors.RankLostError:
-            self._asks = False
+            self._is_client = False
             return self._own.read(pieces)
         return rows
 
     def close(self) -> None:
-        """Closes the files for good; who reads for this rank need not do so any more."""
+        """Closes the files permanently, and leaves the reading rank."""
         self._own.close()
         if os.getpid() == self._pid:
             self._service.leave()

@@ -37,36 +37,36 @@ def tfrecord(
     shuffle_buffer: int | None = None,
     unreadable: Unreadable = "raise",
 ) -> Any:
-    """Returns this rank's part of the records in TFRecord files, in batches, ready for `fit`.
+    """Generates the batches of this rank from records in TFRecord files, for `fit`.
 
-    `shard` of the files with a reader for TFRecord that checks them: file i belongs to rank
-    `i % size`; with fewer files than ranks all read all files, and record i belongs to rank
-    `i % size`. Needs TensorFlow, whatever the backend of Keras.
+    It is `shard` of the files, with a reader for TFRecord that checks them. File i belongs to rank
+    `i % size`. With fewer files than ranks every rank reads all files, and record i belongs to rank
+    `i % size`. Needs TensorFlow, on every backend of Keras.
 
-    Collective: every rank, with the same arguments; blocks, while each rank reads its files once,
-    to count records and to check them. An error on one rank is raised on all.
+    Collective: every rank, with the same arguments; blocks while each rank reads its files once, to
+    count and check the records. An error on one rank is raised on all.
 
     Args:
         files: a path, a pattern such as `"train/*.tfrecord"`, or a list of them.
         parse: function from a record, a scalar string tensor, to nested tuples and dicts of
-            tensors; it becomes part of a tf.data pipeline.
-        batch_size: samples in each step on this rank, at most. Defaults to 32.
-        compression: how the files are compressed, `"GZIP"`, `"ZLIB"` or not. Defaults to not.
+            tensors; it is traced into a tf.data pipeline.
+        batch_size: largest number of samples of this rank in a step. Defaults to 32.
+        compression: compression of the files, `"GZIP"` or `"ZLIB"`. Defaults to `None`.
         shuffle: see `shard`; for `"global"` every rank reads all files. Defaults to True.
         seed: see `shard`. Defaults to 0.
         remainder: see `shard`. Defaults to `"uneven"`.
-        steps: batches in an epoch of each rank, where it is to end early. Defaults to all.
+        steps: number of batches in an epoch of each rank, to end it early. Defaults to all.
         shuffle_buffer: see `shard`.
         unreadable: `"raise"` an error that names file and rank, or `"skip"` files that are missing
-            or damaged when the data set is made, which the root says. Defaults to `"raise"`.
+            or damaged when the data set is made; rank 0 logs them. Defaults to `"raise"`.
 
     Returns:
         `tf.data.Dataset`.
 
     Raises:
         DataError: a file is missing or damaged, or there are too few records.
-        ArgumentError: an argument has an impossible value.
-        ArgumentTypeError: an argument is of the wrong kind.
+        ArgumentError: an argument has an invalid value.
+        ArgumentTypeError: an argument is of the wrong type.
         MismatchError: the ranks have different files or arguments.
 
     Example:
@@ -98,24 +98,24 @@ def tfrecord(
         )
 
     names = [name for name, _ in found]
-    whole = shuffle == "global"  # one order, for which every rank reads all of them
+    reads_all = shuffle == "global"  # one order: every rank reads all files
     return shard(
-        reader(names) if whole else names,
+        reader(names) if reads_all else names,
         batch_size,
         shuffle=shuffle,
         seed=seed,
         remainder=remainder,
         steps=steps,
-        reader=None if whole else reader,
+        reader=None if reads_all else reader,
         shuffle_buffer=shuffle_buffer,
     )
 
 
 class _RecordSurvey(FileIndex):
-    """Files of records, checked."""
+    """Index of TFRecord files, which checks their records."""
 
     def part(self, held: Sequence[Any]) -> list[tuple[str, int]]:
-        """Returns the files that can be read, each with its number of records."""
+        """Returns the readable files and their numbers of records."""
         (found,) = self.found(held)
         return [(self.paths[number], each.lengths[0]) for number, each in found.items()]
 
@@ -139,11 +139,15 @@ def _count(name: str, compression: str | None) -> int:
 
 
 def _check_end(name: str) -> None:
-    """Raises where the last record is cut off; TensorFlow overlooks it within a record's head."""
+    """Checks that the last record is complete; TensorFlow overlooks a cut in its header.
+
+    Raises:
+        OSError: the record is cut.
+    """
     nbytes, begin = os.path.getsize(name), 0
     with open(name, "rb") as file:
         while begin < nbytes:
             file.seek(begin)
             begin += HEAD_NBYTES + int.from_bytes(file.read(8), "little") + CHECKSUM_NBYTES
     if begin != nbytes:
-        raise OSError("it has been cut off, or is no TFRecord file")
+        raise OSError("it is truncated, or not a TFRecord file")

@@ -1,4 +1,4 @@
-"""Data sets in files, surveyed: what stands in them, whether all ranks mean the same, who reads."""
+"""Data sets in files: the layout that all ranks agree on, and the ranks that read."""
 
 import dataclasses
 import functools
@@ -18,37 +18,37 @@ from keras_dist.data.epochs import kind_of
 from keras_dist.data.indexed import plan_among
 from keras_dist.data.nested import leaves, mapped
 from keras_dist.data.partition import plan_samples
-from keras_dist.data.readers import AskingReader, FileReader, Reader, TogetherReader, through_mpi
+from keras_dist.data.readers import CollectiveReader, FileReader, Reader, RemoteReader, through_mpi
 from keras_dist.data.segments import Column, Segment
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 __all__ = ["MpiIo", "ReadMethod", "RowSource", "Unreadable"]
 
 BLOCK_NBYTES = 16 << 20
-MOST_NBYTES = 1 << 30  # what MPI reads or sends at once
+MAX_NBYTES = 1 << 30  # that MPI reads or sends at once
 
 MpiIo = Literal["independent", "collective"]
 Unreadable = Literal["raise", "skip"]
-Look = Callable[[str, Sequence[str]], list[Segment]]
+Inspect = Callable[[str, Sequence[str]], list[Segment]]
 
 SAME = "Pass the same files and names, in the same order, on every rank."
-WHOLE = "Bring the same files to all nodes."
+SAME_FILES = "Copy the same files to all nodes."
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadMethod:
-    """How rows are to be read: arguments of `hdf5`, checked.
+    """How rows are read: the arguments of `hdf5`, checked.
 
     Args:
-        block: rows that are read at once.
-        mpi_io: how MPI reads them, if it does.
-        readers: how many ranks read.
-        unreadable: what becomes of files that cannot be read.
-        terms: those of the data set.
+        block: number of rows to read at once.
+        mpi_io: how MPI reads, if it does.
+        readers: number of ranks that read.
+        unreadable: what to do with files that cannot be read.
+        terms: options of the data set.
 
     Raises:
-        ArgumentError: an argument has an impossible value, or does not go with another.
-        ArgumentTypeError: an argument is of the wrong kind.
+        ArgumentError: an argument has an invalid value, or excludes another one.
+        ArgumentTypeError: an argument is of the wrong type.
     """
 
     block: int | None
@@ -66,7 +66,7 @@ class ReadMethod:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise terms.wrong_kind(f"{name} to be a whole number", value)
+                raise terms.wrong_kind(f"{name} to be an integer", value)
             if value < 1 or (most is not None and value > most):
                 limits = f"1 to {most}, the number of ranks" if most else "at least 1"
                 raise self._error(f"{name} to be {limits}", str(value), "Leave it out.")
@@ -74,17 +74,19 @@ class ReadMethod:
             remedy = "Leave one of them out."
             raise self._error("readers or mpi_io, not both", "both", remedy)
         if self.mpi_io == "collective" and terms.may_shrink:
-            remedy = "Take mpi_io='independent', or start without --with-ft ulfm."
-            raise self._error("no collective reading where ranks may die", "both", remedy)
+            remedy = "Use mpi_io='independent', or start without --with-ft ulfm."
+            raise self._error(
+                "no collective reads where the job continues without ranks that die", "both", remedy
+            )
 
     def servers(self) -> list[int]:
-        """Returns for each rank which one reads for it: the first of its neighbours."""
+        """Returns for each rank the rank that reads for it: the first of its group."""
         size = self.terms.size
         if self.readers is None or self.readers == size:
             return list(range(size))
         if not runtime.communicator().thread_multiple:
             runtime.notify(
-                "keras_dist reads on every rank, as readers needs an MPI that allows calls from "
+                "keras_dist reads on every rank: readers needs an MPI that allows calls from "
                 "several threads at once (MPI_THREAD_MULTIPLE)."
             )
             return list(range(size))
@@ -95,28 +97,28 @@ class ReadMethod:
         value = getattr(self, name)
         if value not in choices:
             expected = f"{name} to be one of {', '.join(map(repr, choices))}"
-            raise self._error(expected, repr(value), "See hdf5() for what each does.")
+            raise self._error(expected, repr(value), "See hdf5().")
 
     def _error(self, expected: str, received: str, remedy: str) -> errors.ArgumentError:
         return errors.ArgumentError(self.terms.explain(expected, received, remedy))
 
 
 class RowSource:
-    """Data sets in files of which each rank reads its rows.
+    """Data sets in files, of which each rank reads its rows.
 
     Args:
-        look: finds data sets in a file; takes its path and their names.
-        files: the paths.
+        inspect: finds data sets in a file, from its path and their names.
+        files: paths of the files.
         data: names in the structure of a batch.
-        way: how they are read.
+        method: how they are read.
 
     Raises:
-        ArgumentTypeError: a name or a path is none.
+        ArgumentTypeError: a name or a path is of the wrong type.
         DataError: a file cannot be read.
     """
 
-    def __init__(self, look: Look, files: Sequence[Any], data: Any, way: ReadMethod):
-        terms = way.terms
+    def __init__(self, inspect: Inspect, files: Sequence[Any], data: Any, method: ReadMethod):
+        terms = method.terms
         named = list(leaves(data, "data"))
         for what, name in [*named, *((f"file {n}", file) for n, file in enumerate(files))]:
             if not isinstance(name, str | os.PathLike):
@@ -125,34 +127,34 @@ class RowSource:
             raise errors.DataError(terms.explain("files and names of data sets", "none", SAME))
         names = [os.fspath(name) for _, name in named]
         self._paths = [os.fspath(file) for file in files]
-        self._data, self._way, self._terms = data, way, terms
-        self._servers = way.servers()
+        self._data, self._method, self._terms = data, method, terms
+        self._servers = method.servers()
         bases = [PurePath(path).name for path in self._paths]
         self.facts = [
             Fact("the number of files", len(files), SAME),
             Fact("the digest of the file names, in order,", _digest(bases), SAME),
             Fact("the names of the data sets", [PurePath(n).name for n in names], SAME),
-            Fact("block", way.block),
-            Fact("mpi_io", way.mpi_io),
-            Fact("readers", way.readers),
-            Fact("unreadable", way.unreadable),
+            Fact("block", method.block),
+            Fact("mpi_io", method.mpi_io),
+            Fact("readers", method.readers),
+            Fact("unreadable", method.unreadable),
             *terms.facts(),
         ]
         self.held: Any = None
         if self._servers[terms.rank] == terms.rank:
-            self.held = [self._survey(look, path, names) for path in self._paths]
+            self.held = [self._inspect(inspect, path, names) for path in self._paths]
 
-    def _survey(self, look: Look, path: str, names: Sequence[str]) -> list[Segment] | str:
+    def _inspect(self, inspect: Inspect, path: str, names: Sequence[str]) -> list[Segment] | str:
         try:
-            return look(path, names)
+            return inspect(path, names)
         except errors.DataError as failure:
-            if self._way.unreadable == "raise":
+            if self._method.unreadable == "raise":
                 raise
             return str(failure)
 
     def part(self, held: Sequence[Any]) -> Any:
-        """Returns this rank's batches, given what all ranks that read have found."""
-        terms, way = self._terms, self._way
+        """Returns the batches of this rank from the layouts that all reading ranks have found."""
+        terms, method = self._terms, self._method
         columns = self._columns(held)
         total = columns[0].shape[0]
         terms.need_samples(total)
@@ -160,16 +162,18 @@ class RowSource:
         plan = plan_samples(total, terms.size, terms.rank, batch_size, terms.remainder)
         terms.need_steps(plan.steps)
         plan = plan.limited(terms.steps or plan.steps)
-        # Whole chunks of what has the largest rows: there it costs most to read one twice.
+        # Whole chunks of the column with the largest rows, which cost most to read twice.
         widest = max(columns, key=lambda column: column.segments[0].row_nbytes)
         align = min(max(segment.align for segment in widest.segments), total)
         nbytes = sum(column.segments[0].row_nbytes for column in columns)
         is_global = terms.shuffle == "global"
-        taken = batch_size * terms.size if is_global else batch_size  # of a window, in a step
-        rows = way.block or block_length(total, nbytes, taken, align, BLOCK_NBYTES)
+        taken = batch_size * terms.size if is_global else batch_size  # rows of a window in a step
+        rows = method.block or block_length(total, nbytes, taken, align, BLOCK_NBYTES)
         block = -(-rows // align) * align
-        if block * nbytes > MOST_NBYTES and (way.mpi_io or way.readers):
-            raise self._error(f"blocks of at most {MOST_NBYTES // nbytes} rows", f"{block}", "")
+        if block * nbytes > MAX_NBYTES and (method.mpi_io or method.readers):
+            raise self._error(
+                f"blocks of at most {MAX_NBYTES // nbytes} rows", f"{block}", "Pass block."
+            )
         seed = terms.seed if terms.shuffle else None
         each = iter(columns)
         facts = [*self.facts, Fact("lengths", [column.shape for column in columns])]
@@ -183,48 +187,48 @@ class RowSource:
             among if terms.may_shrink else None,
         )
         self.epochs = batches.epochs
-        return for_keras(batches, ahead=way.mpi_io != "collective")
+        return for_keras(batches, ahead=method.mpi_io != "collective")
 
     def _columns(self, held: Sequence[Any]) -> list[Column]:
-        """Returns the columns as this rank reads them, after comparing what ranks have found."""
-        surveys = {rank: survey for rank, survey in enumerate(held) if survey is not None}
+        """Compares the layouts of all ranks; returns the columns as this rank reads them."""
+        layouts = {rank: layout for rank, layout in enumerate(held) if layout is not None}
         bad = {
             number: found
-            for survey in surveys.values()
-            for number, found in enumerate(survey)
+            for layout in layouts.values()
+            for number, found in enumerate(layout)
             if isinstance(found, str)
         }
         good = [number for number in range(len(self._paths)) if number not in bad]
         if bad:
-            said = "; ".join(bad.values())
+            reasons = "; ".join(bad.values())
             if not good:
-                raise self._error("a file that can be read", said, "Look at these files.")
-            runtime.notify(f"keras_dist leaves out {len(bad)} of {len(self._paths)} files: {said}")
-        first = next(iter(surveys.values()))
-        for rank, survey in surveys.items():
+                raise self._error("a file that can be read", reasons, "Check these files.")
+            runtime.notify(f"keras_dist skips {len(bad)} of {len(self._paths)} files: {reasons}")
+        first = next(iter(layouts.values()))
+        for rank, layout in layouts.items():
             for number in good:
-                _compare(first[number], survey[number], rank, self._terms.size)
-        mine = surveys.get(self._terms.rank, first)
+                _compare(first[number], layout[number], rank, self._terms.size)
+        mine = layouts.get(self._terms.rank, first)
         for number in good:
             for one, other in zip(first[good[0]], first[number], strict=True):
                 if (one.dtype, one.shape) != (other.dtype, other.shape):
                     raise self._error(
                         f"rows of {other.name!r} in {other.path} to be as in {one.path}",
-                        f"{_describe(other)} in place of {_describe(one)}",
-                        "Convert them alike.",
+                        f"{_describe(other)} instead of {_describe(one)}",
+                        "Convert the files to one dtype and shape.",
                     )
         columns = [Column(segments) for segments in zip(*(mine[n] for n in good), strict=True)]
         if len({column.shape[0] for column in columns}) > 1:
-            said = ", ".join(f"{c.segments[0].path} {c.shape[0]}" for c in columns)
-            raise self._error("files of equal length", said, "Cut them to the same length.")
+            lengths = ", ".join(f"{c.segments[0].path} {c.shape[0]}" for c in columns)
+            raise self._error("files of equal length", lengths, "Cut them to the same length.")
         return columns
 
     def _reader(self, columns: Sequence[Column]) -> Reader:
-        """Returns the way to the rows. Collective: every rank; may block."""
-        way = self._way
+        """Returns the reader of the rows. Collective: every rank; may block."""
+        method = self._method
         if self._servers != list(range(self._terms.size)):
-            return AskingReader(columns, self._servers)
-        if way.mpi_io is None:
+            return RemoteReader(columns, self._servers)
+        if method.mpi_io is None:
             return FileReader(columns)
         for column in columns:
             for segment in column.segments:
@@ -232,14 +236,14 @@ class RowSource:
                     expected = f"a contiguous layout of {segment.name!r} in {segment.path}"
                     remedy = "Leave out mpi_io, or write it without chunks and compression."
                     raise self._error(expected, "chunks, a virtual data set or no data", remedy)
-        if way.mpi_io == "collective" and len(columns[0].segments) > 1:
+        if method.mpi_io == "collective" and len(columns[0].segments) > 1:
             received = f"{len(columns[0].segments)}"
-            remedy = "Take mpi_io='independent' for several."
-            raise self._error("one file for collective reading", received, remedy)
+            remedy = "Use mpi_io='independent' for several files."
+            raise self._error("one file for collective reads", received, remedy)
         if runtime.communicator().mpi is None:
             return FileReader(columns)
-        collective = way.mpi_io == "collective"
-        return TogetherReader(columns) if collective else FileReader(columns, through_mpi)
+        collective = method.mpi_io == "collective"
+        return CollectiveReader(columns) if collective else FileReader(columns, through_mpi)
 
     def _error(self, expected: str, received: str, remedy: str) -> errors.DataError:
         return errors.DataError(self._terms.explain(expected, received, remedy))
@@ -248,7 +252,11 @@ class RowSource:
 def _compare(
     expected: Sequence[Segment], received: Sequence[Segment], rank: int, size: int
 ) -> None:
-    """Raises, with one text on all ranks, when a rank has found another data set than the first."""
+    """Checks that a rank has found the same data set as the first one.
+
+    Raises:
+        MismatchError: it has not; the text is the same on all ranks.
+    """
     for one, other in zip(expected, received, strict=True):
         if (one.length, one.dtype, one.shape) != (other.length, other.dtype, other.shape):
             raise errors.MismatchError(
@@ -257,7 +265,7 @@ def _compare(
                     f"{one.name or 'rows'!r} in {other.path} to have {one.length} rows of "
                     f"{_describe(one)}, as on the first rank that reads",
                     f"{other.length} rows of {_describe(other)}",
-                    WHOLE,
+                    SAME_FILES,
                 )
             )
 

@@ -1,4 +1,4 @@
-"""Rows of HDF5 and `.npy` files, larger than memory: each rank reads its own."""
+"""Rows of HDF5 and `.npy` files that may be larger than memory; each rank reads its own."""
 
 from collections.abc import Sequence
 from os import PathLike
@@ -32,19 +32,19 @@ def hdf5(
     readers: int | None = None,
     unreadable: Unreadable = "raise",
 ) -> Any:
-    """Returns this rank's part of data sets in HDF5 files, in batches, ready for `fit`.
+    """Generates the batches of this rank from data sets in HDF5 files, for `fit`.
 
-    The data need not fit into memory. Rows are read in blocks that lie in one piece in a file,
-    each by one rank, and a thread reads the next block while one is handed out; so a rank holds
-    two blocks, and the batches. Shuffling puts blocks in another order every epoch and rows in
-    another order within each block. The order of blocks is the same for any number of ranks.
+    The data need not fit into memory. A rank reads blocks of consecutive rows, each block on one
+    rank, and a thread reads the next block while the current one is used: a rank keeps two blocks
+    and the batches in memory. In every epoch the order of the blocks is shuffled, then the rows of
+    each block. The order of the blocks does not depend on the number of ranks.
 
-    Rows of all files count as one data set. Layouts may be contiguous, chunked, compressed or
-    virtual; blocks are made of whole chunks, as long as files hold whole chunks. Files are opened
-    by the process that reads, when it first does.
+    The rows of all files are one data set. Layouts may be contiguous, chunked, compressed or
+    virtual; blocks consist of whole chunks, if the files do. The process that reads opens the files
+    at its first read.
 
-    Collective: every rank, with the same arguments; blocks, until all have looked into the files.
-    An error on one rank is raised on all.
+    Collective: every rank, with the same arguments; blocks until all ranks have inspected the
+    files. An error on one rank is raised on all.
 
     Args:
         files: path of a file, or a list of them.
@@ -58,30 +58,30 @@ def hdf5(
             and each keeps its rows.
         seed: whole number from which, with the epoch, the orders follow. Defaults to 0.
         remainder: `"uneven"`, `"pad"` or `"drop"`, as in `shard`. Defaults to `"uneven"`.
-        steps: batches in an epoch of each rank, where it is to end early. Defaults to all.
-        block: rows that are read at once, rounded up to whole chunks. Where neighbours in a file
-            are alike, take few: a batch larger than a block has rows from several. Defaults to
-            what 16 MiB hold, less where there is little data.
-        mpi_io: `"independent"`: through `MPI.File`, each rank for itself, a block ahead.
-            `"collective"`: through `MPI.File`, all ranks at the same time, when training comes to
-            a block; nothing is read ahead, since a thread that did so could wait for ranks that
-            have stopped. Data sets must be contiguous; for `"collective"`, one file. Parallel
-            HDF5 is not needed. Defaults to reading without MPI.
-        readers: how many ranks read, for themselves and in a thread for the others, to whom they
-            send blocks ahead of their use. Only they need access to the files. Defaults to all.
-        unreadable: what becomes of files that some rank cannot read when the data set is made:
-            `"raise"` an error that names file and rank, or `"skip"` them on all ranks, which the
-            root says. Defaults to `"raise"`.
+        steps: number of batches in an epoch of each rank, to end it early. Defaults to all.
+        block: number of rows to read at once, rounded up to whole chunks. Choose a small number if
+            consecutive rows are alike: a batch larger than a block has rows of several blocks.
+            Defaults to the rows of 16 MiB, fewer if there is little data.
+        mpi_io: `"independent"`: each rank reads through `MPI.File` separately, one block ahead.
+            `"collective"`: all ranks read through `MPI.File` together, when training needs a block;
+            nothing is read ahead, as a thread could wait for ranks that have stopped. Data sets
+            must be contiguous, and in one file for `"collective"`. Parallel HDF5 is not needed.
+            Defaults to `None`: no MPI.
+        readers: number of ranks that read, for themselves and for the others, to which a thread
+            sends blocks ahead of their use. Only these ranks need access to the files. Defaults to
+            all ranks.
+        unreadable: what to do with files that a rank cannot read when the data set is made:
+            `"raise"` an error that names file and rank, or `"skip"` them on all ranks; rank 0
+            logs them. Defaults to `"raise"`.
 
     Returns:
-        `tf.data.Dataset` with Keras on TensorFlow, else `keras.utils.PyDataset`.
+        `tf.data.Dataset` on the TensorFlow backend, `keras.utils.PyDataset` on others.
 
     Raises:
-        DataError: a file or a data set is missing, unreadable, locked or no array of numbers;
-            lengths differ; there are fewer rows than ranks. `HDF5_USE_FILE_LOCKING` is named where
-            it helps.
-        ArgumentError: an argument has an impossible value, or does not go with another.
-        ArgumentTypeError: an argument is of the wrong kind.
+        DataError: a file or a data set is missing, unreadable, locked or not an array of numbers;
+            lengths differ; or there are fewer rows than ranks.
+        ArgumentError: an argument has an invalid value, or excludes another one.
+        ArgumentTypeError: an argument is of the wrong type.
         MismatchError: the ranks have different files or arguments.
 
     Example:
@@ -91,13 +91,13 @@ def hdf5(
     ```
     """
 
-    def survey() -> RowSource:
+    def make_source() -> RowSource:
         terms = ShardOptions(batch_size, shuffle, seed, remainder, steps)
-        way = ReadMethod(block, mpi_io, readers, unreadable, terms)
+        method = ReadMethod(block, mpi_io, readers, unreadable, terms)
         paths = [files] if isinstance(files, str | PathLike) else list(files)
-        return RowSource(segments_of_hdf5, paths, x if y is None else (x, y), way)
+        return RowSource(segments_of_hdf5, paths, x if y is None else (x, y), method)
 
-    return consistency.prepare(survey)
+    return consistency.prepare(make_source)
 
 
 def npy(
@@ -113,14 +113,14 @@ def npy(
     mpi_io: MpiIo | None = None,
     readers: int | None = None,
 ) -> Any:
-    """Returns this rank's part of arrays in `.npy` files, in batches, ready for `fit`.
+    """Generates the batches of this rank from arrays in `.npy` files, for `fit`.
 
     As `hdf5`, with one file for each array. Collective: every rank, with the same arguments.
 
     Args:
         x: path of a file, or nested tuples, lists and dicts of paths.
-        y: the same for the labels. Defaults to none.
-        batch_size: see `hdf5`; so are all that follow.
+        y: the same for the labels. Defaults to `None`.
+        batch_size: see `hdf5`.
         shuffle: see `hdf5`.
         seed: see `hdf5`.
         remainder: see `hdf5`.
@@ -141,15 +141,15 @@ def npy(
     ```
     """
 
-    def survey() -> RowSource:
+    def make_source() -> RowSource:
         terms = ShardOptions(batch_size, shuffle, seed, remainder, steps)
-        way = ReadMethod(block, mpi_io, readers, "raise", terms)
+        method = ReadMethod(block, mpi_io, readers, "raise", terms)
         data = x if y is None else (x, y)
         paths = [path for _, path in leaves(data, "data")]
-        return RowSource(_look, paths[:1], data, way)
+        return RowSource(_inspect, paths[:1], data, method)
 
-    return consistency.prepare(survey)
+    return consistency.prepare(make_source)
 
 
-def _look(_: str, paths: Sequence[str]) -> list[Segment]:
+def _inspect(_: str, paths: Sequence[str]) -> list[Segment]:
     return [segment_of_npy(path) for path in paths]

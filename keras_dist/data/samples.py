@@ -1,4 +1,4 @@
-"""Data that gives out single samples, or the user's own batches, when asked by number."""
+"""Data sets with a length, whose items are samples or batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +15,11 @@ __all__ = ["PyDatasetSource", "SampleRows", "SampleSource"]
 
 
 class SampleSource(IndexedSource):
-    """A data set with a length, whose `data[i]` is sample i: an array, or several, nested.
+    """A data set whose item `data[i]` is sample i, a nested structure of arrays.
 
     Args:
-        data: the data set, the whole of it on every rank.
-        terms: the terms on which to share it out.
+        data: the complete data set, on every rank.
+        terms: options of `shard`.
     """
 
     def __init__(self, data: Any, terms: ShardOptions):
@@ -35,11 +35,11 @@ class SampleSource(IndexedSource):
 
 
 class PyDatasetSource(IndexedSource):
-    """A `keras.utils.PyDataset`, whose `data[i]` is batch i; batches are shared out whole.
+    """A `keras.utils.PyDataset`, whose item `data[i]` is batch i; ranks get whole batches.
 
     Args:
-        data: the data set, the whole of it on every rank.
-        terms: the terms on which to share it out.
+        data: the complete data set, on every rank.
+        terms: options of `shard`.
     """
 
     def __init__(self, data: Any, terms: ShardOptions):
@@ -50,7 +50,7 @@ class PyDatasetSource(IndexedSource):
                 terms.explain(
                     "no batched=False for a PyDataset",
                     "batched=False",
-                    "Its elements are batches; leave it out.",
+                    "Its items are batches; leave it out.",
                 )
             )
         self._data = data
@@ -58,19 +58,19 @@ class PyDatasetSource(IndexedSource):
         super().__init__(rows, terms, batch_size=1, of="batches")
 
     def part(self, held: Sequence[int | None]) -> Any:
-        """Returns this rank's batches, with the workers of the user's data set."""
+        """Returns the batches of this rank, with the workers of the user's data set."""
         from keras_dist.data.array_dataset import ArrayDataset
 
         return ArrayDataset(self.batches, self._data)
 
 
 class SampleRows:
-    """The samples, or batches, of a data set with a length.
+    """The items of a data set with a length.
 
     Args:
         data: the data set.
-        batched: whether what it gives are batches.
-        terms: for messages.
+        batched: whether its items are batches.
+        terms: options of `shard`, for messages.
     """
 
     def __init__(self, data: Any, batched: bool, terms: ShardOptions):
@@ -80,7 +80,7 @@ class SampleRows:
         if self.total == 0:
             terms.need_samples(0, "batches" if batched else "samples")
         first = mapped(as_array, self._joined([data[0]]))
-        # Batches of text, say, are as long as their longest line.
+        # Batches may differ in shape: those of text are as long as their longest line.
         self.example = None if batched else first
         self.facts = [
             Fact("the kind of data", type(data).__name__, WHOLE),
@@ -88,24 +88,24 @@ class SampleRows:
         ]
 
     def take(self, indices: np.ndarray) -> Any:
-        """Returns a batch of what the data set gives for these numbers."""
+        """Returns a batch of the items with these indices."""
         return self._joined([self._data[int(index)] for index in indices])
 
 
 def _length(data: Any, terms: ShardOptions) -> int:
     total = getattr(data, "num_batches", None) if not hasattr(data, "__len__") else len(data)
-    # Data without an end has none, or the largest number there is.
+    # Endless data has no length, or the largest number.
     if total is None or total >= np.iinfo(np.int64).max:
         raise errors.DataError(
             terms.explain(
-                "data with an end",
+                "data with a length",
                 f"a {type(data).__name__} without one",
-                "Give it a length, or pass a function that makes a generator, and steps.",
+                "Define its length, or pass a function that returns a generator, and steps.",
             )
         )
     return int(total)
 
 
 def _no_batch_size(data: str, terms: ShardOptions) -> None:
-    remedy = "It makes the batches of a rank itself; let it make them as large as they are to be."
+    remedy = "The data set makes the batches itself; set their size there."
     terms.refuse(data, {"global_batch_size": remedy, "batch_size": remedy})

@@ -1,4 +1,4 @@
-"""Where the rows of data sets lie: in which files, in what layout. Looks, and reads no row."""
+"""The layout of data sets in files; inspects files without reading rows."""
 
 import dataclasses
 import os
@@ -13,8 +13,8 @@ from keras_dist import errors, runtime
 __all__ = ["Column", "Segment", "open_hdf5", "segment_of_npy", "segments_of_hdf5"]
 
 LOCKING = (
-    "Some file systems, Lustre and NFS among them, cannot lock files, and a file that is being "
-    "written is locked. Where nobody writes, set HDF5_USE_FILE_LOCKING=FALSE on all ranks."
+    "Some file systems, such as Lustre and NFS, cannot lock files, and a file is locked while it "
+    "is written. If no process writes it, set HDF5_USE_FILE_LOCKING=FALSE on all ranks."
 )
 
 
@@ -23,14 +23,13 @@ class Segment:
     """The rows of one data set in one file.
 
     Args:
-        path: the file.
-        name: of the data set in an HDF5 file; `None` in a `.npy` file.
+        path: path of the file.
+        name: name of the data set in an HDF5 file; `None` in a `.npy` file.
         length: number of rows.
-        dtype: that of the file, as numpy writes it.
-        shape: of a row.
-        align: rows of a chunk; 1 where there are none.
-        offset: byte at which the first row begins; `None` where the rows are not simply one after
-            the other.
+        dtype: dtype in the file, as numpy writes it.
+        shape: shape of a row.
+        align: number of rows of a chunk; 1 without chunks.
+        offset: offset of the first row in bytes; `None` if the rows are not contiguous.
     """
 
     path: str
@@ -43,15 +42,15 @@ class Segment:
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row."""
+        """Size of a row in bytes."""
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
 
 
 class Column:
-    """The rows of one data set over all files, one file after the other.
+    """The rows of one data set, over all files.
 
     Args:
-        segments: at least one; all of one dtype and shape.
+        segments: its parts in the files, at least one, of one dtype and shape.
     """
 
     def __init__(self, segments: Sequence[Segment]):
@@ -61,7 +60,7 @@ class Column:
         self.shape = (int(self.ends[-1]), *segments[0].shape)
 
     def parts(self, begin: int, end: int) -> Iterator[tuple[Segment, int, int]]:
-        """Yields the segments in which rows lie, with the rows of each."""
+        """Yields the segments of a range of rows, with the range in each."""
         first = int(np.searchsorted(self.ends, begin, side="right"))
         for segment, stop in zip(self.segments[first:], self.ends[first:], strict=True):
             start = int(stop) - segment.length
@@ -71,17 +70,18 @@ class Column:
 
 
 def segments_of_hdf5(path: str, names: Sequence[str]) -> list[Segment]:
-    """Looks up data sets in an HDF5 file.
+    """Returns the layout of data sets in an HDF5 file.
 
     Args:
-        path: the file.
-        names: of the data sets, as in `"group/images"`.
+        path: path of the file.
+        names: names of the data sets, such as `"group/images"`.
 
     Raises:
-        DataError: the file cannot be read, or has no such data sets of numbers and equal length.
+        DataError: the file cannot be read, or the data sets are missing, not of numbers or of
+            different lengths.
     """
     with open_hdf5(path) as file:
-        found = [_look_up(file, path, name) for name in names]
+        found = [_layout_of(file, path, name) for name in names]
     lengths = {segment.name: segment.length for segment in found}
     if len(set(lengths.values())) > 1:
         raise _error(
@@ -93,23 +93,25 @@ def segments_of_hdf5(path: str, names: Sequence[str]) -> list[Segment]:
 
 
 def segment_of_npy(path: str) -> Segment:
-    """Looks into a `.npy` file.
+    """Returns the layout of a `.npy` file.
 
     Raises:
-        DataError: it cannot be read, or is no array of numbers in C order.
+        DataError: the file cannot be read, or is not an array of numbers in C order.
     """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as failure:
-        raise _unreadable(path, failure, "Write it again by numpy.save.") from failure
+        raise _unreadable(path, failure, "Write it again with numpy.save.") from failure
     if not isinstance(array, np.memmap):
-        raise _error(f"{path} to be one array", type(array).__name__, "Save each array by itself.")
+        raise _error(
+            f"{path} to be one array", type(array).__name__, "Save each array to a file of its own."
+        )
     _check_rows(path, array.dtype, array.shape)
     if not array.flags.c_contiguous:
         raise _error(
             f"{path} to be in C order",
             "an array in Fortran order",
-            "Save numpy.ascontiguousarray of it.",
+            "Save numpy.ascontiguousarray(array).",
         )
     return Segment(
         path, None, len(array), array.dtype.str, array.shape[1:], offset=int(array.offset)
@@ -117,10 +119,10 @@ def segment_of_npy(path: str) -> Segment:
 
 
 def open_hdf5(path: str) -> Any:
-    """Opens an HDF5 file to read, in which other processes may read as well.
+    """Opens an HDF5 file for reading, which other processes may read as well.
 
     Raises:
-        DataError: that is not possible.
+        DataError: the file cannot be opened.
     """
     import h5py
 
@@ -128,18 +130,20 @@ def open_hdf5(path: str) -> Any:
         return h5py.File(path, "r", locking="best-effort")
     except OSError as failure:
         is_locked = "lock" in str(failure)
-        remedy = LOCKING if is_locked else "Look whether it is there, whole and readable here."
+        remedy = (
+            LOCKING if is_locked else "Check that the file is complete and readable on this node."
+        )
         raise _unreadable(path, failure, remedy) from failure
 
 
-def _look_up(file: Any, path: str, name: str) -> Segment:
+def _layout_of(file: Any, path: str, name: str) -> Segment:
     import h5py
 
     dataset = file.get(name) if isinstance(name, str) else None
     if not isinstance(dataset, h5py.Dataset):
         known: list[str] = []
         file.visititems(
-            lambda key, thing: known.append(key) if isinstance(thing, h5py.Dataset) else None
+            lambda key, item: known.append(key) if isinstance(item, h5py.Dataset) else None
         )
         raise _error(
             f"a data set {name!r} in {path}",
@@ -162,7 +166,7 @@ def _look_up(file: Any, path: str, name: str) -> Segment:
 
 def _check_rows(what: str, dtype: np.dtype, shape: tuple[int, ...] | None) -> None:
     if not shape:
-        raise _error(f"{what} to have rows", "a scalar or nothing", "Give it a first dimension.")
+        raise _error(f"{what} to have rows", "a scalar or nothing", "Add a first dimension.")
     if dtype.kind not in "biufcS":
         raise _error(
             f"{what} to be of numbers or of strings of fixed length",
@@ -172,14 +176,18 @@ def _check_rows(what: str, dtype: np.dtype, shape: tuple[int, ...] | None) -> No
 
 
 def _check_sources(dataset: Any, path: str) -> None:
-    """Raises when a file is missing in whose place HDF5 would hand out fill values, silently."""
+    """Checks the source files, for which HDF5 would silently return fill values.
+
+    Raises:
+        DataError: a file is missing.
+    """
     for source in dataset.virtual_sources():
         name = os.path.join(os.path.dirname(path), source.file_name)
         if source.file_name != "." and not Path(name).is_file():
             raise _error(
                 f"the sources of the virtual data set {dataset.name!r} in {path}",
                 f"no file {name}",
-                "Bring it back, or make the virtual data set without it.",
+                "Restore it, or make the virtual data set without it.",
             )
 
 

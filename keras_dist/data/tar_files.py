@@ -1,4 +1,4 @@
-"""Tar files of samples, as WebDataset writes them; nothing is ever extracted."""
+"""Tar files of samples in the format of WebDataset, read without extraction."""
 
 import functools
 import os
@@ -25,11 +25,11 @@ Decode = Callable[[dict[str, bytes]], Any]
 
 
 class Sample(NamedTuple):
-    """Where a sample lies in its file.
+    """A sample in a tar file.
 
     Args:
-        key: its name.
-        members: extension, offset and bytes of each.
+        key: name of the sample.
+        members: extension, offset and size in bytes of each member.
     """
 
     key: str
@@ -47,45 +47,45 @@ def tar(
     steps: int | None = None,
     unreadable: Unreadable = "raise",
 ) -> Any:
-    """Returns this rank's part of the samples in tar files, in batches, ready for `fit`.
+    """Generates the batches of this rank from samples in tar files, for `fit`.
 
-    A sample is made of the members of one basename, as WebDataset has it: `n01/7.jpg` and
-    `n01/7.cls` are one. Members are read where they lie; no path of an archive is ever written to.
+    A sample consists of the members of one basename, as in WebDataset: `n01/7.jpg` and `n01/7.cls`
+    are one sample. Members are read from the archive; no path in it is ever written to.
 
-    File i belongs to rank `i % size`; with fewer files than ranks all read all files, and sample i
-    belongs to rank `i % size`. Shuffling puts files in another order every epoch, and samples of
-    four files that follow each other are mixed.
+    File i belongs to rank `i % size`. With fewer files than ranks every rank reads all files, and
+    sample i belongs to rank `i % size`. In every epoch the order of the files is shuffled, then the
+    samples of each four consecutive files.
 
-    Collective: every rank, with the same arguments; blocks, until each file has been looked into
-    by one rank. An error on one rank is raised on all.
+    Collective: every rank, with the same arguments; blocks until one rank has inspected each file.
+    An error on one rank is raised on all.
 
     Args:
         files: a path, a pattern such as `"train/*.tar"`, or a list of them; not compressed.
         decode: function from a sample to nested tuples and dicts of arrays, always of the same
-            shapes. The sample is a dict of bytes by extension, as in `{"jpg": ..., "cls": b"3"}`,
-            what follows the first dot; `sample["__key__"]` is its name, as bytes. Called by several
-            threads.
-        batch_size: samples in each step on this rank, at most: ranks that hold fewer than others
-            spread theirs over as many steps. Defaults to 32.
-        shuffle: whether every epoch has an order of its own. Defaults to True. Pass False to
-            evaluate or predict. `"global"`: one order of the whole that does not depend on the
-            number of ranks, for which every rank reads its samples of all files.
-        seed: whole number from which, with rank and epoch, the orders follow. Defaults to 0.
+            shapes. The sample is a dict of bytes by extension, the part after the first dot, such
+            as `{"jpg": ..., "cls": b"3"}`; `sample["__key__"]` is its name, as bytes. Called in
+            several threads.
+        batch_size: largest number of samples of this rank in a step: ranks with fewer samples than
+            others distribute them over the same number of steps. Defaults to 32.
+        shuffle: whether to shuffle in every epoch. Pass `False` to evaluate or predict.
+            `"global"`: one order of all data, which does not depend on the number of ranks; every
+            rank reads its samples from all files. Defaults to `True`.
+        seed: integer seed of the orders, combined with the rank and the epoch. Defaults to 0.
         remainder: `"uneven"`, `"pad"` or `"drop"`, as for files in `shard`. Defaults to `"uneven"`.
-        steps: batches in an epoch of each rank, where it is to end early. Defaults to all.
-        unreadable: `"raise"` an error that names file and rank, or `"skip"`: files that some rank
-            cannot read when the data set is made are left out on all ranks, which the root says;
-            in place of samples that `decode` fails on come others of their batch, which their rank
-            says. Defaults to `"raise"`.
+        steps: number of batches in an epoch of each rank, to end it early. Defaults to all.
+        unreadable: `"raise"` an error that names file and rank, or `"skip"`: files that a rank
+            cannot read when the data set is made are skipped on all ranks, and rank 0 logs them;
+            samples for which `decode` fails are replaced by others of their batch, and their rank
+            logs them. Defaults to `"raise"`.
 
     Returns:
-        `tf.data.Dataset` with Keras on TensorFlow, else `keras.utils.PyDataset`.
+        `tf.data.Dataset` on the TensorFlow backend, `keras.utils.PyDataset` on others.
 
     Raises:
         DataError: a file is missing, damaged or compressed, a sample cannot be decoded, or there
             are too few.
-        ArgumentError: an argument has an impossible value.
-        ArgumentTypeError: an argument is of the wrong kind.
+        ArgumentError: an argument has an invalid value.
+        ArgumentTypeError: an argument is of the wrong type.
         MismatchError: the ranks have different files or arguments.
 
     Example:
@@ -116,8 +116,8 @@ class TarFiles:
     """Tar files of samples.
 
     Args:
-        decode: makes a sample of the bytes of its members.
-        unreadable: what becomes of samples that it fails on.
+        decode: makes a sample from the bytes of its members.
+        unreadable: what to do with samples for which it fails.
     """
 
     mixed = MIXED
@@ -126,7 +126,7 @@ class TarFiles:
         self._decode, self._unreadable = decode, unreadable
 
     def look(self, path: str) -> Found:
-        """Reads the headers of the members, and decodes the first sample that can be."""
+        """Reads the headers of the members, and decodes the first sample for which it succeeds."""
         samples = samples_of(path)
         failure: Exception = ValueError("there is no sample in it")
         for sample in samples:
@@ -141,7 +141,7 @@ class TarFiles:
         raise failure
 
     def reader(self, places: Sequence[Location], found: Found) -> "TarReader":
-        """Returns what reads the samples."""
+        """Returns a reader of the samples."""
         return TarReader([place.path for place in places], self._decode, self._unreadable, found)
 
 
@@ -149,16 +149,16 @@ class TarReader:
     """Samples in tar files.
 
     Args:
-        paths: the files, one a piece.
-        decode: makes a sample of the bytes of its members.
-        unreadable: what becomes of samples that it fails on.
-        found: what is known of all files.
+        paths: the files; a file is a piece.
+        decode: makes a sample from the bytes of its members.
+        unreadable: what to do with samples for which it fails.
+        found: layout of all files.
     """
 
     def __init__(self, paths: Sequence[str], decode: Decode, unreadable: Unreadable, found: Found):
         self.example = found.example
         self._paths, self._decode = paths, decode
-        # What stands in a file is known as long as others of the same window are read.
+        # The index of a file is kept while files of the same window are read.
         self._samples = functools.lru_cache(MIXED)(lambda piece: samples_of(paths[piece]))
         self._decoder = Decoder(self._sample, self._name, unreadable)
 
@@ -176,10 +176,10 @@ class TarReader:
 
 
 def samples_of(path: str) -> list[Sample]:
-    """Returns what samples stand in a tar file, in their order.
+    """Returns the samples of a tar file, in their order.
 
     Raises:
-        tarfile.TarError: it is damaged, cut off or compressed.
+        tarfile.TarError: the file is damaged, truncated or compressed.
     """
     members: dict[str, list[tuple[str, int, int]]] = {}
     end = 0
@@ -189,12 +189,12 @@ def samples_of(path: str) -> list[Sample]:
             if member.isfile():
                 folder, _, name = member.name.rpartition("/")
                 base, _, extension = name.partition(".")
-                place = (extension, member.offset_data, member.size)
-                members.setdefault(f"{folder}/{base}".lstrip("/"), []).append(place)
-    # A cut between two members goes unnoticed by tarfile.
+                entry = (extension, member.offset_data, member.size)
+                members.setdefault(f"{folder}/{base}".lstrip("/"), []).append(entry)
+    # tarfile does not notice a cut between two members.
     if os.path.getsize(path) < end + tarfile.BLOCKSIZE:
-        raise tarfile.ReadError("it has been cut off, or is no tar file")
-    return [Sample(key, tuple(places)) for key, places in members.items()]
+        raise tarfile.ReadError("it is truncated, or not a tar file")
+    return [Sample(key, tuple(entries)) for key, entries in members.items()]
 
 
 def bytes_of(path: str, sample: Sample) -> dict[str, bytes]:

@@ -61,4 +61,4 @@ def test_what_is_in_the_cache_has_changed(job, tmp_path):
     ended = run(job, tmp_path, 'open(os.path.join(path, "1"), "w").write("two")')
     assert ended.returncode == 0, ended.stdout
     assert ended.stdout.count("turn 1: one") == 2
-    assert "is not what was brought there any more" in ended.stdout
+    assert "has changed since it was copied" in ended.stdout

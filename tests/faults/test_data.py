@@ -55,7 +55,7 @@ def test_a_rank_that_reads_for_others_is_stuck(job, tmp_path):
     ended = job(2, STUCK, bare=True, ROWS=str(tmp_path / "rows.npy"), **limits)
     assert ended.returncode != 0
     assert "keras_dist: rank 1 of 2 has waited" in ended.stdout
-    assert "for rank 0 in what rank 0 hands out" in ended.stdout
+    assert "for rank 0 in a request to rank 0" in ended.stdout
     assert "The job ends now: the limit is 3 s" in ended.stdout
 
 

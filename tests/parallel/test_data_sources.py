@@ -147,7 +147,7 @@ def test_failures_are_those_of_all_ranks(folder, caplog):
         without = {1, 3} if name == "images" else lost
         assert got == set(range(COUNT)) - without, name
         if keras_dist.rank() == 0:
-            assert f"leaves out {2 if name == 'images' else 1} files" in caplog.text
+            assert f"skips {2 if name == 'images' else 1} files" in caplog.text
     if keras_dist.size() > 1:
         last = keras_dist.size() - 1
         mine = folder / f"of {keras_dist.rank()}"

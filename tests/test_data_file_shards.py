@@ -33,7 +33,7 @@ LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 4), st.none() | st.integers(0, 99))
 @settings(max_examples=100)
 def test_shares_are_the_whole_and_share_no_row(lengths, size, mixed, seed):
-    shares = [file_shards.share_of(lengths, rank, size) for rank in range(size)]
+    shares = [file_shards.shard_of(lengths, rank, size) for rank in range(size)]
     keys = [None if seed is None else [seed, rank] for rank in range(size)]
     orders = [share.order(key, mixed) for share, key in zip(shares, keys, strict=True)]
     rows = [row for order in orders for row in zip(*(a.tolist() for a in order), strict=True)]
@@ -250,7 +250,7 @@ def test_a_bad_file_among_many_is_named_or_skipped(kind, damage, write, caplog):
     assert "unreadable='skip'" in str(caught.value)
     parts = parts_of(kind, paths, 2, "skip")
     assert flat([epoch_of(part) for part in parts]) == [n for n in range(41) if not 11 <= n < 18]
-    assert "leaves out 1 files" in caplog.text and paths[1].name in caplog.text
+    assert "skips 1 files" in caplog.text and paths[1].name in caplog.text
 
 
 def test_a_sample_that_cannot_be_decoded_is_replaced_within_its_batch(tmp_path, capsys):
@@ -262,7 +262,7 @@ def test_a_sample_that_cannot_be_decoded_is_replaced_within_its_batch(tmp_path, 
     [part] = parts_of("tar", paths, 1, "skip", shuffle=False, batch_size=1)
     assert epoch_of(part) == [[0], [1], [2], [3], [4], [4], [6], [7]]
     [part] = parts_of("tar", paths, 1, "skip", shuffle=False, batch_size=1)
-    with pytest.raises(errors.DataError, match=r"005 in .* Look at the files"):
+    with pytest.raises(errors.DataError, match=r"005 in .* Check the files"):
         part.batch(0, 5)
 
 
@@ -406,10 +406,10 @@ def test_bad_images_are_named_or_left_out(tree, caplog, capsys):
     with pytest.raises(errors.DataError, match=r"^\[rank 0\] Expected .*a/0\.png to be readable"):
         images_of([str(tree)] * 2, 2)
     batches, _ = images_of([str(tree)] * 2, 2, policy="skip")
-    assert "leaves out 1 files" in caplog.text
+    assert "skips 1 files" in caplog.text
     pairs = [pair for each in batches for pair in pairs_of(each)]
     assert len(pairs) == 15 and set(pairs) == set(LABELS.items()) - {(10, 0), (1, 1)}
-    assert "b/0.png is left out" in capsys.readouterr().out
+    assert "b/0.png is skipped" in capsys.readouterr().out
     (tree / "a" / "0.png").unlink()
     batches, _ = images_of([str(tree)] * 2, 2)
     with pytest.raises(errors.DataError, match=r"b/0\.png to be readable"):
@@ -424,4 +424,4 @@ def test_a_sample_with_a_name_that_is_no_text_is_skipped(capsys):
 
     decoder = Decoder(decode, lambda place: f"image-\udcff-{place}", "skip")
     assert decoder.batch([0, 1, 2]).tolist() == [0, 2, 2]
-    assert "image-\\udcff-1 is left out, 1 so far" in capsys.readouterr().out
+    assert "image-\\udcff-1 is skipped, 1 so far" in capsys.readouterr().out
