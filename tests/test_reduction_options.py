@@ -196,7 +196,7 @@ def test_gradients_are_averaged_or_added_up(parsed):
     for op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
         with pytest.raises(errors.ArgumentError, match=f"for gradients. Received: {op.value}. Use"):
             parsed(op)
-    with pytest.raises(errors.ArgumentError, match=r"where average_aggregated.* Received: adasum"):
+    with pytest.raises(errors.ArgumentError, match=r"with average_aggregated.* Received: adasum"):
         parsed("adasum", average_aggregated_gradients=True)
 
 
@@ -227,13 +227,13 @@ def test_one_pass_and_one_group_are_enough():
 
 
 @pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM])
-def test_the_division_of_an_average_alone_can_be_split(op):
+def test_only_an_average_can_be_predivided(op):
     assert parse_predivide(1, op, "[here]") == 1.0
     for factor in (0.5, 2.0):
         if op is ReduceOp.AVERAGE:
             assert parse_predivide(factor, op, "[here]") == factor
             continue
-        text = f"op to be Average where there is .* Received: {op.value}"
+        text = f"op to be Average with a .* Received: {op.value}"
         with pytest.raises(errors.ArgumentError, match=text):
             parse_predivide(factor, op, "[here]")
 
@@ -270,7 +270,7 @@ def test_other_groups_are_refused(groups, received):
 def test_a_variable_is_in_one_group():
     a, b = Variable(), Variable()
     for groups in ([[a, b], [a]], [[a, a]]):
-        with pytest.raises(errors.ArgumentError, match=r"Received: one twice among \d\."):
+        with pytest.raises(errors.ArgumentError, match=r"Received: a variable twice among \d\."):
             parse_groups(groups, "[here]")
 
 

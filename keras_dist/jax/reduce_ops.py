@@ -11,7 +11,7 @@ from keras_dist.jax.exchange_ops import grouped_allgather
 from keras_dist.ops.compression import Compression
 from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.reduce_op import Average, ReduceOp, Sum
-from keras_dist.ops.reduction import Reduction
+from keras_dist.ops.reduction_arguments import Reduction
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 

@@ -1,12 +1,95 @@
-"""Deprecated arguments of Horovod."""
+"""Conversion and checks of the arguments of collectives, also of Horovod's deprecated ones."""
 
+import functools
 import warnings
 from typing import Any
 
-from keras_dist import errors, runtime
+import numpy as np
+
+from keras_dist import _engine, errors, runtime
 from keras_dist.ops.reduce_op import Average, ReduceOp, Sum
 
-__all__ = ["resolve_groups", "resolve_op"]
+__all__ = [
+    "as_array",
+    "check_writeable",
+    "names_of",
+    "parse_factors",
+    "resolve_groups",
+    "resolve_op",
+]
+
+
+def as_array(value: Any) -> np.ndarray:
+    """Returns a value as an array.
+
+    Raises:
+        ArgumentError: rows of the value have different lengths.
+        ArgumentTypeError: the value is symbolic, as in `tf.function` and `jax.jit`, or not in host
+            memory.
+    """
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                "a number or an array of one shape",
+                f"{type(value).__name__} ({error})",
+                "Pass rows of equal length.",
+            )
+        ) from error
+    except (NotImplementedError, TypeError) as error:
+        raise errors.ArgumentTypeError(
+            errors.explain(
+                runtime.where(),
+                "a value that numpy can read",
+                f"{type(value).__name__} ({str(error).partition(chr(10))[0]})",
+                "In tf.function or jax.jit, and for tensors on a GPU, use the functions of "
+                "keras_dist.tensorflow, keras_dist.jax or keras_dist.torch.",
+            )
+        ) from error
+
+
+@functools.lru_cache
+def names_of(name: str | None, count: int) -> tuple[str, ...]:
+    """Returns the names of the values of a list, for messages."""
+    if count == 1:
+        return (name or "value",)
+    return tuple(f"{name or 'values'}[{index}]" for index in range(count))
+
+
+def parse_factors(prescale: float, postscale: float) -> tuple[float, float]:
+    """Returns both factors, checked. See `keras_dist._engine.parse_factor`."""
+    where = runtime.where()
+    return (
+        _engine.parse_factor(prescale, "prescale_factor", where),
+        _engine.parse_factor(postscale, "postscale_factor", where),
+    )
+
+
+def check_writeable(variable: Any, name: str) -> None:
+    """Checks that a collective can write into a value.
+
+    Args:
+        variable: the value.
+        name: its name in messages.
+
+    Raises:
+        ArgumentError: the value is a read-only array.
+        ArgumentTypeError: the value is not a numpy array of numbers.
+    """
+    where = runtime.where()
+    if not isinstance(variable, np.ndarray) or variable.dtype.hasobject:
+        kind = getattr(variable, "dtype", None) or type(variable).__name__
+        remedy = "Use keras_dist.broadcast, which returns a new array."
+        raise errors.ArgumentTypeError(
+            errors.explain(where, f"{name} to be a numpy array of numbers", str(kind), remedy)
+        )
+    if not variable.flags.writeable:
+        expected, received = f"{name} to be writeable", "a read-only array"
+        raise errors.ArgumentError(
+            errors.explain(where, expected, received, "Pass a writeable copy.")
+        )
 
 
 def resolve_op(op: ReduceOp | str | None, average: bool | None) -> ReduceOp | str:
@@ -14,7 +97,7 @@ def resolve_op(op: ReduceOp | str | None, average: bool | None) -> ReduceOp | st
 
     Args:
         op: the reduction; `None` for the default, `Average`.
-        average: `True` for `Average`, `False` for `Sum`, `None` where it is not given.
+        average: `True` for `Average`, `False` for `Sum`; `None` if it is not given.
 
     Raises:
         ArgumentError: both are given.
@@ -27,7 +110,7 @@ def resolve_op(op: ReduceOp | str | None, average: bool | None) -> ReduceOp | st
                 runtime.where(),
                 "either op or average",
                 f"op={op} and average={average}",
-                "Leave out average.",
+                "Omit average.",
             )
         )
     chosen = Average if average else Sum
@@ -40,7 +123,7 @@ def resolve_op(op: ReduceOp | str | None, average: bool | None) -> ReduceOp | st
 
 
 def resolve_groups(groups: Any, num_groups: int) -> Any:
-    """Returns `groups`, or the deprecated `num_groups` where only that is given."""
+    """Returns `groups`, or the deprecated `num_groups` if only that is given."""
     if not num_groups:
         return groups
     warnings.warn("num_groups is deprecated: pass groups.", DeprecationWarning, stacklevel=3)

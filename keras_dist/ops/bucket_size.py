@@ -18,7 +18,7 @@ def bucket_nbytes(
 ) -> int:
     """Returns the size in bytes at which a bucket is closed.
 
-    Collective where the gradients exceed one bucket of the default size: the ranks measure once,
+    Collective if the gradients exceed one bucket of the default size: the ranks measure once,
     unless `KERAS_DIST_BUCKET_NBYTES` is set.
 
     Args:

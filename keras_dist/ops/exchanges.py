@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from keras_dist import _engine, runtime
+from keras_dist.ops.arguments import as_array, check_writeable, names_of
 from keras_dist.ops.shared_errors import raises_on_all
-from keras_dist.ops.values import as_array, check_writeable, names_of
 from keras_dist.runtime.process_sets import ProcessSet
 
 __all__ = [

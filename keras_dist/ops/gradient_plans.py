@@ -1,7 +1,4 @@
-"""Plans of gradient reductions: names, shapes and options of gradients to buckets.
-
-Independent of framework and optimizer.
-"""
+"""Plans of gradient reductions: the assignment of gradients to buckets."""
 
 import math
 from collections.abc import Sequence
@@ -15,16 +12,16 @@ from keras_dist.ops.reduction_options import ReductionOptions
 
 __all__ = ["SAME_MODEL", "GradientPlans", "overlaps"]
 
-# The last gradients of a model are ready first: reducing begins before the rest has come.
+# The first bucket is small: its reduction starts when the first gradients are ready.
 FIRST_NBYTES = 2**20
 SAME_MODEL = "Build the same model, with the same optimizer, on every rank."
 
 
 class GradientPlans:
-    """The plans of one optimizer's gradients; each is made once.
+    """A cache of the plans for the gradients of an optimizer.
 
     Args:
-        options: how they are reduced.
+        options: the options of the reduction.
     """
 
     def __init__(self, options: ReductionOptions):
@@ -38,20 +35,20 @@ class GradientPlans:
         specs: Sequence[tuple[tuple[int, ...], np.dtype]],
         groups: Sequence[Sequence[int]],
     ) -> _engine.FusedAllreduce:
-        """Returns the plan of some gradients.
+        """Returns the plan for some gradients.
 
-        Collective at the first call for them, as `bucket_nbytes` is.
+        Collective at the first call for the same gradients, as `bucket_nbytes` is.
 
         Args:
-            comm: the ranks.
-            names: what the gradients are called in messages.
-            specs: shape and dtype of each.
-            groups: positions of those that travel together.
+            comm: communicator of the ranks.
+            names: names of the gradients in messages.
+            specs: shape and dtype of each gradient.
+            groups: indices of the gradients that are reduced together.
         """
         key = (comm, tuple(names), tuple(specs), tuple(map(tuple, groups)))
         if key not in self._plans:
-            # Ranks that have been left since give their shared memory back.
-            self._plans = {known: plan for known, plan in self._plans.items() if known[0] is comm}
+            # Plans for another communicator are dropped, which frees their shared memory.
+            self._plans = {old: plan for old, plan in self._plans.items() if old[0] is comm}
             nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
             op, prescale, postscale = self._options.scaling(comm.size)
             what = "the reduction of gradients"
@@ -78,10 +75,10 @@ class GradientPlans:
 
 
 def overlaps(comm: _engine.Communicator) -> bool:
-    """Returns whether gradients are reduced while others are computed.
+    """Returns whether reductions overlap with backpropagation.
 
-    `auto` overlaps where ranks wait for a network or have a core to spare. On a single core the
-    reduction and the computation compete, which costs a few per cent of the speed.
+    `auto` overlaps if ranks use a network or have a spare core. On a single core, reduction and
+    computation compete, which costs a few per cent of the speed.
 
     Args:
         comm: communicator of the ranks; the answer is equal on all of them.

@@ -1,4 +1,4 @@
-"""`join`: uneven inputs in training loops written by hand."""
+"""`join`: uneven inputs in custom training loops."""
 
 from keras_dist import _engine, runtime
 

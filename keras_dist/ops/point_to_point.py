@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist import _backends, _engine, runtime
-from keras_dist.ops.values import as_array
+from keras_dist.ops.arguments import as_array
 
 __all__ = ["recv", "send"]
 

@@ -20,7 +20,7 @@ __all__ = [
     "parse_reduction_options",
 ]
 
-#: so many groups of equal number, or the variables of each group
+#: a number of groups of equal length, or the variables of each group
 Groups = int | tuple[tuple[Any, ...], ...]
 
 
@@ -88,11 +88,11 @@ class ReductionOptions:
     def grouped(self, variables: Sequence[Any]) -> list[list[int]]:
         """Returns the indices of the variables of each group."""
         if isinstance(self.groups, int):
-            parts = np.array_split(np.arange(len(variables)), self.groups)
-            return [part.tolist() for part in parts if len(part)]
-        at = {id(variable): position for position, variable in enumerate(variables)}
-        found = [[at[id(v)] for v in group if id(v) in at] for group in self.groups]
-        return [sorted(positions) for positions in found if positions]
+            equal = np.array_split(np.arange(len(variables)), self.groups)
+            return [group.tolist() for group in equal if len(group)]
+        index_of = {id(variable): index for index, variable in enumerate(variables)}
+        groups = [[index_of[id(v)] for v in group if id(v) in index_of] for group in self.groups]
+        return [sorted(group) for group in groups if group]
 
 
 def parse_reduction_options(
@@ -119,7 +119,7 @@ def parse_reduction_options(
     passes = parse_passes(backward_passes_per_step, where)
     grouped = parse_groups(groups, where)
     compressor = _engine.parse_compression(compression, where)
-    # Raises where there is no such set.
+    # `includes_me` raises an error for an unknown process set.
     if runtime.includes_me(process_set) and parsed is _engine.ReduceOp.ADASUM:
         _engine.collectives.check_power_of_two(runtime.communicator(process_set))
     return ReductionOptions(
@@ -159,8 +159,8 @@ def parse_predivide(factor: Any, op: _engine.ReduceOp, where: str) -> float:
         expected, remedy = "gradient_predivide_factor to be above 0", "1.0 changes nothing."
         raise errors.ArgumentError(errors.explain(where, expected, repr(factor), remedy))
     if parsed != 1 and op is not _engine.ReduceOp.AVERAGE:
-        expected = "op to be Average where there is a gradient_predivide_factor"
-        remedy = "Leave the factor out: only the division of an average can be split."
+        expected = "op to be Average with a gradient_predivide_factor"
+        remedy = "Omit the factor: only the division of an average can be split."
         raise errors.ArgumentError(errors.explain(where, expected, op.value, remedy))
     return parsed
 
@@ -185,11 +185,10 @@ def parse_groups(groups: Any, where: str) -> Groups:
         received = f"{wrong[0]!r} of type {type(wrong[0]).__name__}"
         raise errors.ArgumentTypeError(errors.explain(where, expected, received, remedy))
     if len({id(variable) for variable in variables}) < len(variables):
-        expected = "each variable in one place of groups"
-        received = f"one twice among {len(variables)}"
-        raise errors.ArgumentError(
-            errors.explain(where, expected, received, "Leave out the second.")
-        )
+        expected = "each variable once in groups"
+        received = f"a variable twice among {len(variables)}"
+        remedy = "Remove the duplicates."
+        raise errors.ArgumentError(errors.explain(where, expected, received, remedy))
     return tuple(tuple(group) for group in groups)
 
 
@@ -199,13 +198,13 @@ def parse_layers(layers: Any) -> tuple[Any, ...]:
     Raises:
         ArgumentTypeError: `layers` holds another object.
     """
-    import keras  # not for scripts that use another library than Keras
+    import keras  # only here: torch scripts do not import Keras
 
-    single = isinstance(layers, keras.Layer)
-    several = isinstance(layers, list | tuple | set | frozenset)
-    listed = (layers,) if single else tuple(layers if several else ())
-    is_wrong = not (single or several or layers is None)
-    wrong = [layers] if is_wrong else [one for one in listed if not isinstance(one, keras.Layer)]
+    if layers is None:
+        return ()
+    is_collection = isinstance(layers, list | tuple | set | frozenset)
+    parsed = tuple(layers) if is_collection else (layers,)
+    wrong = [layer for layer in parsed if not isinstance(layer, keras.Layer)]
     if wrong:
         raise errors.ArgumentTypeError(
             errors.explain(
@@ -215,11 +214,11 @@ def parse_layers(layers: Any) -> tuple[Any, ...]:
                 "Pass for example local_layers=[model.layers[0]].",
             )
         )
-    return listed
+    return parsed
 
 
 def _parse_op(op: Any, averages: bool, where: str) -> _engine.ReduceOp:
-    """Returns the op, one that is defined for gradients."""
+    """Returns the op, after a check that it is defined for gradients."""
     parsed = _engine.parse_op(op, where)
     if parsed not in (_engine.ReduceOp.AVERAGE, _engine.ReduceOp.SUM, _engine.ReduceOp.ADASUM):
         raise errors.ArgumentError(
@@ -234,9 +233,9 @@ def _parse_op(op: Any, averages: bool, where: str) -> _engine.ReduceOp:
         raise errors.ArgumentError(
             errors.explain(
                 where,
-                "op to be Average or Sum where average_aggregated_gradients is set",
+                "op to be Average or Sum with average_aggregated_gradients",
                 parsed.value,
-                "Leave average_aggregated_gradients out.",
+                "Omit average_aggregated_gradients.",
             )
         )
     return parsed
@@ -251,6 +250,6 @@ def _positive(number: Any, expected: str, remedy: str, where: str) -> int:
     return int(number)
 
 
-def _is_variable(thing: Any) -> bool:
-    # Of Keras or TensorFlow, or a parameter of torch.
-    return hasattr(thing, "assign") or hasattr(thing, "requires_grad")
+def _is_variable(value: Any) -> bool:
+    # A variable of Keras or TensorFlow, or a torch parameter.
+    return hasattr(value, "assign") or hasattr(value, "requires_grad")

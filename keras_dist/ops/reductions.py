@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 
 from keras_dist import _engine, runtime
-from keras_dist.ops.arguments import resolve_op
+from keras_dist.ops.arguments import as_array, names_of, parse_factors, resolve_op
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.ops.reduce_op import ReduceOp
 from keras_dist.ops.shared_errors import raises_on_all
-from keras_dist.ops.values import as_array, names_of, parse_factors
 from keras_dist.runtime.process_sets import ProcessSet
 
 __all__ = [

@@ -26,7 +26,7 @@ def raises_on_all(operation: Callable[P, R]) -> Callable[P, R]:
 
     Args:
         operation: a function with one rendezvous or more. Its arguments `name` and `process_set`,
-            where it has them, select the rendezvous.
+            if any, select the rendezvous.
     """
 
     @functools.wraps(operation)
@@ -34,7 +34,7 @@ def raises_on_all(operation: Callable[P, R]) -> Callable[P, R]:
         before = _engine.collectives.rendezvous_count()
         try:
             return operation(*args, **kwargs)
-        except Exception as error:  # converting the value of a user may raise anything
+        except Exception as error:  # conversion of a value may raise any error
             if _engine.collectives.rendezvous_count() == before:
                 _publish(operation, error, args, kwargs)
             raise
@@ -54,7 +54,7 @@ def _publish(operation: Callable[..., Any], error: Exception, args: Any, kwargs:
 
 
 def _ranks(process_set: Any) -> _engine.Communicator:
-    """Returns the communicator of a process set; of all ranks where the process set is invalid."""
+    """Returns the communicator of a process set; of all ranks if the process set is invalid."""
     try:
         return runtime.communicator(process_set)
     except errors.ArgumentTypeError:

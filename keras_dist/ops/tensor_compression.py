@@ -1,6 +1,6 @@
 """Horovod's interface of compressors, which convert tensors of any framework.
 
-`keras_dist.Compressor` is a different one: it converts numpy arrays, between nodes only.
+`keras_dist.Compressor` is another interface: it converts numpy arrays, only between nodes.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from keras_dist.ops.compression import Compression as Wires
 from keras_dist.ops.compression import Compressor as Wire
 
-__all__ = ["AsItIs", "Compressor", "compressed", "decompressed", "is_done_here", "wire_of"]
+__all__ = ["Compressor", "NoCompression", "compressed", "decompressed", "is_custom", "wire_of"]
 
 
 class Compressor:
@@ -35,7 +35,7 @@ class Compressor:
         raise NotImplementedError
 
 
-class AsItIs(Compressor):
+class NoCompression(Compressor):
     """No compression."""
 
     wire = Wires.none
@@ -52,13 +52,13 @@ class AsItIs(Compressor):
 
 
 def wire_of(compression: Any) -> Any:
-    """Returns the wire format for the engine; none where a custom class converts tensors."""
-    return Wires.none if is_done_here(compression) else getattr(compression, "wire", compression)
+    """Returns the wire format for the engine; `none` if a custom class converts tensors."""
+    return Wires.none if is_custom(compression) else getattr(compression, "wire", compression)
 
 
 def compressed(compression: Any, tensors: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
     """Returns the tensors to reduce, and the context of each."""
-    if not is_done_here(compression):
+    if not is_custom(compression):
         return tensors, []
     pairs = [compression.compress(tensor) for tensor in tensors]
     return [tensor for tensor, _ in pairs], [ctx for _, ctx in pairs]
@@ -66,13 +66,13 @@ def compressed(compression: Any, tensors: Sequence[Any]) -> tuple[Sequence[Any],
 
 def decompressed(compression: Any, tensors: Sequence[Any], contexts: list[Any]) -> list[Any]:
     """Returns the tensors that results represent."""
-    if not is_done_here(compression):
+    if not is_custom(compression):
         return list(tensors)
     pairs = zip(tensors, contexts, strict=True)
     return [compression.decompress(tensor, ctx) for tensor, ctx in pairs]
 
 
-def is_done_here(compression: Any) -> bool:
+def is_custom(compression: Any) -> bool:
     """Returns whether a compression is a custom class, unknown to the engine."""
     known = compression is None or isinstance(compression, str | Wire)
     return not known and not hasattr(compression, "wire") and hasattr(compression, "compress")

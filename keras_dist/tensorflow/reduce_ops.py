@@ -12,7 +12,7 @@ from keras_dist.ops.arguments import resolve_op
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.reduce_op import Average, ReduceOp
-from keras_dist.ops.reduction import Reduction
+from keras_dist.ops.reduction_arguments import Reduction
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.ops.tensor_compression import compressed, decompressed, wire_of
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set

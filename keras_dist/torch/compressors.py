@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from keras_dist.ops.compression import Compression as Wires
-from keras_dist.ops.tensor_compression import AsItIs, Compressor
+from keras_dist.ops.tensor_compression import Compressor, NoCompression
 
 __all__ = ["Compression", "Compressor"]
 
@@ -40,6 +40,6 @@ class _BFloat16(_Cast):
 class Compression:
     """The available compressions: `none`, `fp16` and `bf16`."""
 
-    none = AsItIs
+    none = NoCompression
     fp16 = _Float16
     bf16 = _BFloat16

@@ -19,7 +19,7 @@ from keras_dist._backends.torch_overlap import ReadyGradients, version_of
 from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch, write_into
 from keras_dist.ops.gradient_plans import GradientPlans
 from keras_dist.ops.reduction_options import ReductionOptions
-from keras_dist.ops.tensor_compression import compressed, decompressed, is_done_here
+from keras_dist.ops.tensor_compression import compressed, decompressed, is_custom
 from keras_dist.torch import sync_ops
 
 __all__ = ["Gradients"]
@@ -195,7 +195,7 @@ class Gradients:
         """Copies a result, whose memory is leased, into the gradient."""
         gradient: Any = parameter.grad
         contexts = self._contexts.pop(id(parameter))
-        if not gradient.is_sparse and not is_done_here(self._compression):
+        if not gradient.is_sparse and not is_custom(self._compression):
             write_into(gradient, array)
             return
         [like], _ = compressed(self._compression, [torch.empty(0, dtype=gradient.dtype)])

@@ -435,7 +435,7 @@ def test_arguments_of_old_scripts_are_accepted():
 def test_a_variable_in_two_groups_is_refused():
     variable = keras.Variable(np.zeros(1))
     message = refused(errors.ArgumentError, groups=[[variable], [variable]])
-    assert "each variable in one place of groups" in message
+    assert "each variable once in groups" in message
 
 
 def test_combinations_without_a_meaning_are_refused():

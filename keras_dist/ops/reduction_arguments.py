@@ -1,4 +1,4 @@
-"""The options of one reduction, which framework packages use in forward and in backward passes."""
+"""The arguments of a reduction, which framework packages use in forward and backward passes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ __all__ = ["Reduction"]
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """The arguments of an `allreduce` or a `reducescatter`, with their names.
+    """The arguments of an `allreduce` or a `reducescatter`.
 
     Args:
         op: the reduction, or its name.
@@ -69,7 +69,7 @@ class Reduction:
         """Checks that the reduction has a gradient.
 
         Raises:
-            ArgumentError: it has none.
+            ArgumentError: it has no gradient.
         """
         if not self.is_differentiable:
             raise errors.ArgumentError(
@@ -77,14 +77,13 @@ class Reduction:
                     runtime.where(),
                     "op to be Average or Sum in an allreduce that is differentiated",
                     str(self.op),
-                    "Detach the tensor (tf.stop_gradient in TensorFlow) where no gradient is "
-                    "needed.",
+                    "Detach the tensor (tf.stop_gradient in TensorFlow) if it needs no gradient.",
                 )
             )
 
     @property
     def scatter_gradient_factor(self) -> float:
-        """The factor of the gradient of a `reducescatter`: Horovod's, whose sum is not averaged."""
+        """The factor of the gradient of a `reducescatter`, as in Horovod."""
         sums = _engine.parse_op(self.op, runtime.where()) is Sum
         size = runtime.communicator(self.process_set).size if sums else 1
         return self.prescale_factor * self.postscale_factor * size
