@@ -229,16 +229,18 @@ keras_dist.run(stay, verbose=False)
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # nobody is left to remove it
     command = [sys.executable, "-c", text]
     with subprocess.Popen(command, cwd=tmp_path, env=environment) as caller:
-        wait_for(lambda: len(pids(tmp_path)) == 2)
+        assert comes_true(lambda: len(pids(tmp_path)) == 2)
+        ranks = pids(tmp_path)
         caller.kill()
-    wait_for(lambda: not any(map(is_alive, pids(tmp_path))))
+    assert comes_true(lambda: not any(map(is_alive, ranks)))
 
 
-def wait_for(condition):
+def comes_true(condition):
+    """Returns whether a condition becomes true within 30 s."""
     end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
+    while not condition() and time.monotonic() < end:
         time.sleep(0.05)
+    return condition()
 
 
 def test_hosts_are_those_that_are_named(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""keras_dist.jax: collectives of arrays and trees, in and out of a compiled function."""
+"""keras_dist.jax: collectives of arrays and pytrees, inside and outside `jax.jit`."""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import pytest
 
 import keras_dist
 import keras_dist.jax as hvd
+from keras_dist import ops
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -20,14 +21,14 @@ def compiled(request):
     return jax.jit if request.param else (lambda function: function)
 
 
-def mine(shape, dtype="float32", rank=None):
-    """An array of small whole numbers, another one on each rank."""
+def own(shape, dtype="float32", rank=None):
+    """Returns an array of small integers, different on each rank."""
     rank = hvd.rank() if rank is None else rank
     return (((np.arange(np.prod(shape)) * (rank + 2) + rank) % 5) + 1).reshape(shape).astype(dtype)
 
 
-def everyones(shape, dtype="float32"):
-    return np.stack([mine(shape, dtype, rank) for rank in range(hvd.size())])
+def stacked(shape, dtype="float32"):
+    return np.stack([own(shape, dtype, rank) for rank in range(hvd.size())])
 
 
 def equal(found, expected):
@@ -37,31 +38,34 @@ def equal(found, expected):
 def test_allreduce_of_every_op_and_dtype(compiled):
     for dtype in ("uint8", "int8", "int16", "int32", "float16", ml_dtypes.bfloat16, "float32"):
         for shape in [(), (5, 3)]:
-            x, stack = jnp.asarray(mine(shape, dtype)), everyones(shape, dtype)
+            x, stack = jnp.asarray(own(shape, dtype)), stacked(shape, dtype)
 
             def all_ops(x):
                 ops = (hvd.Sum, hvd.Min, hvd.Max, hvd.Product, "average")
                 return [hvd.allreduce(x, op) for op in ops]
 
-            total, least, most, product, mean = compiled(all_ops)(x)
+            total, minimum, maximum, product, mean = compiled(all_ops)(x)
             assert total.dtype == x.dtype and total.shape == shape
             equal(total, stack.sum(0).astype(dtype))
-            equal(least, stack.min(0))
-            equal(most, stack.max(0))
+            equal(minimum, stack.min(0))
+            equal(maximum, stack.max(0))
             equal(product, stack.prod(0).astype(dtype))
             equal(mean, (stack.astype("float64").sum(0) / hvd.size()).astype(dtype))
-    with jax.enable_x64(True):  # the sum runs over, the average does not
-        limits = jnp.array([-(2**63), -(2**62), 2**63 - 1])
-        assert limits.dtype == "int64"
-        equal(compiled(hvd.allreduce)(limits), limits)
 
 
-def test_exchanges(compiled):
+def test_average_of_int64_does_not_overflow(compiled):
+    with jax.enable_x64(True):
+        x = jnp.array([2**63 - 1 - 2 * hvd.rank(), -(2**63)])
+        assert x.dtype == "int64"
+        equal(compiled(hvd.allreduce)(x), [2**63 - hvd.size(), -(2**63)])
+
+
+def test_data_movement_and_reducescatter(compiled):
     size, rank = hvd.size(), hvd.rank()
-    x = mine((2 * size, 3))
-    stack = everyones((2 * size, 3))
+    x = own((2 * size, 3))
+    stack = stacked((2 * size, 3))
 
-    def exchanges(x):
+    def all_ops(x):
         return (
             hvd.allgather(x),
             hvd.broadcast(x, size - 1),
@@ -71,9 +75,9 @@ def test_exchanges(compiled):
             *hvd.grouped_reducescatter([x[:, 0], (x[1:] * 2).astype("int32")], "sum"),
         )
 
-    gathered, sent, exchanged, scattered, first, _, column, uneven = compiled(exchanges)(x)
-    equal(gathered, stack.reshape(-1, 3))
-    equal(first, stack.reshape(-1, 3))
+    gathered, sent, exchanged, scattered, first, second, column, uneven = compiled(all_ops)(x)
+    for found in (gathered, first, second):
+        equal(found, stack.reshape(-1, 3))
     equal(sent, stack[-1])
     equal(exchanged, stack[:, 2 * rank : 2 * rank + 2].reshape(-1, 3))
     equal(scattered, stack.sum(0)[2 * rank : 2 * rank + 2])
@@ -81,7 +85,7 @@ def test_exchanges(compiled):
     equal(uneven, np.array_split(stack.sum(0)[1:] * 2, size)[rank])
 
 
-def test_lengths_that_differ_outside_of_jit():
+def test_different_lengths_outside_jit():
     rows = hvd.allgather(jnp.ones((hvd.rank() + 1, 2)))
     assert len(rows) == sum(range(1, hvd.size() + 1))
     rows, received = hvd.alltoall(jnp.ones(hvd.size()), splits=[1] * hvd.size())
@@ -92,26 +96,26 @@ def test_lengths_that_differ_outside_of_jit():
 
 def test_gradients(compiled):
     size, rank = hvd.size(), hvd.rank()
-    x = mine((2 * size, 2))
+    x = own((2 * size, 2))
     weight = float(rank + 1)
     weights = np.arange(1, size + 1)
 
     def gradient(operation):
         return compiled(jax.grad(lambda x: (weight * operation(x) ** 2).sum()))(x)
 
-    stack = everyones((2 * size, 2))
+    stack = stacked((2 * size, 2))
     total, mean = stack.sum(0), stack.mean(0)
     np.testing.assert_allclose(
         gradient(lambda x: hvd.allreduce(x, hvd.Sum)), 2 * total * weights.sum(), rtol=1e-6
     )
     np.testing.assert_allclose(gradient(hvd.allreduce), 2 * mean * weights.mean(), rtol=1e-6)
     np.testing.assert_allclose(gradient(hvd.allgather), 2 * x * weights.mean(), rtol=1e-6)
-    both = gradient(lambda x: jnp.concatenate(hvd.grouped_allgather([x, 3 * x[:1]])))
+    of_group = gradient(lambda x: jnp.concatenate(hvd.grouped_allgather([x, 3 * x[:1]])))
     expected = 2 * x * weights.mean() * (1 + 9 * (np.arange(2 * size) == 0))[:, None]
-    np.testing.assert_allclose(both, expected, rtol=1e-6)
-    labels = jnp.arange(size)
-    first = gradient(lambda x: hvd.grouped_allgather([labels, x])[1])
-    np.testing.assert_allclose(first, 2 * x * weights.mean(), rtol=1e-6)
+    np.testing.assert_allclose(of_group, expected, rtol=1e-6)
+    integers = jnp.arange(size)
+    beside_integers = gradient(lambda x: hvd.grouped_allgather([integers, x])[1])
+    np.testing.assert_allclose(beside_integers, 2 * x * weights.mean(), rtol=1e-6)
     np.testing.assert_allclose(
         gradient(hvd.broadcast), 2 * x * weights.mean() * (rank == 0), rtol=1e-6
     )
@@ -156,12 +160,13 @@ def test_gradients_against_finite_differences(name):
         return (result**2 * (jnp.arange(result.size) + rank + 1)).sum()
 
     found = np.asarray(jax.grad(loss)(x))
-    for who in range(size):
-        way = np.linspace(0.5, 1, x.size, dtype="float32").reshape(x.shape) * (who == rank)
-        slope = (loss(x + step * way) - loss(x - step * way)) / (2 * step)  # exact of a parabola
+    for source in range(size):
+        direction = np.linspace(0.5, 1, x.size, dtype="float32").reshape(x.shape) * (source == rank)
+        # A central difference is exact for a quadratic function.
+        slope = (loss(x + step * direction) - loss(x - step * direction)) / (2 * step)
         total = hvd.allreduce(slope, "sum")
-        if who == rank:
-            np.testing.assert_allclose((found * way).sum(), factor * total, rtol=1e-4)
+        if source == rank:
+            np.testing.assert_allclose((found * direction).sum(), factor * total, rtol=1e-4)
 
 
 def test_steps_equal_those_of_one_process():
@@ -198,7 +203,7 @@ def test_steps_equal_those_of_one_process():
 
 @jax.tree_util.register_pytree_node_class
 class Stateful:
-    """A node of a tree that prints another text on each rank."""
+    """A node of a pytree whose text differs between ranks."""
 
     def __init__(self, weights, function):
         self.weights, self.function = weights, function
@@ -211,16 +216,16 @@ class Stateful:
         return cls(*leaves, function)
 
 
-def test_leaves_stay_what_they_are():
+def test_broadcast_parameters_keeps_the_types_of_leaves():
     rank = hvd.rank()
-    mine = {
+    tree = {
         "key": jax.random.key(rank),
         "step": np.int64(2**40 + rank),
         "rows": [np.full(2, rank, "float64"), None, ()],
         "numbers": (3 + rank, 0.5 + rank, bool(rank)),
         "state": Stateful(jnp.full(3, rank), lambda x: x),
     }
-    found = hvd.broadcast_parameters(mine)
+    found = hvd.broadcast_parameters(tree)
     equal(jax.random.key_data(found["key"]), jax.random.key_data(jax.random.key(0)))
     assert found["step"] == 2**40 and found["step"].dtype == np.int64
     equal(found["rows"][0], np.zeros(2))
@@ -230,51 +235,62 @@ def test_leaves_stay_what_they_are():
     equal(found["state"].weights, np.zeros(3))
 
 
-def test_calls_wait_for_programs_begun_before_them():
+def test_calls_wait_for_programs_started_before_them():
     @jax.jit
     def slow(matrix):
         return jax.lax.fori_loop(0, 30, lambda _, a: jnp.tanh(a @ a), matrix)
 
     @jax.jit
-    def within(matrix):
+    def reduce(matrix):
         return hvd.allreduce(matrix[0, 0] * 0 + 100, hvd.Sum)
 
     ready, matrix = jnp.ones(()).block_until_ready(), jnp.eye(600)
-    within(slow(matrix)).block_until_ready()
-    behind = [
+    reduce(slow(matrix)).block_until_ready()
+    later = [
         lambda: hvd.allreduce(ready, hvd.Sum),
         lambda: hvd.allreduce(ready, hvd.Sum, name="with a name"),
         lambda: keras_dist.allreduce_async(np.float32(1), hvd.Sum).wait(),
         lambda: sum(hvd.allgather_object(1)),
     ]
-    for call in behind:
+    for call in later:
         batch = slow(matrix)
-        if hvd.rank() == 0:  # there it is not waited for
+        if hvd.rank() == 0:  # on the other ranks the program is still running
             batch.block_until_ready()
-        first, second = within(batch), call()
+        first, second = reduce(batch), call()
         assert (float(first), float(second)) == (100 * hvd.size(), hvd.size())
-    last = within(slow(matrix))
+    last = reduce(slow(matrix))
     hvd.shutdown()
     assert not hvd.is_initialized()
     hvd.init()
     assert float(last) == 100 * hvd.size()
 
 
-def test_operations_keep_their_order_within_a_program():
+def test_operations_run_in_program_order(monkeypatch):
+    order, reduce = [], ops.grouped_allreduce
+
+    def recorded(arrays, **options):
+        order.append(options["prescale_factor"])
+        return reduce(arrays, **options)
+
+    monkeypatch.setattr(ops, "grouped_allreduce", recorded)
+
     @jax.jit
-    def both(x):
-        # Nothing but the order of the program says which comes first.
-        return hvd.allreduce(x, "sum", name="first"), hvd.allreduce(x * 2, "max", name="second")
+    def program(matrix):
+        # The first operation has its argument last: dependencies alone would run it last.
+        slow = jax.lax.fori_loop(0, 20, lambda _, a: jnp.tanh(a @ a), matrix)
+        late = hvd.allreduce(slow[0, 0] * 0 + 1, "sum", prescale_factor=0.5)
+        early = [hvd.allreduce(jnp.ones(3), "sum", prescale_factor=f) for f in (1.0, 2.0, 4.0)]
+        return late, *early
 
-    for _ in range(5):
-        first, second = both(jnp.ones(3))
-        equal(first, np.full(3, hvd.size()))
-        equal(second, np.full(3, 2))
+    results = program(jnp.eye(300))
+    for found, factor in zip(results, (0.5, 1, 2, 4), strict=True):
+        equal(found, np.full(found.shape, factor * hvd.size()))
+    assert order == [0.5, 1.0, 2.0, 4.0]
 
 
-def test_differences_are_errors_on_every_rank_and_the_job_goes_on():
+def test_mismatches_are_errors_on_every_rank_and_the_job_continues():
     if hvd.size() == 1:
-        pytest.skip("one rank differs from nobody")
+        pytest.skip("needs two ranks")
     odd = hvd.rank() == 1
     with pytest.raises(RuntimeError, match=r"rank \d of"):
         hvd.allreduce(jnp.ones(3 + odd))
@@ -288,20 +304,24 @@ def test_differences_are_errors_on_every_rank_and_the_job_goes_on():
 @pytest.mark.skipif(hvd.size() == 1, reason="a set of one rank is the whole job")
 def test_process_sets(compiled):
     even = hvd.add_process_set(range(0, hvd.size(), 2))
+    x = jnp.ones(2) * hvd.rank()
     if even.included():
-        found = compiled(lambda x: hvd.pmean(x, even))(jnp.ones(2) * hvd.rank())
+        found = compiled(lambda x: hvd.pmean(x, even))(x)
         equal(found, np.full(2, np.mean(even.ranks)))
+    else:
+        with pytest.raises(keras_dist.errors.ArgumentError, match="process_set"):
+            hvd.pmean(x, even)
     hvd.remove_process_set(even)
 
 
-def test_a_compression_takes_arrays(compiled):
+def test_compression_of_arrays(compiled):
     for compression, narrow in (
         (hvd.Compression.none, "float32"),
         (hvd.Compression.fp16, "float16"),
         (hvd.Compression.bf16, "bfloat16"),
     ):
-        small = compiled(compression.compress)(jnp.asarray(mine((5,))))
-        assert isinstance(small, jax.Array) and small.dtype == narrow
-        back = compiled(lambda x, c=compression: c.decompress(x, jnp.float32))(small)
-        assert back.dtype == "float32"
-        equal(back, mine((5,)))
+        compressed = compiled(compression.compress)(jnp.asarray(own((5,))))
+        assert isinstance(compressed, jax.Array) and compressed.dtype == narrow
+        result = compiled(lambda x, c=compression: c.decompress(x, jnp.float32))(compressed)
+        assert result.dtype == "float32"
+        equal(result, own((5,)))
