@@ -33,7 +33,7 @@ move(1)
 """
 
 
-def test_without_an_own_text_all_but_the_example_is_inherited():
+def test_everything_but_the_example_is_inherited():
     assert compose(OPERATION, "", ["tensor", "name", "session"], "torch") == (
         "Moves a tensor.\n\n"
         "Collective: every rank.\n\n"
@@ -47,7 +47,7 @@ def test_without_an_own_text_all_but_the_example_is_inherited():
     )
 
 
-def test_own_paragraphs_are_added_and_own_entries_replace_inherited_ones():
+def test_own_paragraphs_are_added_and_own_entries_replace_inherited_entries():
     own = """Has a gradient.
 
     Args:

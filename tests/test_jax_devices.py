@@ -1,11 +1,11 @@
-"""Ranks of JAX take memory on no GPU but their own: it is chosen before JAX makes a client."""
+"""A JAX rank allocates memory only on its GPU, chosen before JAX creates its client."""
 
 import pytest
 from jobs import lean
 
 pytest.importorskip("jax")
 
-# GPUs are what two functions say: whether JAX has a plugin for them, and how many a driver counts.
+# Two functions simulate GPUs: whether JAX has a plugin for them, and the driver's count.
 JOB = """
 import logging
 import os
@@ -18,7 +18,7 @@ jax_devices._count = gpus.get
 logging.basicConfig(format="%(message)s")
 visible = lambda: jax.config.values["jax_cuda_visible_devices"]
 
-# One write each: the ranks share an output, and print writes a line in parts.
+# A single write: the ranks share an output, and print writes a line in several.
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
@@ -47,14 +47,14 @@ say("uses", keras_dist.rank(), jax.config.jax_default_device.id)
 """
 
 
-def test_a_rank_sees_its_own_gpu_alone_before_there_is_a_client(run_ranks):
+def test_a_rank_sees_only_its_gpu_if_jax_has_no_client(run_ranks):
     job = run_ranks(2, "-c", SEEN, env=lean(KERAS_BACKEND="jax"))
     assert job.returncode == 0, job.stdout
     assert "sees 0 0" in job.stdout and "sees 1 1" in job.stdout
     assert "sharing shares its GPU: 4 ranks on this node, 2 GPUs. 1" in job.stdout
 
 
-def test_a_rank_that_has_used_jax_before_is_told_what_that_costs(run_ranks):
+def test_a_rank_that_has_used_jax_before_warns(run_ranks):
     job = run_ranks(2, "-c", LATE, env=lean(KERAS_BACKEND="jax"))
     assert job.returncode == 0, job.stdout
     assert "uses 0 0" in job.stdout and "uses 1 1" in job.stdout

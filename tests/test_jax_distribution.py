@@ -1,4 +1,4 @@
-"""keras.distribution and keras_dist: gradients that JAX averages already are not averaged twice."""
+"""keras.distribution and keras_dist: gradients are not averaged twice."""
 
 import pytest
 from jobs import lean
@@ -27,7 +27,7 @@ with keras.distribution.DataParallel(auto_shard_dataset=False).scope():
 """
 
 
-def test_a_model_that_keras_distribution_distributes_is_refused(run_ranks):
+def test_a_model_under_keras_distribution_is_refused(run_ranks):
     job = run_ranks(2, "-c", TRAINING, env=lean(KERAS_BACKEND="jax"))
     assert job.returncode == 0, job.stdout
     assert job.stdout.count("a model whose gradients keras_dist alone averages, 'twice'") == 2

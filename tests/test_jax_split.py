@@ -1,4 +1,4 @@
-"""A JAX function cut where the host works gives what it gives uncut."""
+"""A JAX function that is split at host calls returns the results of the whole function."""
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ doubled.defvjp(lambda a: (doubled(a), None), lambda _, gradient: (doubled(gradie
 
 
 def with_a_gradient_of_its_own(state, x):
-    """Differentiates one call of the host and not the other, of data."""
+    """Differentiates one host call, and not the other, of data."""
     return jax.grad(lambda w: (doubled(w["a"]) * doubled(x)[:3, :2]).sum())(state), x
 
 
@@ -86,7 +86,7 @@ def arguments():
         (without, 0),
     ],
 )
-def test_a_cut_function_gives_what_it_gives_uncut(function, calls):
+def test_a_split_function_equals_the_whole_function(function, calls):
     expected = function(*arguments())
     seen = []
     cut = split_at(double, on_host(seen), function)
@@ -98,7 +98,7 @@ def test_a_cut_function_gives_what_it_gives_uncut(function, calls):
         assert len(seen) == calls * repeat
 
 
-def test_arguments_of_other_shapes_are_traced_anew():
+def test_arguments_of_other_shapes_are_traced_again():
     cut = split_at(double, on_host([]), once)
     for rows in (4, 1, 4):
         state, _ = arguments()
@@ -107,7 +107,7 @@ def test_arguments_of_other_shapes_are_traced_anew():
         np.testing.assert_allclose(cut(state, x)[0]["a"], expected["a"], rtol=1e-6)
 
 
-def test_the_first_argument_gives_its_memory():
+def test_the_first_argument_is_donated():
     cut = split_at(double, on_host([]), once)
     state, x = arguments()
     cut(state, x)
@@ -115,7 +115,7 @@ def test_the_first_argument_gives_its_memory():
     assert not x.is_deleted()
 
 
-def test_what_the_host_gave_may_change_afterwards():
+def test_results_of_the_host_are_copied():
     memory = np.zeros((3, 2), np.float32)
 
     def lend(array):

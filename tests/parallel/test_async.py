@@ -1,4 +1,4 @@
-"""Collectives that are queued: the same results, one order on all ranks, no error lost."""
+"""Queued collectives: the results of the blocking forms, one order, no lost errors."""
 
 import gc
 import threading
@@ -17,20 +17,20 @@ RANK, SIZE = keras_dist.rank, keras_dist.size
 
 
 def bits(result):
-    """Returns a result as something that can be compared to the bit."""
+    """Returns a result as an object that can be compared bit by bit."""
     if isinstance(result, tuple | list):
         return [bits(each) for each in result]
     return result.dtype, result.shape, result.tobytes()
 
 
 def nap(rng):
-    """Sleeps now and then: a rank is late, and another one the next time."""
+    """Sleeps sometimes, so that ranks are late in turn."""
     if rng.random() < 0.3:
         time.sleep(rng.uniform(0, 0.003))
 
 
 def values_of(dtype):
-    """Arrays of this rank: a scalar, small ones, and one that is reduced by slices."""
+    """Returns arrays of this rank: a scalar, small arrays, and one that is reduced in slices."""
     shapes = [(), (4 * SIZE(), 3), (0, 2), (40_001,)]
     return [(contribution(RANK(), shape, dtype) / 3).astype(dtype) for shape in shapes]
 
@@ -40,7 +40,7 @@ def sparse(dtype):
     return contribution(RANK(), (count, 2), dtype), np.arange(count) % 4
 
 
-# Each takes a function by name and a dtype, and calls it.
+# Each calls a function that it takes by name, with a dtype.
 CALLS = {
     "allreduce": lambda f, dtype: f(values_of(dtype)[3], "average", "loss", 0.5, 2.0),
     "grouped_allreduce": lambda f, dtype: f(values_of(dtype), op="sum"),
@@ -56,7 +56,7 @@ CALLS = {
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int64])
 @pytest.mark.parametrize("name", CALLS)
-def test_queued_operations_have_the_bits_of_blocking_ones(name, dtype):
+def test_a_queued_form_equals_its_blocking_form_bit_by_bit(name, dtype):
     expected = bits(CALLS[name](getattr(keras_dist, name), dtype))
     handle = CALLS[name](getattr(keras_dist, f"{name}_async"), dtype)
     assert bits(keras_dist.synchronize(handle)) == expected
@@ -70,7 +70,7 @@ def test_every_queued_form_is_public():
     assert queued == {f"{name}_async" for name in CALLS}
 
 
-def test_results_are_the_callers_own():
+def test_results_are_new_arrays():
     mine = np.full(200_000, RANK(), np.float32)
     handles = [keras_dist.allreduce_async(mine, "sum") for _ in range(5)]
     total = SIZE() * (SIZE() - 1) / 2
@@ -83,7 +83,7 @@ def test_results_are_the_callers_own():
 
 def test_queueing_does_not_wait_for_other_ranks():
     several()
-    # Beside keras_dist the others wait for rank 0, which queues first.
+    # Outside keras_dist, the other ranks wait for rank 0, which queues first.
     first = RANK() == 0
     handle = keras_dist.allreduce_async(1.0, "sum") if first else None
     ended = MPI.COMM_WORLD.bcast(first and keras_dist.poll(handle))
@@ -93,8 +93,8 @@ def test_queueing_does_not_wait_for_other_ranks():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_blocking_and_queued_ones_run_in_the_order_of_their_calls(seed):
-    # Operations are told apart by their shapes: whatever overtakes meets another one.
+def test_blocking_and_queued_operations_run_in_the_order_of_their_calls(seed):
+    # Each operation has its own shape, so a wrong order is a mismatch.
     plan, late = np.random.default_rng(seed), np.random.default_rng([seed, RANK()])
     total = SIZE() * (SIZE() - 1) / 2
     waiting = []
@@ -105,9 +105,9 @@ def test_blocking_and_queued_ones_run_in_the_order_of_their_calls(seed):
             waiting.append((count, keras_dist.allreduce_async(value, "sum")))
         else:
             assert (keras_dist.allreduce(value, "sum") == total + count * SIZE()).all()
-            # What was queued before has run before.
+            # Operations queued before have completed.
             assert all(keras_dist.poll(handle) for _, handle in waiting)
-    late.shuffle(waiting)  # in another order on each rank
+    late.shuffle(waiting)  # in a different order on each rank
     for count, handle in waiting:
         nap(late)
         assert (keras_dist.synchronize(handle) == total + count * SIZE()).all()
@@ -140,9 +140,9 @@ def test_training_waits_for_queued_operations():
     assert len(set(keras_dist.allgather_object(tuple(weights)))) == 1
 
 
-def test_a_collective_within_a_collective_does_not_wait_for_its_own_end():
+def test_a_nested_collective_does_not_deadlock():
     class Value:
-        """Asks the other ranks before it says what it is."""
+        """Calls a collective while it is converted to an array."""
 
         def __array__(self, dtype=None, copy=None):
             return keras_dist.allgather(np.array([RANK()]))
@@ -155,7 +155,7 @@ def test_a_collective_within_a_collective_does_not_wait_for_its_own_end():
 
 
 def test_threads_of_one_rank_take_turns():
-    # Which thread comes first is another matter on each rank: all do the same.
+    # The order of threads differs between ranks, but all threads call the same operations.
     def work():
         for _ in range(20):
             results.append(float(keras_dist.synchronize(keras_dist.allreduce_async(1.0, "sum"))))
@@ -173,14 +173,14 @@ def test_threads_of_one_rank_take_turns():
 # --- Errors
 
 
-def test_an_error_is_raised_where_the_result_is_asked_for():
+def test_an_error_is_raised_by_synchronize():
     before = keras_dist.allreduce_async(1.0, "sum")
     bad = keras_dist.allreduce_async(1.0, "mean")
     worse = keras_dist.sparse_allreduce_async(np.zeros(2), odd_one([1, 2], [1, 2, 3]))
     after = keras_dist.allreduce_async(2.0, "sum")
     assert keras_dist.synchronize(after) == 2 * SIZE()
     assert keras_dist.synchronize(before) == SIZE()
-    for _ in range(2):  # it is raised at every call
+    for _ in range(2):  # raised at every call
         texts = raised(errors.ArgumentError, lambda: keras_dist.synchronize(bad))
         assert all("op to be one of average" in text for text in texts)
         texts = raised(errors.ArgumentError, worse.wait)
@@ -190,11 +190,11 @@ def test_an_error_is_raised_where_the_result_is_asked_for():
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_a_difference_is_an_error_on_every_rank_and_the_queue_goes_on(blocking):
+def test_a_mismatch_is_an_error_on_every_rank_and_the_queue_continues(blocking):
     several()
     before = keras_dist.allreduce_async(1.0, "sum")
     value = np.zeros(odd_one(3, 4))
-    if blocking:  # on the last rank alone: how a rank calls it is its own affair
+    if blocking:  # on the last rank only: a rank may block while others queue
         call = odd_one(
             lambda: keras_dist.synchronize(keras_dist.allreduce_async(value, name="loss")),
             lambda: keras_dist.allreduce(value, name="loss"),
@@ -210,7 +210,7 @@ def test_a_difference_is_an_error_on_every_rank_and_the_queue_goes_on(blocking):
     assert keras_dist.synchronize(after) == 2 * SIZE()
 
 
-def test_another_order_on_one_rank_is_an_error_on_every_rank():
+def test_a_different_order_on_one_rank_is_an_error_on_every_rank():
     several()
     queue = [lambda: keras_dist.allreduce_async([1.0]), lambda: keras_dist.allgather_async([1.0])]
     handles = [call() for call in odd_one(queue, queue[::-1])]
@@ -221,7 +221,7 @@ def test_another_order_on_one_rank_is_an_error_on_every_rank():
 
 
 @pytest.mark.parametrize("dropped", ["at once", "after its end"])
-def test_an_error_that_nobody_asks_for_is_logged(caplog, dropped):
+def test_an_error_that_is_not_raised_is_logged(caplog, dropped):
     handle = keras_dist.broadcast_async(1.0, root_rank=SIZE())
     if dropped == "after its end":
         while not handle.done():
@@ -229,7 +229,7 @@ def test_an_error_that_nobody_asks_for_is_logged(caplog, dropped):
         assert not caplog.records
     del handle
     keras_dist.barrier()
-    for _ in range(1000):  # the thread of the engine may still be letting go of it
+    for _ in range(1000):  # the engine's thread may still hold a reference
         if not caplog.records:
             time.sleep(0.005)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
@@ -246,7 +246,7 @@ def test_an_error_that_was_raised_is_not_logged(caplog):
     assert not caplog.records
 
 
-def test_wait_refuses_other_objects():
+def test_an_object_that_is_not_a_handle_is_refused():
     for ask in (keras_dist.poll, keras_dist.synchronize):
         texts = raised(errors.ArgumentTypeError, lambda ask=ask: ask(np.zeros(3)))
         assert all("a handle, as keras_dist.allreduce_async returns" in text for text in texts)
@@ -257,7 +257,7 @@ def result_of(call):
     return handle.wait() if isinstance(handle, keras_dist.Handle) else handle
 
 
-def test_wrong_arguments_on_one_rank_leave_all_ranks_in_step():
+def test_invalid_arguments_on_one_rank_keep_ranks_in_step():
     several()
     wrong = {"bad": 1}, {"process_set": "nope"}
     for operation in keras_dist.allreduce_async, keras_dist.allreduce:
@@ -270,12 +270,12 @@ def test_wrong_arguments_on_one_rank_leave_all_ranks_in_step():
             assert keras_dist.synchronize(before) == SIZE()
 
 
-# --- Begin and end
+# --- Start and shutdown
 
 
 @pytest.fixture
 def fresh():
-    """A communicator on which nothing was queued; the test ends where it began."""
+    """Returns a communicator without queued operations; restores the job afterwards."""
     keras_dist.shutdown()
     yield
     keras_dist.shutdown()
@@ -291,7 +291,7 @@ def test_the_thread_starts_with_the_first_operation_and_ends_with_shutdown(fresh
     keras_dist.allreduce(1.0)
     assert threads() == 0
     assert isinstance(runtime.communicator().lock, type(threading.RLock()))
-    for _ in range(2):  # `allreduce_async` joins the ranks anew
+    for _ in range(2):  # `allreduce_async` initialises again
         handles = [keras_dist.allreduce_async(float(n), "sum") for n in range(20)]
         assert threads() == 1
         keras_dist.shutdown()
@@ -299,17 +299,17 @@ def test_the_thread_starts_with_the_first_operation_and_ends_with_shutdown(fresh
         assert [float(handle.wait()) for handle in handles] == [n * size for n in range(20)]
 
 
-def test_shutdown_logs_errors_that_nobody_asked_for(fresh, caplog):
+def test_shutdown_logs_errors_that_were_not_raised(fresh, caplog):
     handle = keras_dist.broadcast_async(1.0, root_rank=-1)
     keras_dist.shutdown()
     assert "A queued broadcast that nobody waited for failed" in caplog.text
     assert handle.done()
 
 
-def test_a_process_set_has_a_queue_of_its_own():
+def test_a_process_set_has_its_own_queue():
     size, rank = keras_dist.size(), keras_dist.rank()
     if size == 1:
-        pytest.skip("all ranks are a set already")
+        pytest.skip("needs two ranks")
     first = keras_dist.add_process_set(list(range((size + 1) // 2)))
     everyone = keras_dist.allreduce_async(float(rank), "Sum")
     if first.included():

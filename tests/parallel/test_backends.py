@@ -1,4 +1,4 @@
-"""What is peculiar to the other backends: steps of JAX that are cut, tensors of torch."""
+"""The JAX and torch backends: split steps, conversion of tensors, overlap, refused models."""
 
 import keras
 import numpy as np
@@ -10,12 +10,12 @@ from keras_dist import errors
 
 BATCH, STEPS = 4, 3
 BACKEND = keras.backend.backend()
-on_jax = pytest.mark.skipif(BACKEND != "jax", reason="about JAX")
-on_torch = pytest.mark.skipif(BACKEND != "torch", reason="about torch")
+on_jax = pytest.mark.skipif(BACKEND != "jax", reason="tests the JAX backend")
+on_torch = pytest.mark.skipif(BACKEND != "torch", reason="tests the torch backend")
 
 
 def expected_and_rows(optimizer):
-    """Trains plain Keras on all rows; returns its weights and the rows of this rank."""
+    """Trains plain Keras on all rows; returns its weights and this rank's rows."""
     x, y = make_data(BATCH * STEPS * keras_dist.size())
     plain = make_model(optimizer)
     plain.fit(x, y, batch_size=BATCH * keras_dist.size(), shuffle=False, verbose=0)
@@ -26,7 +26,7 @@ def expected_and_rows(optimizer):
 
 
 def jax_loop(compile_step, optimizer):
-    """Trains by a loop on stateless functions; returns the weights and what was expected."""
+    """Trains by stateless functions; returns the weights and the expected weights."""
     import jax
 
     expected, x, y = expected_and_rows(optimizer())
@@ -55,18 +55,18 @@ def jax_loop(compile_step, optimizer):
 
 
 @on_jax
-def test_a_loop_of_ones_own_in_jit_and_out_of_it():
+def test_a_custom_loop_inside_and_outside_jit():
     import jax
 
-    # Out of jit each operation is compiled by itself: the fewer the better.
+    # Outside jit each operation is compiled separately: SGD has fewer than Adam.
     loops = (jax.jit, keras.optimizers.Adam), (lambda step: step, keras.optimizers.SGD)
     for compile_step, optimizer in loops:
         weights, expected = jax_loop(compile_step, lambda: optimizer(0.01))  # noqa: B023
         assert_close(weights, expected)
-        assert len({tuple(w.tobytes() for w in ws) for ws in everyones(weights)}) == 1
+        assert len({tuple(w.tobytes() for w in ws) for ws in gathered(weights)}) == 1
 
 
-def everyones(value):
+def gathered(value):
     return keras_dist.allgather_object(value)
 
 
@@ -75,8 +75,8 @@ def test_fit_reduces_between_two_programs_and_by_no_callback(monkeypatch):
     from keras_dist._backends import jax as backend
 
     if keras_dist.size() == 1:
-        pytest.skip("one rank reduces nothing")
-    monkeypatch.setattr(backend, "io_callback", None)  # a call would fail
+        pytest.skip("one rank does not reduce")
+    monkeypatch.setattr(backend, "io_callback", None)  # a callback would fail
     expected, x, y = expected_and_rows(keras.optimizers.SGD(0.1))
     model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=keras_dist.callbacks())
@@ -86,7 +86,7 @@ def test_fit_reduces_between_two_programs_and_by_no_callback(monkeypatch):
 
 
 @on_jax
-def test_a_step_that_is_not_compiled_gives_the_same_weights():
+def test_an_eager_step_gives_the_same_weights():
     expected, x, y = expected_and_rows(keras.optimizers.SGD(0.1))
     model = make_model(
         keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=False
@@ -96,11 +96,11 @@ def test_a_step_that_is_not_compiled_gives_the_same_weights():
 
 
 @on_jax
-def test_steps_that_only_accumulate_do_not_communicate(monkeypatch):
+def test_accumulation_steps_do_not_communicate(monkeypatch):
     from keras_dist import _engine
 
     if keras_dist.size() == 1:
-        pytest.skip("one rank reduces nothing")
+        pytest.skip("one rank does not reduce")
     calls = []
     original = _engine.FusedAllreduce.__call__
 
@@ -122,24 +122,24 @@ def test_steps_that_only_accumulate_do_not_communicate(monkeypatch):
 
 @on_torch
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
-def test_tensors_of_every_float_come_back_as_they_went(dtype):
+def test_conversion_of_every_float_dtype_is_exact(dtype):
     import torch
 
     kind = getattr(torch, dtype)
     variables = [keras.Variable(np.zeros((2, 3)), dtype=dtype), keras.Variable(0.0, dtype=dtype)]
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0))
     rank, size = keras_dist.rank(), keras_dist.size()
-    # Not contiguous, as the gradient of a transposed kernel is not.
+    # Not contiguous, as the gradient of a transposed kernel.
     gradients = [torch.full((3, 2), float(rank), dtype=kind).T, torch.tensor(rank, dtype=kind)]
     optimizer.apply(gradients, variables)
     for variable in variables:
         assert variable.value.dtype == kind
-        # Halves of small numbers: every float has them.
+        # Multiples of 0.5 are exact in every dtype.
         assert (variable.value == -(size - 1) / 2).all()
 
 
 @on_torch
-def test_sparse_gradients_travel_as_rows():
+def test_sparse_gradients_are_reduced_as_rows():
     import torch
 
     from keras_dist import _backends
@@ -171,19 +171,19 @@ def sgd():
     return keras_dist.DistributedOptimizer(keras.optimizers.SGD())
 
 
-def test_a_distribution_of_keras_is_refused_beside_a_distributed_optimizer(distribution):
+def test_a_keras_distribution_is_refused_with_a_distributed_optimizer(distribution):
     if keras_dist.size() == 1:
-        pytest.skip("with one rank nobody averages")
+        pytest.skip("one rank does not average")
     model = compiled(make_model(), sgd())
     with pytest.raises(errors.BackendError, match="DataParallel active on") as raised:
         model.fit(*make_data(8), verbose=0)
     assert "gradients keras_dist alone averages" in str(raised.value)
 
 
-def test_a_distribution_of_keras_is_refused_beside_data_that_is_shared_out(distribution):
+def test_a_keras_distribution_is_refused_with_sharded_data(distribution):
     if keras_dist.size() == 1:
-        pytest.skip("with one rank nobody shares out")
-    sgd()  # `fit` is watched from now on
+        pytest.skip("one rank does not shard")
+    sgd()  # hooks `fit`
     data = keras_dist.data.shard(make_data(8), batch_size=2)
     model = compiled(make_model(), keras.optimizers.SGD())
     with pytest.raises(errors.BackendError, match="data that keras_dist alone shares out"):
@@ -191,16 +191,16 @@ def test_a_distribution_of_keras_is_refused_beside_data_that_is_shared_out(distr
 
 
 @on_torch
-def test_a_model_that_keras_would_wrap_for_torch_is_refused(shared_tmp_path):
+def test_a_model_that_keras_would_wrap_in_ddp_is_refused(shared_tmp_path):
     import torch
 
     if keras_dist.size() == 1:
-        pytest.skip("with one rank nobody averages")
+        pytest.skip("one rank does not average")
     store = torch.distributed.FileStore(str(shared_tmp_path / f"{keras_dist.rank()}"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         model = compiled(make_model(), sgd())
-        vars(model).setdefault("ddp_model", None)  # as of Keras 3.16
+        vars(model).setdefault("ddp_model", None)  # as in Keras 3.16
         with pytest.raises(errors.BackendError, match=r"DistributedDataParallel \(ddp_model\)"):
             model.fit(*make_data(8), verbose=0)
     finally:
@@ -209,11 +209,11 @@ def test_a_model_that_keras_would_wrap_for_torch_is_refused(shared_tmp_path):
 
 @pytest.mark.parity("a model in `DistributedDataParallel` is refused")
 @on_torch
-def test_a_model_that_torch_distributes_is_refused(shared_tmp_path):
+def test_a_model_with_ddp_is_refused(shared_tmp_path):
     import torch
 
     if keras_dist.size() == 1:
-        pytest.skip("with one rank nobody averages")
+        pytest.skip("one rank does not average")
     store = torch.distributed.FileStore(str(shared_tmp_path / f"{keras_dist.rank()}"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -229,7 +229,7 @@ def test_a_model_that_torch_distributes_is_refused(shared_tmp_path):
 
 @pytest.fixture
 def queued(monkeypatch):
-    """Counts the buckets that are queued; each gradient has one of its own."""
+    """Counts the queued buckets; each gradient has its own bucket."""
     from keras_dist._engine import FusedAllreduce
     from keras_dist.ops import gradient_plans
 
@@ -247,23 +247,23 @@ def queued(monkeypatch):
 
 
 @on_torch
-def test_gradients_are_reduced_while_others_are_computed(queued):
+def test_reductions_overlap_with_backpropagation(queued):
     if keras_dist.size() == 1:
-        pytest.skip("one rank reduces nothing")
+        pytest.skip("one rank does not reduce")
     expected, x, y = expected_and_rows(keras.optimizers.Adam(0.01))
     model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)))
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     assert_close(weights_of(model), expected)
-    # The first step makes the plan; in the others four gradients come, the last one first.
+    # The first step makes the plan; the others queue four gradients, last gradient first.
     assert queued == [0, 1, 2, 3] * (STEPS - 1)
-    if keras_dist.rank() == 0:  # a backward pass of one's own starts nothing
+    if keras_dist.rank() == 0:  # a backward pass outside the step queues nothing
         model(x).sum().backward()
     assert len(queued) == 4 * (STEPS - 1)
 
 
 @on_torch
 @pytest.mark.parametrize("what", ["two passes", "a change"])
-def test_gradients_that_are_not_those_that_came_are_reduced_anew(queued, what):
+def test_changed_gradients_are_reduced_again(queued, what):
     import torch
 
     class Custom(keras.Model):
@@ -295,5 +295,5 @@ def test_gradients_that_are_not_those_that_came_are_reduced_anew(queued, what):
     weights = train(optimizer, *mine, BATCH)
     assert_close(weights, expected)
     assert len({w.tobytes() for w in keras_dist.allgather_object(weights[0])}) == 1
-    # Once they were started in vain; then no more.
+    # Queued in vain once; then the overlap stops.
     assert len(queued) == (2 if keras_dist.size() > 1 else 0)

@@ -1,4 +1,4 @@
-"""Operations with names: ranks find each other's, in whatever order they call them."""
+"""Named operations, which match in any order."""
 
 import concurrent.futures
 import threading
@@ -15,7 +15,7 @@ NAMES = [f"weight {number}" for number in range(12)]
 
 
 def own_order():
-    """The names, in another order on each rank."""
+    """Returns the names, in a different order on each rank."""
     return list(np.random.default_rng(keras_dist.rank()).permutation(NAMES))
 
 
@@ -34,7 +34,7 @@ def test_named_operations_are_queued_in_any_order():
         assert (handles[name, 0].wait() == np.tile(value_of(name), size)).all()
 
 
-def test_a_name_that_comes_later_is_waited_for():
+def test_an_operation_waits_for_its_name_on_other_ranks():
     size, rank = keras_dist.size(), keras_dist.rank()
     names = NAMES[:2] if rank == 0 else NAMES[1::-1]
     handles = {}
@@ -44,7 +44,7 @@ def test_a_name_that_comes_later_is_waited_for():
     assert all((handles[name].wait() == size * value_of(name)).all() for name in names)
 
 
-def test_threads_block_in_any_order():
+def test_threads_may_block_in_any_order():
     results = {}
 
     def reduce(name):
@@ -60,7 +60,7 @@ def test_threads_block_in_any_order():
         assert (result == keras_dist.size() * value_of(name)).all()
 
 
-def test_operations_without_a_name_keep_their_place():
+def test_operations_without_a_name_match_by_order():
     ordered = [keras_dist.allreduce_async(float(number), "sum") for number in range(3)]
     named = {name: keras_dist.allreduce_async(value_of(name), "sum", name) for name in own_order()}
     ordered += [keras_dist.allreduce_async(float(number), "sum") for number in range(3, 6)]
@@ -70,7 +70,7 @@ def test_operations_without_a_name_keep_their_place():
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_names_that_never_meet_are_an_error_on_every_rank(queued):
+def test_names_without_a_match_are_an_error_on_every_rank(queued):
     several()
     name = "loss" if keras_dist.rank() == 0 else "accuracy"
     if queued:
@@ -84,7 +84,7 @@ def test_names_that_never_meet_are_an_error_on_every_rank(queued):
     assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
 
 
-def test_a_daemon_thread_may_call_what_others_wait_for():
+def test_a_daemon_thread_may_call_the_missing_operation():
     results = {}
 
     def reduce(name, after=0.0):
@@ -104,7 +104,7 @@ def test_a_daemon_thread_may_call_what_others_wait_for():
         assert (result == keras_dist.size() * value_of(name)).all()
 
 
-def test_a_wrong_argument_is_an_error_of_its_own_operation():
+def test_an_invalid_argument_is_an_error_of_its_operation_only():
     several()
     is_first = keras_dist.rank() == 0
     handles = {}
@@ -122,7 +122,7 @@ def test_a_wrong_argument_is_an_error_of_its_own_operation():
     assert handles["c"].wait() == keras_dist.size()
 
 
-def test_what_has_one_name_must_be_one_operation():
+def test_different_operations_with_one_name_are_an_error():
     several()
     handles = {
         name: keras_dist.allreduce_async(np.zeros(1 + (name == "b") * keras_dist.rank()), name=name)
@@ -133,9 +133,9 @@ def test_what_has_one_name_must_be_one_operation():
     assert "Expected 'b' with shape (1,) as on rank 0. Received: (2,)" in texts[0]
 
 
-def test_a_process_set_has_names_of_its_own():
+def test_a_process_set_has_its_own_names():
     if keras_dist.size() < 3:
-        pytest.skip("all ranks are a set already")
+        pytest.skip("needs two ranks")
     some = keras_dist.add_process_set([0, 1])
     if some.included():
         order = NAMES[:4] if keras_dist.rank() == 0 else NAMES[3::-1]
@@ -146,20 +146,20 @@ def test_a_process_set_has_names_of_its_own():
     assert keras_dist.remove_process_set(some)
 
 
-# --- Two operations of one name in flight
+# --- Two pending operations with one name
 
 
 def in_flight(call):
-    """Asserts that a call is refused, as another of its name is in flight on some rank."""
+    """Asserts that a call is refused because its name is pending on some rank."""
     with pytest.raises(errors.ArgumentError, match=r"Expected one operation named 'a' at a time"):
         call()
 
 
-def test_a_second_operation_of_one_name_in_flight_is_refused():
+def test_a_name_that_is_pending_is_refused():
     several()
     gate = threading.Event()
     comm = keras_dist.runtime.communicator()
-    comm.order.queue(gate.wait, "wait")  # so that nothing in the line ends before all have asked
+    comm.order.queue(gate.wait, "wait")  # blocks the queue until all ranks have called
     first = keras_dist.allreduce_async(1.0, "sum", "a")
     in_flight(lambda: keras_dist.allreduce_async(2.0, "sum", "a"))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -170,11 +170,11 @@ def test_a_second_operation_of_one_name_in_flight_is_refused():
 
 
 @pytest.mark.parametrize("after", ["another name", "the same name", "no name"])
-def test_a_rank_for_which_the_first_has_ended_hears_that_another_has_refused(after):
+def test_a_refusal_is_raised_on_ranks_where_the_first_operation_has_completed(after):
     several()
     comm, size = keras_dist.runtime.communicator(), keras_dist.size()
     is_last = keras_dist.rank() == size - 1
-    if is_last:  # on the others the first has ended when the second is asked for
+    if is_last:  # on other ranks the first has completed before the second is queued
         gate = threading.Event()
         comm.order.queue(gate.wait, "wait")
         first = keras_dist.allreduce_async(1.0, "sum", "a")
@@ -189,7 +189,7 @@ def test_a_rank_for_which_the_first_has_ended_hears_that_another_has_refused(aft
     assert keras_dist.allreduce(4.0, "sum", "a") == 4 * size
 
 
-def test_a_rank_that_asks_twice_alone_is_the_only_one_to_hear_so():
+def test_a_name_queued_twice_on_one_rank_is_an_error_only_there():
     several()
     comm, size = keras_dist.runtime.communicator(), keras_dist.size()
     if keras_dist.rank() == 0:

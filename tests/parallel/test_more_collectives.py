@@ -13,18 +13,18 @@ EVERY = [*FLOATS, *INTEGERS, np.bool_, np.complex64]
 
 
 def cut(count, size, rank):
-    """The rows that a rank gets: one more on each of the first `count % size`."""
+    """Returns the rows of a rank: one more on each of the first `count % size` ranks."""
     ends = np.cumsum([count // size + (r < count % size) for r in range(size)])
     return slice(int(ends[rank]) - (count // size + (rank < count % size)), int(ends[rank]))
 
 
 def power_of_two():
     if SIZE() & (SIZE() - 1):
-        pytest.skip("Adasum wants a power of two")
+        pytest.skip("Adasum needs a power of two ranks")
 
 
 def assert_same_rows(part, whole):
-    """Checks a scattered result against the reduced whole, to the bit within a node.
+    """Checks a scattered result against the reduced array, bit by bit within a node.
 
     Between nodes an allreduce adds up each node first, so its order is another one.
     """
@@ -41,7 +41,7 @@ def assert_same_rows(part, whole):
 
 
 @pytest.mark.parametrize("dtype", EVERY)
-def test_alltoall_without_splits_sends_equal_parts(dtype):
+def test_alltoall_without_splits_sends_equal_numbers_of_rows(dtype):
     everyone = [contribution(r, (2 * SIZE(), 3), dtype) for r in range(SIZE())]
     result = keras_dist.alltoall(everyone[RANK()])
     mine = slice(2 * RANK(), 2 * RANK() + 2)
@@ -50,7 +50,7 @@ def test_alltoall_without_splits_sends_equal_parts(dtype):
 
 
 def splits_of(kind, rank, size):
-    """How many rows a rank sends to each rank, in several patterns."""
+    """Returns the number of rows that a rank sends to each rank, in several patterns."""
     return {
         "by receiver": [r + 1 for r in range(size)],
         "by both": [(rank + 2 * r) % 3 for r in range(size)],
@@ -79,7 +79,7 @@ def test_alltoall_with_splits(kind, surplus, dtype):
     assert received.dtype == np.int64
 
 
-def test_alltoall_knows_rows_without_elements_and_strided_ones():
+def test_alltoall_of_empty_rows_and_strided_arrays():
     assert keras_dist.alltoall(np.zeros((2 * SIZE(), 0))).shape == (2 * SIZE(), 0)
     assert keras_dist.alltoall(np.zeros((0, 4), np.int8)).shape == (0, 4)
     base = np.arange(3 * SIZE()).reshape(3, SIZE()).T
@@ -87,13 +87,13 @@ def test_alltoall_knows_rows_without_elements_and_strided_ones():
     np.testing.assert_array_equal(result, np.stack([base[RANK()]] * SIZE()))
 
 
-def test_alltoall_gives_a_new_array():
+def test_alltoall_returns_a_new_array():
     mine = np.zeros(SIZE())
     keras_dist.alltoall(mine)[...] = 1
     np.testing.assert_array_equal(mine, 0)
 
 
-def test_alltoall_back_again():
+def test_alltoall_with_received_splits_is_the_inverse():
     mine = contribution(RANK(), (50, 3), np.float32)
     splits = np.random.default_rng(RANK()).multinomial(50, np.full(SIZE(), 1 / SIZE()))
     there, received = keras_dist.alltoall(mine, splits)
@@ -114,7 +114,7 @@ def test_alltoall_back_again():
         (lambda n: np.zeros(4), lambda n: [-1] * n, "at least 0 each"),
     ],
 )
-def test_bad_splits_on_one_rank_are_an_error_on_every_rank(value, splits, text):
+def test_invalid_splits_on_one_rank_are_an_error_on_every_rank(value, splits, text):
     size = SIZE()
     mine = odd_one(np.zeros(4), value(size))
     texts = raised(
@@ -126,7 +126,7 @@ def test_bad_splits_on_one_rank_are_an_error_on_every_rank(value, splits, text):
     assert keras_dist.alltoall(np.zeros(size)).shape == (size,)
 
 
-def test_rows_that_do_not_divide_want_splits():
+def test_a_length_not_divisible_by_ranks_needs_splits():
     several()
     message = raised(errors.ArgumentError, lambda: keras_dist.alltoall(np.zeros(SIZE() + 1)))[0]
     assert f"multiple of {SIZE()}. Received: {SIZE() + 1} rows. Pass splits" in message
@@ -138,7 +138,7 @@ def test_rows_that_do_not_divide_want_splits():
 @pytest.mark.parametrize("op", ["sum", "average"])
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 @pytest.mark.parametrize("shape", [(0,), (1,), (7, 2), (12, 0), (30_001,)])
-def test_reducescatter_has_the_bits_of_allreduce(shape, dtype, op):
+def test_reducescatter_equals_allreduce_bit_by_bit(shape, dtype, op):
     mine = contribution(RANK(), shape, dtype)
     if dtype in FLOATS:
         mine = (mine / 7).astype(dtype)
@@ -162,7 +162,7 @@ def test_grouped_reducescatter_mixes_dtypes_and_shapes():
     assert keras_dist.grouped_reducescatter([]) == []
 
 
-def test_reducescatter_leaves_its_input_alone():
+def test_reducescatter_does_not_change_its_argument():
     mine = np.ones((4, 2)).T
     keras_dist.reducescatter(mine, "sum", postscale_factor=2)[...] = 5
     np.testing.assert_array_equal(mine, 1)
@@ -193,7 +193,7 @@ def test_grouped_allgather_equals_allgather():
 
 
 def scaled(array, factor):
-    """What a factor does, written down a second time."""
+    """Returns an array times a factor: a second implementation."""
     if np.issubdtype(array.dtype, np.integer):
         return np.trunc(array.astype(np.float64) * factor).astype(array.dtype)
     wide = np.float32 if array.dtype.itemsize < 4 else array.dtype
@@ -203,7 +203,7 @@ def scaled(array, factor):
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 @pytest.mark.parametrize(("pre", "post"), [(0.5, 1), (1, 2.5), (0.7, 1.3), (0, 1), (3, 1 / 3)])
 @pytest.mark.parametrize("count", [9, 50_000])
-def test_factors_come_before_and_after(count, pre, post, dtype):
+def test_factors_before_and_after_the_reduction(count, pre, post, dtype):
     mine = contribution(RANK(), (count,), dtype)
     for op in ("sum", "average"):
         result = keras_dist.allreduce(mine, op, None, pre, post)
@@ -214,7 +214,7 @@ def test_factors_come_before_and_after(count, pre, post, dtype):
     np.testing.assert_array_equal(mine, contribution(RANK(), (count,), dtype))
 
 
-def test_factors_against_numbers_by_hand():
+def test_factors_against_computed_numbers():
     ints = np.array([3, -3, 7])
     np.testing.assert_array_equal(
         keras_dist.allreduce(ints, "sum", prescale_factor=0.5), np.array([1, -1, 3]) * SIZE()
@@ -226,7 +226,7 @@ def test_factors_against_numbers_by_hand():
     assert keras_dist.allreduce(4.0, "max", prescale_factor=np.float32(-2)) == -8
 
 
-def test_factors_of_a_group_and_of_memory_that_is_read_in_place():
+def test_factors_of_a_group_do_not_change_arguments():
     large = np.full(2**21, RANK() + 1, np.float32)
     for _ in range(2):
         small, big = keras_dist.grouped_allreduce([1, large], "sum", None, 2, 0.5)
@@ -287,7 +287,7 @@ def test_adasum_equals_its_formula(shape, dtype):
     assert keras_dist.allreduce(everyone[RANK()], "adasum").tobytes() == result.tobytes()
 
 
-def test_adasum_adds_what_differs_and_averages_what_is_common():
+def test_adasum_adds_orthogonal_and_averages_parallel_values():
     power_of_two()
     own = np.zeros(SIZE(), np.float32)
     own[RANK()] = RANK() + 1
@@ -299,7 +299,7 @@ def test_adasum_adds_what_differs_and_averages_what_is_common():
     np.testing.assert_array_equal(keras_dist.allreduce(alone, "adasum"), 1)
 
 
-def test_adasum_takes_each_value_of_a_group_by_itself():
+def test_adasum_combines_each_value_of_a_group_separately():
     power_of_two()
     rng = np.random.default_rng(RANK())
     values = [rng.standard_normal(n).astype(t) for n, t in [(7, "f4"), (300, "f8"), (0, "f4")]]
@@ -313,7 +313,7 @@ def test_adasum_takes_each_value_of_a_group_by_itself():
     assert keras_dist.grouped_allreduce([], "adasum") == []
 
 
-def test_adasum_is_refused_where_it_has_no_meaning():
+def test_adasum_refuses_integers_and_sizes_not_a_power_of_two():
     if SIZE() & (SIZE() - 1):
         texts = raised(errors.ArgumentError, lambda: keras_dist.allreduce(1.0, "adasum"))
         assert "a power of two for Adasum. Received: 3 ranks. Take 2 or 4 ranks" in texts[0]
@@ -323,7 +323,7 @@ def test_adasum_is_refused_where_it_has_no_meaning():
     assert keras_dist.allreduce(1.0, "sum") == SIZE()
 
 
-# --- Ranks that differ
+# --- Mismatches
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,9 @@ def test_adasum_is_refused_where_it_has_no_meaning():
         ),
     ],
 )
-def test_ranks_that_differ_raise_the_same_error_and_continue(action, expected, received):
+def test_a_mismatch_raises_the_same_error_on_every_rank_and_the_job_continues(
+    action, expected, received
+):
     several()
     texts = raised(errors.MismatchError, action)
     assert len(set(texts)) == 1
@@ -462,7 +464,7 @@ def read_only():
         (errors.ArgumentError, lambda: keras_dist.broadcast_([], SIZE()), "root_rank"),
     ],
 )
-def test_bad_arguments_say_where_what_and_the_remedy(kind, action, text):
+def test_messages_of_invalid_arguments(kind, action, text):
     for rank, message in enumerate(raised(kind, action)):
         assert message.startswith(f"[rank {rank} of {SIZE()}] Expected ")
         assert text in message
@@ -484,7 +486,7 @@ def test_objects_in_alltoall_are_an_error_on_every_rank():
 @pytest.mark.parametrize("op", ["sum", "average"])
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, np.complex64])
 def test_sparse_allreduce_is_the_allreduce_of_the_table(dtype, op):
-    # Ranks have different numbers of rows, the first none, and meet some indices twice.
+    # Ranks have different numbers of rows, rank 0 none, and some indices occur twice.
     count = 5 * RANK()
     values = contribution(RANK(), (count, 3), dtype)
     indices = np.random.default_rng(RANK()).integers(0, 8, count).astype(np.int32)
@@ -498,7 +500,7 @@ def test_sparse_allreduce_is_the_allreduce_of_the_table(dtype, op):
     assert len(set(keras_dist.allgather_object(rows.tobytes()))) == 1
 
 
-def test_sparse_allreduce_adds_up_narrow_floats_in_float32():
+def test_sparse_allreduce_sums_16_bit_floats_in_float32():
     # In float16, 2048 + 1 is 2048.
     count = 3 if RANK() == 0 else 0
     values, indices = np.array([2048, 1, 1], np.float16)[:count], np.full(count, 4)
@@ -508,7 +510,7 @@ def test_sparse_allreduce_adds_up_narrow_floats_in_float32():
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("count", [9, 50_000])
-def test_averages_of_whole_numbers_are_exact_though_their_sum_runs_over(count, dtype):
+def test_averages_of_integers_are_exact_if_their_sum_overflows(count, dtype):
     limits = np.iinfo(dtype)
     extremes = [limits.min, limits.min // 2, limits.min + 1, limits.max // 2 + 1, limits.max]
     everyone = np.resize(np.array(extremes, dtype), (SIZE(), count))
@@ -521,7 +523,7 @@ def test_averages_of_whole_numbers_are_exact_though_their_sum_runs_over(count, d
     whole, where = keras_dist.sparse_allreduce(mine, np.arange(count))
     np.testing.assert_array_equal(whole, expected)
     assert len(where) == count
-    # What a rank holds twice may run over as well, as long as the average does not.
+    # The sum of a rank's duplicates may overflow if the average does not.
     twice = np.array([limits.max, limits.max] if RANK() % 2 else [limits.min, limits.min], dtype)
     rows, _ = keras_dist.sparse_allreduce(twice, np.array([3, 3]))
     sums = [2 * int(limits.max if rank % 2 else limits.min) for rank in range(SIZE())]
@@ -540,14 +542,14 @@ def test_averages_of_whole_numbers_are_exact_though_their_sum_runs_over(count, d
         (errors.ArgumentTypeError, np.zeros((2, 3), bool), [1, 2], "sum", "dtype that sum"),
     ],
 )
-def test_sparse_allreduce_refuses_what_is_no_table(kind, values, indices, op, text):
+def test_sparse_allreduce_refuses_invalid_rows_and_indices(kind, values, indices, op, text):
     texts = raised(kind, lambda: keras_dist.sparse_allreduce(values, indices, op, "table"))
     assert len(set(texts)) == 1
     assert text in texts[0]
     assert keras_dist.sparse_allreduce([1.0], [3], "sum")[0] == SIZE()
 
 
-def test_indices_that_are_wrong_on_one_rank_are_an_error_on_every_rank():
+def test_invalid_indices_on_one_rank_are_an_error_on_every_rank():
     indices = odd_one([1, 2], [1, 2, 3])
     texts = raised(
         errors.ArgumentError, lambda: keras_dist.sparse_allreduce(np.zeros((2, 3)), indices)
@@ -565,7 +567,7 @@ def test_indices_that_are_wrong_on_one_rank_are_an_error_on_every_rank():
         (3, "i8", "average", "op='sum'"),
     ],
 )
-def test_sparse_allreduce_finds_differences(width, dtype, op, text):
+def test_sparse_allreduce_detects_mismatches(width, dtype, op, text):
     several()
     values, indices = np.zeros((2, odd_one(3, width))), np.array([1, 2], odd_one("i8", dtype))
     op = odd_one("sum", op)

@@ -1,4 +1,4 @@
-"""keras_dist.tensorflow: tensors in, tensors out, eagerly and in a graph, with gradients."""
+"""keras_dist.tensorflow: collectives of tensors, eager and in a graph, with gradients."""
 
 import threading
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 if keras.backend.backend() != "tensorflow":
-    pytest.skip("of the TensorFlow backend alone", allow_module_level=True)
+    pytest.skip("tests the TensorFlow backend", allow_module_level=True)
 
 import tensorflow as tf
 
@@ -18,13 +18,13 @@ from keras_dist._backends import tensorflow_host
 
 RANKS = range(hvd.size())
 SIZE, RANK = hvd.size(), hvd.rank()
-MEAN = (SIZE - 1) / 2  # of the ranks
+MEAN = (SIZE - 1) / 2  # mean of the ranks
 DTYPES = "uint8 int8 uint16 int16 int32 int64 float16 bfloat16 float32 float64 complex64".split()
-several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+several = pytest.mark.skipif(SIZE == 1, reason="needs two ranks")
 
 
 def in_both(function, *arguments):
-    """Returns the result of a function called eagerly, and asserts that a graph gives the same."""
+    """Returns the eager result of a function, after a check that a graph returns the same."""
     eager = function(*arguments)
     graph = tf.function(function)(*arguments)
     for one, other in zip(tf.nest.flatten(eager), tf.nest.flatten(graph), strict=True):
@@ -32,13 +32,13 @@ def in_both(function, *arguments):
     return eager
 
 
-def mine(rows=2, dtype="float32", columns=3):
-    """A tensor whose every element is this rank's number plus one."""
+def rank_tensor(rows=2, dtype="float32", columns=3):
+    """Returns a tensor filled with the rank plus one."""
     return tf.cast(tf.fill([rows, columns], RANK + 1), dtype)
 
 
 def gradient_of(function, tensor, weights=None):
-    """Returns the gradient of the results' sum, or weighted sum, eagerly and in a graph."""
+    """Returns the gradient of the (weighted) sum of the results, eagerly and in a graph."""
 
     def gradient(given):
         with tf.GradientTape() as tape:
@@ -82,7 +82,7 @@ def test_allreduce_of_every_dtype_with_every_op():
     }
 
     def reduced(op):
-        tensors = [mine(dtype=dtype) for dtype in DTYPES]
+        tensors = [rank_tensor(dtype=dtype) for dtype in DTYPES]
         if op in (hvd.Min, hvd.Max):
             tensors.pop()  # complex numbers have no order
         return hvd.grouped_allreduce(tensors, op=op)
@@ -91,10 +91,10 @@ def test_allreduce_of_every_dtype_with_every_op():
         for dtype, result in zip(DTYPES, in_both(reduced, op), strict=False):
             assert result.dtype == dtype and result.shape == (2, 3)
             assert np.all(result.numpy() == value), (op, dtype)
-    averaged = hvd.allreduce(mine())
+    averaged = hvd.allreduce(rank_tensor())
     np.testing.assert_allclose(averaged, MEAN + 1)
     assert int(hvd.allreduce(tf.constant(RANK + 1))) == int(MEAN + 1)  # truncated
-    for dtype in (name for name in DTYPES if "int" in name):  # the sum runs over
+    for dtype in (name for name in DTYPES if "int" in name):  # the sum overflows
         limits = tf.constant([tf.dtypes.as_dtype(dtype).min, tf.dtypes.as_dtype(dtype).max], dtype)
         np.testing.assert_array_equal(in_both(hvd.allreduce, limits), limits)
     assert not bool(hvd.allreduce(tf.constant(RANK > 0), op="min"))
@@ -102,8 +102,8 @@ def test_allreduce_of_every_dtype_with_every_op():
 
 def test_prescale_and_postscale_factors():
     def scaled():
-        before = hvd.allreduce(mine(dtype="int32"), op=hvd.Sum, prescale_factor=1.7)
-        after = hvd.allreduce(mine(dtype="float16"), op=hvd.Sum, postscale_factor=0.5)
+        before = hvd.allreduce(rank_tensor(dtype="int32"), op=hvd.Sum, prescale_factor=1.7)
+        after = hvd.allreduce(rank_tensor(dtype="float16"), op=hvd.Sum, postscale_factor=0.5)
         return before, after
 
     before, after = in_both(scaled)
@@ -123,7 +123,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_tensors_of_a_group_find_their_own_results(layout, factor, monkeypatch):
+def test_results_of_a_group_are_in_the_order_of_its_tensors(layout, factor, monkeypatch):
     copied = []
     join = tensorflow_host._join
 
@@ -134,7 +134,7 @@ def test_tensors_of_a_group_find_their_own_results(layout, factor, monkeypatch):
 
     monkeypatch.setattr(tensorflow_host, "_join", joined)
 
-    def numbers(number, shape, dtype):  # small enough for every dtype
+    def numbers(number, shape, dtype):  # representable in every dtype
         counted = (np.arange(np.prod(shape, dtype=int)).reshape(shape) + number) % 2
         return tf.cast(counted, "float32" if dtype == "float8_e5m2" else dtype)
 
@@ -154,16 +154,16 @@ def test_tensors_of_a_group_find_their_own_results(layout, factor, monkeypatch):
     assert copied and not any(copied)
 
 
-@pytest.mark.skipif(SIZE & (SIZE - 1), reason="Adasum wants a power of two")
-def test_adasum_of_a_group_whose_results_are_made_one_by_one():
+@pytest.mark.skipif(SIZE & (SIZE - 1), reason="Adasum needs a power of two ranks")
+def test_adasum_of_a_group_in_a_graph():
     given = [tf.range(16.0 * number) + RANK for number in (1, 2)]
     results = in_both(lambda *tensors: hvd.grouped_allreduce(tensors, op=hvd.Adasum), *given)
     for result, tensor in zip(results, given, strict=True):
         np.testing.assert_array_equal(result, hvd.allreduce(tensor, op=hvd.Adasum))
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank is in every set")
-def test_a_branch_of_a_graph_may_be_for_the_ranks_of_a_set():
+@pytest.mark.skipif(SIZE == 1, reason="needs two ranks")
+def test_a_branch_of_a_graph_for_a_process_set():
     mine = hvd.ProcessSet([0])
     hvd.add_process_set(mine)
 
@@ -179,14 +179,14 @@ def test_a_branch_of_a_graph_may_be_for_the_ranks_of_a_set():
     hvd.remove_process_set(mine)
 
 
-def test_a_result_in_a_graph_may_be_written_to_without_harm_to_others():
+def test_an_in_place_write_to_a_result_in_a_graph_changes_no_other():
     size = 40_000
 
     @tf.function
     def reuse():
         own = [tf.fill([size], float(number + RANK)) for number in range(4)]
         first = hvd.grouped_allreduce(own, op=hvd.Sum)
-        doubled = [2.0 * one for one in first[1:3]]  # TensorFlow may do so in place
+        doubled = [2.0 * one for one in first[1:3]]  # TensorFlow may compute it in place
         second = hvd.grouped_allreduce(doubled, op=hvd.Sum)
         return [first[0] + 1.0, first[3] + 1.0, *second]
 
@@ -213,15 +213,15 @@ def test_average_is_deprecated_and_excludes_op():
 
 
 def rows(dtype="float32"):
-    """Each rank has row 1 of 5 twice and a row of its own."""
+    """Returns `IndexedSlices` of 5 rows: row 1 twice and a row that differs between ranks."""
     values = tf.cast(tf.fill([3, 2], RANK + 1), dtype)
     indices = tf.constant([1, 2 + RANK % 3, 1], tf.int64)
     return tf.IndexedSlices(values, indices, dense_shape=tf.constant([5, 2], tf.int64))
 
 
-def test_indexed_slices_equal_the_dense_reduction_also_among_dense_ones():
+def test_indexed_slices_equal_the_dense_reduction():
     def both(op):
-        sparse, plain = hvd.grouped_allreduce([rows(), mine()], op=op)
+        sparse, plain = hvd.grouped_allreduce([rows(), rank_tensor()], op=op)
         alone = tf.convert_to_tensor(hvd.allreduce(rows(), op=op))
         dense = hvd.allreduce(tf.convert_to_tensor(rows()), op=op)
         return tf.convert_to_tensor(sparse), alone, dense, plain
@@ -236,12 +236,12 @@ def test_indexed_slices_equal_the_dense_reduction_also_among_dense_ones():
         with pytest.raises(NotImplementedError, match="sparse_as_dense"):
             hvd.allreduce(rows(), **how)
         with pytest.raises(NotImplementedError, match="sparse_as_dense"):
-            hvd.grouped_allreduce([mine(), rows()], **how)
+            hvd.grouped_allreduce([rank_tensor(), rows()], **how)
 
 
-def test_allgather_of_other_lengths_and_dtypes():
+def test_allgather_of_different_lengths_and_all_dtypes():
     def gathered():
-        tensors = [mine(1 + RANK, dtype) for dtype in DTYPES]
+        tensors = [rank_tensor(1 + RANK, dtype) for dtype in DTYPES]
         bools = hvd.allgather(tf.fill([1], RANK == 0))
         return *hvd.grouped_allgather(tensors), bools
 
@@ -254,21 +254,23 @@ def test_allgather_of_other_lengths_and_dtypes():
 
 
 def test_broadcast_from_every_root_and_in_place():
-    variables = [tf.Variable(mine()), keras.Variable(np.full(2, RANK), dtype="int32")]
+    variables = [tf.Variable(rank_tensor()), keras.Variable(np.full(2, RANK), dtype="int32")]
 
     def sent(root):
-        return hvd.broadcast(mine(dtype="bfloat16"), root), hvd.broadcast(tf.constant(RANK), root)
+        return hvd.broadcast(rank_tensor(dtype="bfloat16"), root), hvd.broadcast(
+            tf.constant(RANK), root
+        )
 
     for root in RANKS:
         values, number = in_both(sent, root)
         assert np.all(values.numpy() == root + 1) and int(number) == root
-        variables[0].assign(mine())
+        variables[0].assign(rank_tensor())
         assert hvd.broadcast_(variables, root)[0] is variables[0]
         assert np.all(variables[0].numpy() == root + 1)
     assert np.all(np.asarray(variables[1]) == 0)
 
 
-def test_broadcast_variables_leaves_gathered_gradients_to_their_ranks():
+def test_broadcast_variables_skips_accumulated_gradients():
     variable = keras.Variable(np.full(3, RANK, "float32"))
     plain = keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(plain, backward_passes_per_step=2)
@@ -281,7 +283,7 @@ def test_broadcast_variables_leaves_gathered_gradients_to_their_ranks():
 
 
 def test_alltoall_with_and_without_splits():
-    rows_of = tf.repeat(mine(1), SIZE * (RANK + 1), axis=0)
+    rows_of = tf.repeat(rank_tensor(1), SIZE * (RANK + 1), axis=0)
 
     def sent():
         some, received = hvd.alltoall(rows_of, splits=tf.fill([SIZE], RANK + 1))
@@ -300,12 +302,16 @@ def test_alltoall_with_and_without_splits():
     assert len(last) == (SIZE if RANK == SIZE - 1 else 0) and sum(came) == len(last)
 
 
-def test_reducescatter_gives_the_first_ranks_one_row_more():
+def test_reducescatter_of_a_length_not_divisible_by_ranks():
     length = 2 * SIZE + SIZE // 2
 
     def scattered():
-        tensors = [mine(length, dtype) for dtype in ("int32", "int64", "float16", "bfloat16")]
-        return *hvd.grouped_reducescatter(tensors, op=hvd.Sum), hvd.reducescatter(mine(length))
+        tensors = [
+            rank_tensor(length, dtype) for dtype in ("int32", "int64", "float16", "bfloat16")
+        ]
+        return *hvd.grouped_reducescatter(tensors, op=hvd.Sum), hvd.reducescatter(
+            rank_tensor(length)
+        )
 
     *sums, mean = in_both(scattered)
     for result in sums:
@@ -314,7 +320,7 @@ def test_reducescatter_gives_the_first_ranks_one_row_more():
     np.testing.assert_allclose(mean, MEAN + 1)
 
 
-def test_objects_and_the_barrier():
+def test_object_collectives_and_barrier():
     assert hvd.broadcast_object({"rank": RANK}, name="state") == {"rank": 0}
     assert hvd.broadcast_object_fn(SIZE - 1)(RANK) == SIZE - 1
     assert hvd.allgather_object({RANK: "mine"}) == [{rank: "mine"} for rank in RANKS]
@@ -324,7 +330,7 @@ def test_objects_and_the_barrier():
         hvd.broadcast_global_variables(0)
 
 
-def test_join_averages_over_the_ranks_that_are_left():
+def test_join_averages_over_ranks_with_data():
     values, sums = [], []
     for _ in range(1 + RANK):
         values.append(float(hvd.allreduce(tf.constant(RANK + 1.0))))
@@ -338,7 +344,7 @@ def test_join_averages_over_the_ranks_that_are_left():
 
 
 @several
-def test_a_process_set_is_its_own_world():
+def test_collectives_on_a_process_set():
     ranks = list(range(0, SIZE, 2))
     even = hvd.add_process_set(ranks)
     number = even.process_set_id
@@ -358,25 +364,26 @@ def test_a_process_set_is_its_own_world():
 
 
 def test_gradients_of_allreduce():
-    weights = mine()  # each rank weighs its result by its number plus one
+    weights = rank_tensor()  # weights: the rank plus one
     for op, expected in (
         ("Sum", SIZE * (MEAN + 1)),
         (hvd.Average, MEAN + 1),
         ("AVERAGE", MEAN + 1),
     ):
-        found = gradient_of(lambda x, op=op: hvd.allreduce(x, op=op), mine(), weights)
+        found = gradient_of(lambda x, op=op: hvd.allreduce(x, op=op), rank_tensor(), weights)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
-    found = gradient_of(lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)[1], mine())
+    found = gradient_of(lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)[1], rank_tensor())
     np.testing.assert_allclose(found, 2 * SIZE)
     found = gradient_of(
-        lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=3.0), mine()
+        lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=3.0),
+        rank_tensor(),
     )
     np.testing.assert_allclose(found, 6 * SIZE)
     with pytest.raises(ValueError, match="Average or Sum in an allreduce"):
-        gradient_of(lambda x: hvd.allreduce(x, op=hvd.Max), mine())
+        gradient_of(lambda x: hvd.allreduce(x, op=hvd.Max), rank_tensor())
 
 
-# Each with the factor by which the gradient of Horovod differs from that of the ranks' losses.
+# Each with the factor between Horovod's gradient and that of the sum of all ranks' losses.
 SLOPES = {
     "sum": (lambda x: hvd.allreduce(x, op=hvd.Sum), 1),
     "average with factors": (lambda x: hvd.allreduce(x, None, "", "", None, None, 3.0, 0.5), 1),
@@ -405,33 +412,34 @@ def test_gradients_against_finite_differences(name):
         tape.watch(given)
         value = loss(given)
     found = tape.gradient(value, given).numpy()
-    for who in RANKS:  # each rank's value in turn, and the losses of all
-        way = np.linspace(0.5, 1, x.size).reshape(x.shape) * (who == RANK)
-        sides = loss(tf.constant(x + step * way)), loss(tf.constant(x - step * way))
+    for source in RANKS:  # perturb the value of each rank in turn
+        direction = np.linspace(0.5, 1, x.size).reshape(x.shape) * (source == RANK)
+        sides = loss(tf.constant(x + step * direction)), loss(tf.constant(x - step * direction))
         total = hvd.allreduce((sides[0] - sides[1]) / (2 * step), op=hvd.Sum)
-        if who == RANK:
-            np.testing.assert_allclose((found * way).sum(), factor * total, rtol=1e-6)
+        if source == RANK:
+            np.testing.assert_allclose((found * direction).sum(), factor * total, rtol=1e-6)
 
 
-def test_gradients_of_the_exchanges_are_those_of_horovod():
+def test_gradients_of_data_movement_equal_those_of_horovod():
     lengths = [rank + 1 for rank in RANKS]
-    weights = tf.repeat(tf.constant(lengths, tf.float32), lengths)[:, None] * mine(1)
-    found = gradient_of(hvd.allgather, mine(RANK + 1), weights)
-    np.testing.assert_allclose(found, (RANK + 1) * (MEAN + 1))  # averaged, its own rows
-    found = gradient_of(lambda x: hvd.broadcast(x, SIZE - 1), mine(), mine())
+    weights = tf.repeat(tf.constant(lengths, tf.float32), lengths)[:, None] * rank_tensor(1)
+    found = gradient_of(hvd.allgather, rank_tensor(RANK + 1), weights)
+    np.testing.assert_allclose(found, (RANK + 1) * (MEAN + 1))  # the average, of this rank's rows
+    found = gradient_of(lambda x: hvd.broadcast(x, SIZE - 1), rank_tensor(), rank_tensor())
     np.testing.assert_allclose(found, (MEAN + 1) if RANK == SIZE - 1 else 0)
     splits = [RANK + 1] * SIZE
-    found = gradient_of(  # the rank that got a row weighs it; the last row is not sent
-        lambda x: hvd.alltoall(x, splits=splits)[0] * (RANK + 1.0), mine(SIZE * (RANK + 1) + 1)
+    found = gradient_of(  # weights are the receiver's; the last row is not sent
+        lambda x: hvd.alltoall(x, splits=splits)[0] * (RANK + 1.0),
+        rank_tensor(SIZE * (RANK + 1) + 1),
     )
     np.testing.assert_allclose(found[:-1, 0], np.repeat(lengths, RANK + 1))
     assert not np.any(found[-1])
     for op, expected in ((hvd.Sum, SIZE), ("Sum", SIZE), ("SUM", SIZE), ("Average", 1)):
-        found = gradient_of(lambda x, op=op: hvd.reducescatter(x, op=op), mine(2 * SIZE + 1))
+        found = gradient_of(lambda x, op=op: hvd.reducescatter(x, op=op), rank_tensor(2 * SIZE + 1))
         np.testing.assert_allclose(found, expected)
 
 
-# --- Errors, behind each of which the job goes on
+# --- Errors, after each of which the job continues
 
 
 @several
@@ -462,7 +470,7 @@ def test_gradients_of_the_exchanges_are_those_of_horovod():
         "columns scatter scattered variables kind"
     ).split(),
 )
-def test_a_difference_is_a_failed_precondition_on_every_rank(call):
+def test_a_mismatch_is_a_failed_precondition_on_every_rank(call):
     with pytest.raises(
         tf.errors.FailedPreconditionError, match=r"\[rank 1 of \d\] Expected"
     ) as info:
@@ -484,26 +492,26 @@ def test_a_difference_is_a_failed_precondition_on_every_rank(call):
     ],
     ids="root scatter gather splits number length op".split(),
 )
-def test_a_wrong_argument_is_an_invalid_argument(call):
+def test_an_invalid_argument_is_an_invalid_argument_error(call):
     for form in (call, tf.function(call)):
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[rank \d of \d\] Expected"):
             form()
     assert float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum)) == SIZE
 
 
-def test_collectives_of_arrays_within_a_graph_say_what_to_use_there():
+def test_numpy_collectives_in_a_graph_name_the_remedy():
     for call in (keras_dist.allreduce, keras_dist.allgather, lambda x: keras_dist.broadcast(x, 0)):
-        for kind, converts in ((TypeError, False), (Exception, True)):  # AutoGraph makes its own
+        for kind, converts in ((TypeError, False), (Exception, True)):  # AutoGraph raises its own
             with pytest.raises(kind, match=r"use the functions of keras_dist\.tensorflow"):
-                tf.function(call, autograph=converts)(mine())
+                tf.function(call, autograph=converts)(rank_tensor())
     assert float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum)) == SIZE
 
 
-def test_named_operations_of_several_threads_meet_in_any_order():
+def test_named_operations_of_several_threads_match_in_any_order():
     results = {}
 
     def reduce(number):
-        results[number] = hvd.allreduce(mine() * number, op=hvd.Sum, name=f"loss {number}")
+        results[number] = hvd.allreduce(rank_tensor() * number, op=hvd.Sum, name=f"loss {number}")
 
     order = np.random.default_rng(RANK).permutation(6)
     threads = [threading.Thread(target=reduce, args=(int(number),)) for number in order]
@@ -516,14 +524,14 @@ def test_named_operations_of_several_threads_meet_in_any_order():
 
 
 @several
-def test_in_a_graph_a_difference_keeps_its_text():
+def test_the_error_of_a_mismatch_in_a_graph_keeps_its_text():
     step = tf.function(lambda x: hvd.allreduce(x), reduce_retracing=True)
     with pytest.raises(tf.errors.OpError, match=r"\[rank 1 of \d\] Expected 'value' with shape"):
         step(tf.ones([RANK + 1]))
     assert float(step(tf.constant(1.0))) == 1
 
 
-def test_xla_says_what_it_cannot_compile():
+def test_xla_names_the_operation_it_cannot_compile():
     with pytest.raises(tf.errors.InvalidArgumentError, match="keras_dist_calls_the_host"):
         tf.function(lambda x: hvd.allreduce(x) + 1, jit_compile=True)(tf.ones(2))
 
@@ -531,7 +539,7 @@ def test_xla_says_what_it_cannot_compile():
 # --- The layer
 
 
-def test_sync_batch_normalization_equals_the_layer_on_all_rows():
+def test_sync_batch_normalization_equals_batch_normalization_of_the_global_batch():
     x = np.random.default_rng(0).standard_normal((4 * SIZE, 3)).astype("float32")
     ours, plain = hvd.SyncBatchNormalization(), keras.layers.BatchNormalization()
     own = slice(4 * RANK, 4 * RANK + 4)
@@ -544,14 +552,16 @@ def test_sync_batch_normalization_equals_the_layer_on_all_rows():
             hvd.SyncBatchNormalization(fused=fused)
 
 
-def test_compression_of_floats_and_of_whole_numbers():
+def test_compression_of_floats_and_integers():
     for dtype in ("float32", "float64", "int32", "float16"):
-        result = hvd.allreduce(mine(dtype=dtype), op=hvd.Sum, compression=hvd.Compression.fp16)
+        result = hvd.allreduce(
+            rank_tensor(dtype=dtype), op=hvd.Sum, compression=hvd.Compression.fp16
+        )
         assert result.dtype == dtype and np.all(result.numpy() == SIZE * (MEAN + 1))
 
 
 class Halved(hvd.Compressor):
-    """A compression as a script for Horovod writes it: of tensors, with static methods."""
+    """A custom compression as in scripts of Horovod: static methods on tensors."""
 
     @staticmethod
     def compress(tensor):
@@ -567,7 +577,7 @@ def traced(request):
     return tf.function if request.param else lambda function: function
 
 
-def test_a_compression_takes_tensors(traced):
+def test_compression_of_tensors(traced):
     narrow = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
     for name, dtype in narrow.items():
         compression = getattr(hvd.Compression, name)
@@ -580,26 +590,26 @@ def test_a_compression_takes_tensors(traced):
     assert hvd.Compression.fp16.compress(np.float32([1]))[0].dtype == tf.float16
 
 
-def test_a_compression_of_ones_own_works_on_tensors(traced):
+def test_a_custom_compression_of_tensors(traced):
     expected = SIZE * (MEAN + 1)
     reduce = traced(lambda one: hvd.allreduce(one, op=hvd.Sum, compression=Halved))
-    result = reduce(mine())
+    result = reduce(rank_tensor())
     assert result.dtype == tf.float32 and np.all(result.numpy() == expected)
-    variable = tf.Variable(mine())
+    variable = tf.Variable(rank_tensor())
 
     @traced
     def gradient():
         with tf.GradientTape() as tape:
-            total = tf.reduce_sum(variable * mine())
+            total = tf.reduce_sum(variable * rank_tensor())
         return hvd.DistributedGradientTape(tape, compression=Halved).gradient(total, variable)
 
     assert gradient().dtype == tf.float32 and np.all(gradient().numpy() == MEAN + 1)
 
 
-def test_a_compression_is_taken_wherever_that_of_keras_dist_is():
+def test_compressions_of_keras_dist_are_accepted():
     for compression in (hvd.Compression.fp16, keras_dist.Compression.fp16, "fp16", None):
-        assert np.all(hvd.allreduce(mine(), compression=compression).numpy() == MEAN + 1)
-    assert np.all(keras_dist.allreduce(mine(), compression=hvd.Compression.fp16) == MEAN + 1)
+        assert np.all(hvd.allreduce(rank_tensor(), compression=compression).numpy() == MEAN + 1)
+    assert np.all(keras_dist.allreduce(rank_tensor(), compression=hvd.Compression.fp16) == MEAN + 1)
     sgd = keras.optimizers.SGD()
     keras_dist.DistributedOptimizer(sgd, compression=hvd.Compression.bf16)
     with pytest.raises(errors.ArgumentTypeError, match="an instance of keras_dist"):

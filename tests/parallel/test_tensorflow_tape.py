@@ -1,18 +1,18 @@
-"""keras_dist.tensorflow: loops by hand, with the tape, with the optimizer, and never with both."""
+"""keras_dist.tensorflow: custom loops with the tape or the optimizer."""
 
 import keras
 import numpy as np
 import pytest
 
 if keras.backend.backend() != "tensorflow":
-    pytest.skip("of the TensorFlow backend alone", allow_module_level=True)
+    pytest.skip("tests the TensorFlow backend", allow_module_level=True)
 
 import tensorflow as tf
 
 import keras_dist.tensorflow as hvd
 
 SIZE, RANK = hvd.size(), hvd.rank()
-MEAN = (SIZE - 1) / 2  # of the ranks
+MEAN = (SIZE - 1) / 2  # mean of the ranks
 
 
 def small_model():
@@ -22,7 +22,7 @@ def small_model():
 
 
 def data(rows=8):
-    """The rows of all ranks, and those of this one."""
+    """Returns the rows of all ranks, and those of this rank."""
     x = np.random.default_rng(1).standard_normal((rows * SIZE, 3)).astype("float32")
     y = np.sin(x).sum(axis=1, keepdims=True)
     own = slice(rows * RANK, rows * (RANK + 1))
@@ -30,7 +30,7 @@ def data(rows=8):
 
 
 def products(persistent=False):
-    """A tape that has recorded, and sources whose gradients are this rank's number plus one."""
+    """Returns a recorded tape, and sources whose gradients are the rank plus one."""
     sources = [tf.Variable(tf.ones([2])), tf.Variable(tf.ones([3, 2])), tf.Variable(1.0)]
     with tf.GradientTape(persistent=persistent) as tape:
         target = (RANK + 1.0) * tf.add_n([tf.reduce_sum(one) for one in sources[:2]])
@@ -40,7 +40,7 @@ def products(persistent=False):
 # --- The tape
 
 
-def test_gradients_are_those_of_all_ranks_in_the_structure_of_the_sources():
+def test_gradients_are_averaged_in_the_structure_of_the_sources():
     tape, target, (a, b, unused) = products(persistent=True)
     ours = hvd.DistributedGradientTape(tape)
     assert isinstance(ours, tf.GradientTape)
@@ -48,8 +48,8 @@ def test_gradients_are_those_of_all_ranks_in_the_structure_of_the_sources():
     np.testing.assert_allclose(found["a"], [MEAN + 1] * 2)
     np.testing.assert_allclose(found["rest"][0], np.full((3, 2), MEAN + 1))
     assert found["rest"][1] is None
-    np.testing.assert_allclose(ours.gradient(target, a), [MEAN + 1] * 2)  # it is persistent
-    np.testing.assert_allclose(tape.gradient(target, a), [RANK + 1.0] * 2)  # and the user's own
+    np.testing.assert_allclose(ours.gradient(target, a), [MEAN + 1] * 2)  # the tape is persistent
+    np.testing.assert_allclose(tape.gradient(target, a), [RANK + 1.0] * 2)  # as the original is
     with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
         x = tf.constant([1.0, 2.0])
         tape.watch(x)
@@ -76,7 +76,7 @@ def test_the_arguments_of_the_tape(options, expected):
         np.testing.assert_allclose(gradient, np.full(gradient.shape, expected), rtol=1e-6)
 
 
-def test_rows_of_an_embedding_stay_rows_unless_they_are_to_be_dense():
+def test_gradients_of_an_embedding_are_sparse_unless_sparse_as_dense():
     for dense in (False, True):
         table = tf.Variable(tf.ones([SIZE + 1, 2]))
         with tf.GradientTape() as tape:
@@ -90,7 +90,7 @@ def test_rows_of_an_embedding_stay_rows_unless_they_are_to_be_dense():
 
 
 @pytest.mark.parametrize("scales", [True, False])
-def test_local_sources_keep_the_gradients_of_their_rank(scales):
+def test_gradients_of_local_sources_are_not_reduced(scales):
     layers = [keras.layers.Dense(2, use_bias=False), keras.layers.Dense(1, use_bias=False)]
     model = keras.Sequential([keras.Input((3,)), *layers])
     variables = model.trainable_variables
@@ -111,7 +111,7 @@ def test_local_sources_keep_the_gradients_of_their_rank(scales):
         np.testing.assert_allclose(both[1], shared[0][1])
     everything = hvd.PartialDistributedGradientTape(tape, local_layers=layers, **options)
     assert not everything.get_local_and_global_gradients(target, variables)[1]
-    late = keras.layers.Dense(1, use_bias=False)  # it has variables once it is called
+    late = keras.layers.Dense(1, use_bias=False)  # it has no variables before its first call
     partial = hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=late, **options)
     with partial:
         target = tf.reduce_sum(late(tf.ones([1, 3]))) * (RANK + 1.0)
@@ -120,8 +120,8 @@ def test_local_sources_keep_the_gradients_of_their_rank(scales):
     np.testing.assert_allclose(gradient, (RANK + 1) / (SIZE if scales else 1))
 
 
-def test_a_table_that_is_cut_over_the_ranks_trains_by_alltoall():
-    """Rank r holds r + 2 rows of a table; every rank looks up all of them."""
+def test_a_sharded_embedding_trains_by_alltoall():
+    """Rank r holds r + 2 rows of a table; every rank looks up all rows."""
     counts = [rank + 2 for rank in range(SIZE)]
     begin = sum(counts[:RANK])
     rows = np.arange(2.0 * sum(counts), dtype="float32").reshape(-1, 2) / 10
@@ -144,7 +144,7 @@ def test_a_table_that_is_cut_over_the_ranks_trains_by_alltoall():
 
 
 @pytest.mark.parametrize("average", [True, False])
-def test_passes_in_a_graph_make_a_step_of_every_fourth(average):
+def test_four_backward_passes_per_step_in_a_graph(average):
     dense, table = keras.Variable(np.zeros(2, "f4")), keras.Variable(np.zeros((3, 2), "f4"))
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(1.0),
@@ -164,11 +164,11 @@ def test_passes_in_a_graph_make_a_step_of_every_fourth(average):
         moved = -(MEAN + 1) * (1 if average else 4) * (number // 4)
         np.testing.assert_allclose(dense.numpy(), moved, rtol=1e-6)
         np.testing.assert_allclose(table.numpy()[1], moved, rtol=1e-6)
-        assert int(optimizer.iterations) == number // 4  # as Keras counts them
+        assert int(optimizer.iterations) == number // 4  # as Keras counts steps
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
-def test_a_tape_of_a_process_set_leaves_other_ranks_their_gradients():
+@pytest.mark.skipif(SIZE == 1, reason="needs two ranks")
+def test_ranks_outside_the_process_set_of_a_tape_keep_their_gradients():
     even = hvd.add_process_set(range(0, SIZE, 2))
     tape, target, (a, _, _) = products()
     found = hvd.DistributedGradientTape(tape, process_set=even).gradient(target, a)
@@ -177,8 +177,8 @@ def test_a_tape_of_a_process_set_leaves_other_ranks_their_gradients():
     assert hvd.remove_process_set(even)
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
-def test_sources_that_differ_are_named_and_the_job_goes_on():
+@pytest.mark.skipif(SIZE == 1, reason="needs two ranks")
+def test_a_mismatch_names_the_sources_and_the_job_continues():
     source = tf.Variable(tf.ones([RANK + 1]), name="kernel")
     with tf.GradientTape() as tape:
         target = tf.reduce_sum(source)
@@ -187,7 +187,7 @@ def test_sources_that_differ_are_named_and_the_job_goes_on():
     assert float(hvd.allreduce(1.0, op=hvd.Sum)) == SIZE
 
 
-def test_what_is_no_tape_is_refused():
+def test_an_object_that_is_not_a_tape_is_refused():
     with pytest.raises(TypeError, match="that is not distributed"):
         hvd.DistributedGradientTape("tape")
     with pytest.raises(TypeError, match="that is not distributed"):
@@ -196,12 +196,12 @@ def test_what_is_no_tape_is_refused():
         hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Max)
 
 
-# --- Whole loops
+# --- Training loops
 
 
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_a_loop_equals_that_of_one_process_over_all_rows(eagerly):
-    """The lines of a script written for Horovod, with the import changed."""
+    """The loop of a script for Horovod with the import changed."""
     (x, y), mine = data()
     model, plain = small_model(), small_model()
     loss_of = keras.losses.MeanSquaredError()
@@ -221,7 +221,7 @@ def test_a_loop_equals_that_of_one_process_over_all_rows(eagerly):
         return loss
 
     ours = step if eagerly else tf.function(step)
-    model.set_weights([weight + RANK for weight in start])  # the first batch makes them equal
+    model.set_weights([weight + RANK for weight in start])  # broadcast after the first batch
     ours(mine, model, optimizer, True, hvd.DistributedGradientTape)
     plain.set_weights(model.get_weights())
     alone.build(plain.trainable_variables)
@@ -240,8 +240,8 @@ def test_a_loop_equals_that_of_one_process_over_all_rows(eagerly):
 @pytest.mark.parametrize("eagerly", [False, True])
 @pytest.mark.parametrize("sliced", [False, True])
 @pytest.mark.parametrize("how", ["returned", "assigned in the step", "assigned behind it", "read"])
-def test_gradients_may_be_kept_and_written_over(eagerly, how, sliced):
-    """What a step gets may lie where all ranks see it, but what a script makes of it does not."""
+def test_gradients_may_be_kept_and_written_to(eagerly, how, sliced):
+    """Gradients may be in shared memory, but a script that keeps or writes them has a copy."""
     count, rounds = 100_000, 6  # reduced in slices
     source = tf.Variable(tf.zeros([2 * count if sliced else count]))
     holders = [tf.Variable(tf.zeros([count])) for _ in range(rounds)]
@@ -250,14 +250,14 @@ def test_gradients_may_be_kept_and_written_over(eagerly, how, sliced):
         with tf.GradientTape() as tape:
             target = tf.reduce_sum(source * x)
         [gradient] = hvd.DistributedGradientTape(tape).gradient(target, [source])
-        if sliced:  # TensorFlow may write to it in place
+        if sliced:  # TensorFlow may write to a slice in place
             gradient = gradient[:count]
         if how == "assigned in the step":
             holder.assign(gradient)
         return gradient
 
     steps = [step if eagerly else tf.function(step)] * rounds
-    if how == "assigned in the step":  # a graph for each variable
+    if how == "assigned in the step":  # one graph per variable
         steps = [step if eagerly else tf.function(step) for _ in range(rounds)]
     kept = []
     for number, (run, holder) in enumerate(zip(steps, holders, strict=True)):
@@ -271,7 +271,7 @@ def test_gradients_may_be_kept_and_written_over(eagerly, how, sliced):
         else:
             del gradient
             hvd.barrier()
-            if RANK == 0:  # in place, where TensorFlow may
+            if RANK == 0:  # in place if TensorFlow can
                 holder.assign_add(tf.ones([count]))
                 holder.assign_add(tf.ones([count]))
             hvd.barrier()
@@ -281,8 +281,8 @@ def test_gradients_may_be_kept_and_written_over(eagerly, how, sliced):
         np.testing.assert_array_equal(gradient, np.full(count, number + MEAN + change, np.float32))
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank shares memory with nobody")
-def test_parts_of_gradients_change_in_place_and_ranks_stay_equal():
+@pytest.mark.skipif(SIZE == 1, reason="needs two ranks")
+def test_in_place_writes_to_gradients_change_no_other_rank():
     experts = tf.Variable(tf.ones([4, 128, 128]))
 
     @tf.function
@@ -299,9 +299,9 @@ def test_parts_of_gradients_change_in_place_and_ranks_stay_equal():
     np.testing.assert_array_equal(weights, np.repeat(weights[:1], SIZE, axis=0))
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank shares memory with nobody")
+@pytest.mark.skipif(SIZE == 1, reason="needs two ranks")
 @pytest.mark.parametrize("count, is_lent", [(100_000, True), (20_000, False)])
-def test_large_gradients_are_read_where_they_were_reduced(count, is_lent):
+def test_large_gradients_are_read_without_a_copy(count, is_lent):
     sources = [tf.Variable(tf.zeros([count])) for _ in range(4)]
     seen = []
 
@@ -324,7 +324,7 @@ def test_large_gradients_are_read_where_they_were_reduced(count, is_lent):
 
 @pytest.mark.parametrize("options", [{}, {"backward_passes_per_step": 2}], ids=str)
 @pytest.mark.parametrize("eagerly", [False, True])
-def test_tape_and_optimizer_both_are_refused(options, eagerly):
+def test_an_optimizer_refuses_gradients_of_a_distributed_tape(options, eagerly):
     model, (_, (x, y)) = small_model(), data()
     optimizer = hvd.DistributedOptimizer(tf.optimizers.SGD(0.1), "SGD", **options)
 
@@ -334,7 +334,7 @@ def test_tape_and_optimizer_both_are_refused(options, eagerly):
         gradients = wrap(tape).gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
-    # Of an error while it traces, AutoGraph makes one of its own with the same text.
+    # While tracing, AutoGraph raises an error of its own with the same text.
     with pytest.raises(Exception, match="Use the tape with a plain optimizer"):
         (step if eagerly else tf.function(step))(hvd.DistributedGradientTape)
     if not options:

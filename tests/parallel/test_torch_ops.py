@@ -1,4 +1,4 @@
-"""keras_dist.torch: what scripts written for horovod.torch call by hand, and its gradients."""
+"""keras_dist.torch: the collectives of Horovod's interface, and their gradients."""
 
 import itertools
 
@@ -18,19 +18,19 @@ def started():
     hvd.init()
 
 
-def mine(shape, dtype=torch.float32, rank=None):
-    """A tensor of small whole numbers, another one on each rank."""
+def rank_tensor(shape, dtype=torch.float32, rank=None):
+    """Returns a tensor of small integers, different on each rank."""
     rank = hvd.rank() if rank is None else rank
     count = int(np.prod(shape))
     return ((torch.arange(count) * (rank + 2) + rank) % 5 + 1).reshape(shape).to(dtype)
 
 
-def everyones(shape, dtype=torch.float32):
-    return torch.stack([mine(shape, dtype, rank) for rank in range(hvd.size())])
+def all_tensors(shape, dtype=torch.float32):
+    return torch.stack([rank_tensor(shape, dtype, rank) for rank in range(hvd.size())])
 
 
 def total_loss_gradient(loss_of, x):
-    """The gradient, by finite differences, of the ranks' losses together by this rank's `x`."""
+    """Returns the gradient of the sum of all ranks' losses by this rank's `x`, numerically."""
     found, step = torch.zeros_like(x), 1e-3
     for rank in range(hvd.size()):
         for place in range(x.numel()):
@@ -55,7 +55,7 @@ def test_ranks_and_builds():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_allreduce_of_every_op_and_dtype(dtype):
     for shape in [(), (17,), (17, 3), (5, 3, 2)]:
-        x, stack = mine(shape, dtype), everyones(shape, dtype)
+        x, stack = rank_tensor(shape, dtype), all_tensors(shape, dtype)
         assert torch.equal(hvd.allreduce(x, op=hvd.Sum), stack.sum(0).to(dtype))
         assert torch.equal(hvd.allreduce(x, op=hvd.Min), stack.amin(0))
         assert torch.equal(hvd.allreduce(x, op=hvd.Max), stack.amax(0))
@@ -63,25 +63,25 @@ def test_allreduce_of_every_op_and_dtype(dtype):
         averaged = hvd.allreduce(x)
         assert averaged.dtype == dtype and averaged.shape == x.shape
         assert torch.equal(averaged, (stack.double().sum(0) / hvd.size()).to(dtype))
-        assert torch.equal(x, mine(shape, dtype))
-    if not dtype.is_floating_point:  # the sum runs over, the average does not
+        assert torch.equal(x, rank_tensor(shape, dtype))
+    if not dtype.is_floating_point:  # the sum overflows, the average does not
         for limit in (torch.iinfo(dtype).min, torch.iinfo(dtype).max):
             assert hvd.allreduce(torch.full((3,), limit, dtype=dtype)).tolist() == [limit] * 3
 
 
 def test_prescale_and_postscale():
-    x, stack = mine((6,)), everyones((6,))
+    x, stack = rank_tensor((6,)), all_tensors((6,))
     scaled = hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
     torch.testing.assert_close(scaled, stack.sum(0) * 1.5)
-    ints = hvd.allreduce(mine((6,), torch.int32), op=hvd.Sum, prescale_factor=0.5)
-    assert torch.equal(ints, (everyones((6,)) * 0.5).to(torch.int32).sum(0, dtype=torch.int32))
+    ints = hvd.allreduce(rank_tensor((6,), torch.int32), op=hvd.Sum, prescale_factor=0.5)
+    assert torch.equal(ints, (all_tensors((6,)) * 0.5).to(torch.int32).sum(0, dtype=torch.int32))
 
 
 def test_average_is_deprecated_and_excludes_op():
-    x = mine((3,))
+    x = rank_tensor((3,))
     with pytest.warns(DeprecationWarning, match=r"op=hvd\.Sum"):
         total = hvd.allreduce(x, average=False)
-    assert torch.equal(total, everyones((3,)).sum(0))
+    assert torch.equal(total, all_tensors((3,)).sum(0))
     with pytest.warns(DeprecationWarning, match=r"op=hvd\.Average"):
         hvd.allreduce(x, average=True)
     with pytest.raises(ValueError, match="either op or average"):
@@ -89,30 +89,35 @@ def test_average_is_deprecated_and_excludes_op():
 
 
 def test_in_place_forms_write_where_the_tensor_lies():
-    total = everyones((4, 2)).sum(0)
-    x = mine((4, 2))
+    total = all_tensors((4, 2)).sum(0)
+    x = rank_tensor((4, 2))
     assert hvd.allreduce_(x, op=hvd.Sum) is x and torch.equal(x, total)
-    half = mine((4, 2)).t()  # not contiguous
+    half = rank_tensor((4, 2)).t()  # not contiguous
     assert torch.equal(hvd.allreduce_(half, op=hvd.Sum), total.t())
-    several = [mine((3,)), mine((2, 2), torch.bfloat16)]
+    several = [rank_tensor((3,)), rank_tensor((2, 2), torch.bfloat16)]
     hvd.grouped_allreduce_(several, op=hvd.Sum)
-    assert torch.equal(several[0], everyones((3,)).sum(0))
-    assert torch.equal(several[1], everyones((2, 2), torch.bfloat16).sum(0))
+    assert torch.equal(several[0], all_tensors((3,)).sum(0))
+    assert torch.equal(several[1], all_tensors((2, 2), torch.bfloat16).sum(0))
     for root in range(hvd.size()):
-        for tensor in (mine((5,)), mine((5,), torch.bfloat16), mine((4, 2)).t(), mine(())):
+        for tensor in (
+            rank_tensor((5,)),
+            rank_tensor((5,), torch.bfloat16),
+            rank_tensor((4, 2)).t(),
+            rank_tensor(()),
+        ):
             shape = tensor.t().shape if tensor.ndim == 2 else tensor.shape
-            expected = mine(shape, tensor.dtype, root)
+            expected = rank_tensor(shape, tensor.dtype, root)
             version = tensor._version
             assert hvd.broadcast_(tensor, root) is tensor
             assert torch.equal(tensor, expected.t() if tensor.ndim == 2 else expected)
             assert tensor._version > version
-    parameter = torch.nn.Parameter(mine((3,)))
+    parameter = torch.nn.Parameter(rank_tensor((3,)))
     hvd.broadcast_(parameter, 0)
-    assert torch.equal(parameter.detach(), mine((3,), rank=0))
+    assert torch.equal(parameter.detach(), rank_tensor((3,), rank=0))
 
 
-def test_async_forms_give_handles():
-    x, stack = mine((17, 3)), everyones((17, 3))
+def test_async_forms_return_handles():
+    x, stack = rank_tensor((17, 3)), all_tensors((17, 3))
     inplace, grouped = x.clone(), [x.clone(), x.clone()]
     handles = [
         hvd.allreduce_async(x, name="a", op=hvd.Sum),
@@ -143,33 +148,39 @@ def test_async_forms_give_handles():
         hvd.synchronize(x)
 
 
-def test_named_operations_meet_in_any_order():
-    tensors = {f"layer {number}": mine((3,)) + number for number in range(8)}
+def test_named_operations_match_in_any_order():
+    tensors = {f"layer {number}": rank_tensor((3,)) + number for number in range(8)}
     names = list(np.random.default_rng(hvd.rank()).permutation(list(tensors)))
     handles = {name: hvd.allreduce_async_(tensors[name], name=name, op=hvd.Sum) for name in names}
-    gathered = {name: hvd.allgather_async(mine((1,)), name=f"rows of {name}") for name in names}
+    gathered = {
+        name: hvd.allgather_async(rank_tensor((1,)), name=f"rows of {name}") for name in names
+    }
     for number in range(8):
         name = f"layer {number}"
         assert torch.equal(
-            hvd.synchronize(handles[name]), everyones((3,)).sum(0) + hvd.size() * number
+            hvd.synchronize(handles[name]), all_tensors((3,)).sum(0) + hvd.size() * number
         )
-        assert torch.equal(hvd.synchronize(gathered[name]), everyones((1,)).flatten())
+        assert torch.equal(hvd.synchronize(gathered[name]), all_tensors((1,)).flatten())
 
 
 def test_grouped_forms_of_mixed_dtypes():
-    tensors = [mine((3, 2)), mine((4,), torch.int64), mine((2,), torch.float16)]
+    tensors = [
+        rank_tensor((3, 2)),
+        rank_tensor((4,), torch.int64),
+        rank_tensor((2,), torch.float16),
+    ]
     for tensor, total in zip(tensors, hvd.grouped_allreduce(tensors, op=hvd.Sum), strict=True):
-        assert torch.equal(total, everyones(tensor.shape, tensor.dtype).sum(0).to(tensor.dtype))
+        assert torch.equal(total, all_tensors(tensor.shape, tensor.dtype).sum(0).to(tensor.dtype))
     assert hvd.grouped_allreduce([]) == []
     joined = hvd.grouped_allgather(tensors)
-    assert torch.equal(joined[1], everyones((4,), torch.int64).flatten())
+    assert torch.equal(joined[1], all_tensors((4,), torch.int64).flatten())
 
 
 def test_sparse_allreduce():
     place = torch.tensor([[hvd.rank(), 5]])
     x = torch.sparse_coo_tensor(place, torch.ones(2, 3) * (hvd.rank() + 1), (8, 3))
     handle = hvd.sparse_allreduce_async(x, name="table", op=hvd.Sum)
-    total = handle()  # as scripts for Horovod ask
+    total = handle()  # as in scripts of Horovod
     assert hvd.synchronize(handle) is total
     expected = torch.zeros(8, 3)
     for rank in range(hvd.size()):
@@ -180,7 +191,7 @@ def test_sparse_allreduce():
 
 @pytest.mark.parametrize("shape, dense", [((17, 5), 0), ((4, 3, 6), 1), ((0, 3), 0)], ids=str)
 def test_sparse_allreduce_of_several_sparse_dimensions(shape, dense):
-    x = everyones(shape) * (everyones(shape) > 3)
+    x = all_tensors(shape) * (all_tensors(shape) > 3)
     total = hvd.sparse_allreduce_async(x[hvd.rank()].to_sparse(len(shape) - dense), op=hvd.Sum)()
     assert total.sparse_dim() == len(shape) - dense and total.is_coalesced()
     assert torch.equal(total.to_dense(), x.sum(0))
@@ -197,7 +208,7 @@ def test_allgather_of_different_lengths():
     assert torch.equal(hvd.alltoall(bools[hvd.rank()]), sent)
 
 
-def test_alltoall_of_unequal_and_no_rows():
+def test_alltoall_with_unequal_and_zero_splits():
     size, rank = hvd.size(), hvd.rank()
     splits = torch.arange(1, size + 1, dtype=torch.int32)
     rows, received = hvd.alltoall(torch.full((int(splits.sum()), 2), float(rank)), splits)
@@ -207,15 +218,15 @@ def test_alltoall_of_unequal_and_no_rows():
     assert equal.tolist() == [100 * r + 2 * rank + i for r in range(size) for i in range(2)]
     nothing, received = hvd.alltoall(torch.empty(0, 2), torch.zeros(size, dtype=torch.int32))
     assert nothing.shape == (0, 2) and received.tolist() == [0] * size
-    first = [3 if rank == 0 else 0] + [0] * (size - 1)  # only the first sends, to itself
+    first = [3 if rank == 0 else 0] + [0] * (size - 1)  # only rank 0 sends, to itself
     rows, _ = hvd.alltoall(torch.ones(3), first)
     assert len(rows) == (3 if rank == 0 else 0)
 
 
-def test_reducescatter_of_rows_that_do_not_divide():
+def test_reducescatter_of_a_length_not_divisible_by_ranks():
     rows = 2 * hvd.size() + 1
-    part = hvd.reducescatter(mine((rows, 2)), op=hvd.Sum)
-    expected = torch.tensor_split(everyones((rows, 2)).sum(0), hvd.size())[hvd.rank()]
+    part = hvd.reducescatter(rank_tensor((rows, 2)), op=hvd.Sum)
+    expected = torch.tensor_split(all_tensors((rows, 2)).sum(0), hvd.size())[hvd.rank()]
     assert torch.equal(part, expected)
 
 
@@ -225,7 +236,7 @@ GRADIENTS = {
     "grouped": (lambda x: torch.cat(hvd.grouped_allreduce([x, x**2], op=hvd.Sum)), 1),
     "alltoall": (lambda x: hvd.alltoall(x, [1] + [0] * (hvd.size() - 1))[0], 1),
     "alltoall equal": (hvd.alltoall, 1),
-    # Horovod averages where the ranks' losses together would ask for a sum, and the other way.
+    # Horovod's gradients differ by a factor from those of the sum of all ranks' losses.
     "allgather": (hvd.allgather, lambda: 1 / hvd.size()),
     "grouped allgather": (
         lambda x: torch.cat(hvd.grouped_allgather([x, x**2])),
@@ -254,7 +265,7 @@ def test_gradients_against_finite_differences(name):
     torch.testing.assert_close(leaf.grad, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_as_horovod_registers_them():
+def test_gradients_equal_those_of_horovod():
     size, rank = hvd.size(), hvd.rank()
 
     def gradient(operation):
@@ -275,7 +286,7 @@ def test_gradients_as_horovod_registers_them():
         gradient(lambda x: hvd.allreduce(x, op=hvd.Max))
 
 
-DIFFERENCES = {  # between the others and a rank that is odd
+MISMATCHES = {  # functions of whether the rank is the odd one
     "shape": lambda odd: hvd.allreduce(torch.ones(17 + odd)),
     "dtype": lambda odd: hvd.allreduce(torch.ones(3, dtype=DTYPES[odd])),
     "op": lambda odd: hvd.allreduce(torch.ones(3), op=[hvd.Sum, hvd.Max][odd]),
@@ -290,16 +301,16 @@ DIFFERENCES = {  # between the others and a rank that is odd
 }
 
 
-@pytest.mark.parametrize("what", DIFFERENCES)
-def test_differences_are_errors_on_every_rank_and_the_job_goes_on(what):
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_mismatches_are_errors_on_every_rank_and_the_job_continues(what):
     if hvd.size() == 1:
-        pytest.skip("one rank differs from nobody")
+        pytest.skip("needs two ranks")
     with pytest.raises(errors.MismatchError, match=r"rank \d of"):
-        DIFFERENCES[what](hvd.rank() == 1)
+        MISMATCHES[what](hvd.rank() == 1)
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
 
 
-def test_wrong_arguments_are_errors():
+def test_invalid_arguments_are_errors():
     for wrong in (
         lambda: hvd.allgather(torch.tensor(1.0)),
         lambda: hvd.reducescatter(torch.tensor(1.0)),
@@ -311,7 +322,7 @@ def test_wrong_arguments_are_errors():
             wrong()
 
 
-@pytest.mark.skipif(hvd.size() == 1, reason="a set of one rank is the whole job")
+@pytest.mark.skipif(hvd.size() == 1, reason="a set of one rank is all ranks")
 def test_process_sets():
     even = hvd.add_process_set(range(0, hvd.size(), 2))
     x = torch.ones(2, requires_grad=True) * (hvd.rank() + 1)
@@ -342,8 +353,8 @@ def test_compression():
             small, ctx = compression.compress(x)
             assert small.dtype == (narrow if narrow and dtype.is_floating_point else dtype)
             assert compression.decompress(small, ctx).dtype == dtype
-        total = hvd.allreduce(mine((5,)), op=hvd.Sum, compression=compression)
-        assert torch.equal(total, everyones((5,)).sum(0))
+        total = hvd.allreduce(rank_tensor((5,)), op=hvd.Sum, compression=compression)
+        assert torch.equal(total, all_tensors((5,)).sum(0))
 
     class Halved(hvd.Compressor):
         @staticmethod
@@ -354,8 +365,8 @@ def test_compression():
         def decompress(tensor, ctx):
             return tensor.to(ctx) * 2
 
-    total = hvd.allreduce(mine((5,)), op=hvd.Sum, compression=Halved)
-    assert total.dtype == torch.float32 and torch.equal(total, everyones((5,)).sum(0))
+    total = hvd.allreduce(rank_tensor((5,)), op=hvd.Sum, compression=Halved)
+    assert total.dtype == torch.float32 and torch.equal(total, all_tensors((5,)).sum(0))
 
 
 def test_objects():
@@ -365,15 +376,15 @@ def test_objects():
     assert [each["rank"] for each in hvd.allgather_object(own)] == list(range(hvd.size()))
 
 
-def test_join_leaves_averages_to_the_ranks_that_have_data():
+def test_join_averages_over_ranks_with_data():
     for step in range(hvd.size() - hvd.rank()):
         here = [rank for rank in range(hvd.size()) if step < hvd.size() - rank]
         averaged = hvd.allreduce(torch.ones(3) * hvd.rank())
         assert averaged.tolist() == [pytest.approx(np.mean(here))] * 3
-    assert hvd.join() == 0  # it had most
+    assert hvd.join() == 0  # rank 0 had most data
 
 
-def test_sampler_goes_on_where_an_epoch_was_left():
+def test_sampler_resumes_within_an_epoch():
     data = list(range(6 * hvd.size() + 1))
     sampler = hvd.ElasticSampler(data, shuffle=True, seed=3)
     sampler.set_epoch(2)

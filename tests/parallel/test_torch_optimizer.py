@@ -1,4 +1,4 @@
-"""keras_dist.torch: the optimizer of a loop by hand, its model's state, SyncBatchNorm."""
+"""keras_dist.torch: the optimizer of a custom loop, the broadcast of state, SyncBatchNorm."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ def started():
 
 @pytest.fixture(params=[True, False], ids=["overlapping", "at the end"])
 def overlap(request, monkeypatch):
-    """Whether gradients are reduced while others are computed, whatever the cores."""
+    """Whether reductions overlap with backpropagation, whatever the number of cores."""
     monkeypatch.setattr(gradient_plans, "overlaps", lambda comm: request.param)
 
 
@@ -32,15 +32,15 @@ def network(seed=0, width=8):
 
 
 def data(steps=STEPS, batch=BATCH):
-    """The batches of all ranks together."""
+    """Returns the batches of all ranks, concatenated."""
     torch.manual_seed(7)
     count = steps * batch * hvd.size()
     x = torch.randn(count, 3).reshape(steps, batch * hvd.size(), 3)
     return x, torch.sin(x).sum(2, keepdim=True)
 
 
-def part(rows):
-    """This rank's rows of a batch."""
+def own_rows(rows):
+    """Returns this rank's rows of a batch."""
     return rows.reshape(hvd.size(), -1, *rows.shape[1:])[hvd.rank()]
 
 
@@ -79,11 +79,11 @@ def test_weights_equal_those_of_one_process(kind, overlap):
     assert wrapped is optimizer and isinstance(wrapped, type(OPTIMIZERS[kind](alone.parameters())))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    found = train(model, optimizer, part)
+    found = train(model, optimizer, own_rows)
     for weight, other in zip(found, expected, strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
     assert same_on_all(found)
-    # The state is that of a plain optimizer, and loads into one.
+    # The state is that of a plain optimizer and can be loaded into one.
     plain = OPTIMIZERS[kind](network().parameters())
     plain.load_state_dict(optimizer.state_dict())
     assert plain.state_dict().keys() == optimizer.state_dict().keys()
@@ -105,16 +105,16 @@ def test_arguments(arguments, overlap):
     expected = train(alone, torch.optim.SGD(alone.parameters(), 0.02 * factor), lambda rows: rows)
     optimizer = torch.optim.SGD(model.parameters(), 0.02)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **arguments)
-    for weight, other in zip(train(model, optimizer, part), expected, strict=True):
+    for weight, other in zip(train(model, optimizer, own_rows), expected, strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
 
 
-def test_groups_of_parameters_and_their_old_name():
+def test_groups_of_parameters_and_deprecated_num_groups():
     model = network()
     layers = [list(model[0].parameters()), list(model[2].parameters())]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = hvd.DistributedOptimizer(optimizer, groups=layers)
-    assert same_on_all(train(model, optimizer, part))
+    assert same_on_all(train(model, optimizer, own_rows))
     with pytest.warns(DeprecationWarning, match="groups"):
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), num_groups=2)
     for wrong in (0, "two", [model]):
@@ -122,7 +122,7 @@ def test_groups_of_parameters_and_their_old_name():
             hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), groups=wrong)
 
 
-def test_a_compressor_of_ones_own():
+def test_a_custom_compressor():
     class Doubled(hvd.Compressor):
         @staticmethod
         def compress(tensor):
@@ -136,11 +136,11 @@ def test_a_compressor_of_ones_own():
     expected = train(alone, torch.optim.SGD(alone.parameters(), 0.02), lambda rows: rows)
     optimizer = torch.optim.SGD(model.parameters(), 0.02)
     optimizer = hvd.DistributedOptimizer(optimizer, compression=Doubled)
-    for weight, other in zip(train(model, optimizer, part), expected, strict=True):
+    for weight, other in zip(train(model, optimizer, own_rows), expected, strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
 
 
-def test_several_passes_for_a_step(overlap):
+def test_several_backward_passes_per_step(overlap):
     alone, model = network(), network()
     plain = torch.optim.SGD(alone.parameters(), 0.02)
     optimizer = torch.optim.SGD(model.parameters(), 0.02)
@@ -151,29 +151,29 @@ def test_several_passes_for_a_step(overlap):
         optimizer.zero_grad()
         for x, y in (first, second):
             loss_of(alone, x, y).backward()
-            loss_of(model, part(x), part(y)).backward()
+            loss_of(model, own_rows(x), own_rows(y)).backward()
         plain.step()
         optimizer.step()
     for weight, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
     optimizer.set_backward_passes_per_step(1)
-    assert same_on_all(train(model, optimizer, part))
+    assert same_on_all(train(model, optimizer, own_rows))
 
 
-def test_a_gradient_too_many_is_an_error_and_the_job_goes_on(overlap):
+def test_an_extra_backward_pass_is_an_error_and_the_job_continues(overlap):
     if hvd.size() == 1:
-        pytest.skip("one rank reduces nothing")
+        pytest.skip("one rank does not reduce")
     model = network()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), 0.1), model.named_parameters()
     )
-    x, y = part(data()[0][0]), part(data()[1][0])
-    for _ in range(2):  # in the second round buckets are queued by the first pass
+    x, y = own_rows(data()[0][0]), own_rows(data()[1][0])
+    for _ in range(2):  # in the second round, the first pass queues buckets
         loss_of(model, x, y).backward()
         with pytest.raises(errors.UsageError, match="2 times, before step"):
             loss_of(model, x, y).backward()
         optimizer.zero_grad()
-        assert same_on_all(train(model, optimizer, part))
+        assert same_on_all(train(model, optimizer, own_rows))
 
 
 def test_synchronize_then_clip_then_step(overlap):
@@ -184,7 +184,7 @@ def test_synchronize_then_clip_then_step(overlap):
         plain.zero_grad()
         optimizer.zero_grad()
         loss_of(alone, x, y).backward()
-        loss_of(model, part(x), part(y)).backward()
+        loss_of(model, own_rows(x), own_rows(y)).backward()
         torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -199,12 +199,12 @@ def test_synchronize_then_clip_then_step(overlap):
         optimizer.step()
 
 
-def test_gradients_that_change_after_they_have_come_are_reduced_as_they_are(overlap):
+def test_gradients_written_to_after_backward_are_reduced_as_written(overlap):
     model = network()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.0))
     for x, y in zip(*data(3), strict=True):
         optimizer.zero_grad()
-        loss_of(model, part(x), part(y)).backward()
+        loss_of(model, own_rows(x), own_rows(y)).backward()
         for parameter in model.parameters():
             parameter.grad.fill_(hvd.rank())
         optimizer.step()
@@ -214,11 +214,11 @@ def test_gradients_that_change_after_they_have_come_are_reduced_as_they_are(over
 
 def test_zero_grad_between_backward_and_step_is_an_error(overlap):
     if hvd.size() == 1:
-        pytest.skip("one rank reduces nothing")
+        pytest.skip("one rank does not reduce")
     model = network()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
-    train(model, optimizer, part)
-    loss_of(model, part(data()[0][0]), part(data()[1][0])).backward()
+    train(model, optimizer, own_rows)
+    loss_of(model, own_rows(data()[0][0]), own_rows(data()[1][0])).backward()
     with pytest.raises(
         errors.UsageError, match=r"zero_grad.*With a GradScaler, call synchronize\(\)"
     ):
@@ -247,7 +247,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(overlap):
     assert same_on_all(model.parameters())
 
 
-def test_a_parameter_that_one_rank_does_not_use(overlap):
+def test_a_parameter_that_some_ranks_do_not_use(overlap):
     torch.manual_seed(0)
     both = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(both.parameters(), 0.1))
@@ -276,7 +276,7 @@ def test_sparse_gradients(dense, overlap):
         plain.zero_grad()
         optimizer.zero_grad()
         alone(batch).square().mean().backward()
-        mine(part(batch)).square().mean().backward()
+        mine(own_rows(batch)).square().mean().backward()
         plain.step()
         optimizer.step()
         assert mine[0].weight.grad.is_sparse
@@ -285,9 +285,9 @@ def test_sparse_gradients(dense, overlap):
 
 
 class Searching(torch.optim.LBFGS):
-    """Notes at which weights its line search calls the closure, and what it sees there.
+    """Records the weights at which the line search calls the closure, and the loss there.
 
-    Where the search ends is not compared: it makes rounding larger from step to step.
+    The end of the search is not compared: the search amplifies rounding errors.
     """
 
     def __init__(self, parameters):
@@ -307,14 +307,14 @@ class Searching(torch.optim.LBFGS):
         return super().step(noted)
 
 
-def test_closures_see_the_gradients_and_losses_of_all_ranks():
+def test_closures_return_averaged_losses_and_gradients():
     model, alone = network(), network()
     optimizer = hvd.DistributedOptimizer(Searching(model.parameters()))
     x, y = (rows[0] for rows in data(1))
 
     def closure():
         optimizer.zero_grad()
-        loss = loss_of(model, part(x), part(y))
+        loss = loss_of(model, own_rows(x), own_rows(y))
         loss.backward()
         return loss
 
@@ -333,7 +333,7 @@ def test_closures_see_the_gradients_and_losses_of_all_ranks():
     assert same_on_all([parameter.detach() for parameter in model.parameters()])
 
 
-def test_a_closure_of_sgd_makes_the_step_of_one_process():
+def test_sgd_with_a_closure_steps_as_one_process():
     def fit(model, optimizer, choose):
         x, y = data(1)
 
@@ -349,19 +349,19 @@ def test_a_closure_of_sgd_makes_the_step_of_one_process():
     alone, model = network(), network()
     losses, expected = fit(alone, torch.optim.SGD(alone.parameters(), 0.1), lambda rows: rows)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
-    mine, found = fit(model, optimizer, part)
+    mine, found = fit(model, optimizer, own_rows)
     assert mine == pytest.approx(losses, rel=1e-5)
     for weight, other in zip(found, expected, strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
 
 
-def test_schedulers_made_before_still_reduce():
+def test_schedulers_created_before_the_wrapper():
     model = network(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     optimizer = hvd.DistributedOptimizer(optimizer)
     for _ in range(2):
-        assert same_on_all(train(model, optimizer, part, steps=1))
+        assert same_on_all(train(model, optimizer, own_rows, steps=1))
         schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.025
 
@@ -378,8 +378,8 @@ def test_bfloat16_and_half():
         assert model.weight.tolist() == [[-(hvd.size() + 1.0)] * 2]
 
 
-@pytest.mark.skipif(hvd.size() == 1, reason="a set of one rank is the whole job")
-def test_ranks_outside_of_the_process_set_step_alone():
+@pytest.mark.skipif(hvd.size() == 1, reason="a set of one rank is all ranks")
+def test_ranks_outside_the_process_set_step_alone():
     even = hvd.add_process_set(range(0, hvd.size(), 2))
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
@@ -392,7 +392,7 @@ def test_ranks_outside_of_the_process_set_step_alone():
     hvd.remove_process_set(even)
 
 
-def test_adasum_of_equal_gradients_is_one_of_them():
+def test_adasum_of_equal_gradients_is_that_gradient():
     if hvd.size() & (hvd.size() - 1):
         with pytest.raises(ValueError, match="power of two"):
             hvd.DistributedOptimizer(torch.optim.SGD(network().parameters(), 1.0), op=hvd.Adasum)
@@ -405,7 +405,7 @@ def test_adasum_of_equal_gradients_is_one_of_them():
     assert model.weight.grad.tolist() == [[1.0, 1.0]]
 
 
-def test_wrong_arguments_are_errors():
+def test_invalid_arguments_are_errors():
     model = network()
     sgd = lambda: torch.optim.SGD(model.parameters(), 0.1)  # noqa: E731
     named = list(model.named_parameters())
@@ -433,16 +433,16 @@ def test_copies_are_plain_optimizers():
         assert type(made) is torch.optim.SGD and made.param_groups[0]["lr"] == 0.1
 
 
-def test_parameters_that_begin_to_train_later(overlap):
+def test_parameters_that_require_gradients_later(overlap):
     model = network()
     model[0].requires_grad_(False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
-    assert same_on_all(train(model, optimizer, part, steps=2))
+    assert same_on_all(train(model, optimizer, own_rows, steps=2))
     model[0].requires_grad_(True)
     optimizer.add_param_group({"params": [extra := torch.nn.Parameter(torch.zeros(1))]})
     for x, y in zip(*data(), strict=True):
         optimizer.zero_grad()
-        (loss_of(model, part(x), part(y)) + extra.sum() * hvd.rank()).backward()
+        (loss_of(model, own_rows(x), own_rows(y)) + extra.sum() * hvd.rank()).backward()
         optimizer.step()
     assert same_on_all([*model.parameters(), extra])
     assert extra.item() == pytest.approx(-0.1 * STEPS * (hvd.size() - 1) / 2)
@@ -452,7 +452,7 @@ def test_broadcast_of_optimizer_state():
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 / (hvd.rank() + 1))
     if hvd.rank() == 0:
-        train(model, optimizer, part, steps=2)  # only the root has a state
+        train(model, optimizer, own_rows, steps=2)  # only the root has state
     hvd.broadcast_parameters(model.named_parameters(), 0)
     hvd.broadcast_optimizer_state(optimizer, 0)
     state = optimizer.state_dict()
@@ -464,7 +464,7 @@ def test_broadcast_of_optimizer_state():
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_sync_batch_norm_equals_that_of_one_batch(momentum):
+def test_sync_batch_norm_equals_batch_norm_of_the_global_batch(momentum):
     torch.manual_seed(3)
     lengths = [3 + 2 * rank for rank in range(hvd.size())]
     x = torch.randn(sum(lengths), 4, 5, dtype=torch.float64) * 3 + 1
@@ -488,7 +488,7 @@ def test_sync_batch_norm_equals_that_of_one_batch(momentum):
     torch.testing.assert_close(sync.eval()(x), one.eval()(x))
 
 
-def test_sync_batch_norm_trains_beside_the_optimizer(overlap):
+def test_sync_batch_norm_trains_with_the_optimizer(overlap):
     def model(norm):
         torch.manual_seed(0)
         return torch.nn.Sequential(torch.nn.Linear(3, 6), norm(6), torch.nn.Linear(6, 1))
@@ -496,11 +496,11 @@ def test_sync_batch_norm_trains_beside_the_optimizer(overlap):
     alone, mine = model(torch.nn.BatchNorm1d), model(hvd.SyncBatchNorm)
     expected = train(alone, torch.optim.SGD(alone.parameters(), 0.05), lambda rows: rows)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(mine.parameters(), 0.05))
-    for weight, other in zip(train(mine, optimizer, part), expected, strict=True):
+    for weight, other in zip(train(mine, optimizer, own_rows), expected, strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-4, atol=1e-5)
 
 
-def test_join_goes_on_without_ranks_that_are_out_of_data(overlap):
+def test_join_excludes_ranks_without_data(overlap):
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0))
@@ -520,24 +520,24 @@ def test_steps_do_not_warn(recwarn):
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), 0.1), model.named_parameters()
     )
-    train(model, optimizer, part)
+    train(model, optimizer, own_rows)
     assert [str(warning.message) for warning in recwarn] == []
     optimizer.synchronize()
     optimizer.step()  # outside `skip_synchronize`
     assert ["skip_synchronize" in str(warning.message) for warning in recwarn] == [True]
 
 
-def test_compilers_of_steps_leave_the_reduction_alone():
+def test_torch_compile_does_not_trace_the_reduction():
     from keras_dist._backends import torch as backend
 
-    # As torch.compile asks.
+    # torch.compile reads this attribute.
     assert backend.reduce_gradients._torchdynamo_disable
 
 
 @pytest.mark.parametrize("op", ["average", "adasum"])
-def test_a_parameter_that_no_rank_has_a_gradient_for_stays(op):
+def test_a_parameter_without_a_gradient_on_any_rank_is_not_updated(op):
     if op == "adasum" and hvd.size() & (hvd.size() - 1):
-        pytest.skip("Adasum wants a power of two")
+        pytest.skip("Adasum needs a power of two ranks")
 
     def make():
         parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
@@ -549,7 +549,7 @@ def test_a_parameter_that_no_rank_has_a_gradient_for_stays(op):
     for step in range(4):
         optimizer.zero_grad()
         loss = used.sum()
-        if step == 1 or hvd.rank() == 0:  # of one rank alone, but for once
+        if step == 1 or hvd.rank() == 0:  # otherwise only rank 0 has a gradient
             loss = loss + some.sum() + (unused.sum() if step == 3 else 0)
         loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""TensorFlow's train step in two XLA programs, the reduction between them."""
+"""Train steps on TensorFlow as two XLA programs with the reduction between them."""
 
 import collections
 import inspect
@@ -22,7 +22,7 @@ from training import (
 import keras_dist
 
 pytestmark = pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow", reason="JAX has its own way, torch needs none"
+    keras.backend.backend() != "tensorflow", reason="tests the TensorFlow backend"
 )
 BATCH, STEPS = 4, 4
 OPTIMIZERS = {
@@ -42,7 +42,7 @@ def embedding(optimizer=None, **options):
 
 @pytest.fixture
 def notices(caplog):
-    """What keras_dist has said, as if nobody had been told before."""
+    """Returns a function that returns the warnings of keras_dist, with those given once enabled."""
     from keras_dist._backends import tensorflow_step
 
     tensorflow_step._warn_once.cache_clear()
@@ -50,7 +50,7 @@ def notices(caplog):
 
 
 def train(optimizer, make=make_model, **options):
-    """Trains plain Keras on all rows and the ranks, with XLA, on theirs; returns both models."""
+    """Trains plain Keras on all rows, and with XLA each rank on its rows; returns both models."""
     x, y = make_data(BATCH * STEPS * keras_dist.size())
     if make is embedding:
         x = np.abs(10 * x).astype(int) % 20
@@ -64,7 +64,7 @@ def train(optimizer, make=make_model, **options):
 
 
 def operations(model):
-    """Counts the operations of a model's train step that XLA compiles, and the others."""
+    """Counts the operations of a train step that XLA compiles, and the others."""
     import tensorflow as tf
 
     batches = iter(tf.data.Dataset.from_tensors(make_data(BATCH)))
@@ -81,11 +81,11 @@ def operations(model):
 
 
 def check_compiled(model):
-    """Checks that Adam's step leaves to the graph only what is between gradient and update."""
+    """Checks that only the operations between gradient and update are not compiled."""
     if keras_dist.size() == 1:
-        return  # Keras compiles the whole step
+        return  # Keras compiles the step as one program
     compiles, others = operations(model)
-    assert compiles["MatMul"] == 5  # two forwards, three backwards: the data has no gradient
+    assert compiles["MatMul"] == 5  # two forward, three backward: inputs have no gradient
     assert compiles["Square"]  # Adam's update
     assert not others["MatMul"]
     assert not others["Square"]
@@ -101,7 +101,7 @@ def test_weights_equal_those_of_one_process(name):
     assert_close(weights_of(model), weights_of(plain))
 
 
-def test_gradients_and_update_are_compiled_and_nothing_is_left_behind(notices):
+def test_gradients_and_update_are_compiled_and_the_model_is_restored(notices):
     model, plain = train(lambda: keras.optimizers.Adam(0.01, clipnorm=0.05), steps_per_execution=3)
     assert agreed([weight.tobytes() for weight in weights_of(model)])
     assert_close(weights_of(model), weights_of(plain))
@@ -112,7 +112,7 @@ def test_gradients_and_update_are_compiled_and_nothing_is_left_behind(notices):
     assert not {"apply_gradients", "_distributed_tf_update_step"} & set(vars(model.optimizer))
 
 
-def test_rows_of_an_embedding():
+def test_an_embedding():
     model, plain = train(lambda: keras.optimizers.SGD(0.1), embedding)
     assert agreed([weight.tobytes() for weight in weights_of(model)])
     assert_close(weights_of(model), weights_of(plain))
@@ -121,7 +121,7 @@ def test_rows_of_an_embedding():
     assert not others["MatMul"]
 
 
-def test_a_loss_scale():
+def test_a_loss_scale_optimizer():
     keras.config.set_dtype_policy("mixed_float16")
     try:
         optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01))
@@ -138,7 +138,7 @@ def test_a_loss_scale():
 
 
 class OwnMetrics(keras.Model):
-    """Sees the weights after the update, as Keras shows them."""
+    """Computes a metric of the weights after the update."""
 
     def compute_metrics(self, *arguments, **options):
         return {"norm": keras.ops.norm(self.layers[-1].kernel)}
@@ -157,7 +157,7 @@ class OwnMetrics(keras.Model):
     ],
     ids=["train_step", "compute_metrics", "SyncBatchNormalization"],
 )
-def test_what_is_not_compiled_has_a_notice(model_class, normalisation, reason, notices):
+def test_a_step_that_cannot_be_compiled_has_a_warning(model_class, normalisation, reason, notices):
     keras.utils.set_random_seed(1)
     inputs = keras.Input((FEATURES,))
     hidden = normalisation()(keras.layers.Dense(8)(inputs))
