@@ -55,30 +55,36 @@ def grouped_allgather(
         return host_callback(gather, given, shapes)
 
     def back(own_lengths: list[int], gradients: list[Any]) -> tuple[list[Any]]:
-        shapes = [
-            (length, *gradient.shape[1:])
-            for length, gradient in zip(own_lengths, gradients, strict=True)
-        ]
-        # Integers have gradients of dtype float0, which are zeros.
-        results: list[Any] = [np.zeros(shape, jax.dtypes.float0) for shape in shapes]
-        floats = [i for i, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
-        lengths = [own_lengths[i] for i in floats]
-
-        def rows(given: list[np.ndarray]) -> list[np.ndarray]:
-            averaged = ops.grouped_allreduce(given, name=name, process_set=process_set)
-            starts = ops.allgather([lengths], name, process_set)[: comm.rank].sum(0)
-            triples = zip(averaged, starts, lengths, strict=True)
-            return [array[start : start + length] for array, start, length in triples]
-
-        own = host_callback(rows, [gradients[i] for i in floats], [shapes[i] for i in floats])
-        for i, gradient in zip(floats, own, strict=True):
-            results[i] = gradient
-        return (results,)
+        return (_own_rows(gradients, own_lengths, name, process_set),)
 
     def forward(given: list[Any]) -> tuple[list[Any], list[int]]:
         return run(given), [array.shape[0] for array in given]
 
     return differentiable(run, forward, back, list(map(jax.numpy.asarray, arrays)))
+
+
+def _own_rows(
+    gradients: list[Any], own_lengths: list[int], name: str | None, process_set: ProcessSet
+) -> list[Any]:
+    """Returns this rank's rows of the gradients of gathered arrays, averaged over ranks."""
+    pairs = zip(own_lengths, gradients, strict=True)
+    shapes = [(length, *gradient.shape[1:]) for length, gradient in pairs]
+    # Integers have gradients of dtype float0, which are zeros.
+    results: list[Any] = [np.zeros(shape, jax.dtypes.float0) for shape in shapes]
+    floats = [i for i, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
+    lengths = [own_lengths[i] for i in floats]
+
+    def rows(given: list[np.ndarray]) -> list[np.ndarray]:
+        averaged = ops.grouped_allreduce(given, name=name, process_set=process_set)
+        before = runtime.communicator(process_set).rank
+        starts = ops.allgather([lengths], name, process_set)[:before].sum(0)
+        triples = zip(averaged, starts, lengths, strict=True)
+        return [array[start : start + length] for array, start, length in triples]
+
+    own = host_callback(rows, [gradients[i] for i in floats], [shapes[i] for i in floats])
+    for i, gradient in zip(floats, own, strict=True):
+        results[i] = gradient
+    return results
 
 
 @raises_on_all

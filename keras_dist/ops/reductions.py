@@ -151,7 +151,7 @@ def reducescatter(
         process_set: as in `allreduce`.
 
     Returns:
-        New array: the rows of this rank; empty where there are more ranks than rows. On one node
+        New array: the rows of this rank; empty if there are more ranks than rows. On one node
         the bits are those of the same rows of `allreduce`.
 
     Raises:
@@ -242,13 +242,12 @@ def sparse_allreduce(
 
     Example:
     ```python
-    rows, places = keras_dist.sparse_allreduce(rows, places)
-    table[places] -= rate * rows
+    rows, indices = keras_dist.sparse_allreduce(rows, indices)
+    table[indices] -= rate * rows
     ```
     """
     comm = runtime.communicator(process_set)
     with _engine.collectives.raise_on_all(comm, "sparse_allreduce", name):
         parsed = _engine.parse_op(op, comm.where())
-        rows, places = as_array(values), as_array(indices)
-    options = _engine.OpOptions(parsed, name)
-    return _engine.collectives.reduce_slices(comm, rows, places, name or "values", options)
+        rows, row_indices = as_array(values), as_array(indices)
+    return _engine.collectives.reduce_slices(comm, rows, row_indices, parsed, name or "values", name)

@@ -15,12 +15,13 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_dist import _engine, errors, runtime
-from keras_dist._backends.torch_overlap import ReadyGradients, version_of
+from keras_dist._backends.torch_overlap import ReadyGradients
 from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch, write_into
 from keras_dist.ops.gradient_plans import GradientPlans
 from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.ops.tensor_compression import compressed, decompressed, is_custom
 from keras_dist.torch import sync_ops
+from keras_dist.torch.gradient_layout import Layout, version_of
 
 __all__ = ["Gradients"]
 
@@ -43,7 +44,7 @@ class Gradients:
         self._plans = GradientPlans(options)
         self._watched: Any = WeakTensorKeyDictionary()  # the number of each parameter
         self._counts: dict[int, int] = {}  # by number: backward passes since the last step
-        self._layout: _Layout | None = None  # of the last step
+        self._layout: Layout | None = None  # of the last step
         self._ready: ReadyGradients | None = None
         self._versions: dict[int, Any] = {}  # by index: of gradients that have been queued
         self._contexts: dict[int, Any] = {}
@@ -169,20 +170,20 @@ class Gradients:
         index = layout.index_of(parameter)
         if index is not None and layout.plan.comm is self._communicator():
             self._ready = self._ready or ReadyGradients(layout.plan)
-            self._versions[index] = _version_of(parameter)
+            self._versions[index] = version_of(parameter)
             self._ready.add(index, self._contribution(parameter))
 
-    def _are_unchanged(self, layout: "_Layout", dense: Sequence[torch.Tensor]) -> bool:
+    def _are_unchanged(self, layout: Layout, dense: Sequence[torch.Tensor]) -> bool:
         """Returns whether the queued gradients have not been written to."""
         return layout.is_of(dense) and all(
-            version == _version_of(dense[index]) for index, version in self._versions.items()
+            version == version_of(dense[index]) for index, version in self._versions.items()
         )
 
-    def _make_layout(self, dense: Sequence[torch.Tensor], has: np.ndarray) -> "_Layout":
+    def _make_layout(self, dense: Sequence[torch.Tensor], has: np.ndarray) -> Layout:
         specs = [*((tuple(p.grad.shape), self._dtype(p)) for p in dense), (has.shape, has.dtype)]
         names = [*(self._name(parameter) for parameter in dense), "flags of existing gradients"]
         plan = self._plans(self._communicator(), names, specs, self._options.grouped(dense))
-        return _Layout(plan, dense)
+        return Layout(plan, dense)
 
     def _contribution(self, parameter: torch.Tensor) -> np.ndarray:
         """Returns the contribution of this rank to the reduction of a gradient."""
@@ -239,35 +240,6 @@ class Gradients:
         self._ready = None
         self._versions.clear()
         self._counts.clear()
-
-
-class _Layout:
-    """The indices of gradients in a plan."""
-
-    def __init__(self, plan: _engine.FusedAllreduce, parameters: Sequence[torch.Tensor]):
-        self.plan = plan
-        self._specs = [_spec(parameter) for parameter in parameters]
-        self._indices = {id(parameter): index for index, parameter in enumerate(parameters)}
-
-    def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Returns whether the gradients of parameters are those of the plan."""
-        return self._specs == [_spec(parameter) for parameter in parameters]
-
-    def index_of(self, parameter: torch.Tensor) -> int | None:
-        """Returns the index of a gradient; `None` if it is new or its shape or dtype differs."""
-        index = self._indices.get(id(parameter))
-        return index if index is None or self._specs[index] == _spec(parameter) else None
-
-
-def _spec(parameter: torch.Tensor) -> Any:
-    gradient: Any = parameter.grad
-    return id(parameter), gradient.shape, gradient.dtype, gradient.is_sparse
-
-
-def _version_of(parameter: torch.Tensor) -> Any:
-    gradient: Any = parameter.grad
-    # A sparse gradient is copied when it is ready, so later writes do not matter.
-    return None if gradient.is_sparse else version_of(gradient)
 
 
 def _hook_of(method: Any) -> Any:
