@@ -20,7 +20,7 @@ mlir.register_lowering(
 )
 
 
-def on_host(seen):
+def recording(seen):
     def work(*arrays):
         seen.append([type(array) for array in arrays])
         return [jax.device_put(2 * np.asarray(array)) for array in arrays]
@@ -48,7 +48,7 @@ def nested(state, x):
     return jax.jit(lambda *arguments: jax.jit(twice)(*arguments))(state, x)
 
 
-def of_the_host_alone(state, x):
+def only_a_host_call(state, x):
     return double.bind(state["a"])[0], x
 
 
@@ -60,12 +60,12 @@ doubled = jax.custom_vjp(lambda array: double.bind(array)[0])
 doubled.defvjp(lambda a: (doubled(a), None), lambda _, gradient: (doubled(gradient),))
 
 
-def with_a_gradient_of_its_own(state, x):
+def with_a_custom_gradient(state, x):
     """Differentiates one host call, and not the other, of data."""
     return jax.grad(lambda w: (doubled(w["a"]) * doubled(x)[:3, :2]).sum())(state), x
 
 
-def without(state, x):
+def without_a_host_call(state, x):
     return state["a"] + x.sum()
 
 
@@ -80,37 +80,37 @@ def arguments():
         (twice, 2),
         (inside_jit, 1),
         (nested, 2),
-        (of_the_host_alone, 1),
-        (with_a_gradient_of_its_own, 3),
+        (only_a_host_call, 1),
+        (with_a_custom_gradient, 3),
         (inside_a_loop, 0),
-        (without, 0),
+        (without_a_host_call, 0),
     ],
 )
 def test_a_split_function_equals_the_whole_function(function, calls):
     expected = function(*arguments())
     seen = []
-    cut = split_at(double, on_host(seen), function)
+    split = split_at(double, recording(seen), function)
     for repeat in range(1, 3):
-        result = cut(*arguments())
+        result = split(*arguments())
         assert jax.tree.structure(result) == jax.tree.structure(expected)
-        for value, wanted in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(value, wanted, rtol=1e-6)
+        for value, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(value, other, rtol=1e-6)
         assert len(seen) == calls * repeat
 
 
 def test_arguments_of_other_shapes_are_traced_again():
-    cut = split_at(double, on_host([]), once)
+    split = split_at(double, recording([]), once)
     for rows in (4, 1, 4):
         state, _ = arguments()
         x = jnp.ones((rows, 3))
         expected, _ = once(arguments()[0], x)
-        np.testing.assert_allclose(cut(state, x)[0]["a"], expected["a"], rtol=1e-6)
+        np.testing.assert_allclose(split(state, x)[0]["a"], expected["a"], rtol=1e-6)
 
 
 def test_the_first_argument_is_donated():
-    cut = split_at(double, on_host([]), once)
+    split = split_at(double, recording([]), once)
     state, x = arguments()
-    cut(state, x)
+    split(state, x)
     assert state["a"].is_deleted()
     assert not x.is_deleted()
 
@@ -118,10 +118,10 @@ def test_the_first_argument_is_donated():
 def test_results_of_the_host_are_copied():
     memory = np.zeros((3, 2), np.float32)
 
-    def lend(array):
+    def host(array):
         memory[...] = np.asarray(array)
         return [jax.device_put(memory, may_alias=True)]
 
-    result, _ = split_at(double, lend, of_the_host_alone)(*arguments())
+    result, _ = split_at(double, host, only_a_host_call)(*arguments())
     memory[...] = -1
     np.testing.assert_array_equal(result, np.arange(6.0).reshape(3, 2))

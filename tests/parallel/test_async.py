@@ -23,7 +23,7 @@ def bits(result):
     return result.dtype, result.shape, result.tobytes()
 
 
-def nap(rng):
+def sleep_sometimes(rng):
     """Sleeps sometimes, so that ranks are late in turn."""
     if rng.random() < 0.3:
         time.sleep(rng.uniform(0, 0.003))
@@ -71,14 +71,14 @@ def test_every_queued_form_is_public():
 
 
 def test_results_are_new_arrays():
-    mine = np.full(200_000, RANK(), np.float32)
-    handles = [keras_dist.allreduce_async(mine, "sum") for _ in range(5)]
+    value = np.full(200_000, RANK(), np.float32)
+    handles = [keras_dist.allreduce_async(value, "sum") for _ in range(5)]
     total = SIZE() * (SIZE() - 1) / 2
     for handle in handles:
         result = keras_dist.synchronize(handle)
         assert (result == total).all()
         result[...] = -1
-    np.testing.assert_array_equal(mine, RANK())
+    np.testing.assert_array_equal(value, RANK())
 
 
 def test_queueing_does_not_wait_for_other_ranks():
@@ -86,8 +86,8 @@ def test_queueing_does_not_wait_for_other_ranks():
     # Outside keras_dist, the other ranks wait for rank 0, which queues first.
     first = RANK() == 0
     handle = keras_dist.allreduce_async(1.0, "sum") if first else None
-    ended = MPI.COMM_WORLD.bcast(first and keras_dist.poll(handle))
-    assert ended is False
+    done = MPI.COMM_WORLD.bcast(first and keras_dist.poll(handle))
+    assert done is False
     handle = handle or keras_dist.allreduce_async(1.0, "sum")
     assert keras_dist.synchronize(handle) == SIZE()
 
@@ -97,19 +97,19 @@ def test_blocking_and_queued_operations_run_in_the_order_of_their_calls(seed):
     # Each operation has its own shape, so a wrong order is a mismatch.
     plan, late = np.random.default_rng(seed), np.random.default_rng([seed, RANK()])
     total = SIZE() * (SIZE() - 1) / 2
-    waiting = []
+    pending = []
     for count in range(1, 80):
         value = np.full(count, RANK() + count, np.float64)
-        nap(late)
+        sleep_sometimes(late)
         if plan.random() < 0.5:
-            waiting.append((count, keras_dist.allreduce_async(value, "sum")))
+            pending.append((count, keras_dist.allreduce_async(value, "sum")))
         else:
             assert (keras_dist.allreduce(value, "sum") == total + count * SIZE()).all()
             # Operations queued before have completed.
-            assert all(keras_dist.poll(handle) for _, handle in waiting)
-    late.shuffle(waiting)  # in a different order on each rank
-    for count, handle in waiting:
-        nap(late)
+            assert all(keras_dist.poll(handle) for _, handle in pending)
+    late.shuffle(pending)  # in a different order on each rank
+    for count, handle in pending:
+        sleep_sometimes(late)
         assert (keras_dist.synchronize(handle) == total + count * SIZE()).all()
 
 
@@ -131,7 +131,7 @@ def test_training_waits_for_queued_operations():
     class Queue(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             handles.append(keras_dist.allreduce_async(np.full(batch + 1, 1.0), "sum"))
-            nap(late)
+            sleep_sometimes(late)
 
     model.fit(x, x[:, :1], batch_size=2, epochs=2, verbose=0, callbacks=[Queue()])
     assert len(handles) == 8
@@ -149,9 +149,9 @@ def test_a_nested_collective_does_not_deadlock():
 
     ranks = np.arange(SIZE())
     handle = keras_dist.allreduce_async(Value(), "sum")
-    behind = keras_dist.allreduce_async(1.0, "sum")
+    after = keras_dist.allreduce_async(1.0, "sum")
     np.testing.assert_array_equal(keras_dist.synchronize(handle), ranks * SIZE())
-    assert keras_dist.synchronize(behind) == SIZE()
+    assert keras_dist.synchronize(after) == SIZE()
 
 
 def test_threads_of_one_rank_take_turns():
@@ -311,9 +311,9 @@ def test_a_process_set_has_its_own_queue():
     if size == 1:
         pytest.skip("needs two ranks")
     first = keras_dist.add_process_set(list(range((size + 1) // 2)))
-    everyone = keras_dist.allreduce_async(float(rank), "Sum")
+    of_all = keras_dist.allreduce_async(float(rank), "Sum")
     if first.included():
         among = keras_dist.allreduce_async(float(rank), "Sum", process_set=first)
         assert keras_dist.synchronize(among) == sum(first.ranks)
-    assert keras_dist.synchronize(everyone) == sum(range(size))
+    assert keras_dist.synchronize(of_all) == sum(range(size))
     keras_dist.remove_process_set(first)

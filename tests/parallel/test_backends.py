@@ -86,7 +86,7 @@ def test_fit_reduces_between_two_programs_and_by_no_callback(monkeypatch):
 
 
 @on_jax
-def test_an_eager_step_gives_the_same_weights():
+def test_a_step_without_jit_compile_gives_the_same_weights():
     expected, x, y = expected_and_rows(keras.optimizers.SGD(0.1))
     model = make_model(
         keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=False
@@ -291,8 +291,8 @@ def test_changed_gradients_are_reduced_again(queued, what):
     y = x[:, :3]
     expected = train(keras.optimizers.SGD(0.1), x, y, BATCH * keras_dist.size())
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    mine = [rows_of_rank(array, BATCH) for array in (x, y)]
-    weights = train(optimizer, *mine, BATCH)
+    own_rows = [rows_of_rank(array, BATCH) for array in (x, y)]
+    weights = train(optimizer, *own_rows, BATCH)
     assert_close(weights, expected)
     assert len({w.tobytes() for w in keras_dist.allgather_object(weights[0])}) == 1
     # Queued in vain once; then the overlap stops.
