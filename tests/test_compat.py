@@ -131,6 +131,16 @@ model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
 print("done")
 """
 
+# `from jax.interpreters import mlir` finds the attribute.
+LOWERING = f"del jax.interpreters.mlir; {IMPORT}"
+TORCH = """
+import keras_dist.torch as keras_dist
+keras_dist.init()
+assert keras_dist.allreduce(torch.ones(1)).item() == 1
+sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+print("done")
+"""
+
 ALLREDUCE = "import keras_dist.tensorflow as hvd; hvd.allreduce(tensorflow.constant(1.0))"
 TF_DATA = "keras_dist.data.shard(tensorflow.data.Dataset.range(8).batch(2))"
 SEEDS = "from keras_dist.training import random_generators as r; r.restore(r.states())"
@@ -147,6 +157,8 @@ HIDDEN = {
     "keras.src.backend.common.masking": ("tensorflow", TRAIN, MASKS, "get_keras_mask(x)"),
     "keras.src.models.functional": ("torch", TRAIN, OUTPUTS, "outputs"),
     "jax._src.xla_bridge": ("jax", IMPORT, "keras_dist.init()", "backends_are_initialized()"),
+    "jax.interpreters.mlir": ("jax", LOWERING, "keras_dist.init()", "lower_fun"),
+    "torch.utils.weak": ("torch", TORCH, "keras_dist.DistributedOptimizer(sgd)", "WeakTensorKey"),
 }
 
 
@@ -166,7 +178,9 @@ def test_a_module_that_has_moved_is_an_error_where_it_is_first_needed(tmp_path, 
     assert done.stdout.split() == ["done"], done.stderr
     assert done.returncode == 1
     error = done.stderr[done.stderr.index("errors.BackendError:") :]
-    framework = {"tensorflow": "TensorFlow", "keras": "Keras", "jax": "JAX"}[module.split(".")[0]]
+    framework = {"tensorflow": "TensorFlow", "keras": "Keras", "jax": "JAX", "torch": "torch"}[
+        module.split(".")[0]
+    ]
     assert re.search(rf"\[keras_dist {__version__} with {framework} \d+\.\d+", error)
     assert f"the name {name}".lower() in error.lower()
     assert f"import of {module} halted" in error

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from keras_dist import errors
+from keras_dist._compat import contract
 
 __all__ = ["Backend", "active", "in_use", "use"]
 
@@ -226,4 +227,8 @@ def in_use() -> list[Backend]:
 
 @functools.cache  # AutoGraph does not trace cached functions
 def _load(name: str) -> Backend:
-    return cast(Backend, importlib.import_module(f"keras_dist._backends.{name}"))
+    try:
+        return cast(Backend, importlib.import_module(f"keras_dist._backends.{name}"))
+    except ImportError:
+        contract.check(name)  # raises the error that names what the framework lacks
+        raise

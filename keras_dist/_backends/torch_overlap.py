@@ -15,16 +15,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_dist._backends.torch_tensors import to_numpy
-from keras_dist._compat.torch import writes_to
+from keras_dist._compat.torch import weak_tensor_keys, writes_to
 
 __all__ = ["ReadyGradients", "in_train_step", "reduce_dense", "version_of"]
 
 _step = threading.local()
-# By parameter: the overlap that queues its gradient, also if it has been stopped.
-_overlaps: Any = WeakTensorKeyDictionary()
+
+
+@functools.cache
+def _overlaps() -> Any:
+    """Returns the overlap that queues the gradient of each parameter, also if it has stopped."""
+    return weak_tensor_keys()
 
 
 @contextlib.contextmanager
@@ -52,7 +55,7 @@ def reduce_dense(
     Returns:
         The reduced arrays, in the given order.
     """
-    overlaps = {id(o): o for p in parameters if (o := _overlaps.get(p)) and o.is_alive()}
+    overlaps = {id(o): o for p in parameters if (o := _overlaps().get(p)) and o.is_alive()}
     for overlap in overlaps.values():
         reduced = overlap.take(gradients) if overlap.is_for(fused) else None
         if reduced is not None:
@@ -64,7 +67,7 @@ def reduce_dense(
     starts = fused.overlaps and _is_in_step() and not overlaps
     if starts and _are_gradients_of(parameters, gradients):
         overlap = _Overlap(fused, parameters)
-        _overlaps.update((parameter, overlap) for parameter in parameters)
+        _overlaps().update((parameter, overlap) for parameter in parameters)
     return results
 
 

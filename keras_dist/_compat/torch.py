@@ -5,9 +5,18 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from keras_dist._compat.contract import Name
+from keras_dist._compat.contract import Name, require
 
-__all__ = ["CONTRACT", "BatchNorm", "draws", "generators_of", "options_of", "version", "writes_to"]
+__all__ = [
+    "CONTRACT",
+    "BatchNorm",
+    "draws",
+    "generators_of",
+    "options_of",
+    "version",
+    "weak_tensor_keys",
+    "writes_to",
+]
 
 # The options of a loader except its data set, sampler and batches.
 OPTIONS = (
@@ -25,6 +34,11 @@ def version() -> str:
 def writes_to(tensor: torch.Tensor) -> int:
     """Returns a number that every write to a tensor increments."""
     return tensor._version
+
+
+def weak_tensor_keys() -> Any:
+    """Returns a dictionary whose keys are weak references to tensors, compared by identity."""
+    return require(WEAK_KEYS, version).WeakTensorKeyDictionary()
 
 
 class BatchNorm(torch.nn.BatchNorm1d):
@@ -63,7 +77,16 @@ def generators_of(loader: DataLoader) -> list[torch.Generator]:
 LOADER = "torch.utils.data:DataLoader"
 SAMPLER = "torch.utils.data:RandomSampler"
 
+WEAK_KEYS = Name(
+    "torch.utils.weak",
+    "WeakTensorKeyDictionary",
+    "to record which parameters have hooks",
+    "gradients could not be reduced",
+    on_use=True,
+)
+
 CONTRACT = (
+    WEAK_KEYS,
     Name(
         "torch:Tensor",
         "_version",

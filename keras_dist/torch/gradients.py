@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_dist import _engine, errors, runtime
 from keras_dist._backends.torch_overlap import ReadyGradients
 from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch, write_into
+from keras_dist._compat.torch import weak_tensor_keys
 from keras_dist.ops.gradient_plans import GradientPlans
 from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.ops.tensor_compression import compressed, decompressed, is_custom
@@ -42,7 +42,7 @@ class Gradients:
         self._compression = compression
         self._names = names
         self._plans = GradientPlans(options)
-        self._watched: Any = WeakTensorKeyDictionary()  # the number of each parameter
+        self._watched = weak_tensor_keys()  # the number of each parameter
         self._counts: dict[int, int] = {}  # by number: backward passes since the last step
         self._layout: Layout | None = None  # of the last step
         self._ready: ReadyGradients | None = None
