@@ -84,9 +84,9 @@ def _split(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 @contextlib.contextmanager
 def _compiled_update(optimizer: Any) -> Iterator[None]:
     """Returns a context in which a traced update of dense gradients is compiled by XLA."""
-    from keras_dist._compat.keras.optimizers import TF_UPDATE, applying_of
+    from keras_dist._compat.keras.optimizers import TF_UPDATE, innermost_optimizer
 
-    applying = applying_of(optimizer)
+    applying = innermost_optimizer(optimizer)
     update = getattr(applying, TF_UPDATE)
 
     def compiled_update(strategy: Any, pairs: Sequence[tuple[Any, Any]], *arguments: Any) -> None:

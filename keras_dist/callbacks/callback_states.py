@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from keras_dist import errors, runtime
-from keras_dist._compat.keras.callbacks import KEPT
+from keras_dist._compat.keras.callbacks import STATE_ATTRIBUTES
 from keras_dist.callbacks.nested_values import pack
 from keras_dist.callbacks.root import RootOnly
 
@@ -88,8 +88,10 @@ def own_states(
 
 def attributes_of(callback: keras.callbacks.Callback) -> set[str]:
     """Returns the attributes that a class of Keras, of which a callback is one, keeps."""
-    classes = {kind: getattr(keras.callbacks, kind) for kind in KEPT}
-    ours = [names for kind, names in KEPT.items() if isinstance(callback, classes[kind])]
+    classes = {kind: getattr(keras.callbacks, kind) for kind in STATE_ATTRIBUTES}
+    ours = [
+        names for kind, names in STATE_ATTRIBUTES.items() if isinstance(callback, classes[kind])
+    ]
     return {name for names in ours for name in names}
 
 

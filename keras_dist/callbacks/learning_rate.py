@@ -7,7 +7,7 @@ import keras
 
 from keras_dist import errors, runtime
 from keras_dist._compat.keras.optimizer_state import learning_rate, velocities
-from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, applying_of
+from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, innermost_optimizer
 
 __all__ = ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]
 
@@ -81,7 +81,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks that the rate can be set and that the steps of an epoch are known."""
         self._rate_of_velocity = 0.0
-        optimizer = applying_of(self.model.optimizer)
+        optimizer = innermost_optimizer(self.model.optimizer)
         if isinstance(optimizer, MULTI_OPTIMIZER):
             raise errors.ArgumentError(
                 errors.explain(
@@ -140,7 +140,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         return self.initial_lr * factor
 
     def _set_rate(self, rate: float) -> None:
-        optimizer = applying_of(self.model.optimizer)
+        optimizer = innermost_optimizer(self.model.optimizer)
         before = _rate_of(optimizer) or self._rate_of_velocity
         optimizer.learning_rate = rate
         after = _rate_of(optimizer)
@@ -217,4 +217,4 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 def _rate_of(optimizer: Any) -> float:
-    return float(keras.ops.convert_to_numpy(applying_of(optimizer).learning_rate))
+    return float(keras.ops.convert_to_numpy(innermost_optimizer(optimizer).learning_rate))

@@ -9,7 +9,7 @@ from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import model_of
 from keras_dist._compat.keras.models import LOGS
 from keras_dist._compat.keras.optimizer_state import batches_seen
-from keras_dist._compat.keras.optimizers import applying_of
+from keras_dist._compat.keras.optimizers import innermost_optimizer
 from keras_dist.callbacks.stopping import STOPS_EPOCH
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.model_state import accumulators, optimizers_inside, trained_by
@@ -147,7 +147,7 @@ class UnevenDataCallback(keras.callbacks.Callback):
 
 def _steps(optimizer: Any) -> int:
     """Returns how many batches an optimizer has seen; `iterations` counts the updates alone."""
-    return int(batches_seen(applying_of(optimizer)))
+    return int(batches_seen(innermost_optimizer(optimizer)))
 
 
 def _passes(optimizer: Any) -> int:

@@ -19,7 +19,7 @@ from keras import ops
 from keras_dist import errors, runtime
 from keras_dist._compat.keras.optimizer_state import batches_seen, trained_by
 from keras_dist._compat.keras.optimizers import (
-    ENTRANCES,
+    APPLY_METHODS,
     MULTI_OPTIMIZER,
     ClippingHook,
     UpdateHook,
@@ -324,6 +324,6 @@ class _LossScaled(_ReducingFirst):
 
 
 def _overrides_apply(made: type) -> bool:
-    """Returns whether a class overrides a method of `ENTRANCES`."""
-    owners = [next((o for o in made.__mro__ if name in vars(o)), object) for name in ENTRANCES]
+    """Returns whether a class overrides a method of `APPLY_METHODS`."""
+    owners = [next((o for o in made.__mro__ if name in vars(o)), object) for name in APPLY_METHODS]
     return any(owner.__module__.split(".")[0] not in ("keras", "builtins") for owner in owners)

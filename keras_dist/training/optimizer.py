@@ -7,7 +7,7 @@ import keras
 
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat import contract
-from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, applying_of
+from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, innermost_optimizer
 from keras_dist.ops.arguments import resolve_groups
 from keras_dist.ops.reduction_options import parse_layers, parse_reduction_options
 from keras_dist.runtime.process_sets import ProcessSet
@@ -190,7 +190,7 @@ def _accumulate(optimizer: Any, passes: int, where: str) -> None:
         ArgumentError: the optimizer accumulates another number of batches, is built without
             accumulation, or is a `MultiOptimizer`.
     """
-    applying = applying_of(optimizer)
+    applying = innermost_optimizer(optimizer)
     given = applying.gradient_accumulation_steps
     # A loaded optimizer accumulates already, as when it was saved.
     if passes == 1 or given == passes:

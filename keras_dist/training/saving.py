@@ -18,7 +18,7 @@ import keras
 from keras_dist import errors, runtime
 from keras_dist._compat.keras.models import optimizer_of
 from keras_dist._compat.keras.optimizer_state import trained_by
-from keras_dist._compat.keras.optimizers import applying_of
+from keras_dist._compat.keras.optimizers import innermost_optimizer
 from keras_dist.training import saved_options
 from keras_dist.training.distributed import check_local
 from keras_dist.training.optimizer import DistributedOptimizer
@@ -181,7 +181,7 @@ def _is_new(warning: str, optimizer: Any) -> bool:
     if optimizer is None or number is None:
         return False
     new = type(optimizer).from_config(optimizer.get_config())
-    return any(int(number[1]) == len(one.variables) for one in (new, applying_of(new)))
+    return any(int(number[1]) == len(one.variables) for one in (new, innermost_optimizer(new)))
 
 
 def _restore_legacy(model: keras.Model, filepath: Any) -> None:

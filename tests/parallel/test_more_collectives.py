@@ -23,18 +23,18 @@ def power_of_two():
         pytest.skip("Adasum needs a power of two ranks")
 
 
-def assert_same_rows(part, whole):
+def assert_same_rows(found, reduced):
     """Checks a scattered result against the reduced array, bit by bit within a node.
 
     Between nodes an allreduce adds up each node first, so its order is another one.
     """
-    expected = whole[cut(len(whole), SIZE(), RANK())]
-    assert (part.dtype, part.shape) == (expected.dtype, expected.shape)
+    expected = reduced[cut(len(reduced), SIZE(), RANK())]
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     if runtime.communicator().is_one_node:
-        assert part.tobytes() == expected.tobytes()
+        assert found.tobytes() == expected.tobytes()
     else:
-        tolerance = 1e-12 if part.dtype == np.float64 else 1e-5
-        np.testing.assert_allclose(part.astype("f8"), expected.astype("f8"), rtol=tolerance)
+        tolerance = 1e-12 if found.dtype == np.float64 else 1e-5
+        np.testing.assert_allclose(found.astype("f8"), expected.astype("f8"), rtol=tolerance)
 
 
 # --- alltoall
@@ -42,10 +42,10 @@ def assert_same_rows(part, whole):
 
 @pytest.mark.parametrize("dtype", EVERY)
 def test_alltoall_without_splits_sends_equal_numbers_of_rows(dtype):
-    everyone = [contribution(r, (2 * SIZE(), 3), dtype) for r in range(SIZE())]
-    result = keras_dist.alltoall(everyone[RANK()])
-    mine = slice(2 * RANK(), 2 * RANK() + 2)
-    np.testing.assert_array_equal(result, np.concatenate([each[mine] for each in everyone]))
+    of_all = [contribution(r, (2 * SIZE(), 3), dtype) for r in range(SIZE())]
+    result = keras_dist.alltoall(of_all[RANK()])
+    own = slice(2 * RANK(), 2 * RANK() + 2)
+    np.testing.assert_array_equal(result, np.concatenate([each[own] for each in of_all]))
     assert result.dtype == dtype
 
 
@@ -69,10 +69,10 @@ def splits_of(kind, rank, size):
 def test_alltoall_with_splits(kind, surplus, dtype):
     rank, size = RANK(), SIZE()
     table = np.array([splits_of(kind, r, size) for r in range(size)])
-    everyone = [contribution(r, (table[r].sum() + surplus, 2), dtype) for r in range(size)]
-    result, received = keras_dist.alltoall(everyone[rank], splits_of(kind, rank, size))
+    of_all = [contribution(r, (table[r].sum() + surplus, 2), dtype) for r in range(size)]
+    result, received = keras_dist.alltoall(of_all[rank], splits_of(kind, rank, size))
     starts = np.cumsum(table, axis=1) - table
-    parts = [everyone[r][starts[r, rank] : starts[r, rank] + table[r, rank]] for r in range(size)]
+    parts = [of_all[r][starts[r, rank] : starts[r, rank] + table[r, rank]] for r in range(size)]
     np.testing.assert_array_equal(result, np.concatenate(parts))
     assert result.shape == (table[:, rank].sum(), 2)
     np.testing.assert_array_equal(received, table[:, rank])
@@ -88,17 +88,17 @@ def test_alltoall_of_empty_rows_and_strided_arrays():
 
 
 def test_alltoall_returns_a_new_array():
-    mine = np.zeros(SIZE())
-    keras_dist.alltoall(mine)[...] = 1
-    np.testing.assert_array_equal(mine, 0)
+    own = np.zeros(SIZE())
+    keras_dist.alltoall(own)[...] = 1
+    np.testing.assert_array_equal(own, 0)
 
 
 def test_alltoall_with_received_splits_is_the_inverse():
-    mine = contribution(RANK(), (50, 3), np.float32)
+    own = contribution(RANK(), (50, 3), np.float32)
     splits = np.random.default_rng(RANK()).multinomial(50, np.full(SIZE(), 1 / SIZE()))
-    there, received = keras_dist.alltoall(mine, splits)
+    there, received = keras_dist.alltoall(own, splits)
     back, again = keras_dist.alltoall(there, received)
-    np.testing.assert_array_equal(back, mine)
+    np.testing.assert_array_equal(back, own)
     np.testing.assert_array_equal(again, splits)
 
 
@@ -116,9 +116,9 @@ def test_alltoall_with_received_splits_is_the_inverse():
 )
 def test_invalid_splits_on_one_rank_are_an_error_on_every_rank(value, splits, text):
     size = SIZE()
-    mine = odd_one(np.zeros(4), value(size))
+    own = odd_one(np.zeros(4), value(size))
     texts = raised(
-        errors.ArgumentError, lambda: keras_dist.alltoall(mine, odd_one([0] * size, splits(size)))
+        errors.ArgumentError, lambda: keras_dist.alltoall(own, odd_one([0] * size, splits(size)))
     )
     assert len(set(texts)) == 1
     assert texts[0].startswith(f"[rank {size - 1} of {size}] Expected ")
@@ -139,11 +139,11 @@ def test_a_length_not_divisible_by_ranks_needs_splits():
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 @pytest.mark.parametrize("shape", [(0,), (1,), (7, 2), (12, 0), (30_001,)])
 def test_reducescatter_equals_allreduce_bit_by_bit(shape, dtype, op):
-    mine = contribution(RANK(), shape, dtype)
+    own = contribution(RANK(), shape, dtype)
     if dtype in FLOATS:
-        mine = (mine / 7).astype(dtype)
-    result = keras_dist.reducescatter(mine, op)
-    assert_same_rows(result, keras_dist.allreduce(mine, op))
+        own = (own / 7).astype(dtype)
+    result = keras_dist.reducescatter(own, op)
+    assert_same_rows(result, keras_dist.allreduce(own, op))
 
 
 def test_reducescatter_equals_numpy():
@@ -154,18 +154,18 @@ def test_reducescatter_equals_numpy():
 
 def test_grouped_reducescatter_mixes_dtypes_and_shapes():
     shapes = [((5, 2), np.float32), ((2,), np.int16), ((9,), ml_dtypes.bfloat16), ((0, 3), "f8")]
-    mine = [contribution(RANK(), shape, dtype) for shape, dtype in shapes]
-    results = keras_dist.grouped_reducescatter(mine, keras_dist.Sum)
-    for value, result in zip(mine, results, strict=True):
+    own = [contribution(RANK(), shape, dtype) for shape, dtype in shapes]
+    results = keras_dist.grouped_reducescatter(own, keras_dist.Sum)
+    for value, result in zip(own, results, strict=True):
         assert result.tobytes() == keras_dist.reducescatter(value, "sum").tobytes()
         assert result.shape[1:] == value.shape[1:]
     assert keras_dist.grouped_reducescatter([]) == []
 
 
 def test_reducescatter_does_not_change_its_argument():
-    mine = np.ones((4, 2)).T
-    keras_dist.reducescatter(mine, "sum", postscale_factor=2)[...] = 5
-    np.testing.assert_array_equal(mine, 1)
+    own = np.ones((4, 2)).T
+    keras_dist.reducescatter(own, "sum", postscale_factor=2)[...] = 5
+    np.testing.assert_array_equal(own, 1)
 
 
 # --- grouped_allgather
@@ -173,13 +173,13 @@ def test_reducescatter_does_not_change_its_argument():
 
 def test_grouped_allgather_equals_allgather():
     rank = RANK()
-    mine = [
+    own = [
         contribution(rank, (rank, 2), np.int16),
         contribution(rank, (3,), ml_dtypes.bfloat16),
         np.zeros((rank + 1, 0), np.float32),
         contribution(rank, (2 - rank % 2, 2, 2), np.bool_),
     ]
-    for value, result in zip(mine, keras_dist.grouped_allgather(mine), strict=True):
+    for value, result in zip(own, keras_dist.grouped_allgather(own), strict=True):
         expected = keras_dist.allgather(value)
         assert result.dtype == value.dtype
         np.testing.assert_array_equal(result, expected)
@@ -204,14 +204,14 @@ def scaled(array, factor):
 @pytest.mark.parametrize(("pre", "post"), [(0.5, 1), (1, 2.5), (0.7, 1.3), (0, 1), (3, 1 / 3)])
 @pytest.mark.parametrize("count", [9, 50_000])
 def test_factors_before_and_after_the_reduction(count, pre, post, dtype):
-    mine = contribution(RANK(), (count,), dtype)
+    own = contribution(RANK(), (count,), dtype)
     for op in ("sum", "average"):
-        result = keras_dist.allreduce(mine, op, None, pre, post)
-        expected = scaled(keras_dist.allreduce(scaled(mine, pre), op), post)
+        result = keras_dist.allreduce(own, op, None, pre, post)
+        expected = scaled(keras_dist.allreduce(scaled(own, pre), op), post)
         assert result.dtype == dtype
         assert result.tobytes() == expected.tobytes()
-        assert_same_rows(keras_dist.reducescatter(mine, op, None, pre, post), expected)
-    np.testing.assert_array_equal(mine, contribution(RANK(), (count,), dtype))
+        assert_same_rows(keras_dist.reducescatter(own, op, None, pre, post), expected)
+    np.testing.assert_array_equal(own, contribution(RANK(), (count,), dtype))
 
 
 def test_factors_against_computed_numbers():
@@ -273,18 +273,18 @@ def tree(vectors):
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (10_001,)])
 def test_adasum_equals_its_formula(shape, dtype):
     power_of_two()
-    everyone = [
+    of_all = [
         np.asarray(np.random.default_rng([r, 5]).standard_normal(shape)).astype(dtype)
         for r in range(SIZE())
     ]
-    result = keras_dist.allreduce(everyone[RANK()], keras_dist.Adasum)
-    expected = tree([each.astype(np.float64) for each in everyone])
+    result = keras_dist.allreduce(of_all[RANK()], keras_dist.Adasum)
+    expected = tree([each.astype(np.float64) for each in of_all])
     assert result.dtype == dtype
     assert result.shape == shape
     tolerance = {2: 1e-2, 4: 1e-5, 8: 1e-12}[np.dtype(dtype).itemsize]
     np.testing.assert_allclose(result.astype(np.float64), expected, tolerance, tolerance)
     assert len(set(keras_dist.allgather_object(result.tobytes()))) == 1
-    assert keras_dist.allreduce(everyone[RANK()], "adasum").tobytes() == result.tobytes()
+    assert keras_dist.allreduce(of_all[RANK()], "adasum").tobytes() == result.tobytes()
 
 
 def test_adasum_adds_orthogonal_and_averages_parallel_values():
@@ -473,8 +473,8 @@ def test_messages_of_invalid_arguments(kind, action, text):
 
 
 def test_objects_in_alltoall_are_an_error_on_every_rank():
-    mine = odd_one(np.array([None] * SIZE()), np.array([None] * SIZE()))
-    texts = raised(errors.ArgumentTypeError, lambda: keras_dist.alltoall(mine))
+    own = odd_one(np.array([None] * SIZE()), np.array([None] * SIZE()))
+    texts = raised(errors.ArgumentTypeError, lambda: keras_dist.alltoall(own))
     assert len(set(texts)) == 1
     assert "hold numbers" in texts[0]
     assert runtime.communicator().size == SIZE()
@@ -513,14 +513,14 @@ def test_sparse_allreduce_sums_16_bit_floats_in_float32():
 def test_averages_of_integers_are_exact_if_their_sum_overflows(count, dtype):
     limits = np.iinfo(dtype)
     extremes = [limits.min, limits.min // 2, limits.min + 1, limits.max // 2 + 1, limits.max]
-    everyone = np.resize(np.array(extremes, dtype), (SIZE(), count))
-    everyone[1:, :2] = everyone[0, :2]  # equal on all ranks
-    total = everyone.astype(object).sum(axis=0)
+    of_all = np.resize(np.array(extremes, dtype), (SIZE(), count))
+    of_all[1:, :2] = of_all[0, :2]  # equal on all ranks
+    total = of_all.astype(object).sum(axis=0)
     expected = np.array([int(abs(n)) // SIZE() * (1 if n > 0 else -1) for n in total], dtype)
-    mine = everyone[RANK()]
-    np.testing.assert_array_equal(keras_dist.allreduce(mine), expected)
-    assert_same_rows(keras_dist.reducescatter(mine), expected)
-    whole, where = keras_dist.sparse_allreduce(mine, np.arange(count))
+    own = of_all[RANK()]
+    np.testing.assert_array_equal(keras_dist.allreduce(own), expected)
+    assert_same_rows(keras_dist.reducescatter(own), expected)
+    whole, where = keras_dist.sparse_allreduce(own, np.arange(count))
     np.testing.assert_array_equal(whole, expected)
     assert len(where) == count
     # The sum of a rank's duplicates may overflow if the average does not.

@@ -306,7 +306,7 @@ def test_what_keras_callbacks_keep_has_the_names_that_are_known():
     }
     made["EarlyStopping"].on_train_begin()
     made["History"].on_train_begin()
-    for kind, names in callback_states.KEPT.items():
+    for kind, names in callback_states.STATE_ATTRIBUTES.items():
         assert set(names) <= vars(made[kind]).keys(), kind
 
 

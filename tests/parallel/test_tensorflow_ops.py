@@ -113,7 +113,7 @@ def test_prescale_and_postscale_factors():
 
 FLOATS = [((32,), "float32"), ((3, 16), "float32")]
 LAYOUTS = {
-    "whole cache lines": FLOATS * 2,
+    "full cache lines": FLOATS * 2,
     "some that are not": [*FLOATS, ((3,), "float32"), *FLOATS, ((), "int64"), ((8,), "int64")],
     "empty ones between": [*FLOATS, ((0, 4), "float32"), *FLOATS],
     "dtypes in turn": [((64,), dtype) for dtype in (*DTYPES, "float8_e5m2")] * 2,
@@ -148,9 +148,9 @@ def test_results_of_a_group_are_in_the_order_of_its_tensors(layout, factor, monk
 
     for _ in range(2):
         for result, tensor, (_, dtype) in zip(in_both(sums, *given), given, specs, strict=True):
-            whole = tensor * tf.cast(factor * sum(rank + 1 for rank in RANKS), tensor.dtype)
+            expected = tensor * tf.cast(factor * sum(rank + 1 for rank in RANKS), tensor.dtype)
             assert result.dtype == dtype
-            np.testing.assert_array_equal(tf.cast(result, tensor.dtype), whole)
+            np.testing.assert_array_equal(tf.cast(result, tensor.dtype), expected)
     assert copied and not any(copied)
 
 
@@ -164,19 +164,19 @@ def test_adasum_of_a_group_in_a_graph():
 
 @pytest.mark.skipif(SIZE == 1, reason="needs two ranks")
 def test_a_branch_of_a_graph_for_a_process_set():
-    mine = hvd.ProcessSet([0])
-    hvd.add_process_set(mine)
+    process_set = hvd.ProcessSet([0])
+    hvd.add_process_set(process_set)
 
     @tf.function
-    def step(x, is_mine):
+    def step(x, is_included):
         def reduced():
-            return hvd.grouped_allreduce([x, x], op=hvd.Sum, process_set=mine)
+            return hvd.grouped_allreduce([x, x], op=hvd.Sum, process_set=process_set)
 
-        return tf.cond(is_mine, reduced, lambda: [x, x])
+        return tf.cond(is_included, reduced, lambda: [x, x])
 
     for result in step(tf.ones([16]), tf.constant(RANK == 0)):
         np.testing.assert_array_equal(result, np.ones(16, np.float32))
-    hvd.remove_process_set(mine)
+    hvd.remove_process_set(process_set)
 
 
 def test_an_in_place_write_to_a_result_in_a_graph_changes_no_other():

@@ -250,7 +250,7 @@ def test_gradients_may_be_kept_and_written_to(eagerly, how, sliced):
         with tf.GradientTape() as tape:
             target = tf.reduce_sum(source * x)
         [gradient] = hvd.DistributedGradientTape(tape).gradient(target, [source])
-        if sliced:  # TensorFlow may write to a slice in place
+        if sliced:  # TensorFlow may write to a slice in address
             gradient = gradient[:count]
         if how == "assigned in the step":
             holder.assign(gradient)
@@ -271,7 +271,7 @@ def test_gradients_may_be_kept_and_written_to(eagerly, how, sliced):
         else:
             del gradient
             hvd.barrier()
-            if RANK == 0:  # in place if TensorFlow can
+            if RANK == 0:  # in address if TensorFlow can
                 holder.assign_add(tf.ones([count]))
                 holder.assign_add(tf.ones([count]))
             hvd.barrier()
@@ -300,8 +300,8 @@ def test_in_place_writes_to_gradients_change_no_other_rank():
 
 
 @pytest.mark.skipif(SIZE == 1, reason="needs two ranks")
-@pytest.mark.parametrize("count, is_lent", [(100_000, True), (20_000, False)])
-def test_large_gradients_are_read_without_a_copy(count, is_lent):
+@pytest.mark.parametrize("count, is_leased", [(100_000, True), (20_000, False)])
+def test_large_gradients_are_read_without_a_copy(count, is_leased):
     sources = [tf.Variable(tf.zeros([count])) for _ in range(4)]
     seen = []
 
@@ -316,10 +316,10 @@ def test_large_gradients_are_read_without_a_copy(count, is_lent):
         step(tf.ones([count]))
     in_turn = seen[3:] == seen[:-3] and len(set(seen)) == 3
     with open("/proc/self/maps") as lines:
-        mine = [line for line in lines if "/dev/shm" in line]
-    bounds = [[int(end, 16) for end in line.split()[0].split("-")] for line in mine]
-    shared = [any(low <= place < high for low, high in bounds) for place in seen]
-    assert (in_turn and all(shared)) if is_lent else not any(shared)
+        segments = [line for line in lines if "/dev/shm" in line]
+    bounds = [[int(end, 16) for end in line.split()[0].split("-")] for line in segments]
+    shared = [any(low <= address < high for low, high in bounds) for address in seen]
+    assert (in_turn and all(shared)) if is_leased else not any(shared)
 
 
 @pytest.mark.parametrize("options", [{}, {"backward_passes_per_step": 2}], ids=str)

@@ -33,15 +33,15 @@ def total_loss_gradient(loss_of, x):
     """Returns the gradient of the sum of all ranks' losses by this rank's `x`, numerically."""
     found, step = torch.zeros_like(x), 1e-3
     for rank in range(hvd.size()):
-        for place in range(x.numel()):
-            sides = []
+        for index in range(x.numel()):
+            losses = []
             for sign in (1, -1):
-                moved = x.detach().clone()
+                shifted = x.detach().clone()
                 if rank == hvd.rank():
-                    moved.view(-1)[place] += sign * step
-                sides.append(float(hvd.allreduce(loss_of(moved).detach(), op=hvd.Sum)))
+                    shifted.view(-1)[index] += sign * step
+                losses.append(float(hvd.allreduce(loss_of(shifted).detach(), op=hvd.Sum)))
             if rank == hvd.rank():
-                found.view(-1)[place] = (sides[0] - sides[1]) / (2 * step)
+                found.view(-1)[index] = (losses[0] - losses[1]) / (2 * step)
     return found
 
 
@@ -92,8 +92,8 @@ def test_in_place_forms_write_where_the_tensor_lies():
     total = all_tensors((4, 2)).sum(0)
     x = rank_tensor((4, 2))
     assert hvd.allreduce_(x, op=hvd.Sum) is x and torch.equal(x, total)
-    half = rank_tensor((4, 2)).t()  # not contiguous
-    assert torch.equal(hvd.allreduce_(half, op=hvd.Sum), total.t())
+    transposed = rank_tensor((4, 2)).t()  # not contiguous
+    assert torch.equal(hvd.allreduce_(transposed, op=hvd.Sum), total.t())
     several = [rank_tensor((3,)), rank_tensor((2, 2), torch.bfloat16)]
     hvd.grouped_allreduce_(several, op=hvd.Sum)
     assert torch.equal(several[0], all_tensors((3,)).sum(0))
@@ -142,8 +142,8 @@ def test_async_forms_return_handles():
     assert torch.equal(done[4], stack.flatten(0, 1)) and torch.equal(done[5][0], done[4])
     assert torch.equal(done[6], stack[-1]) and torch.equal(done[7], stack[0])
     assert done[8][1].tolist() == [1] * hvd.size()
-    part = torch.tensor_split(total, hvd.size())[hvd.rank()]
-    assert torch.equal(done[9], part) and torch.equal(done[10][0], part)
+    own = torch.tensor_split(total, hvd.size())[hvd.rank()]
+    assert torch.equal(done[9], own) and torch.equal(done[10][0], own)
     with pytest.raises(TypeError, match="a handle"):
         hvd.synchronize(x)
 
@@ -177,8 +177,8 @@ def test_grouped_forms_of_mixed_dtypes():
 
 
 def test_sparse_allreduce():
-    place = torch.tensor([[hvd.rank(), 5]])
-    x = torch.sparse_coo_tensor(place, torch.ones(2, 3) * (hvd.rank() + 1), (8, 3))
+    index = torch.tensor([[hvd.rank(), 5]])
+    x = torch.sparse_coo_tensor(index, torch.ones(2, 3) * (hvd.rank() + 1), (8, 3))
     handle = hvd.sparse_allreduce_async(x, name="table", op=hvd.Sum)
     total = handle()  # as in scripts of Horovod
     assert hvd.synchronize(handle) is total
@@ -225,9 +225,9 @@ def test_alltoall_with_unequal_and_zero_splits():
 
 def test_reducescatter_of_a_length_not_divisible_by_ranks():
     rows = 2 * hvd.size() + 1
-    part = hvd.reducescatter(rank_tensor((rows, 2)), op=hvd.Sum)
+    own = hvd.reducescatter(rank_tensor((rows, 2)), op=hvd.Sum)
     expected = torch.tensor_split(all_tensors((rows, 2)).sum(0), hvd.size())[hvd.rank()]
-    assert torch.equal(part, expected)
+    assert torch.equal(own, expected)
 
 
 GRADIENTS = {

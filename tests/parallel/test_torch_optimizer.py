@@ -267,20 +267,20 @@ def test_sparse_gradients(dense, overlap):
         table = torch.nn.Embedding(9, 4, sparse=True)
         return torch.nn.Sequential(table, torch.nn.Flatten(), torch.nn.Linear(8, 1))
 
-    places = torch.arange(4 * hvd.size() * 3).reshape(3, 2 * hvd.size(), 2) * 5 % 9
-    alone, mine = model(), model()
+    indices = torch.arange(4 * hvd.size() * 3).reshape(3, 2 * hvd.size(), 2) * 5 % 9
+    alone, ours = model(), model()
     plain = torch.optim.SGD(alone.parameters(), 0.1)
-    optimizer = torch.optim.SGD(mine.parameters(), 0.1)
-    optimizer = hvd.DistributedOptimizer(optimizer, mine.named_parameters(), sparse_as_dense=dense)
-    for batch in places:
+    optimizer = torch.optim.SGD(ours.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, ours.named_parameters(), sparse_as_dense=dense)
+    for batch in indices:
         plain.zero_grad()
         optimizer.zero_grad()
         alone(batch).square().mean().backward()
-        mine(own_rows(batch)).square().mean().backward()
+        ours(own_rows(batch)).square().mean().backward()
         plain.step()
         optimizer.step()
-        assert mine[0].weight.grad.is_sparse
-    for weight, other in zip(mine.parameters(), alone.parameters(), strict=True):
+        assert ours[0].weight.grad.is_sparse
+    for weight, other in zip(ours.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
 
 
@@ -349,8 +349,8 @@ def test_sgd_with_a_closure_steps_as_one_process():
     alone, model = network(), network()
     losses, expected = fit(alone, torch.optim.SGD(alone.parameters(), 0.1), lambda rows: rows)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
-    mine, found = fit(model, optimizer, own_rows)
-    assert mine == pytest.approx(losses, rel=1e-5)
+    ours, found = fit(model, optimizer, own_rows)
+    assert ours == pytest.approx(losses, rel=1e-5)
     for weight, other in zip(found, expected, strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
 
@@ -473,15 +473,17 @@ def test_sync_batch_norm_equals_batch_norm_of_the_global_batch(momentum):
     sync = hvd.SyncBatchNorm(4, momentum=momentum).double()
     for layer in (one, sync):
         torch.nn.init.constant_(layer.weight, 1.5)
-    whole = x.clone().requires_grad_()
-    mine = torch.split(x, lengths)[hvd.rank()].clone().requires_grad_()
+    global_batch = x.clone().requires_grad_()
+    local_batch = torch.split(x, lengths)[hvd.rank()].clone().requires_grad_()
     for _ in range(2):
-        expected = one(whole)
-        found = sync(mine)
+        expected = one(global_batch)
+        found = sync(local_batch)
     (expected * weights).sum().backward()
     (found * torch.split(weights, lengths)[hvd.rank()]).sum().backward()
     torch.testing.assert_close(found, torch.split(expected, lengths)[hvd.rank()])
-    torch.testing.assert_close(mine.grad, torch.split(whole.grad, lengths)[hvd.rank()])
+    torch.testing.assert_close(
+        local_batch.grad, torch.split(global_batch.grad, lengths)[hvd.rank()]
+    )
     torch.testing.assert_close(hvd.allreduce(sync.weight.grad, op=hvd.Sum), one.weight.grad)
     for name, value in one.state_dict().items():
         torch.testing.assert_close(sync.state_dict()[name], value)
@@ -493,10 +495,10 @@ def test_sync_batch_norm_trains_with_the_optimizer(overlap):
         torch.manual_seed(0)
         return torch.nn.Sequential(torch.nn.Linear(3, 6), norm(6), torch.nn.Linear(6, 1))
 
-    alone, mine = model(torch.nn.BatchNorm1d), model(hvd.SyncBatchNorm)
+    alone, ours = model(torch.nn.BatchNorm1d), model(hvd.SyncBatchNorm)
     expected = train(alone, torch.optim.SGD(alone.parameters(), 0.05), lambda rows: rows)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(mine.parameters(), 0.05))
-    for weight, other in zip(train(mine, optimizer, own_rows), expected, strict=True):
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(ours.parameters(), 0.05))
+    for weight, other in zip(train(ours, optimizer, own_rows), expected, strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-4, atol=1e-5)
 
 

@@ -9,7 +9,7 @@ from keras_dist._compat.keras.versions import release
 
 __all__ = [
     "CONTRACT",
-    "KEPT",
+    "STATE_ATTRIBUTES",
     "BackupAndRestore",
     "ModelCheckpoint",
     "is_part_of_keras",
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 # The attributes that hold the state of Keras' callbacks; other callbacks of Keras have none.
-KEPT = {
+STATE_ATTRIBUTES = {
     "BackupAndRestore": ("_batches_seen_since_last_saving", "_last_batch_seen"),
     "EarlyStopping": ("best", "best_epoch", "best_weights", "stopped_epoch", "wait"),
     "History": ("epoch", "history"),
@@ -160,7 +160,7 @@ CONTRACT = (
             RESUMED,
             instance=True,
         )
-        for kind, names in KEPT.items()
+        for kind, names in STATE_ATTRIBUTES.items()
         for name in names
     ),
 )

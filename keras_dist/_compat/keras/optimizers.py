@@ -9,21 +9,21 @@ from keras_dist._compat.keras.optimizer_state import accumulators
 from keras_dist._compat.keras.versions import release, uses
 
 __all__ = [
+    "APPLY_METHODS",
     "CONTRACT",
-    "ENTRANCES",
     "MULTI_OPTIMIZER",
     "TF_UPDATE",
     "ClippingHook",
     "UpdateHook",
-    "applying_of",
     "inner_optimizer",
+    "innermost_optimizer",
     "make_unpickler",
     "stateless_skip",
     "stateless_step",
 ]
 
 # Gradients enter an optimizer through these methods.
-ENTRANCES = ("apply", "apply_gradients", "stateless_apply", "_backend_apply_gradients")
+APPLY_METHODS = ("apply", "apply_gradients", "stateless_apply", "_backend_apply_gradients")
 # On TensorFlow: the method that updates variables under a strategy.
 TF_UPDATE = "_distributed_tf_update_step"
 # Of Keras 3.15 and later.
@@ -76,10 +76,10 @@ def inner_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", None)
 
 
-def applying_of(optimizer: Any) -> Any:
+def innermost_optimizer(optimizer: Any) -> Any:
     """Returns the optimizer that updates variables: the innermost of wrappers, or itself."""
     inner = inner_optimizer(optimizer)
-    return optimizer if inner is None else applying_of(inner)
+    return optimizer if inner is None else innermost_optimizer(inner)
 
 
 def stateless_step(
