@@ -60,7 +60,7 @@ from sample_files import write
 
 write(x_train, y_train)
 size, rate, value, loss = keras_dist.size(), 0.01, 1.0, 0.5
-rows, places, table = np.ones((7, 3)), np.arange(7), np.zeros((9, 3))
+rows, indices, table = np.ones((7, 3)), np.arange(7), np.zeros((9, 3))
 batches, statistics, gradient = [], np.ones(3), np.ones(5, "float32")
 
 def train_step(batch):
