@@ -250,4 +250,5 @@ def sparse_allreduce(
     with _engine.collectives.raise_on_all(comm, "sparse_allreduce", name):
         parsed = _engine.parse_op(op, comm.where())
         rows, row_indices = as_array(values), as_array(indices)
-    return _engine.collectives.reduce_slices(comm, rows, row_indices, parsed, name or "values", name)
+    options = _engine.OpOptions(parsed, name)
+    return _engine.collectives.reduce_slices(comm, rows, row_indices, name or "values", options)
