@@ -23,7 +23,7 @@ from keras_dist._compat.keras.optimizers import (
     MULTI_OPTIMIZER,
     ClippingHook,
     UpdateHook,
-    inner_optimizer,
+    batches_seen,
     make_unpickler,
     stateless_skip,
     stateless_step,
@@ -31,19 +31,11 @@ from keras_dist._compat.keras.optimizers import (
 from keras_dist.training import saved_options
 from keras_dist.training.gradient_reduction import GradientReduction, check_not_reduced
 from keras_dist.training.model_state import accumulators, optimizers_inside, optimizers_of
-from keras_dist.training.update_check import Update, check_reduced
+from keras_dist.training.update_check import Update, check_independent, check_reduced
 
-__all__ = [
-    "attach",
-    "check_local",
-    "distributed_optimizers",
-    "gathered",
-    "is_distributed",
-    "move_outwards",
-]
+__all__ = ["all_accumulators", "attach", "distributed_optimizers", "is_distributed"]
 
-
-# Those that have been made distributed and are still there.
+# The distributed optimizers of this process.
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -55,28 +47,6 @@ def is_distributed(optimizer: Any) -> TypeGuard["_Distributed"]:
 def distributed_optimizers(model: Any) -> list["_Distributed"]:
     """Returns the distributed optimizers of a model, including those of a custom train step."""
     return [one for one in optimizers_of(model) if is_distributed(one)]
-
-
-def move_outwards(optimizer: Any) -> bool:
-    """Moves the reduction from the optimizer inside a `LossScaleOptimizer` to the outside.
-
-    Under `mixed_float16`, `compile` wraps the user's optimizer. The wrapper skips the step if a
-    gradient overflows; an inner reduction would then be missing on that rank only. Does nothing
-    for other optimizers.
-
-    Returns:
-        Whether a reduction was moved.
-    """
-    inner = inner_optimizer(optimizer)
-    if not is_distributed(inner) or is_distributed(optimizer):
-        return False
-    reduction = inner._keras_dist
-    if reduction.local_variables():
-        check_local(optimizer)
-    inner.__class__ = type(inner).__bases__[1]
-    object.__delattr__(inner, "_keras_dist")
-    attach(optimizer, reduction)
-    return True
 
 
 def attach(optimizer: Any, reduction: GradientReduction) -> None:
@@ -93,39 +63,14 @@ def attach(optimizer: Any, reduction: GradientReduction) -> None:
     _attached.add(optimizer)
 
 
-def gathered() -> list[Any]:
-    """Returns the gradient accumulators of all distributed optimizers on this rank."""
-    return accumulators(inner for one in _attached for inner in (one, *optimizers_inside(one)))
-
-
-def check_local(optimizer: Any, purpose: str = "local variables") -> None:
-    """Checks that an optimizer updates each variable independently.
-
-    Args:
-        optimizer: a Keras optimizer.
-        purpose: the feature that requires it, for messages.
-
-    Raises:
-        ArgumentError: updates depend on all gradients (global clipping, loss scale), which differ
-            between ranks for local variables.
-    """
-    every = [optimizer, *optimizers_inside(optimizer)]
-    scaled = any(isinstance(one, keras.optimizers.LossScaleOptimizer) for one in every)
-    if scaled or any(one.global_clipnorm for one in every):
-        received = "a LossScaleOptimizer" if scaled else "one with a global_clipnorm"
-        raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                f"an optimizer that treats each variable by itself, for {purpose}",
-                received,
-                "Use clipnorm in place of global_clipnorm, bfloat16 in place of float16.",
-            )
-        )
+def all_accumulators() -> list[Any]:
+    """Returns the gradient accumulators of all distributed optimizers of this process."""
+    return accumulators(one for outer in _attached for one in (outer, *optimizers_inside(outer)))
 
 
 @functools.cache
 def _distributed_class(base: Any, mixin: Any) -> type:
-    made = type(
+    distributed = type(
         base.__name__,
         (mixin, base),
         {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__},
@@ -133,13 +78,13 @@ def _distributed_class(base: Any, mixin: Any) -> type:
     package, _, name = keras.saving.get_registered_name(base).rpartition(">")
     if package:
         # Both classes are saved under the registered name, which loads the user's class.
-        for one in (made, base):
-            keras.saving.register_keras_serializable(package, name)(one)
-    return made
+        for registered in (distributed, base):
+            keras.saving.register_keras_serializable(package, name)(registered)
+    return distributed
 
 
 class _Distributed(UpdateHook):
-    """The override that makes an optimizer distributed. Comes before the user's class."""
+    """Base mixin of a distributed optimizer; precedes the user's class in the MRO."""
 
     _keras_dist: GradientReduction
 
@@ -155,18 +100,18 @@ class _Distributed(UpdateHook):
         return make_unpickler(type(self).__bases__[1]), arguments
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copies as Keras does, and makes the copy distributed with the same options."""
-        make, arguments = self.__reduce__()
-        copied = make(*arguments)
+        """Copies the optimizer as Keras does; the copy is distributed with the same options."""
+        unpickle, arguments = self.__reduce__()
+        copied = unpickle(*arguments)
         mine = self._keras_dist
         attach(copied, GradientReduction(mine.options, mine.local_layers))
         copied._keras_dist.registered.extend(mine.registered)
         return copied
 
     def save_assets(self, directory: str) -> None:
-        """Writes the reduction options; Keras calls it when it saves a model.
+        """Writes the reduction options. Keras calls this method when it saves a model.
 
-        `keras_dist.load_model` reads them; Keras ignores them.
+        `keras_dist.load_model` reads the file; Keras ignores it.
 
         Args:
             directory: the directory of the optimizer's assets.
@@ -179,29 +124,29 @@ class _Distributed(UpdateHook):
         pathlib.Path(directory, saved_options.FILE).write_text(text)
 
     def register_local_var(self, variable: Any) -> None:
-        """Excludes a variable's gradient from the reduction: each rank keeps its own.
+        """Excludes a variable's gradient from the reduction: the variable is local to each rank.
 
-        Call it on every rank, before training. `BroadcastGlobalVariablesCallback` has a
-        `register_local_var` as well.
+        Call it on every rank before training. `BroadcastGlobalVariablesCallback` has a method of
+        the same name, which excludes the variable from the broadcast.
 
         Args:
             variable: a Keras variable of the model.
 
         Raises:
             ArgumentTypeError: `variable` is not a Keras variable.
-            ArgumentError: the optimizer combines all gradients, as with a `global_clipnorm` or a
-                loss scale: the ranks would not make the same steps.
+            ArgumentError: the update of one variable depends on the gradients of others, as with
+                `global_clipnorm` or a loss scale: shared variables would diverge.
         """
         if not isinstance(variable, keras.Variable):
             raise errors.ArgumentTypeError(
                 errors.explain(
                     runtime.where(),
-                    "a Keras variable to keep local",
+                    "a Keras variable",
                     f"{variable!r} of type {type(variable).__name__}",
-                    "Pass for example layer.kernel; local_layers= takes layers.",
+                    "Pass for example layer.kernel. To exclude layers, pass local_layers=.",
                 )
             )
-        check_local(self)
+        check_independent(self, "local variables")
         self._keras_dist.registered.append(variable)
 
     def apply(self, grads: Any, trainable_variables: Any = None, *rest: Any, **options: Any) -> Any:
@@ -209,12 +154,12 @@ class _Distributed(UpdateHook):
 
         Raises:
             ArgumentError: the numbers of gradients and variables differ.
-            BackendError: Keras has applied gradients that were not reduced.
+            BackendError: the gradients were not reduced before the update.
         """
         given = [] if trainable_variables is None else [list(trainable_variables)]
         of = given[0] if given else trained_by(self)
         with Update(self, len(grads) > 0) as update:
-            # Keras raises its own error for no gradients, or for a wrong number of them.
+            # Keras raises its own error for a wrong number of gradients.
             are_known = len(grads) == len(of) or (given and len(grads) > 0)
             ready = self._prepared(grads, of) if update.is_outermost and are_known else grads
             return super().apply(ready, *given, *rest, **options)  # type: ignore[misc]
@@ -232,7 +177,7 @@ class _Distributed(UpdateHook):
 
 
 class _Clipping(ClippingHook, _Distributed):
-    """The override for Keras' own `apply`: the reduction comes right before clipping."""
+    """Mixin for Keras' own `apply`: gradients are reduced right before clipping."""
 
     def _prepared(self, grads: Any, variables: Any) -> Any:
         # Gradients that overwrite their variable are assigned before clipping.
@@ -243,10 +188,9 @@ class _Clipping(ClippingHook, _Distributed):
         return not self.gradient_accumulation_steps or keras.backend.backend() == "jax"  # type: ignore[attr-defined]
 
     def _keras_dist_before_passes(self, grads: Any, variables: Any) -> None:
-        # Clipping, the one call between accumulation and update, is not told of which variables
-        # the gradients are.
+        # Clipping, the only call between accumulation and update, does not receive the variables.
         self._keras_dist.variables = list(variables)
-        check_not_reduced(grads)  # before some passes are gathered, where nobody can tell
+        check_not_reduced(grads)  # the mark is lost when gradients are accumulated
 
     def _keras_dist_before_clipping(self, grads: Any) -> Any:
         variables = self._keras_dist.variables
@@ -255,8 +199,8 @@ class _Clipping(ClippingHook, _Distributed):
             return grads
         when = None
         if self.gradient_accumulation_steps and keras.backend.backend() == "jax":  # type: ignore[attr-defined]
-            # On JAX Keras comes here in every step and drops the result of those that only
-            # accumulate; elsewhere only in steps that update.
+            # On JAX, Keras calls this method in every step and drops the result of steps that only
+            # accumulate; on other backends it calls it only in steps that update.
             when = (batches_seen(self) + 1) % self.gradient_accumulation_steps == 0  # type: ignore[attr-defined]
         return self._keras_dist(grads, variables, when)
 
@@ -292,8 +236,8 @@ class _ReducingFirst(_Distributed):
 class _LossScaled(_ReducingFirst):
     """Mixin for `LossScaleOptimizer`, whose `apply` decides whether to skip the step.
 
-    If the inner optimizer accumulates, the inner optimizer reduces once per update, and the ranks
-    only agree, in each pass, on whether to skip it.
+    If the inner optimizer accumulates gradients, it reduces them once per update; in each pass the
+    ranks only agree on whether to skip it.
     """
 
     inner_optimizer: Any
@@ -323,7 +267,7 @@ class _LossScaled(_ReducingFirst):
         return is_distributed(self.inner_optimizer)
 
 
-def _overrides_apply(made: type) -> bool:
-    """Returns whether a class overrides a method of `APPLY_METHODS`."""
-    owners = [next((o for o in made.__mro__ if name in vars(o)), object) for name in APPLY_METHODS]
+def _overrides_apply(cls: type) -> bool:
+    """Returns whether a class overrides a method of `ENTRANCES`."""
+    owners = [next((o for o in cls.__mro__ if name in vars(o)), object) for name in ENTRANCES]
     return any(owner.__module__.split(".")[0] not in ("keras", "builtins") for owner in owners)

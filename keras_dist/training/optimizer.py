@@ -1,4 +1,4 @@
-"""DistributedOptimizer: the user's own optimizer, with its gradients averaged over ranks."""
+"""`DistributedOptimizer`: makes a Keras optimizer average its gradients over the ranks."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,11 +11,12 @@ from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, innermost_optim
 from keras_dist.ops.arguments import resolve_groups
 from keras_dist.ops.reduction_options import parse_layers, parse_reduction_options
 from keras_dist.runtime.process_sets import ProcessSet
-from keras_dist.training.distributed import attach, check_local, is_distributed
+from keras_dist.training.distributed import attach, is_distributed
 from keras_dist.training.gradient_reduction import GradientReduction
-from keras_dist.training.loss_scales import watch_loss_scales
+from keras_dist.training.loss_scale import watch_loss_scales
 from keras_dist.training.model_state import optimizers_inside
 from keras_dist.training.trainer import watch_models
+from keras_dist.training.update_check import check_independent
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer"]
 
@@ -39,53 +40,50 @@ def DistributedOptimizer(
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer average its gradients over the ranks before it applies them.
 
-    The optimizer itself is changed and returned; its class, state and configuration stay
-    as they are. With one rank its steps are those of plain Keras; but rows of an embedding's
-    gradient that occur several times are added up before the optimizer sees them, on any
-    number of ranks, as in the dense gradient.
+    The optimizer is changed in place and returned; its class, state and configuration stay. On one
+    rank it makes the steps of plain Keras, except that repeated rows of an embedding's gradient
+    are summed first, as on any number of ranks.
 
-    An optimizer with an `apply`, `apply_gradients` or `stateless_apply` of its own, as for gradient
-    surgery, is given the gradients of all ranks there; gradients that it computes itself are its
-    own to reduce. An update that has not been reduced is a `BackendError` in the same step. Scales
-    and magnitudes of layers in float8 are the largest of all ranks.
+    An optimizer that overrides `apply`, `apply_gradients` or `stateless_apply`, for example for
+    gradient surgery, receives the reduced gradients there; it must reduce gradients that it
+    computes itself. An update with gradients that were not reduced raises `BackendError` in the
+    same step. The amax history and scales of float8 layers are the maximum over the ranks.
 
-    Collective: not this call, but every step that the optimizer makes: every rank must make
-    the same steps, with the same variables and the same arguments here.
+    Collective: not this call, but each step of the optimizer. Every rank must make the same steps,
+    with the same variables and with equal arguments here.
 
-    The method `register_local_var(variable)` of what is returned leaves a variable out: each
-    rank keeps its own gradient of it.
+    The returned optimizer has a method `register_local_var(variable)`, which excludes a variable
+    from the reduction: each rank applies its own gradient of it.
 
     Args:
-        optimizer: an instance of a Keras optimizer, built or not; under a
-            `LossScaleOptimizer` all ranks skip the same steps. A `MultiOptimizer` is wrapped
-            as a whole, not the optimizers in it.
-        op: `Average`, `Sum` or `Adasum`, or its name; `Adasum` combines the dense gradient of
-            each variable by itself, on 1, 2, 4, 8, ... ranks. Defaults to `Average`.
-        process_set: the ranks that average among themselves, a `ProcessSet`; each of the others
-            steps by its own gradients. Then models differ between the set and the rest, while
-            the callbacks go on to speak for all ranks. Defaults to all ranks.
-        compression: what gradients of float32 and float64 look like between nodes, as for
-            `allreduce`; rows of an embedding's gradient travel as they are. Defaults to
-            `KERAS_DIST_COMPRESSION`, that is `none`.
-        name: accepted for scripts written for Horovod; has no effect.
-        backward_passes_per_step: gradients of so many batches are added up on each rank; then
-            the ranks reduce and the optimizer makes one step. It becomes the optimizer's
+        optimizer: a Keras optimizer, built or not. Under a `LossScaleOptimizer` all ranks skip
+            the same steps. Wrap a `MultiOptimizer` itself, not the optimizers inside.
+        op: `Average`, `Sum` or `Adasum`, or its name. `Adasum` combines the dense gradient of
+            each variable separately and requires a power of two of ranks. Defaults to `Average`.
+        process_set: the `ProcessSet` that reduces; a rank outside of it applies its own gradients.
+            Models then differ between the set and the other ranks, while callbacks still act on
+            all ranks. Defaults to all ranks.
+        compression: wire format of float32 and float64 gradients between nodes, as for
+            `allreduce`; rows of an embedding's gradient are not compressed. Defaults to
+            `KERAS_DIST_COMPRESSION`, which defaults to `none`.
+        name: accepted for compatibility with Horovod; has no effect.
+        backward_passes_per_step: number of batches whose gradients each rank sums before the ranks
+            reduce and the optimizer makes a step. Sets the optimizer's
             `gradient_accumulation_steps`. Defaults to 1.
-        average_aggregated_gradients: whether those are averaged, not added up, as Keras does
-            without keras_dist. Defaults to `False`.
-        gradient_predivide_factor: an average divides by it before the sum over the ranks, and
-            by `size / gradient_predivide_factor` after it; for narrow floats that overflow or
-            underflow. Rows of an embedding's gradient need no such care: they are averaged as
-            ever. Defaults to 1.0.
-        sparse_as_dense: whether an embedding's gradient is reduced, and applied, as a whole in
-            place of its rows. Defaults to `False`.
-        groups: which gradients travel together: a number of groups of about equal length, or
-            lists of variables, those of no list going as ever. It changes no bit. Defaults to
-            `None`: by size, see `KERAS_DIST_BUCKET_NBYTES`.
+        average_aggregated_gradients: whether the gradients of these batches are averaged instead
+            of summed, as in plain Keras. Defaults to `False`.
+        gradient_predivide_factor: an average divides by this factor before the sum over the ranks
+            and by `size / gradient_predivide_factor` after it, against overflow and underflow of
+            narrow floats. Has no effect on rows of an embedding's gradient. Defaults to 1.0.
+        sparse_as_dense: whether an embedding's gradient is reduced and applied as a dense tensor
+            instead of as rows. Defaults to `False`.
+        groups: gradients that share a message: a number of groups of about equal length, or
+            lists of variables; variables in no list are grouped by size. Does not change the
+            result. Defaults to `None`: by size, see `KERAS_DIST_BUCKET_NBYTES`.
         scale_local_gradients: whether gradients of local variables are divided by the number
-            of ranks, as averaged ones are. Defaults to `True`.
-        num_groups: deprecated: `groups` as a number.
-        device_dense: accepted for scripts written for Horovod; has no effect, gradients travel
+            of ranks, like averaged gradients. Defaults to `True`.
+        num_groups: deprecated; pass `groups` instead.
+        device_dense: accepted for compatibility with Horovod; has no effect, since gradients pass
             through the host.
         device_sparse: as `device_dense`.
 
@@ -93,13 +91,12 @@ def DistributedOptimizer(
         `optimizer`.
 
     Raises:
-        ArgumentTypeError: `optimizer` is not a Keras optimizer, `process_set` no
-            `ProcessSet`, or another argument of a kind that it cannot be.
-        ArgumentError: it is distributed already, `op` is another one, `process_set` has no id,
-            there is no such `compression`, a number is out of range, the optimizer accumulates
-            another number of batches, the number of ranks is not a power of two for `Adasum`,
-            or `op` goes neither with `gradient_predivide_factor` nor
-            `average_aggregated_gradients`.
+        ArgumentTypeError: `optimizer` is not a Keras optimizer, `process_set` is not a
+            `ProcessSet`, or another argument has an invalid type.
+        ArgumentError: the optimizer is distributed already or accumulates another number of
+            batches; `op` or `compression` is unknown; `process_set` is not registered; a number is
+            out of range; the number of ranks is not a power of two for `Adasum`; or `op` does not
+            support `gradient_predivide_factor` or `average_aggregated_gradients`.
 
     Example:
     ```python
@@ -111,7 +108,7 @@ def DistributedOptimizer(
         contract.check(framework)
     where = runtime.where()
     _check_optimizer(optimizer, where)
-    terms = parse_reduction_options(
+    options = parse_reduction_options(
         op,
         process_set,
         compression,
@@ -122,8 +119,8 @@ def DistributedOptimizer(
         groups=resolve_groups(groups, num_groups),
         scale_local_gradients=scale_local_gradients,
     )
-    _accumulate(optimizer, terms.passes, where)
-    attach(optimizer, GradientReduction(terms))
+    _accumulate(optimizer, options.passes, where)
+    attach(optimizer, GradientReduction(options))
     watch_models()
     watch_loss_scales()
     return optimizer
@@ -135,26 +132,34 @@ def PartialDistributedOptimizer(
     local_layers: keras.Layer | Iterable[keras.Layer] | None = None,
     **options: Any,
 ) -> keras.optimizers.Optimizer:
-    """Makes a `DistributedOptimizer` that leaves some layers to each rank.
+    """Makes a `DistributedOptimizer` that does not reduce the gradients of some layers.
 
     Args:
         optimizer: as for `DistributedOptimizer`.
-        local_layers: a layer or a list of layers, built or not, the gradients of whose
-            trainable variables are not reduced. Pass the variables to
+        local_layers: a layer or a list of layers, built or not, whose trainable variables are
+            local: each rank applies its own gradients. Pass the variables to
             `BroadcastGlobalVariablesCallback(local_variables=...)` as well. Defaults to none.
-        **options: the other arguments of `DistributedOptimizer`, by name.
+        **options: other arguments of `DistributedOptimizer`.
 
     Returns:
         `optimizer`.
 
     Raises:
-        ArgumentTypeError: `local_layers` holds something else, or as `DistributedOptimizer`.
-        ArgumentError: the optimizer has a `global_clipnorm` or a loss scale, by which variables
-            of a rank would act on those of all; or as `DistributedOptimizer`.
+        ArgumentTypeError: `local_layers` holds other objects than layers, or as for
+            `DistributedOptimizer`.
+        ArgumentError: the optimizer has a `global_clipnorm` or a loss scale, by which local
+            gradients would affect shared variables, or as for `DistributedOptimizer`.
+
+    Example:
+    ```python
+    optimizer = keras_dist.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.01), local_layers=model.layers[-1]
+    )
+    ```
     """
     layers = parse_layers(local_layers)
     if layers and isinstance(optimizer, keras.optimizers.Optimizer):
-        check_local(optimizer)
+        check_independent(optimizer, "local variables")
     distributed = DistributedOptimizer(optimizer, **options)
     distributed._keras_dist.local_layers = layers
     return distributed
@@ -168,8 +173,8 @@ def _check_optimizer(optimizer: Any, where: str) -> None:
                 where,
                 "an instance of a Keras optimizer",
                 f"{optimizer!r} of type {type(optimizer).__name__}",
-                "Pass for example keras.optimizers.SGD(0.01); keras.optimizers.get(...) "
-                "turns a name or a configuration into one.",
+                "Pass for example keras.optimizers.SGD(0.01), or keras.optimizers.get(...) of a "
+                "name or a configuration.",
             )
         )
     if any(map(is_distributed, [optimizer, *optimizers_inside(optimizer)])):
@@ -177,8 +182,8 @@ def _check_optimizer(optimizer: Any, where: str) -> None:
             errors.explain(
                 where,
                 "an optimizer that is not distributed yet",
-                f"a {type(optimizer).__name__} that is",
-                "Wrap it once; wrapped twice it would average twice.",
+                f"a distributed {type(optimizer).__name__}",
+                "Wrap the optimizer once: wrapped twice, it would average twice.",
             )
         )
 
@@ -192,21 +197,21 @@ def _accumulate(optimizer: Any, passes: int, where: str) -> None:
     """
     applying = innermost_optimizer(optimizer)
     given = applying.gradient_accumulation_steps
-    # A loaded optimizer accumulates already, as when it was saved.
+    # A loaded optimizer already accumulates as when it was saved.
     if passes == 1 or given == passes:
         return
     if isinstance(applying, MULTI_OPTIMIZER):
         expected = "a single optimizer, for backward_passes_per_step"
         received = f"a {type(applying).__name__}"
-        remedy = "Set gradient_accumulation_steps on the optimizers in it, which averages."
+        remedy = "Set gradient_accumulation_steps of the optimizers inside, which averages."
     elif given:
         expected = "either backward_passes_per_step or gradient_accumulation_steps"
         received = f"{passes} and {given}"
-        remedy = "Leave out one: gradient_accumulation_steps averages the batches."
+        remedy = "Pass one of the two; gradient_accumulation_steps averages the batches."
     elif applying.built:
         expected = "an optimizer that is not built yet, for backward_passes_per_step"
         received = f"a {type(applying).__name__} with {len(applying.variables)} variables"
-        remedy = "Wrap it before it makes its first step."
+        remedy = "Wrap the optimizer before its first step."
     else:
         applying.gradient_accumulation_steps = passes
         return

@@ -13,8 +13,8 @@ import keras
 import numpy as np
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist._compat.keras.models import has_mask, is_summed, outputs_of
-from keras_dist.training.distributed import check_local
+from keras_dist._compat.keras import has_mask, is_summed, outputs_of
+from keras_dist.training.update_check import check_independent
 
 __all__ = ["Pipeline"]
 
@@ -80,7 +80,7 @@ class Pipeline:
             raise _error("a stage that is built", f"model {model.name!r}, which is not", remedy)
         self.model = model
         self.optimizer = keras.optimizers.get(optimizer)
-        check_local(self.optimizer, "the stage of a pipeline")
+        check_independent(self.optimizer, "a pipeline stage")
         self._loss = keras.losses.get(loss)
         self._adds_up = is_summed(self._loss)
         self._micro_batches = _parse_micro_batches(micro_batches)

@@ -17,20 +17,20 @@ from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.runtime.process_sets import format_ranks
 from keras_dist.training.model_state import variable_name
 
-__all__ = ["FILE", "describe", "local_parts", "parse", "settings"]
+__all__ = ["FILE", "describe", "local_state", "parse", "settings"]
 
-#: file name, among the assets of a saved optimizer
+# File name among the assets of a saved optimizer.
 FILE = "keras_dist.json"
 
 VERSION = 1
-REMEDY = "Pass the argument to load_model, or save the model anew."
+REMEDY = "Pass the argument to load_model, or save the model again."
 
 
 # --- Writing
 
 
 def describe(
-    terms: ReductionOptions,
+    options: ReductionOptions,
     variables: Sequence[Any],
     local_variables: Sequence[Any],
     local_layers: Sequence[keras.Layer],
@@ -38,27 +38,27 @@ def describe(
     """Returns the options as JSON text.
 
     Args:
-        terms: how gradients are reduced.
-        variables: the variables of the optimizer, in its order; none before it is built.
-        local_variables: variables that each rank keeps for itself.
-        local_layers: layers whose variables each rank keeps for itself.
+        options: the reduction options.
+        variables: the optimizer's variables, in its order; empty if it is not built.
+        local_variables: variables that are local to each rank.
+        local_layers: layers whose variables are local to each rank.
     """
     places = _places(variables)
-    groups: Any = terms.groups
+    groups: Any = options.groups
     if not isinstance(groups, int):
         groups = [[_describe_variable(v, places) for v in group] for group in groups] or None
     return json.dumps(
         {
             "version": VERSION,
-            "op": terms.op.value,
-            "process_set": [list(ranks) for ranks in terms.sets],
-            "compression": terms.compression.name,
-            "backward_passes_per_step": terms.passes,
-            "average_aggregated_gradients": terms.averages,
-            "gradient_predivide_factor": terms.predivide,
-            "sparse_as_dense": terms.sparse_as_dense,
+            "op": options.op.value,
+            "process_set": [list(ranks) for ranks in options.sets],
+            "compression": options.compression.name,
+            "backward_passes_per_step": options.passes,
+            "average_aggregated_gradients": options.averages,
+            "gradient_predivide_factor": options.predivide,
+            "sparse_as_dense": options.sparse_as_dense,
             "groups": groups,
-            "scale_local_gradients": terms.scale_local,
+            "scale_local_gradients": options.scale_local,
             "local_variables": [_describe_variable(v, places) for v in local_variables],
             "local_layers": [
                 {"path": _path(layer), "places": _places_of(layer, places)}
@@ -88,12 +88,12 @@ def parse(text: str | bytes) -> dict[str, Any]:
     """Parses the text of `describe`.
 
     Raises:
-        ValueError: the text is not from `describe`, or of a later version.
+        ValueError: the text is not from `describe`, or from a later version.
     """
     saved = json.loads(text)
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
         version = saved.get("version") if isinstance(saved, dict) else saved
-        raise ValueError(f"{FILE} of version {version!r}, where this keras_dist knows {VERSION}")
+        raise ValueError(f"{FILE} has version {version!r}; this keras_dist reads {VERSION}")
     return saved
 
 
@@ -104,14 +104,14 @@ def settings(
 
     Args:
         saved: from `parse`.
-        variables: those of the loaded optimizer, in its order.
-        given: arguments that the user gives, which are left out.
-        where: the place for error messages.
+        variables: the loaded optimizer's variables, in its order.
+        given: names of arguments that the user passes, which are left out.
+        where: the location for error messages.
 
     Raises:
-        ArgumentError: a process set is not there, or a compression is not known by name.
-        CheckpointError: a variable is not there.
-        KeyError: something is missing in what was saved.
+        ArgumentError: a process set does not exist, or a compression is not known by name.
+        CheckpointError: a variable does not exist.
+        KeyError: `saved` lacks an entry.
     """
     read: dict[str, Any] = {
         "process_set": lambda ranks: _find_set(ranks, where),
@@ -129,7 +129,7 @@ def settings(
     }
 
 
-def local_parts(
+def local_state(
     saved: dict[str, Any], model: keras.Model, variables: Sequence[Any], where: str
 ) -> tuple[list[Any], list[keras.Layer]]:
     """Returns the local variables and the local layers that were saved.
@@ -137,12 +137,12 @@ def local_parts(
     Args:
         saved: from `parse`.
         model: the loaded model.
-        variables: those of its optimizer, in its order.
-        where: the place for error messages.
+        variables: the variables of its optimizer, in its order.
+        where: the location for error messages.
 
     Raises:
-        CheckpointError: one is not there.
-        KeyError: something is missing in what was saved.
+        CheckpointError: a variable or layer does not exist.
+        KeyError: `saved` lacks an entry.
     """
     known = [_find_variable(one, variables, where) for one in saved["local_variables"]]
     layers = [_find_layer(one, model, variables, where) for one in saved["local_layers"]]
@@ -158,10 +158,10 @@ def _find_set(sets: list[list[int]], where: str) -> Any:
         raise errors.ArgumentError(
             errors.explain(
                 where,
-                f"a process set of {listed}, with which the optimizer was saved",
+                f"a process set of {listed}, as when the optimizer was saved",
                 "none",
-                "Make it first, by keras_dist.add_process_set on every rank, or pass another "
-                "process_set to load_model, None for all ranks.",
+                "Call keras_dist.add_process_set on every rank first, or pass another process_set "
+                "to load_model, None for all ranks.",
             )
         )
     return found
@@ -174,10 +174,9 @@ def _find_compression(name: str, where: str) -> _engine.Compressor:
         raise errors.ArgumentError(
             errors.explain(
                 where,
-                f"the compression {name}, with which the optimizer was saved, as an argument",
+                f"the compression {name} as an argument, as when the optimizer was saved",
                 "none",
-                "Pass compression=, an instance of that class or another compression, to "
-                "load_model.",
+                "Pass an instance of that class, or another compression, to load_model.",
             )
         ) from error
 
@@ -202,25 +201,25 @@ def _find_layer(
     saved: dict[str, Any], model: keras.Model, variables: Sequence[Any], where: str
 ) -> keras.Layer:
     layers, places = layers_of(model), _places(variables)
-    # One that was not built, or frozen, has nothing but its path.
+    # A layer that was saved unbuilt or frozen is identified by its path only.
     wanted = saved["places"]
-    fitting = [one for one in layers if not wanted or _places_of(one, places) == wanted]
-    named = [one for one in fitting if _same_path(_path(one), saved["path"])]
-    found = named or (fitting if wanted else [])
+    matching = [one for one in layers if not wanted or _places_of(one, places) == wanted]
+    named = [one for one in matching if _same_path(_path(one), saved["path"])]
+    found = named or (matching if wanted else [])
     if not found:
-        raise _missing(f"the layer {saved['path']!r}", len(fitting), "layers", where)
+        raise _missing(f"the layer {saved['path']!r}", len(matching), "layers", where)
     return found[0]
 
 
 def _path(layer: keras.Layer) -> str:
-    return layer.path or layer.name  # one that is not built has no path yet
+    return layer.path or layer.name  # an unbuilt layer has no path
 
 
 def _same_path(path: str, other: str) -> bool:
-    """Tells whether paths are equal; a loaded `Sequential` may stand in them or be missing."""
+    """Returns whether paths are equal up to a leading `Sequential`, which loading may change."""
     return f"/{path}".endswith(f"/{other}") or f"/{other}".endswith(f"/{path}")
 
 
-def _missing(what: str, count: int, kind: str, where: str) -> errors.CheckpointError:
-    expected = f"{what} in the loaded model, for the terms of its optimizer"
+def _missing(name: str, count: int, kind: str, where: str) -> errors.CheckpointError:
+    expected = f"{name} in the loaded model, for the options of its optimizer"
     return errors.CheckpointError(errors.explain(where, expected, f"{count} other {kind}", REMEDY))

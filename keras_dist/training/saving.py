@@ -1,6 +1,6 @@
-"""Loading of models, with the optimizer distributed by the options it was saved with.
+"""`load_model`: loads a Keras model and restores the reduction options of its optimizer.
 
-Keras writes and reads the model; the options are among its assets, see `saved_options`.
+Keras saves the options among the assets of the model, see `saved_options`.
 """
 
 import inspect
@@ -20,18 +20,18 @@ from keras_dist._compat.keras.models import optimizer_of
 from keras_dist._compat.keras.optimizer_state import trained_by
 from keras_dist._compat.keras.optimizers import innermost_optimizer
 from keras_dist.training import saved_options
-from keras_dist.training.distributed import check_local
 from keras_dist.training.optimizer import DistributedOptimizer
+from keras_dist.training.update_check import check_independent
 
 __all__ = ["load_model"]
 
-# Directories of the optimizer's assets; the second if the reduction has not been moved outwards,
-# see `distributed.move_outwards`.
-PLACES = ("assets/optimizer", "assets/optimizer/inner_optimizer")
+# Directories of the optimizer's assets; the second if the reduction was not moved outwards, see
+# `loss_scale.move_outwards`.
+DIRECTORIES = ("assets/optimizer", "assets/optimizer/inner_optimizer")
 
 REMEDY = (
-    "Check the path; save the model anew if the file is damaged; pass custom_optimizers or "
-    "custom_objects for classes of your own, the same as when it was saved."
+    "Check the path. If the file is damaged, save the model again. Pass the classes of your own "
+    "that the model was saved with as custom_optimizers or custom_objects."
 )
 
 
@@ -47,37 +47,37 @@ def load_model(
 ) -> keras.Model:
     """Loads a model and makes its optimizer distributed, with the options it was saved with.
 
-    Weights, state of the optimizer and iteration are those of the file. The optimizer may have
-    been saved plain or distributed. In the latter case the arguments of `DistributedOptimizer`
-    are those it had, and local variables and layers are local again. A process set is found by its
+    Restores weights, optimizer state and iteration. The optimizer may have been saved plain or
+    distributed. A distributed optimizer has the arguments of `DistributedOptimizer` again that it
+    was saved with, and the same local variables and layers. A process set is identified by its
     ranks, a compression by its name.
 
-    Not collective: each rank may load the model, or only the root, before the callbacks give all
-    ranks its state; then the others build the same model with the same `DistributedOptimizer`. In
-    each way an error is one of the ranks that load.
+    Not collective: every rank may load the model; or only the root, before the callbacks broadcast
+    its state, while other ranks build the same model with the same `DistributedOptimizer`. Errors
+    are raised only on ranks that load.
 
     Args:
-        filepath: a `.keras` file or a directory of Keras. The terms are read from the local file
-            system; a legacy `.h5` file has none, so there the defaults of `DistributedOptimizer`
-            and `settings` hold.
-        custom_optimizers: classes of optimizers that Keras does not know. Defaults to none.
-        custom_objects: names and what they stand for, as in Keras. Defaults to none.
-        compile: whether to compile the model, as in Keras; without, it has no optimizer.
-            Defaults to `True`.
+        filepath: a `.keras` file, a directory written by Keras, or a legacy `.h5` file, in the
+            local file system. A `.h5` file holds no reduction options: the optimizer has those
+            of `settings` and the defaults of `DistributedOptimizer`.
+        custom_optimizers: optimizer classes that Keras does not know. Defaults to none.
+        custom_objects: objects by name, as in Keras. Defaults to none.
+        compile: whether to compile the model, as in Keras. A model that is not compiled has no
+            optimizer. Defaults to `True`.
         safe_mode: as in Keras. Defaults to `True`.
-        legacy_opts: accepted for scripts written for Horovod; has no effect.
-        **settings: arguments of `DistributedOptimizer`, by name, which go before those saved.
+        legacy_opts: accepted for compatibility with Horovod; has no effect.
+        **settings: arguments of `DistributedOptimizer`, which override saved arguments.
 
     Returns:
         A Keras model.
 
     Raises:
-        CheckpointError: there is no such file, it cannot be read, it is damaged, it holds another
-            optimizer state than its optimizer takes, or it speaks of variables that the model has
-            not.
-        ArgumentError: the process set or the compression it was saved with has to be made or
-            passed first, or as `DistributedOptimizer`.
-        ArgumentTypeError: `custom_optimizers` holds something else, or as `DistributedOptimizer`.
+        CheckpointError: the file does not exist, cannot be read or is damaged; its optimizer state
+            does not fit the optimizer; or its options name variables that the model lacks.
+        ArgumentError: the process set does not exist, the compression has to be passed, or as for
+            `DistributedOptimizer`.
+        ArgumentTypeError: `custom_optimizers` holds other objects than optimizer classes, or as
+            for `DistributedOptimizer`.
 
     Example:
     ```python
@@ -88,7 +88,7 @@ def load_model(
     where = runtime.where()
     inspect.signature(DistributedOptimizer).bind_partial(None, **settings)
     known = _by_name(custom_optimizers, where) | dict(custom_objects or {})
-    _check_whole(pathlib.Path(filepath), where)
+    _check_archive(pathlib.Path(filepath), where)
     try:
         saved = _read_options(pathlib.Path(filepath))
         model = _load(filepath, known, compile, safe_mode)
@@ -100,7 +100,7 @@ def load_model(
 
 
 def _by_name(optimizers: Any, where: str) -> dict[str, type]:
-    """Returns classes by the names under which Keras may have saved them."""
+    """Returns optimizer classes by the names under which Keras may have saved them."""
     listed = [optimizers] if isinstance(optimizers, type) else list(optimizers or ())
     for one in listed:
         if not (isinstance(one, type) and issubclass(one, keras.optimizers.Optimizer)):
@@ -120,29 +120,29 @@ def _registered(optimizer: type) -> str:
     return keras.saving.get_registered_name(optimizer)
 
 
-def _check_whole(path: pathlib.Path, where: str) -> None:
-    """Checks that a `.keras` file holds the bytes that were written; others have no checksum.
+def _check_archive(path: pathlib.Path, where: str) -> None:
+    """Checks the checksums of a `.keras` file; other formats have none.
 
     Raises:
-        CheckpointError: it has been cut off, or bytes of it have changed.
+        CheckpointError: the file is truncated, or its bytes have changed.
     """
     if path.suffix != ".keras" or not path.is_file():
         return
-    received = "no whole zip archive: it was cut off, or another program wrote it"
+    received = "an incomplete zip archive, or a file of another format"
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             name = archive.testzip()
         if name is None:
             return
-        received = f"{name!r} in it does not have its checksum: bytes have changed"
-    remedy = "The file is damaged: load an earlier checkpoint, or a copy of this one."
-    expected = f"the whole model that was saved to {path}"
+        received = f"{name!r} in it does not match its checksum"
+    remedy = "The file is damaged: load a copy or an earlier checkpoint."
+    expected = f"a complete model file {path}"
     raise errors.CheckpointError(errors.explain(where, expected, received, remedy))
 
 
 def _read_options(path: pathlib.Path) -> dict[str, Any] | None:
     """Returns the reduction options in a saved model, or `None`."""
-    names = [f"{place}/{saved_options.FILE}" for place in PLACES]
+    names = [f"{directory}/{saved_options.FILE}" for directory in DIRECTORIES]
     if path.is_dir():
         found = [(path / name).read_text() for name in names if (path / name).exists()]
     elif zipfile.is_zipfile(path):
@@ -159,7 +159,7 @@ def _load(filepath: Any, known: dict[str, Any], compile: bool, safe_mode: bool) 
         model = keras.saving.load_model(filepath, known, compile=compile, safe_mode=safe_mode)
     optimizer = _optimizer_of(model)
     for warning in caught:
-        # Keras only warns that it leaves out the state of an optimizer or layer that does not fit.
+        # Keras only warns when it skips the state of an optimizer or layer that does not fit.
         if not str(warning.message).startswith("Skipping "):
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
@@ -187,19 +187,19 @@ def _is_new(warning: str, optimizer: Any) -> bool:
 def _restore_legacy(model: keras.Model, filepath: Any) -> None:
     """Restores the optimizer of a legacy file with its state.
 
-    Keras builds the optimizer for the variables that belong to the model itself and to none of its
-    layers, so mostly for none.
+    Keras builds the optimizer for the variables that belong to the model but to none of its layers:
+    usually for none.
     """
     optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
     optimizer.build(model.trainable_variables)
     with h5py.File(filepath) as file:
         values = _optimizer_values(file)
     shapes = [tuple(variable.shape) for variable in optimizer.variables]
-    # An optimizer that had made no step was saved without state.
+    # An optimizer is saved without state before its first step.
     if len(values) > len(type(optimizer).from_config(optimizer.get_config()).variables):
         if [value.shape for value in values] != shapes:
             raise ValueError(
-                f"{len(values)} variables of an optimizer, or of other shapes, where it has "
+                f"{len(values)} saved optimizer variables, or other shapes; the optimizer has "
                 f"{len(shapes)}"
             )
         for variable, value in zip(optimizer.variables, values, strict=True):
@@ -230,18 +230,18 @@ def _distribute(
     variables = trained_by(optimizer)
     try:
         found = saved_options.settings(saved, variables, given, where)
-        local, layers = saved_options.local_parts(saved, model, variables, where)
-    except (KeyError, TypeError, AttributeError) as error:  # not written by keras_dist
+        local, layers = saved_options.local_state(saved, model, variables, where)
+    except (KeyError, TypeError, AttributeError) as error:  # keras_dist did not write the file
         raise _unreadable(filepath, error, where) from error
     DistributedOptimizer(optimizer, **found, **given)
     for variable in local:
         optimizer.register_local_var(variable)
     if layers:
-        check_local(optimizer)
+        check_independent(optimizer, "local variables")
         optimizer._keras_dist.local_layers = tuple(layers)
 
 
 def _unreadable(filepath: Any, error: Exception, where: str) -> errors.CheckpointError:
-    expected = f"a model that can be loaded, with the state of its optimizer, in {filepath}"
+    expected = f"a model with the state of its optimizer in {filepath}"
     received = f"{type(error).__name__}: {error}"
     return errors.CheckpointError(errors.explain(where, expected, received, REMEDY))

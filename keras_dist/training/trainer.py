@@ -16,8 +16,9 @@ import keras
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.models import LOGS, layers_of
 from keras_dist.data import epochs
-from keras_dist.training.distributed import distributed_optimizers, move_outwards
+from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_plan import agree_on_fit
+from keras_dist.training.loss_scale import move_outwards
 from keras_dist.training.model_state import SKIPPING, optimizers_of
 
 __all__ = ["check_undistributed", "watch_models"]

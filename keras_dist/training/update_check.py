@@ -1,8 +1,8 @@
-"""Check that the gradients of each update have been reduced.
+"""Checks on the updates of an optimizer: gradients are reduced, variables are independent.
 
-The reduction overrides an undocumented Keras method, which another version may rename. The check
-overrides different methods: those that receive gradients, and the one that updates variables. In a
-graph the check runs at tracing time and costs nothing per step.
+The reduction overrides an undocumented Keras method, which another version may rename. `Update`
+and `check_reduced` hook different methods: those that receive gradients, and the method that
+updates variables. In a graph they run at tracing time and cost nothing per step.
 """
 
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import keras
 
 from keras_dist import errors, runtime
+from keras_dist.training.model_state import optimizers_inside
 
-__all__ = ["Update", "check_reduced"]
+__all__ = ["Update", "check_independent", "check_reduced"]
 
 # Attribute of an optimizer: an update is in progress.
 ENTERED = "_keras_dist_entered"
@@ -60,9 +61,33 @@ def check_reduced(optimizer: Any) -> None:
     raise errors.BackendError(
         errors.explain(
             runtime.where(),
-            "each update to come by the gradients of all ranks",
-            f"one of {optimizer.name!r} by those of this rank alone, with {versions}",
-            "End the job, for the weights of the ranks differ; use a version of Keras that "
-            "keras_dist has been tested with.",
+            "each update to use the reduced gradients of all ranks",
+            f"an update of {optimizer.name!r} by the gradients of this rank alone, with {versions}",
+            "End the job: the weights of the ranks differ. Use a version of Keras that keras_dist "
+            "supports.",
         )
     )
+
+
+def check_independent(optimizer: Any, purpose: str) -> None:
+    """Checks that an optimizer updates each variable by the gradient of that variable alone.
+
+    Args:
+        optimizer: a Keras optimizer.
+        purpose: the feature that requires it, for messages.
+
+    Raises:
+        ArgumentError: the optimizer clips by the global norm or scales the loss, which combines
+            the gradients of all variables.
+    """
+    every = [optimizer, *optimizers_inside(optimizer)]
+    is_scaled = any(isinstance(one, keras.optimizers.LossScaleOptimizer) for one in every)
+    if is_scaled or any(one.global_clipnorm for one in every):
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                f"an optimizer that updates each variable independently, for {purpose}",
+                "a LossScaleOptimizer" if is_scaled else "an optimizer with global_clipnorm",
+                "Use clipnorm instead of global_clipnorm, bfloat16 instead of float16.",
+            )
+        )

@@ -403,7 +403,7 @@ def refused(kind, optimizer=None, wrap=None, **options):
 def test_several_passes_are_for_a_single_optimizer():
     optimizer = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(sgd()))
     message = refused(errors.ArgumentError, optimizer, backward_passes_per_step=2)
-    assert "gradient_accumulation_steps on the optimizers in it" in message
+    assert "gradient_accumulation_steps of the optimizers inside" in message
 
 
 def test_numbers_out_of_range_are_refused():
@@ -460,7 +460,7 @@ def test_wrong_local_layers_and_variables_are_refused():
     layer = keras.layers.Dense(1)
     clipping = keras.optimizers.SGD(0.1, global_clipnorm=1.0)
     message = refused(errors.ArgumentError, clipping, wrap=partial, local_layers=[layer])
-    assert "treats each variable by itself" in message
+    assert "updates each variable independently" in message
     wrapped = keras_dist.DistributedOptimizer(sgd())
     with pytest.raises(errors.ArgumentTypeError, match="Keras variable"):
         wrapped.register_local_var("kernel")

@@ -197,7 +197,7 @@ def test_wrong_arguments_of_a_pipeline():
         keras_dist.Pipeline(model, "sgd", None, ranks=[RANK])
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
     for optimizer in (scaled, keras.optimizers.SGD(global_clipnorm=1.0)):
-        with pytest.raises(errors.ArgumentError, match="by itself, for the stage of a pipeline"):
+        with pytest.raises(errors.ArgumentError, match="independently, for a pipeline stage"):
             keras_dist.Pipeline(model, optimizer, "mse")
     masked = model_of([keras.layers.Embedding(9, 3, mask_zero=True)])
     with pytest.raises(errors.ArgumentError, match="whose outputs have no mask"):

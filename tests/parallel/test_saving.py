@@ -1,4 +1,4 @@
-"""Models that are saved and loaded again: their optimizer is distributed as it was."""
+"""Saved models and `load_model`: state, iteration and reduction options are restored."""
 
 import json
 import zipfile
@@ -16,7 +16,7 @@ BACKEND = keras.backend.backend()
 
 
 def make(optimizer=None, **options):
-    """A model with names of its own, as those that Keras gives differ from model to model."""
+    """Returns a model with fixed names; automatic names differ from model to model."""
     keras.utils.set_random_seed(1)
     layers = [
         keras.Input((FEATURES,)),
@@ -33,7 +33,7 @@ def sgd(**options):
 
 
 def saved(model, directory, suffix=".keras"):
-    """Saves a model on each rank, and returns where."""
+    """Saves a model on each rank and returns the path."""
     path = directory / f"{keras_dist.rank()}{suffix}"
     model.save(path)
     return path
@@ -53,12 +53,12 @@ def rewrite(path, change):
             archive.writestr(name, content)
 
 
-def terms_of(model):
-    terms = model.optimizer._keras_dist.options
-    paths = terms.groups
+def options_of(model):
+    options = model.optimizer._keras_dist.options
+    paths = options.groups
     if not isinstance(paths, int):
         paths = [[model_state.variable_name(variable) for variable in group] for group in paths]
-    others = {name: value for name, value in vars(terms).items() if name != "groups"}
+    others = {name: value for name, value in vars(options).items() if name != "groups"}
     return {**others, "groups": paths}
 
 
@@ -79,7 +79,7 @@ def fit(model, epochs=1):
     return model
 
 
-# --- What it was saved with
+# --- Options
 
 
 @pytest.mark.parity("`load_model`: an optimizer is distributed as it was")
@@ -92,16 +92,16 @@ def fit(model, epochs=1):
         {"backward_passes_per_step": 2, "average_aggregated_gradients": True},
     ],
 )
-def test_an_optimizer_is_distributed_as_it_was(options, shared_tmp_path):
+def test_reduction_options_are_restored(options, shared_tmp_path):
     model = built(make(**options))
     loaded = keras_dist.load_model(saved(model, shared_tmp_path), legacy_opts=False)
     assert distributed.is_distributed(loaded.optimizer)
-    assert terms_of(loaded) == terms_of(model)
+    assert options_of(loaded) == options_of(model)
     assert loaded.optimizer.get_config() == model.optimizer.get_config()
 
 
 @pytest.mark.parametrize("optimizer_is_built", [True, False])
-def test_variables_and_layers_are_found_again(optimizer_is_built, shared_tmp_path):
+def test_variables_and_layers_of_options_are_restored(optimizer_is_built, shared_tmp_path):
     model = make(sgd())
     hidden, output = model.layers
     groups = [[output.bias, hidden.kernel]]
@@ -121,7 +121,7 @@ def test_variables_and_layers_are_found_again(optimizer_is_built, shared_tmp_pat
     assert again.optimizer._keras_dist.options.groups == ()
 
 
-def test_layers_that_name_themselves_are_found_by_their_place(shared_tmp_path):
+def test_automatically_named_layers_are_found_by_index(shared_tmp_path):
     @keras.saving.register_keras_serializable("test_saving")
     class Two(keras.Model):
         def __init__(self):
@@ -154,7 +154,7 @@ def test_layers_that_name_themselves_are_found_by_their_place(shared_tmp_path):
 def test_a_process_set_is_found_by_its_ranks(shared_tmp_path):
     last = keras_dist.size() - 1
     if last == 0:
-        pytest.skip("one rank has no set but that of all")
+        pytest.skip("one rank has no other process set")
     one = keras_dist.add_process_set([last])
     path = saved(make(process_set=one), shared_tmp_path)
     assert keras_dist.load_model(path).optimizer._keras_dist.options.process_set is one
@@ -166,7 +166,7 @@ def test_a_process_set_is_found_by_its_ranks(shared_tmp_path):
 
 
 class Half(keras_dist.Compressor):
-    """A compression that has no name which keras_dist knows."""
+    """A compression whose name keras_dist does not know."""
 
     def compress(self, array):
         return array.astype("float16")
@@ -175,9 +175,9 @@ class Half(keras_dist.Compressor):
         return array.astype(dtype)
 
 
-def test_a_compression_of_ones_own_has_to_be_given(shared_tmp_path):
+def test_a_custom_compression_must_be_passed(shared_tmp_path):
     path = saved(make(compression=Half()), shared_tmp_path)
-    with pytest.raises(errors.ArgumentError, match=r"the compression Half\(\).*Pass compression="):
+    with pytest.raises(errors.ArgumentError, match=r"the compression Half\(\).*Pass an instance"):
         keras_dist.load_model(path)
     mine = Half()
     loaded = keras_dist.load_model(path, compression=mine, op="sum")
@@ -189,14 +189,14 @@ def test_a_compression_of_ones_own_has_to_be_given(shared_tmp_path):
 
 
 @pytest.mark.parity("`load_model`: state and iteration stay")
-@pytest.mark.parametrize("way", ["plain", "by Keras", "by keras_dist"])
-def test_state_and_iteration_stay(way, shared_tmp_path):
-    model = make(sgd() if way == "plain" else None)
+@pytest.mark.parametrize("loader", ["plain", "by Keras", "by keras_dist"])
+def test_state_and_iteration_are_restored(loader, shared_tmp_path):
+    model = make(sgd() if loader == "plain" else None)
     model.optimizer.build(model.trainable_variables)
     for number, variable in enumerate(model_state.state(model)):
         variable.assign(np.full(variable.shape, number))
     path = saved(model, shared_tmp_path)
-    if way == "by Keras":
+    if loader == "by Keras":
         loaded = keras.saving.load_model(path)
         keras_dist.DistributedOptimizer(loaded.optimizer)
     else:
@@ -206,8 +206,8 @@ def test_state_and_iteration_stay(way, shared_tmp_path):
     assert distributed.is_distributed(loaded.optimizer)
 
 
-def test_what_the_root_alone_has_loaded_reaches_all_ranks(shared_tmp_path):
-    """The others build the model anew, with an optimizer that has no state yet."""
+def test_state_loaded_on_the_root_only_reaches_all_ranks(shared_tmp_path):
+    """Other ranks build a new model, whose optimizer has no state."""
     root = keras_dist.rank() == 0
     path = shared_tmp_path / "model.keras"
     model = fit(make())
@@ -226,7 +226,7 @@ def test_a_loss_scale_stays_inside(shared_tmp_path):
     keras.config.set_dtype_policy("mixed_float16")
     try:
         model = make(op="sum")
-        for step in range(2):  # before the first step the reduction is not outside yet
+        for step in range(2):  # the first step moves the reduction outwards
             loaded = keras_dist.load_model(saved(model, shared_tmp_path))
             assert distributed.is_distributed(loaded.optimizer)
             assert not distributed.is_distributed(loaded.optimizer.inner_optimizer)
@@ -241,18 +241,18 @@ def test_a_loss_scale_stays_inside(shared_tmp_path):
 
 @keras.saving.register_keras_serializable("test_saving")
 class Registered(type(keras.optimizers.SGD())):
-    """An optimizer that Keras knows by a name other than its class's."""
+    """An optimizer that is registered under another name than its class."""
 
 
-def test_optimizers_of_ones_own(shared_tmp_path):
+def test_custom_optimizers_are_loaded(shared_tmp_path):
     class Unknown(type(keras.optimizers.SGD())):
-        """An optimizer that no version of Keras finds in a module."""
+        """An optimizer that Keras cannot import."""
 
     path = saved(make(keras_dist.DistributedOptimizer(Registered(0.1), op="sum")), shared_tmp_path)
     assert type(keras.saving.load_model(path).optimizer) is Registered
     assert isinstance(keras_dist.load_model(path).optimizer, Registered)
     path = saved(make(keras_dist.DistributedOptimizer(Unknown(0.1), op="sum")), shared_tmp_path)
-    with pytest.raises(errors.CheckpointError, match=r"Unknown.*pass custom_optimizers"):
+    with pytest.raises(errors.CheckpointError, match=r"Unknown.*as custom_optimizers"):
         keras_dist.load_model(path)
     for given in ({"custom_optimizers": [Unknown]}, {"custom_objects": {"Unknown": Unknown}}):
         loaded = keras_dist.load_model(path, **given)
@@ -260,23 +260,23 @@ def test_optimizers_of_ones_own(shared_tmp_path):
         assert loaded.optimizer._keras_dist.options.op is keras_dist.Sum
 
 
-def test_a_model_without_an_optimizer_stays_without(shared_tmp_path):
+def test_a_model_that_is_not_compiled_has_no_optimizer(shared_tmp_path):
     path = saved(make(), shared_tmp_path)
     assert getattr(keras_dist.load_model(path, compile=False), "optimizer", None) is None
 
 
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
-def test_a_legacy_file_holds_no_terms(shared_tmp_path):
+def test_a_legacy_file_holds_no_options(shared_tmp_path):
     model = built(make(op="sum"))
     path = saved(model, shared_tmp_path, ".h5")
     loaded = keras_dist.load_model(path, groups=2)
-    assert terms_of(loaded)["op"] is keras_dist.Average
-    assert terms_of(loaded)["groups"] == 2
+    assert options_of(loaded)["op"] is keras_dist.Average
+    assert options_of(loaded)["groups"] == 2
     assert_same_state(loaded, model)
     fit(loaded)
 
 
-# --- Bad files and arguments
+# --- Invalid files and arguments
 
 
 def wrong(path, kind=errors.CheckpointError, **options):
@@ -287,23 +287,21 @@ def wrong(path, kind=errors.CheckpointError, **options):
     return message
 
 
-def test_files_that_cannot_be_read_are_refused(shared_tmp_path):
+def test_unreadable_files_are_rejected(shared_tmp_path):
     missing = shared_tmp_path / "missing.keras"
     assert str(missing) in wrong(missing)
     path = saved(make(), shared_tmp_path)
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
     assert str(path) in wrong(path)
-    path.write_bytes(whole)
+    path.write_bytes(content)
     name = f"assets/optimizer/{saved_options.FILE}"
     for text in ("{half", "[]", '{"version": 2}', '{"version": 1}'):
         rewrite(path, lambda contents, text=text: {**contents, name: text})
-        assert f"a model that can be loaded, with the state of its optimizer, in {path}" in wrong(
-            path
-        )
+        assert f"a model with the state of its optimizer in {path}" in wrong(path)
 
 
-def test_another_state_than_the_optimizer_takes_is_refused(shared_tmp_path):
+def test_state_that_does_not_fit_the_optimizer_is_rejected(shared_tmp_path):
     path = saved(built(make()), shared_tmp_path)
 
     def without_momentum(contents):
@@ -317,7 +315,7 @@ def test_another_state_than_the_optimizer_takes_is_refused(shared_tmp_path):
     assert "it has 2 variables whereas the saved optimizer has 6" in message
 
 
-def test_variables_that_are_not_in_the_model_are_refused(shared_tmp_path):
+def test_variables_missing_in_the_model_are_rejected(shared_tmp_path):
     stranger = keras.Variable(np.zeros(3), name="stranger")
     path = saved(built(make(groups=[[stranger]])), shared_tmp_path)
     assert "the variable 'stranger' in the loaded model" in wrong(path)
@@ -328,27 +326,27 @@ def test_variables_that_are_not_in_the_model_are_refused(shared_tmp_path):
     assert "the layer 'no' in the loaded model" in wrong(saved(model, shared_tmp_path))
 
 
-def test_wrong_arguments_are_refused(shared_tmp_path):
+def test_invalid_arguments_are_rejected(shared_tmp_path):
     path = saved(make(), shared_tmp_path)
     with pytest.raises(TypeError, match="grops"):
         keras_dist.load_model(path, grops=2)
-    with pytest.raises(TypeError, match="positional"):  # where Horovod has the compression
+    with pytest.raises(TypeError, match="positional"):  # Horovod's position of compression
         keras_dist.load_model(path, None, None, keras_dist.Compression.fp16)
     assert "op to be" in wrong(path, errors.ArgumentError, op="mean")
     assert "custom_optimizers" in wrong(path, errors.ArgumentTypeError, custom_optimizers=["sgd"])
 
 
-# --- Files that are not what was saved
+# --- Damaged and unsafe files
 
 
-@pytest.mark.parametrize("damage", ["cut off", "a bit"])
-def test_a_damaged_file_is_said_to_be(damage, tmp_path):
+@pytest.mark.parametrize("damage", ["truncated", "a bit"])
+def test_a_damaged_file_is_reported(damage, tmp_path):
     path = tmp_path / "model.keras"
     make().save(path)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 16
     path.write_bytes(content if damage == "a bit" else content[:-30])
-    with pytest.raises(errors.CheckpointError, match="The file is damaged: load an earlier"):
+    with pytest.raises(errors.CheckpointError, match="The file is damaged: load a copy"):
         keras_dist.load_model(path)
 
 
