@@ -12,8 +12,7 @@ from keras_dist.ops.gradient_plans import SAME_MODEL
 from keras_dist.ops.reduce_op import Average
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
-from keras_dist.tensorflow.host_callback import collective, differentiable, operation
-from keras_dist.tensorflow.tensors import as_tensors
+from keras_dist.tensorflow.host_callback import as_tensors, collective, differentiable, operation
 from keras_dist.training.distributed import all_accumulators
 from keras_dist.training.model_state import variable_name
 
@@ -217,6 +216,6 @@ def broadcast_variables(
     hvd.broadcast_variables(model.variables, root_rank=0)
     ```
     """
-    own = {id(one) for variable in all_accumulators() for one in (variable, variable.value)}
-    shared = [variable for variable in variables if id(variable) not in own]
+    local = {id(one) for variable in all_accumulators() for one in (variable, variable.value)}
+    shared = [variable for variable in variables if id(variable) not in local]
     broadcast_(shared, root_rank, process_set=process_set)

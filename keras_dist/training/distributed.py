@@ -23,7 +23,6 @@ from keras_dist._compat.keras.optimizers import (
     MULTI_OPTIMIZER,
     ClippingHook,
     UpdateHook,
-    batches_seen,
     make_unpickler,
     stateless_skip,
     stateless_step,
@@ -268,6 +267,6 @@ class _LossScaled(_ReducingFirst):
 
 
 def _overrides_apply(cls: type) -> bool:
-    """Returns whether a class overrides a method of `ENTRANCES`."""
-    owners = [next((o for o in cls.__mro__ if name in vars(o)), object) for name in ENTRANCES]
+    """Returns whether a class overrides a method of `APPLY_METHODS`."""
+    owners = [next((o for o in cls.__mro__ if name in vars(o)), object) for name in APPLY_METHODS]
     return any(owner.__module__.split(".")[0] not in ("keras", "builtins") for owner in owners)

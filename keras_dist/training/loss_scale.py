@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from keras_dist._compat.keras import inner_optimizer
+from keras_dist._compat.keras.optimizers import inner_optimizer
 from keras_dist.training.distributed import attach, is_distributed
 from keras_dist.training.update_check import check_independent
 

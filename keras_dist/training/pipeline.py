@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist._compat.keras import has_mask, is_summed, outputs_of
+from keras_dist._compat.keras.models import has_mask, is_summed, outputs_of
 from keras_dist.training.update_check import check_independent
 
 __all__ = ["Pipeline"]
