@@ -1,54 +1,51 @@
-"""`Pipeline`: a model cut into stages, one on each rank, trained by micro-batches.
+"""`Pipeline`: a model split into stages, one on each rank, trained by micro-batches.
 
-Stages tell each other activations and gradients; which ranks hold the same stage of another
-replica, and average its gradients, is the optimizer's to know.
+Stages exchange activations and gradients. If there are replicas of the pipeline, the optimizer of
+each stage averages the gradients over its replicas.
 """
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_dist import _backends, _engine, errors, runtime
-from keras_dist._compat.keras.models import has_mask, is_summed, outputs_of
+from keras_dist import _backends, errors, runtime
+from keras_dist._compat.keras import has_mask, is_summed, outputs_of
+from keras_dist.training.stage_channel import StageChannel
 from keras_dist.training.update_check import check_independent
 
 __all__ = ["Pipeline"]
 
-TOLD = 200  # characters of an error that other stages hear
-
 
 class Pipeline:
-    """A model of which each rank holds one part, for models that are too large for one device.
+    """A model whose stages are on several ranks, for models too large for one device.
 
-    A batch is cut into micro-batches. Each goes through all stages, from rank to rank, and a
-    stage takes the next one while others work on the last; when all have come to the end their
-    gradients go back the same way (GPipe). Then each stage makes one step of its optimizer, by
-    the gradient of the mean loss of the whole batch: what the uncut model would do.
+    A batch is split into micro-batches. Each passes through all stages, from rank to rank, while
+    other stages work on other micro-batches; after the last micro-batch the gradients pass back
+    in reverse (GPipe). Then each stage makes one step of its optimizer, by the gradient of the mean
+    loss of the batch, as the whole model would on one device.
 
-    Stages are not compiled, and one waits for another at the begin and the end of each batch: so
-    there should be several times as many micro-batches as stages. `BatchNormalization` sees
-    micro-batches. Keras' masks stay within a stage.
+    Stages are not compiled, and stages idle at the begin and the end of each batch: use several
+    times as many micro-batches as stages. `BatchNormalization` normalizes over micro-batches.
+    Keras' masks do not pass from stage to stage.
 
     Args:
-        model: the stage of this rank, a Keras model that is built, with one input, of which the
-            first dimension is that of samples, and one output.
-        optimizer: the Keras optimizer of this stage, without a `global_clipnorm` or a loss scale,
-            which would be those of one stage alone. With replicas of the whole pipeline on other
-            ranks, a `DistributedOptimizer` with the process set of those that hold this stage.
-        loss: a Keras loss, its name or a function, of which the mean over samples is taken, or
-            the sum where its `reduction` is "sum"; only that of the last stage counts.
-        micro_batches: into how many parts a batch is cut; the same on all stages. Defaults to 1.
-        ranks: the ranks of the stages by their numbers in the job, first to last, this one among
-            them. Defaults to all ranks.
+        model: the stage of this rank, a built Keras model with one output and one input, whose
+            first dimension is the samples.
+        optimizer: the Keras optimizer of this stage, or its name; without `global_clipnorm` or
+            loss scale, which would act on this stage alone. If other ranks hold replicas of the
+            pipeline, a `DistributedOptimizer` with the process set of the ranks of this stage.
+        loss: a Keras loss, its name or a function. Its mean over the samples is minimized, or its
+            sum if its `reduction` is `"sum"`. Used by the last stage only.
+        micro_batches: number of micro-batches in a batch; the same on all stages. Defaults to 1.
+        ranks: the ranks of the stages, first to last, including this rank. Defaults to all ranks.
 
     Raises:
-        ArgumentError: `model` is not built, or its outputs have a mask; `optimizer` looks at
-            several gradients at once, the last stage has no `loss`, `micro_batches` is no whole
-            number from 1 on, or `ranks` are not ranks of the job, each once, with this one.
+        ArgumentError: `model` is not built, or its outputs have a mask; `optimizer` combines the
+            gradients of several variables; the last stage has no `loss`; `micro_batches` is not
+            an integer of at least 1; or `ranks` are not distinct ranks of the job with this rank.
 
     Example:
     ```python
@@ -62,8 +59,10 @@ class Pipeline:
         batch = slice(start, start + 32)
         loss = pipeline.train_on_batch(x_train[batch], y_train[batch])
     ```
-    Reference: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
-    Parallelism", 2019.
+
+    Reference:
+        Huang et al. 2019, GPipe: Efficient Training of Giant Neural Networks using Pipeline
+        Parallelism, https://arxiv.org/abs/1811.06965
     """
 
     def __init__(
@@ -76,41 +75,44 @@ class Pipeline:
     ):
         every = _parse_ranks(range(runtime.size()) if ranks is None else ranks)
         if not model.built:
-            remedy = "Begin it with keras.Input(shape), or call its build."
-            raise _error("a stage that is built", f"model {model.name!r}, which is not", remedy)
+            remedy = "Begin the model with keras.Input(shape), or call its build method."
+            raise _error("a built stage", f"model {model.name!r}, which is not built", remedy)
         self.model = model
         self.optimizer = keras.optimizers.get(optimizer)
         check_independent(self.optimizer, "a pipeline stage")
         self._loss = keras.losses.get(loss)
-        self._adds_up = is_summed(self._loss)
+        self._is_sum = is_summed(self._loss)
         self._micro_batches = _parse_micro_batches(micro_batches)
         stage = every.index(runtime.rank())
         self._before = every[stage - 1] if stage > 0 else None
         self._after = every[stage + 1] if stage + 1 < len(every) else None
-        self._neighbours = _Neighbours(self._before, self._after)
+        self._channel = StageChannel(self._before, self._after)
         if self._after is not None or self._micro_batches > 1:
             _check_unmasked(model)
         if self._after is None and self._loss is None:
-            remedy = 'Pass for example "mse"; on other stages it does not count.'
+            remedy = 'Pass for example "mse"; other stages ignore the loss.'
             raise _error("a loss on the last stage", "loss=None", remedy)
 
     def train_on_batch(self, x: Any = None, y: Any = None) -> float:
-        """Trains all stages on a batch. Every stage of the pipeline must call it; blocks.
+        """Trains all stages on a batch. Collective: every stage of the pipeline; blocks.
 
         Args:
-            x: the batch, an array; only that of the first stage counts. Defaults to `None`.
-            y: its targets, an array; only those of the last stage count. Defaults to `None`.
+            x: array of inputs, of shape `(samples, ...)`; used by the first stage only. Defaults
+                to `None`.
+            y: array of targets, of shape `(samples, ...)`; used by the last stage only. Defaults
+                to `None`.
 
         Returns:
-            The loss of the batch, without penalties of layers; the same on all stages.
+            The loss of the batch, without regularization losses; the same on all stages.
 
         Raises:
-            ArgumentError: the first stage has no batch, or the last no targets; there are fewer
-                samples than micro-batches, or not as many targets.
-            MismatchError: another stage does something else, or has failed. What ends a batch on
-                one stage ends it on all that are not through with it; then they may go on, unless
-                there are replicas, which hear nothing of it. Stages that have made different
-                numbers of calls, as after an interrupt, need a new `Pipeline` on each.
+            ArgumentError: the first stage has no `x`, or the last no `y`; there are fewer samples
+                than micro-batches; or the numbers of samples and targets differ.
+            MismatchError: another stage made a different call or failed. An error on one stage
+                ends the batch on all stages that have not finished it; then training may
+                continue, unless there are replicas, which are not notified. After an interrupt
+                the stages may have made different numbers of calls: create a new `Pipeline` on
+                each of them.
             RankLostError: a rank has died.
         """
         loss, gradients = self.gradients(x, y)
@@ -118,121 +120,125 @@ class Pipeline:
         return loss
 
     def gradients(self, x: Any = None, y: Any = None) -> tuple[float, list[Any]]:
-        """Does all of `train_on_batch` but the step; arguments and errors as there.
+        """Computes the loss and the gradients of a batch; the weights stay.
+
+        Collective: every stage of the pipeline; blocks. Arguments and errors are those of
+        `train_on_batch`.
 
         Returns:
-            The loss, and the gradients of the stage's trainable variables in their order.
+            The loss, and the gradients of the trainable variables of this stage, in their order.
         """
-        with self._neighbours.batch():
+        with self._channel.batch():
             return self._gradients(x, y)
 
     def _gradients(self, x: Any, y: Any) -> tuple[float, list[Any]]:
-        inputs, targets = self._parts(x, "x", self._before), self._parts(y, "y", self._after)
-        passed = [
-            self._forward(number, part, target)
-            for number, (part, target) in enumerate(zip(inputs, targets, strict=True))
+        inputs, targets = self._split(x, "x", self._before), self._split(y, "y", self._after)
+        forward = [
+            self._forward(number, samples, target)
+            for number, (samples, target) in enumerate(zip(inputs, targets, strict=True))
         ]
-        total = sum(samples for samples, _, _ in passed)
+        total = sum(samples for samples, _, _ in forward)
         gradients, loss = None, 0.0
         for number in reversed(range(self._micro_batches)):
-            samples, result, back = passed.pop()
+            samples, result, vjp = forward.pop()
             share = samples / total
             if self._after is None:
-                factor = 1 if self._adds_up else share
+                factor = 1 if self._is_sum else share
                 loss += factor * float(result)
-                mine, theirs = back(np.full_like(result, factor), share)
+                mine, upstream = vjp(np.full_like(result, factor), share)
             else:
-                theirs = self._neighbours.recv(self._after, f"gradient of micro-batch {number}")
-                mine, theirs = back(theirs, share)
+                upstream = self._channel.recv(self._after, f"gradient of micro-batch {number}")
+                mine, upstream = vjp(upstream, share)
             if self._before is not None:
-                self._neighbours.send(theirs, self._before, f"gradient of micro-batch {number}")
+                self._channel.send(upstream, self._before, f"gradient of micro-batch {number}")
             pairs = zip(gradients or mine, mine, strict=True)
             gradients = mine if gradients is None else [one + other for one, other in pairs]
         return self._share_loss(loss), gradients or []
 
     def predict_on_batch(self, x: Any = None) -> np.ndarray | None:
-        """Sends a batch through all stages. Every stage of the pipeline must call it; blocks.
+        """Computes the outputs of a batch. Collective: every stage of the pipeline; blocks.
 
         Args:
-            x: the batch; only that of the first stage counts. Defaults to `None`.
+            x: array of inputs, of shape `(samples, ...)`; used by the first stage only. Defaults
+                to `None`.
 
         Returns:
-            The outputs on the last stage, else `None`.
+            The outputs on the last stage, `None` on other stages.
 
         Raises:
-            ArgumentError: the first stage has no batch.
-            MismatchError: another stage does something else, or has failed.
+            ArgumentError: the first stage has no `x`.
+            MismatchError: another stage made a different call or failed.
             RankLostError: a rank has died.
         """
-        with self._neighbours.batch():
+        with self._channel.batch():
             return self._predict(x)
 
     def _predict(self, x: Any) -> np.ndarray | None:
         if self._before is None:
             inputs = np.asarray(_given(x, "x"))
         else:
-            inputs = self._neighbours.recv(self._before, "inputs", last=True)
+            inputs = self._channel.recv(self._before, "inputs", last=True)
         outputs = self.model.predict_on_batch(inputs)
         if self._after is None:
             return outputs
-        self._neighbours.send(outputs, self._after, "inputs", last=True)
+        self._channel.send(outputs, self._after, "inputs", last=True)
         return None
 
-    def _parts(self, batch: Any, name: str, neighbour: int | None) -> Sequence[Any]:
-        """Cuts a batch where this stage needs it: where no neighbour has it."""
+    def _split(self, batch: Any, name: str, neighbour: int | None) -> Sequence[Any]:
+        """Returns the micro-batches of an array that this stage uses, else of `None`."""
         if neighbour is not None:
             return [None] * self._micro_batches
         samples = len(_given(batch, name))
         if samples < self._micro_batches:
-            expected = f"a batch of at least {self._micro_batches} samples, one a micro-batch"
-            remedy = "Leave out what is left of the data at its end, or cut into fewer."
+            expected = f"a batch of at least {self._micro_batches} samples, one per micro-batch"
+            remedy = "Drop the incomplete last batch, or use fewer micro-batches."
             raise _error(expected, f"{samples}", remedy)
         return np.array_split(np.asarray(batch), self._micro_batches)
 
     def _forward(
-        self, number: int, part: Any, target: Any
+        self, number: int, inputs: Any, target: Any
     ) -> tuple[int, np.ndarray, Callable[..., Any]]:
-        """Returns how many samples a micro-batch has, its outputs or loss, and the way back."""
+        """Runs a micro-batch; returns its number of samples, its outputs or loss, and its VJP."""
         if self._before is not None:
-            part = self._neighbours.recv(self._before, f"micro-batch {number}")
+            inputs = self._channel.recv(self._before, f"micro-batch {number}")
 
         def loss(outputs: Any) -> Any:
             if len(outputs) != len(target):
                 expected = f"targets for {len(outputs)} samples of micro-batch {number}"
-                raise _error(expected, f"{len(target)}", "Give all stages the same batch.")
+                raise _error(expected, f"{len(target)}", "Pass the same batch to all stages.")
             values = self._loss(keras.ops.convert_to_tensor(target), outputs)
-            return keras.ops.sum(values) if self._adds_up else keras.ops.mean(values)
+            return keras.ops.sum(values) if self._is_sum else keras.ops.mean(values)
 
         last = self._after is None
-        result, back = _backends.active().vjp(
-            self.model, part, loss if last else None, self._before is not None
+        result, vjp = _backends.active().pull_back(
+            self.model, inputs, loss if last else None, self._before is not None
         )
         if self._after is not None:
-            self._neighbours.send(result, self._after, f"micro-batch {number}")
-        return len(part), result, back
+            self._channel.send(result, self._after, f"micro-batch {number}")
+        return len(inputs), result, vjp
 
     def _share_loss(self, loss: float) -> float:
         if self._after is not None:
-            loss = float(self._neighbours.recv(self._after, "loss", last=True))
+            loss = float(self._channel.recv(self._after, "loss", last=True))
         if self._before is not None:
-            self._neighbours.send(np.float64(loss), self._before, "loss", last=True)
+            self._channel.send(np.float64(loss), self._before, "loss", last=True)
         return loss
 
 
 def _given(batch: Any, name: str) -> Any:
-    """Returns a batch that this stage needs.
+    """Returns an argument that this stage uses.
 
     Raises:
-        ArgumentError: it is missing.
+        ArgumentError: the argument is missing.
     """
     if batch is None:
-        remedy = "The first stage needs x, and to train the last one needs y."
+        remedy = "Pass x on the first stage and, to train, y on the last stage."
         raise _error(f"an array as {name} on this stage", "None", remedy)
     return batch
 
 
 def _parse_ranks(ranks: Any) -> list[int]:
-    """Returns the ranks of a pipeline, checked."""
+    """Checks and returns the ranks of a pipeline."""
     try:
         parsed = [operator.index(rank) for rank in ranks]
     except TypeError:
@@ -240,93 +246,32 @@ def _parse_ranks(ranks: Any) -> list[int]:
     every = range(runtime.size())
     if runtime.rank() not in parsed or len({*every}.intersection(parsed)) < len(parsed):
         expected = f"ranks of 0 to {every[-1]}, each once, with this one among them"
-        remedy = "Each rank makes the pipeline that it is a stage of."
+        remedy = "Create on each rank the pipeline that the rank belongs to."
         raise _error(expected, f"ranks={ranks!r}", remedy)
     return parsed
 
 
 def _parse_micro_batches(count: Any) -> int:
-    """Returns a number of micro-batches, checked."""
+    """Checks and returns the number of micro-batches."""
     try:
         parsed = operator.index(count)
     except TypeError:
         parsed = 0
     if parsed < 1:
-        expected = "micro_batches to be a whole number, 1 or more"
-        raise _error(expected, repr(count), "Pass 4 times the number of stages.")
+        expected = "micro_batches to be an integer of at least 1"
+        raise _error(expected, repr(count), "Pass for example 4 times the number of stages.")
     return parsed
 
 
 def _check_unmasked(model: Any) -> None:
-    """Checks that no mask goes with the outputs: none is sent, and a mean would want its sum."""
+    """Checks that outputs have no mask: masks are not sent, and a mean would ignore their sum."""
     outputs = outputs_of(model)
     if any(has_mask(output) for output in outputs):
-        expected = "a stage whose outputs have no mask, in a pipeline that cuts model or batches"
-        remedy = "Let the mask begin and end within a stage, or leave out mask_zero and Masking."
-        raise _error(expected, f"model {model.name!r}, which masks them", remedy)
-
-
-class _Neighbours:
-    """What goes to the stages before and after this one, batch by batch.
-
-    Batches are counted, and messages named by their number: stages that are not in the same batch
-    get an error, not each other's samples.
-
-    Args:
-        *ranks: those of the neighbours, `None` where there is none.
-    """
-
-    def __init__(self, *ranks: int | None):
-        self._ranks = {rank for rank in ranks if rank is not None}
-        self._waiting: set[int] = set()  # those that this batch still has something from or for
-        self._batch = -1
-
-    @contextlib.contextmanager
-    def batch(self) -> Iterator[None]:
-        """Counts a batch; an error that ends it here ends it for neighbours that wait for it."""
-        self._batch += 1  # before anything may fail, so that all stages go on with the same number
-        self._waiting = set(self._ranks)
-        try:
-            yield
-        except errors.RankLostError:
-            raise
-        except Exception as error:
-            self._call_off(error)
-            raise
-
-    def send(self, array: Any, peer: int, name: str, last: bool = False) -> None:
-        """Sends an array to a neighbour, as the `last` of the batch or not."""
-        name = f"batch {self._batch}, {name}"
-        with self._heard_of(peer, last):
-            _engine.point_to_point.send(runtime.communicator(), np.asarray(array), peer, name, name)
-
-    def recv(self, peer: int, name: str, last: bool = False) -> np.ndarray:
-        """Receives an array from a neighbour, as the `last` of the batch or not."""
-        name = f"batch {self._batch}, {name}"
-        with self._heard_of(peer, last):
-            return _engine.point_to_point.recv(runtime.communicator(), peer, name, name)
-
-    @contextlib.contextmanager
-    def _heard_of(self, peer: int, last: bool) -> Iterator[None]:
-        try:
-            yield
-        except errors.ArgumentTypeError:  # before the two have met
-            raise
-        except Exception:  # behind it: the neighbour has met this rank, and maybe an error as well
-            self._waiting.discard(peer)
-            raise
-        if last:
-            self._waiting.discard(peer)
-
-    def _call_off(self, error: Exception) -> None:
-        why = str(error)
-        if not isinstance(error, errors.KerasDistError):
-            expected = f"batch {self._batch} to go through all stages of the pipeline"
-            received = f"{type(error).__name__} ({' '.join(str(error).split())[:TOLD]})"
-            why = errors.explain(runtime.where(), expected, received, "See the error of that rank.")
-        for peer in sorted(self._waiting):
-            with contextlib.suppress(Exception):  # what has failed first is what counts
-                _engine.point_to_point.call_off(runtime.communicator(), peer, why)
+        expected = (
+            "a stage whose outputs have no mask, in a pipeline of several stages or micro-batches"
+        )
+        remedy = "Begin and end the mask within a stage, or remove mask_zero and Masking."
+        raise _error(expected, f"model {model.name!r}, whose outputs are masked", remedy)
 
 
 def _error(expected: str, received: str, remedy: str) -> errors.ArgumentError:

@@ -1,4 +1,4 @@
-"""Models whose parts lie on several ranks: gradients of the parts are those of the whole."""
+"""`Pipeline`: stages on several ranks train like the whole model in one process."""
 
 import keras
 import numpy as np
@@ -13,7 +13,7 @@ LAYERS = 3
 
 
 def layers():
-    """The layers of the model, built, with the same weights on every rank."""
+    """Returns the built layers of the model, with the same weights on every rank."""
     keras.utils.set_random_seed(7)
     made = [
         keras.layers.Dense(5, "tanh", kernel_regularizer="l2"),
@@ -24,12 +24,12 @@ def layers():
     return made
 
 
-def model_of(some, width=3):
-    return keras.Sequential([keras.Input((width,)), *some])
+def model_of(members, width=3):
+    return keras.Sequential([keras.Input((width,)), *members])
 
 
 def stage_of(number, stages):
-    """A stage of the model, cut as evenly as it goes."""
+    """Returns a stage of the model, split as evenly as possible."""
     every, places = layers(), np.array_split(range(LAYERS), stages)[number]
     return model_of([every[place] for place in places], every[places[0]].kernel.shape[0])
 
@@ -41,52 +41,51 @@ def batch(samples=10):
     )
 
 
-def uncut(steps, x, y):
-    """The weights of the whole model after some steps in one process."""
+def train_whole(steps, x, y):
+    """Returns the losses and weights of the whole model after some steps in one process."""
     model = model_of(layers())
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     losses = [model.train_on_batch(x, y) for _ in range(steps)]
     return losses, [ops.convert_to_numpy(v) for v in model.trainable_variables]
 
 
-def assert_part_of(stage, stages, model, whole):
-    """Checks the weights of a stage against those of the uncut model: two for each layer."""
+def assert_equals_stage(stage, stages, model, whole):
+    """Checks the weights of a stage against those of the whole model: two for each layer."""
     places = np.array_split(range(LAYERS), stages)[stage]
     expected = whole[2 * places[0] : 2 * places[-1] + 2]
     for variable, value in zip(model.trainable_variables, expected, strict=True):
         np.testing.assert_allclose(ops.convert_to_numpy(variable), value, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.skipif(SIZE > LAYERS, reason="there is a layer for each stage")
-@pytest.mark.parametrize("micro_batches", [1, 4])  # the latter do not divide the batch
-def test_a_pipeline_trains_as_the_uncut_model(micro_batches):
+@pytest.mark.skipif(SIZE > LAYERS, reason="more stages than layers")
+@pytest.mark.parametrize("micro_batches", [1, 4])  # 4 does not divide the batch
+def test_a_pipeline_trains_like_the_whole_model(micro_batches):
     model = stage_of(RANK, SIZE)
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     pipeline = keras_dist.Pipeline(model, optimizer, "mse", micro_batches)
     x, y = batch()
     seen = [pipeline.train_on_batch(x, y) for _ in range(3)]
-    losses, whole = uncut(3, x, y)
-    assert_part_of(RANK, SIZE, model, whole)
+    losses, whole = train_whole(3, x, y)
+    assert_equals_stage(RANK, SIZE, model, whole)
     assert seen == keras_dist.broadcast_object(seen)
-    assert seen[-1] < seen[0] < losses[0]  # which counts penalties of layers as well
+    assert seen[-1] < seen[0] < losses[0]  # includes the regularization losses
     outputs = pipeline.predict_on_batch(x)
     assert (outputs is None) == (RANK < SIZE - 1)
 
 
-def test_a_pipeline_passes_bfloat16_on():
+def test_activations_may_be_bfloat16():
     options = {"kernel_initializer": "identity", "dtype": "bfloat16", "use_bias": False}
     model = model_of([keras.layers.Dense(3, **options)])
     pipeline = keras_dist.Pipeline(model, keras.optimizers.SGD(0.5), "mse", 2)
     x = np.ones((4, 3), "f4")
     assert pipeline.train_on_batch(x, x + 1) == 1
-    # Each kernel is the identity: that of the last stage gets the gradient of the loss, and so do
-    # the others.
+    # Each kernel is the identity, so all stages have the gradient of the last stage.
     expected = np.eye(3) + 1 / 3
     found = ops.convert_to_numpy(model.trainable_variables[0]).astype("f4")
-    np.testing.assert_allclose(found, expected, rtol=2**-7)  # a last bit of bfloat16
+    np.testing.assert_allclose(found, expected, rtol=2**-7)  # one ulp of bfloat16
 
 
-def test_stages_without_anything_to_train():
+def test_stages_without_trainable_weights():
     def step(model):
         pipeline = keras_dist.Pipeline(model, keras.optimizers.SGD(0.5), "mse", 2)
         return pipeline.train_on_batch(x, x + 1)
@@ -100,17 +99,17 @@ def test_stages_without_anything_to_train():
     assert (ops.convert_to_numpy(frozen.kernel)[0, 0] != 1) == (RANK > 0)
 
 
-def test_a_loss_that_adds_up_does_so_over_micro_batches():
+def test_a_sum_loss_is_summed_over_micro_batches():
     model = model_of([keras.layers.Dense(3, kernel_initializer="identity", use_bias=False)])
     loss = keras.losses.MeanSquaredError(reduction="sum")
     pipeline = keras_dist.Pipeline(model, keras.optimizers.SGD(0.5), loss, 2)
-    x = np.ones((3, 3), "f4")  # in parts of 2 and 1
+    x = np.ones((3, 3), "f4")  # micro-batches of 2 and 1
     assert pipeline.train_on_batch(x, x + 1) == 3
     np.testing.assert_allclose(ops.convert_to_numpy(model.weights[0]), np.eye(3) + 1, rtol=1e-6)
 
 
-@pytest.mark.skipif(SIZE != 4, reason="two stages on two ranks each")
-def test_replicas_of_a_pipeline_train_as_one_process():
+@pytest.mark.skipif(SIZE != 4, reason="two replicas of two stages")
+def test_replicas_of_a_pipeline_train_like_one_process():
     replica, stage = divmod(RANK, 2)
     sets = [keras_dist.add_process_set(ranks) for ranks in ([0, 2], [1, 3])]
     model = stage_of(stage, 2)
@@ -125,9 +124,9 @@ def test_replicas_of_a_pipeline_train_as_one_process():
     x, y = batch(12)
     for _ in range(3):
         pipeline.train_on_batch(x[replica::2], y[replica::2])
-    assert_part_of(stage, 2, model, uncut(3, x, y)[1])
-    for one in sets:
-        keras_dist.remove_process_set(one)
+    assert_equals_stage(stage, 2, model, train_whole(3, x, y)[1])
+    for process_set in sets:
+        keras_dist.remove_process_set(process_set)
 
 
 class Breakable(keras.layers.Layer):
@@ -148,8 +147,8 @@ def distance(targets, outputs):
     return ops.max(ops.abs(targets - outputs), axis=-1)
 
 
-def passes_on(micro_batches=2):
-    """A pipeline that gives its inputs back, and its layer: the loss is 0 where they belong."""
+def identity_pipeline(micro_batches=2):
+    """Returns a pipeline whose outputs are its inputs, and its layer."""
     layer = Breakable()
     model = keras.Sequential([keras.Input((3,)), layer])
     return keras_dist.Pipeline(model, "sgd", distance, micro_batches), layer
@@ -160,7 +159,7 @@ def full(value):
 
 
 def test_an_error_on_one_stage_ends_the_batch_on_all():
-    pipeline, layer = passes_on()
+    pipeline, layer = identity_pipeline()
     for bad in range(SIZE):
         layer.broken = bad == RANK
         expected = ValueError if bad == RANK else errors.MismatchError
@@ -171,24 +170,24 @@ def test_an_error_on_one_stage_ends_the_batch_on_all():
         assert pipeline.train_on_batch(full(bad), full(bad)) == 0
 
 
-@pytest.mark.skipif(SIZE < 2, reason="there is somebody else")
-def test_stages_that_are_in_different_batches_hear_of_it():
-    pipeline, _ = passes_on()
+@pytest.mark.skipif(SIZE < 2, reason="needs two stages")
+def test_stages_in_different_batches_get_an_error():
+    pipeline, _ = identity_pipeline()
     call = pipeline.predict_on_batch if RANK == 0 else pipeline.train_on_batch
     with pytest.raises(errors.MismatchError, match="batch 0, inputs"):
         call(*[full(0)] * (1 if RANK == 0 else 2))
     assert pipeline.train_on_batch(full(1), full(1)) == 0
-    if RANK == 0:  # nobody else hears of this
+    if RANK == 0:  # an interrupt is not sent to other stages
         with pytest.raises(KeyboardInterrupt):
             pipeline.train_on_batch(Interrupts())
     with pytest.raises(errors.MismatchError, match=r"'batch 3, micro-batch 0'.*='batch 2, micro-"):
         pipeline.train_on_batch(full(2), full(2))
 
 
-def test_wrong_arguments_of_a_pipeline():
+def test_invalid_arguments_are_rejected():
     model = stage_of(0, 1)
     for wrong in (0, 1.5, None):
-        with pytest.raises(errors.ArgumentError, match="micro_batches to be a whole number"):
+        with pytest.raises(errors.ArgumentError, match="micro_batches to be an integer"):
             keras_dist.Pipeline(model, "sgd", "mse", micro_batches=wrong)
     for ranks in ([RANK + 1], [RANK, RANK], [RANK, SIZE], [RANK - SIZE, RANK], [f"{RANK}"], RANK):
         with pytest.raises(errors.ArgumentError, match="each once, with this one among them"):
@@ -276,7 +275,7 @@ def gradient_of_variable(variable, loss):
     return jax.grad(loss_at)(variable.value)
 
 
-@pytest.mark.skipif(SIZE < 2, reason="there is somebody else")
+@pytest.mark.skipif(SIZE < 2, reason="needs two stages")
 def test_gradients_go_through_variables_that_are_sent():
     variable = keras.Variable([1.0 + RANK, 2.0])
 
