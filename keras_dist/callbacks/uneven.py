@@ -12,7 +12,7 @@ from keras_dist._compat.keras.optimizer_state import batches_seen
 from keras_dist._compat.keras.optimizers import innermost_optimizer
 from keras_dist.callbacks.stopping import STOPS_EPOCH
 from keras_dist.training.distributed import distributed_optimizers
-from keras_dist.training.model_state import accumulators, optimizers_inside, trained_by
+from keras_dist.training.model_state import accumulators, optimizers_inside, replicated_variables
 from keras_dist.training.replicas import broadcast_variables
 
 __all__ = ["UnevenDataCallback"]
@@ -164,7 +164,7 @@ def _follow(optimizer: Any, comm: _engine.Communicator, steps: Sequence[int], ro
         steps: how many batches it has seen on each.
         root: the place of the rank whose state all receive.
     """
-    broadcast_variables(comm, trained_by(optimizer), comm.ranks[root])
+    broadcast_variables(comm, replicated_variables(optimizer), comm.ranks[root])
     if (steps[comm.rank] - steps[root]) % _passes(optimizer):
         for variable in accumulators([optimizer, *optimizers_inside(optimizer)]):
             variable.assign(keras.ops.zeros(variable.shape, variable.dtype))

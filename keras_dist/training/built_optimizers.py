@@ -1,11 +1,11 @@
-"""Descriptions of the variables that optimizers are built for, to build others equally.
+"""Descriptions of built optimizers, by which optimizers are built alike elsewhere.
 
-An optimizer of a custom `train_step` is built at its first step. State that is restored or
-broadcast requires it to be built before.
+An optimizer of a custom `train_step` is built at its first step. To restore or broadcast its
+state, it must be built before.
 
-A description is JSON: for each optimizer and its inner optimizers, the indices among the weights
-of the model of the variables it is built for, or `None`, and the number of its own variables.
-Does not communicate.
+A description is a JSON value: for each optimizer and its inner optimizers, the indices of its
+variables among the weights of the model, or `None` if it is not built, and the number of its own
+state variables. Does not communicate.
 """
 
 from collections.abc import Sequence
@@ -22,23 +22,23 @@ __all__ = ["build", "describe", "difference", "merge", "reset_undescribed", "var
 # For each optimizer of a model, itself and its inner optimizers: (indices, number of variables).
 Described = list[list[tuple[list[int | None] | None, int]]]
 
-_EVERY: Any = (None, None)  # description of an optimizer that was not described
+_UNKNOWN: Any = (None, None)  # for an optimizer without description: all its variables
 
 
 def describe(model: keras.Model) -> Described:
     """Returns the description of the optimizers of a model."""
-    places = {id(weight): place for place, weight in enumerate(model.weights)}
+    indices = {id(weight): index for index, weight in enumerate(model.weights)}
 
-    def built_for(one: Any) -> list[int | None] | None:
-        if not one.built:
+    def built_for(optimizer: Any) -> list[int | None] | None:
+        if not optimizer.built:
             return None
-        return [places.get(id(variable)) for variable in trained_by(one)]
+        return [indices.get(id(variable)) for variable in trained_by(optimizer)]
 
     return [[(built_for(one), len(_own(one))) for one in family] for family in families(model)]
 
 
 def merge(descriptions: Sequence[Described]) -> Described:
-    """Merges the descriptions of all ranks: the first rank that has built an optimizer counts."""
+    """Merges descriptions: for each optimizer, takes the first description of a built one."""
     return [
         [
             next((one for one in members if one and one[0] is not None), None)
@@ -53,19 +53,19 @@ def build(model: keras.Model, described: Described) -> None:
     """Builds the unbuilt optimizers of a model for the described variables."""
     weights = list(model.weights)
     for number, members in enumerate(described[: len(families(model))]):
-        for place, (built_for, _) in enumerate(members):
-            family = families(model)[number]  # a `MultiOptimizer` may know more once it is built
-            if built_for is None or place >= len(family) or family[place].built:
+        for position, (built_for, _) in enumerate(members):
+            family = families(model)[number]  # building a `MultiOptimizer` may add members
+            if built_for is None or position >= len(family) or family[position].built:
                 continue
             known = [weights[at] for at in built_for if at is not None and at < len(weights)]
             if len(known) == len(built_for):
-                family[place].build(known)
+                family[position].build(known)
 
 
 def difference(model: keras.Model, described: Described) -> str | None:
-    """Returns, for messages, the first optimizer that is built for other variables, or `None`."""
-    for family, mine, members in zip(families(model), describe(model), described, strict=False):
-        for one, (now, _), (built_for, _) in zip(family, mine, members, strict=False):
+    """Returns a phrase for the first optimizer that is built differently, or `None`."""
+    for family, current, members in zip(families(model), describe(model), described, strict=False):
+        for one, (now, _), (built_for, _) in zip(family, current, members, strict=False):
             if now is not None and built_for is not None and now != list(built_for):
                 return f"{one.name!r}, built for other variables of the model, or in another order"
     return None
@@ -75,7 +75,7 @@ def variables_of(model: keras.Model, described: Described) -> list[Any]:
     """Returns the state variables of a model that existed when it was described.
 
     Args:
-        model: a built Keras model, whose described optimizers are built.
+        model: a built Keras model; its described optimizers are built.
         described: from `describe`.
 
     Returns:
@@ -83,22 +83,24 @@ def variables_of(model: keras.Model, described: Described) -> list[Any]:
     """
     variables = list(model.weights)
     for family, members in zip_longest(families(model), described, fillvalue=()):
-        for one, (built_for, count) in zip(family, members or [_EVERY] * len(family), strict=False):
+        for one, (built_for, count) in zip(
+            family, members or [_UNKNOWN] * len(family), strict=False
+        ):
             own = _own(one)
             variables.extend(own[:count] if built_for is None else own)
-    left_out = {id(variable) for variable in accumulators(optimizers_of(model))}
-    return list({id(v): v for v in variables if id(v) not in left_out}.values())
+    excluded = {id(variable) for variable in accumulators(optimizers_of(model))}
+    return list({id(v): v for v in variables if id(v) not in excluded}.values())
 
 
 def reset_undescribed(model: keras.Model, described: Described) -> None:
     """Resets optimizer variables that did not exist when the model was described."""
-    held = {id(variable) for variable in variables_of(model, described)}
+    described_ids = {id(variable) for variable in variables_of(model, described)}
     for family, members in zip(families(model), described, strict=False):
         if len(family) > len(members) or any(
             one.built and built_for is None
             for one, (built_for, _) in zip(family, members, strict=False)
         ):
-            _reset(family[0], held)
+            _reset(family[0], described_ids)
 
 
 def _own(optimizer: Any) -> list[Any]:
@@ -108,9 +110,9 @@ def _own(optimizer: Any) -> list[Any]:
 
 
 def _reset(optimizer: Any, excluded: set[int]) -> None:
-    """Resets the variables of an optimizer, except some, to their initial values.
+    """Resets the variables of an optimizer to their initial values, except excluded ids.
 
-    Initial values need not be 0: some are constants, some copies of the weights.
+    Initial values are taken from a new optimizer: not all are 0.
     """
     fresh = type(optimizer).from_config(optimizer.get_config())
     fresh.build(trained_by(optimizer))

@@ -180,7 +180,7 @@ class _Clipping(ClippingHook, _Distributed):
 
     def _prepared(self, grads: Any, variables: Any) -> Any:
         # Gradients that overwrite their variable are assigned before clipping.
-        return self._keras_dist.overwriting(grads, variables)
+        return self._keras_dist.reduce_overwriting(grads, variables)
 
     def _reduces(self) -> bool:
         # On other backends, accumulating passes reduce nothing; only updates are checked.

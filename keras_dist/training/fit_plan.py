@@ -1,7 +1,7 @@
-"""Check that the arguments of `fit` that must be equal on all ranks are.
+"""Check that the ranks call `fit` with equal arguments where these must be equal.
 
 The callbacks of keras_dist synchronize at the begin and end of epochs and at validation. A rank
-with more epochs, or with a validation that others lack, would wait for the others there.
+with more epochs, or with a validation that other ranks lack, would wait there for ever.
 """
 
 from typing import Any
@@ -13,25 +13,23 @@ from keras_dist.data import epochs
 
 __all__ = ["agree_on_fit"]
 
-MEETING = "the begin of fit with the callbacks of keras_dist"
+OPERATION = "the begin of fit with the callbacks of keras_dist"
 AGREES = "AgreeOnStoppingCallback"
-LAST = (
-    "VerifyReplicas",
-    AGREES,
-    "PreemptionCallback",
-)  # they act on decisions of others
-VALIDATE_TOGETHER = ("MetricAverageCallback", "AverageStatisticsCallback")
+# Callbacks that act on the decisions of others, which run before them.
+LAST = ("VerifyReplicas", AGREES, "PreemptionCallback")
+COLLECTIVE_IN_VALIDATION = ("MetricAverageCallback", "AverageStatisticsCallback")
 SAME_CALLBACKS = (
-    "Pass those of keras_dist on every rank; one that is for the root alone goes into "
-    "keras_dist.callbacks.RootOnly, and Keras' own may be in the list of one rank."
+    "Pass the callbacks of keras_dist on every rank. Wrap a callback for the root only in "
+    "keras_dist.callbacks.RootOnly. Callbacks of Keras may be passed on some ranks only."
 )
 
 
 def agree_on_fit(arguments: dict[str, Any]) -> bool:
-    """Checks that all ranks call `fit` alike, if it has callbacks of keras_dist.
+    """Checks that all ranks call `fit` with equal arguments, if it has callbacks of keras_dist.
 
     The data, its number of batches, `verbose`, and callbacks of Keras and of the user may differ.
-    Such callbacks may be appended to those of keras_dist on any rank, and may stop training.
+    Any rank may append such callbacks to those of keras_dist; they may stop training.
+
     Collective: every rank; blocks.
 
     Args:
@@ -42,15 +40,15 @@ def agree_on_fit(arguments: dict[str, Any]) -> bool:
         callbacks of keras_dist.
 
     Raises:
-        MismatchError: arguments differ; raised on every rank with the same text.
+        MismatchError: arguments differ; raised on every rank, with the same message.
     """
     ours = [name for one in _flat(arguments["callbacks"]) if (name := _name(one)) is not None]
     if not ours or runtime.size() == 1:
         return True
     comm = runtime.communicator()
     mine = _plan(arguments, ours), epochs.is_shared_out(arguments["x"]), _put_in_order(arguments)
-    told = _engine.collectives.allgather_object(comm, mine, operation=MEETING)
-    plans = [plan for plan, _, _ in told]
+    gathered = _engine.collectives.allgather_object(comm, mine, operation=OPERATION)
+    plans = [plan for plan, _, _ in gathered]
     for rank, plan in enumerate(plans):
         for name, expected in plans[0].items():
             if plan.get(name) != expected:
@@ -62,35 +60,35 @@ def agree_on_fit(arguments: dict[str, Any]) -> bool:
                         SAME_CALLBACKS if name == "callbacks" else f"Pass the same {name}.",
                     )
                 )
-    if any(asks for _, _, asks in told):
+    if any(asks for _, _, asks in gathered):
         arguments["callbacks"] = [
             one.after_batches() if _name(one) == AGREES else one
             for one in _flat(arguments["callbacks"])
         ]
-    return all(shared_out for _, shared_out, _ in told)
+    return all(is_sharded for _, is_sharded, _ in gathered)
 
 
 def _put_in_order(arguments: dict[str, Any]) -> bool:
-    """Moves the callbacks of `LAST` behind callbacks that the user has appended.
+    """Moves the callbacks of `LAST` behind callbacks that the user appended.
 
     Returns:
         Whether an appended callback may stop training after a batch.
     """
     flat = _flat(arguments["callbacks"])
-    places = [place for place, one in enumerate(flat) if _name(one) == AGREES]
-    appended = [one for one in flat[places[-1] :] if _name(one) not in LAST] if places else []
+    found = [index for index, one in enumerate(flat) if _name(one) == AGREES]
+    appended = [one for one in flat[found[-1] :] if _name(one) not in LAST] if found else []
     if not appended or isinstance(arguments["callbacks"], keras.callbacks.CallbackList):
         return False
     last = [one for one in flat if _name(one) in LAST]
     arguments["callbacks"] = [one for one in flat if _name(one) not in LAST] + last
-    return flat[places[-1]].must_ask(appended)
+    return flat[found[-1]].must_ask(appended)
 
 
 def _plan(arguments: dict[str, Any], ours: list[str]) -> dict[str, str]:
-    """Returns the compared arguments by name, as text for messages."""
+    """Returns the arguments that must be equal, as text by name."""
     plan = {"callbacks": ", ".join(ours)}
     plan.update({name: str(arguments[name]) for name in ("epochs", "initial_epoch")})
-    if any(name in ours for name in VALIDATE_TOGETHER):
+    if any(name in ours for name in COLLECTIVE_IN_VALIDATION):
         validates = arguments["validation_data"] is not None or arguments["validation_split"]
         plan["validation_data"] = "some" if validates else "none"
         plan["validation_freq"] = str(arguments["validation_freq"]) if validates else "none"

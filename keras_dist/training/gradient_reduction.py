@@ -1,4 +1,4 @@
-"""Reduction of an optimizer's gradients over the ranks. Called by `distributed`."""
+"""Reduction of the gradients of an optimizer over the ranks."""
 
 import functools
 import math
@@ -19,28 +19,28 @@ from keras_dist.training.model_state import variable_name
 
 __all__ = ["GradientReduction", "check_not_reduced", "mark_reduced", "sum_over_ranks"]
 
-# Attribute of a gradient that a tape has reduced.
+# Attribute of gradients that a tape has reduced.
 REDUCED = "_keras_dist_reduced"
 
 
 class GradientReduction:
-    """The reduction of one optimizer's gradients; caches its plans.
+    """The gradient reduction of one optimizer; caches its plans.
 
     Args:
-        options: how gradients are reduced.
-        local_layers: layers whose variables each rank keeps for itself.
+        options: the reduction options.
+        local_layers: layers whose variables are local to each rank.
     """
 
     def __init__(self, options: ReductionOptions, local_layers: Sequence[keras.Layer] = ()):
         self.options = options
         self.local_layers = local_layers
-        self.registered: list[Any] = []
+        self.registered: list[Any] = []  # local variables
         self.variables: Sequence[Any] = ()
         self.has_reduced = False  # in the current update
         self._plans = GradientPlans(options)
 
     def communicator(self) -> _engine.Communicator | None:
-        """Returns the communicator for the reduction; `None` if there is no other rank.
+        """Returns the communicator of the reduction; `None` if this rank reduces with no other.
 
         Raises:
             ArgumentError: the process set was removed.
@@ -53,65 +53,64 @@ class GradientReduction:
     def __call__(
         self, gradients: Sequence[Any], variables: Sequence[Any], when: Any = None
     ) -> list[Any]:
-        """Reduces gradients, one for each variable; `None` stays `None`.
+        """Reduces the gradients of variables; `None` stays `None`.
 
         Args:
-            gradients: this rank's gradients.
-            variables: the variables of the gradients, in the same order.
+            gradients: one gradient of this rank for each variable, or `None`.
+            variables: the variables, in the same order.
             when: see `Backend.reduce_gradients`.
 
         Raises:
-            ArgumentError: a tape has reduced the gradients, or the numbers of gradients and
-                variables differ.
+            ArgumentError: a tape has reduced the gradients already, or the numbers of gradients
+                and variables differ.
         """
         comm = self.communicator()
         self.has_reduced = True
         check_not_reduced(gradients)
-        gradients = self.overwriting(gradients, variables)
+        result = self.reduce_overwriting(gradients, variables)
         options, backend = self.options, _backends.active()
         local = {id(variable) for variable in self.local_variables()}
-        mine = [id(variable) in local or comm is None for variable in variables]
-        result = list(gradients)
-
-        def replace(positions: Sequence[int], change: Callable[[list[Any]], list[Any]]) -> None:
-            changed = change([result[position] for position in positions])
-            for position, gradient in zip(positions, changed, strict=True):
-                result[position] = gradient
-
         present = [
-            place
-            for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
+            at
+            for at, (gradient, variable) in enumerate(zip(result, variables, strict=True))
             if gradient is not None and not is_overwritten(variable)
         ]
-        alone = [i for i in present if mine[i]]
-        shared = [i for i in present if not mine[i]]
+        alone = [at for at in present if comm is None or id(variables[at]) in local]
         if options.dense:
-            replace(present, backend.as_dense)
+            _replace(result, present, backend.as_dense)
         if options.factor != 1:
-            replace(present, functools.partial(backend.multiply, factor=options.factor))
-        replace(alone, backend.coalesce)
+            _replace(result, present, functools.partial(backend.multiply, factor=options.factor))
+        _replace(result, alone, backend.add_up_rows)
         if comm is None:
             return result
         if options.scale_local:
-            replace(alone, functools.partial(backend.multiply, factor=1 / comm.size))
-        of = [variables[i] for i in shared]
-        replace(
-            shared,
-            lambda those: backend.reduce_gradients(
-                those,
-                [_name(variable) for variable in of],
-                of,
-                functools.partial(self._plan, comm, of),
-                self._reduce_slices,
-                when,
-            ),
-        )
+            _replace(result, alone, functools.partial(backend.multiply, factor=1 / comm.size))
+        shared = [at for at in present if id(variables[at]) not in local]
+        reduce = functools.partial(self._reduce, comm, [variables[at] for at in shared], when)
+        _replace(result, shared, reduce)
         return result
 
-    def overwriting(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Takes the maximum over the ranks of gradients that Keras assigns to their variables.
+    def _reduce(
+        self,
+        comm: _engine.Communicator,
+        variables: Sequence[Any],
+        when: Any,
+        gradients: Sequence[Any],
+    ) -> list[Any]:
+        """Reduces the gradients of variables that the ranks share."""
+        return _backends.active().reduce_gradients(
+            gradients,
+            [_name(variable) for variable in variables],
+            variables,
+            functools.partial(self._plan, comm, variables),
+            self._reduce_slices,
+            when,
+        )
 
-        These are the amax history and scales of float8 layers. Other gradients are unchanged.
+    def reduce_overwriting(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Reduces gradients that Keras assigns to their variables, by the maximum over the ranks.
+
+        These are the amax history and the scales of float8 layers. Other gradients are unchanged.
 
         Raises:
             ArgumentError: the numbers of gradients and variables differ.
@@ -119,41 +118,40 @@ class GradientReduction:
         _check_as_many(gradients, variables)
         result = list(gradients)
         present = [at for at, gradient in enumerate(gradients) if gradient is not None]
-        every = [at for at in present if is_overwritten(variables[at])]
-        if not every or self.communicator() is None:
+        overwriting = [at for at in present if is_overwritten(variables[at])]
+        if not overwriting or self.communicator() is None:
             return result
-        self.has_reduced = self.has_reduced or every == present
+        self.has_reduced = self.has_reduced or overwriting == present
         local = {id(variable) for variable in self.local_variables()}
-        places = [at for at in every if id(variables[at]) not in local]
-        if not places:
+        shared = [at for at in overwriting if id(variables[at]) not in local]
+        if not shared:
             return result
-        flat = [ops.reshape(ops.cast(result[at], "float32"), (-1,)) for at in places]
+        flat = [ops.reshape(ops.cast(result[at], "float32"), (-1,)) for at in shared]
         name = "the largest magnitudes for float8"
-        most = _over_ranks(
+        maxima = _over_ranks(
             self.options.process_set, ops.concatenate(flat), _engine.ReduceOp.MAX, name
         )
-        ends = np.cumsum([math.prod(variables[at].shape) for at in places])
-        for at, part in zip(places, ops.split(most, ends[:-1].tolist()), strict=True):
-            like = result[at]
-            result[at] = ops.cast(ops.reshape(part, variables[at].shape), like.dtype)
-        # Host operations must run in the same order on every rank.
-        later = [at for at in present if at not in every]
-        waiting = _backends.active().after(most, [result[at] for at in later])
-        for at, gradient in zip(later, waiting, strict=True):
+        ends = np.cumsum([math.prod(variables[at].shape) for at in shared])
+        for at, values in zip(shared, ops.split(maxima, ends[:-1].tolist()), strict=True):
+            shaped = ops.reshape(values, variables[at].shape)
+            result[at] = ops.cast(shaped, result[at].dtype)
+        # Host callbacks must run in the same order on every rank.
+        later = [at for at in present if at not in overwriting]
+        ordered = _backends.active().after(maxima, [result[at] for at in later])
+        for at, gradient in zip(later, ordered, strict=True):
             result[at] = gradient
         return result
 
     def agreed(self, condition: Any) -> Any:
-        """Returns, inside a training step, whether a condition holds on all ranks."""
+        """Returns, inside a training step, whether a boolean tensor is true on all ranks."""
         if self.communicator() is None:
             return condition
-        missing = 1.0 - ops.cast(ops.reshape(condition, (1,)), "float32")
-        return ops.all(
-            sum_over_ranks(self.options.process_set, missing, "whether gradients are finite") == 0
-        )
+        is_false = 1.0 - ops.cast(ops.reshape(condition, (1,)), "float32")
+        name = "whether gradients are finite"
+        return ops.all(sum_over_ranks(self.options.process_set, is_false, name) == 0)
 
     def local_variables(self) -> list[Any]:
-        """Returns the local variables, as far as layers are built."""
+        """Returns the local variables; layers that are not built have none yet."""
         return self.registered + [v for one in self.local_layers for v in one.trainable_variables]
 
     def _plan(
@@ -170,13 +168,20 @@ class GradientReduction:
     def _reduce_slices(
         self, name: str, values: np.ndarray, indices: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        comm = self.options.ranks()  # resolved now: a graph may outlive its communicator
-        options = _engine.OpOptions(self.options.op)
-        return _engine.collectives.reduce_slices(comm, values, indices, name, options, notices=True)
+        comm = self.options.ranks()  # at run time: a graph may outlive its communicator
+        return _engine.collectives.reduce_slices(comm, values, indices, self.options.op, name, tells=True)
+
+
+def _replace(
+    values: list[Any], indices: Sequence[int], change: Callable[[list[Any]], list[Any]]
+) -> None:
+    """Replaces the values at some indices by their images."""
+    for index, value in zip(indices, change([values[index] for index in indices]), strict=True):
+        values[index] = value
 
 
 def mark_reduced(gradients: list[Any]) -> list[Any]:
-    """Marks gradients as reduced, so that they are not reduced twice; returns them."""
+    """Marks gradients as reduced, so that an optimizer rejects them; returns them."""
     for gradient in gradients:
         if gradient is not None:
             setattr(gradient, REDUCED, True)
@@ -184,31 +189,31 @@ def mark_reduced(gradients: list[Any]) -> list[Any]:
 
 
 def check_not_reduced(gradients: Sequence[Any]) -> None:
-    """Checks that gradients were not reduced by a tape.
+    """Checks that no tape has reduced the gradients.
 
     Raises:
-        ArgumentError: gradients would be reduced twice.
+        ArgumentError: the gradients would be reduced twice.
     """
     if any(getattr(gradient, REDUCED, False) for gradient in gradients):
         raise errors.ArgumentError(
             errors.explain(
                 runtime.where(),
                 "gradients of this rank alone, which this optimizer reduces",
-                "those of a DistributedGradientTape, which has reduced them",
-                "Use the tape with a plain optimizer, or a plain tape with this one.",
+                "gradients that a DistributedGradientTape has reduced",
+                "Use the tape with a plain optimizer, or this optimizer with a plain tape.",
             )
         )
 
 
 def sum_over_ranks(process_set: ProcessSet | None, tensor: Any, name: str) -> Any:
-    """Adds a differentiable sum over ranks to a training step.
+    """Returns the differentiable sum of a tensor over the ranks, inside a training step.
 
     Collective: the ranks of the set, in the same order relative to other reductions.
 
     Args:
         process_set: the ranks; `None` for all.
-        tensor: the framework's tensor, not a scalar, of the same shape on each rank.
-        name: the name of the tensor, for messages.
+        tensor: the framework's tensor, at least 1-D, of the same shape on each rank.
+        name: name of the tensor, for messages.
     """
     return _over_ranks(process_set, tensor, _engine.ReduceOp.SUM, name)
 
@@ -227,9 +232,9 @@ def _check_as_many(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         raise errors.ArgumentError(
             errors.explain(
                 runtime.where(),
-                f"a gradient, or None, for each of {len(variables)} variables",
+                f"a gradient or None for each of {len(variables)} variables",
                 f"{len(gradients)} gradients",
-                "Pass the variables that the gradients are of, in the same order.",
+                "Pass the variables of the gradients, in the same order.",
             )
         )
 

@@ -24,16 +24,16 @@ __all__ = [
     "optimizers_inside",
     "optimizers_of",
     "random_states",
+    "replicated_variables",
     "shared_state",
     "state",
     "to_numpy",
-    "trained_by",
     "variable_name",
 ]
 
-# Attribute of a model while batches of a resumed epoch are skipped: the function that ends it.
+# Attribute of a model that skips the first batches of a resumed epoch: a function that ends this.
 SKIPPING = "_keras_dist_skipping"
-# On a model: which variables each rank keeps for itself, whatever its optimizers do.
+# Attribute of a model: variables that are local besides those of its optimizers.
 LOCAL = "_keras_dist_local"
 
 
@@ -48,18 +48,18 @@ def optimizers_of(model: keras.Model) -> list[Any]:
 
 
 def families(model: keras.Model) -> list[list[Any]]:
-    """Returns each optimizer of a model together with those inside it, in the same order."""
-    found: list[Any] = [models.optimizer_of(model)]
+    """Returns, for each optimizer of a model, the optimizer followed by its inner optimizers."""
+    found: list[Any] = [private.optimizer_of(model)]
     for value in vars(model).values():
         items = value.values() if isinstance(value, dict) else value
         found.extend(items if isinstance(value, list | tuple | dict) else [value])
-    ours = {id(one): one for one in found if isinstance(one, keras.optimizers.Optimizer)}
-    return [[outer, *optimizers_inside(outer)] for outer in ours.values()]
+    outermost = {id(one): one for one in found if isinstance(one, keras.optimizers.Optimizer)}
+    return [[outer, *optimizers_inside(outer)] for outer in outermost.values()]
 
 
 def optimizers_inside(optimizer: Any) -> list[Any]:
-    """Returns the optimizers to which this one hands gradients on, as far as they are known."""
-    if isinstance(optimizer, MULTI_OPTIMIZER):
+    """Returns the inner optimizers of an optimizer, at any depth."""
+    if isinstance(optimizer, private.MULTI_OPTIMIZER):
         return list(optimizer.optimizers)
     inner = inner_optimizer(optimizer)
     return [] if inner is None else [inner, *optimizers_inside(inner)]
@@ -68,7 +68,7 @@ def optimizers_inside(optimizer: Any) -> list[Any]:
 def has_weights(model: keras.Model) -> bool:
     """Returns whether the weights of a model exist.
 
-    In a model with a custom `train_step` only the layers may be built.
+    A model with a custom `train_step` may have built layers without being built itself.
     """
     layers = [layer for layer in models.layers_of(model) if layer is not model]
     return model.built or (bool(layers) and all(layer.built for layer in layers))
@@ -78,7 +78,7 @@ def state(model: keras.Model) -> list[Any]:
     """Returns the variables that must be equal on all ranks, each once.
 
     Args:
-        model: a Keras model; variables of unbuilt optimizers are left out.
+        model: a Keras model; an unbuilt optimizer has no slots yet.
 
     Returns:
         List of Keras variables, in the same order on every rank.
@@ -86,20 +86,20 @@ def state(model: keras.Model) -> list[Any]:
     variables = list(model.weights)
     for optimizer in optimizers_of(model):
         variables.extend(optimizer.variables)
-    own = {id(variable) for variable in accumulators(optimizers_of(model))}
-    return list({id(v): v for v in variables if id(v) not in own}.values())
+    excluded = {id(variable) for variable in accumulators(optimizers_of(model))}
+    return list({id(v): v for v in variables if id(v) not in excluded}.values())
 
 
 def shared_state(model: keras.Model) -> list[Any]:
     """Returns the state without local variables and their optimizer slots."""
-    left_out = _with_slots(optimizers_of(model), local_variables(model))
-    return [variable for variable in state(model) if id(variable) not in left_out]
+    excluded = _with_slots(optimizers_of(model), local_variables(model))
+    return [variable for variable in state(model) if id(variable) not in excluded]
 
 
-def trained_by(optimizer: Any) -> list[Any]:
-    """Returns the variables that the ranks of a distributed optimizer share.
+def replicated_variables(optimizer: Any) -> list[Any]:
+    """Returns the variables that the ranks of a distributed optimizer keep equal.
 
-    These are its state and its trainable variables, without local variables and accumulators.
+    These are its trainable variables and its state, without local variables and accumulators.
     """
     every = [optimizer, *optimizers_inside(optimizer)]
     local = optimizer._keras_dist.local_variables()
@@ -109,8 +109,8 @@ def trained_by(optimizer: Any) -> list[Any]:
 
 
 def accumulators(optimizers: Iterable[Any]) -> list[Any]:
-    """Returns the variables in which a rank gathers its own gradients between two updates."""
-    return [variable for one in optimizers for variable in optimizer_state.accumulators(one)]
+    """Returns the gradient accumulators of optimizers, which differ from rank to rank."""
+    return [variable for one in optimizers for variable in private.accumulators(one)]
 
 
 def keep_local(model: keras.Model, variables: Iterable[Any]) -> None:
@@ -148,7 +148,7 @@ def to_numpy(variable: Any) -> np.ndarray:
 
 
 def _as_keras_knows(model: keras.Model, variables: Iterable[Any]) -> list[Any]:
-    """Returns the Keras variables of TensorFlow variables that the user has passed."""
+    """Returns the Keras variables that hold TensorFlow variables."""
     if all(isinstance(variable, keras.Variable) for variable in variables):
         return list(variables)
     by_value = {id(variable.value): variable for variable in model.variables}
@@ -157,11 +157,11 @@ def _as_keras_knows(model: keras.Model, variables: Iterable[Any]) -> list[Any]:
 
 def _with_slots(optimizers: Iterable[Any], variables: Iterable[Any]) -> set[int]:
     """Returns the ids of variables and of their optimizer slots."""
-    left_out = {id(variable) for variable in variables}
+    found = {id(variable) for variable in variables}
     for one in optimizers:
-        trainable = optimizer_state.trained_by(one)
-        places = [place for place, variable in enumerate(trainable) if id(variable) in left_out]
-        # Keras' optimizers keep what belongs to each variable in lists as long as theirs.
-        for slots in optimizer_state.slots(one, len(trainable)) if places else ():
-            left_out.update(id(slots[place]) for place in places)
-    return left_out
+        trainable = private.trained_by(one)
+        places = [place for place, variable in enumerate(trainable) if id(variable) in found]
+        # Keras' optimizers keep slots in lists with one element per trainable variable.
+        for slots in private.slots(one, len(trainable)) if places else ():
+            found.update(id(slots[place]) for place in places)
+    return found

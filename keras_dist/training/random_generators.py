@@ -1,7 +1,7 @@
-"""The global random number generators of a process, besides the seeds of its models.
+"""The states of the global random generators of a process.
 
-Generators of Python, numpy and torch shuffle training data; those of torch and Keras serve layers
-without a seed, such as `Dropout`. torch is used only if the script has imported it.
+The generators of Python, numpy and torch shuffle training data; those of torch and Keras serve
+layers without a seed, such as `Dropout`. torch is used only if the script has imported it.
 """
 
 import base64
@@ -29,10 +29,10 @@ def states(data: Any = None) -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     found: dict[str, Any] = {"python": [version, _text(np.array(numbers, np.uint32)), gauss]}
     name, key, *more = np.random.get_state(legacy=True)
-    if name == "MT19937":  # a script may have replaced it
+    if name == "MT19937":  # a script may have replaced the generator
         found["numpy"] = [name, _text(np.asarray(key)), *more]
-    if (of_keras := drawn_seeds()) is not None:
-        found["keras"] = keras.ops.convert_to_numpy(of_keras).tolist()
+    if (seeds := drawn_seeds()) is not None:
+        found["keras"] = keras.ops.convert_to_numpy(seeds).tolist()
     if (torch := sys.modules.get("torch")) is not None:
         found["torch"] = _text(torch.get_rng_state().numpy())
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -45,10 +45,10 @@ def restore(states: Mapping[str, Any], data: Any = None) -> None:
     """Restores the generators.
 
     Args:
-        states: from `states`, possibly of another process; other generators are unchanged.
+        states: from `states`, of this or another process. Generators not in it are unchanged.
         data: the training data.
     """
-    if "keras" in states:  # before Python's, from which it takes its seed where it is made
+    if "keras" in states:  # first: creating the generator draws its seed from Python's
         variable = global_generator()
         variable.assign(np.array(states["keras"], variable.dtype))
     if "python" in states:
@@ -64,12 +64,12 @@ def restore(states: Mapping[str, Any], data: Any = None) -> None:
         torch.set_rng_state(torch.from_numpy(_array(states["torch"])))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.from_numpy(_array(states["cuda"])))
-    for generator, state in zip(_of_loader(data), states.get("loader", ()), strict=False):
-        generator.set_state(torch.from_numpy(_array(state)))
+    for generator, text in zip(_of_loader(data), states.get("loader", ()), strict=False):
+        generator.set_state(torch.from_numpy(_array(text)))
 
 
 def _of_loader(data: Any) -> list[Any]:
-    """Returns the generators that a `DataLoader` and its samplers were given."""
+    """Returns the generators of a `DataLoader` and its samplers."""
     if not is_a(data, "torch", "DataLoader"):
         return []
     from keras_dist._compat.torch import generators_of

@@ -1,7 +1,7 @@
 """Broadcast, averaging and verification of the replicas of a model.
 
 The state of a replica is its weights and optimizer variables. The states of random generators
-differ between ranks on purpose: otherwise every rank would drop the same units of a dropout layer.
+differ from rank to rank: otherwise every rank would drop the same units of a dropout layer.
 """
 
 import hashlib
@@ -39,15 +39,15 @@ VERIFIED = "_keras_dist_verified"
 
 
 def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
-    """Gives every rank the root's weights and optimizer state.
+    """Broadcasts the weights and optimizer state of the root to every rank.
 
     Local variables and their optimizer state are unchanged.
 
-    Collective: every rank; the model must be built and its architecture the same; blocks.
+    Collective: every rank; blocks.
 
     Args:
-        model: a built Keras model.
-        root_rank: the rank whose state all receive. Defaults to 0.
+        model: a built Keras model, of the same architecture on every rank.
+        root_rank: the rank whose state is broadcast. Defaults to 0.
 
     Raises:
         MismatchError: the models differ; raised on every rank.
@@ -59,12 +59,12 @@ def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
 
 
 def build_optimizers_alike(model: keras.Model) -> None:
-    """Builds optimizers of a model that are built on other ranks.
+    """Builds the optimizers of a model that are built on other ranks.
 
-    Collective: every rank; the model must have its weights; blocks.
+    Collective: every rank; blocks.
 
     Args:
-        model: a Keras model.
+        model: a Keras model whose weights exist.
     """
     descriptions = _engine.collectives.allgather_object(
         runtime.communicator(),
@@ -77,16 +77,16 @@ def build_optimizers_alike(model: keras.Model) -> None:
 def broadcast_variables(
     comm: _engine.Communicator, variables: Sequence[Any], root_rank: int
 ) -> None:
-    """Gives some ranks the root's values of variables. Collective: those ranks; blocks.
+    """Broadcasts the values of variables. Collective: the ranks of `comm`; blocks.
 
     Args:
-        comm: the ranks.
-        variables: Keras variables, of the same shapes and dtypes on each.
-        root_rank: the rank of the job whose values all receive.
+        comm: the communicator.
+        variables: Keras variables, of the same shapes and dtypes on each rank.
+        root_rank: the rank, in the job, whose values are broadcast.
 
     Raises:
         MismatchError: the variables differ; raised on every rank.
-        ArgumentError: `root_rank` is not one of the ranks.
+        ArgumentError: `root_rank` is not a rank of `comm`.
     """
     received = _engine.collectives.broadcast(
         comm,
@@ -102,16 +102,16 @@ def broadcast_variables(
 
 
 def separate_seeds(model: keras.Model, root_rank: int = 0) -> None:
-    """Gives every rank its own stream of random numbers, derived from the root's.
+    """Gives every rank a random stream of its own, derived from the root's seeds.
 
-    The root keeps its stream, so a run on one rank is the same with and without
-    keras_dist. Called again, every rank continues at the root's position.
+    The root keeps its stream, so that a run on one rank equals a run without keras_dist. When
+    called again, every rank continues at the root's position.
 
     Collective: every rank; blocks.
 
     Args:
         model: a built Keras model.
-        root_rank: the rank from which the seeds are derived. Defaults to 0.
+        root_rank: the rank whose seeds the other seeds are derived from. Defaults to 0.
     """
     comm = runtime.communicator()
     generators = random_states(model)
@@ -131,9 +131,9 @@ def separate_seeds(model: keras.Model, root_rank: int = 0) -> None:
 def average_statistics(model: keras.Model) -> None:
     """Makes non-trainable weights equal on all ranks.
 
-    Batch normalisation keeps moving statistics of the batches it has seen, which differ
-    from rank to rank. Weights of float dtype that differ are averaged, others
-    are broadcast from rank 0; equal weights, such as a frozen backbone's, keep their bits.
+    The moving statistics of batch normalization differ from rank to rank. Weights of a float dtype
+    that differ are averaged, other weights that differ are broadcast from rank 0. Equal weights,
+    for example of a frozen backbone, keep their bits.
 
     Collective: every rank; blocks.
 
@@ -170,8 +170,7 @@ def average_statistics(model: keras.Model) -> None:
 def verify_replicas(model: keras.Model) -> None:
     """Checks that weights and optimizer state have the same bits on all ranks.
 
-    Variables that the optimizer keeps local, and their optimizer state, are left out. Only
-    digests travel, 16 bytes a variable.
+    Excludes local variables and their optimizer state. Compares digests of 16 bytes per variable.
 
     Collective: every rank; blocks.
 
@@ -179,7 +178,7 @@ def verify_replicas(model: keras.Model) -> None:
         model: a Keras model.
 
     Raises:
-        MismatchError: replicas differ; the text names the variables and the ranks. Raised on
+        MismatchError: the replicas differ; the message names variables and ranks. Raised on
             every rank.
 
     Example:
@@ -204,13 +203,13 @@ def verify_replicas(model: keras.Model) -> None:
             f"the {len(variables)} variables of model {model.name!r} to be equal on all ranks",
             f"differences from rank 0 in {'; '.join(names[:8])}{more}",
             "Pass keras_dist.callbacks() to fit, wrap the optimizer in "
-            "keras_dist.DistributedOptimizer, and change weights on all ranks alike.",
+            "keras_dist.DistributedOptimizer, and change weights equally on all ranks.",
         )
     )
 
 
 def verify_once(model: keras.Model, event: str) -> None:
-    """Calls `verify_replicas`, once per event and optimizer update.
+    """Calls `verify_replicas` once per event and optimizer step.
 
     Collective: every rank; blocks.
 
@@ -237,13 +236,12 @@ def _own_seed(generator_state: np.ndarray, rank: int) -> np.ndarray:
 
 
 def _differing(comm: _engine.Communicator, variables: Sequence[Any]) -> dict[int, list[int]]:
-    """Returns the indices of variables that differ from rank 0, with the ranks."""
-    names = [variable_name(variable) for variable in variables]
+    """Returns the ranks that differ from rank 0, by index of the variable."""
     digests = [hashlib.blake2b(bytes_of(v).data, digest_size=16).digest() for v in variables]
     mine = np.frombuffer(b"".join(digests), np.uint8).reshape(1, -1, 16)
-    everyone = _engine.collectives.allgather(comm, mine, f"the digests of {len(names)} variables")
-    odd = (everyone != everyone[:1]).any(axis=2)
+    gathered = _engine.collectives.allgather(comm, mine, f"the digests of {len(variables)} variables")
+    differs = (gathered != gathered[:1]).any(axis=2)  # shape (ranks, variables)
     return {
-        int(index): [int(rank) for rank in np.flatnonzero(odd[:, index])]
-        for index in np.flatnonzero(odd.any(axis=0))
+        int(index): np.flatnonzero(differs[:, index]).tolist()
+        for index in np.flatnonzero(differs.any(axis=0))
     }

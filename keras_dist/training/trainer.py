@@ -1,8 +1,8 @@
 """Hooks of `keras.Model` that prepare models with distributed optimizers for training.
 
-An optimizer does not know its model, and `train_on_batch` calls no callbacks. All training goes
-through `Model.make_train_function`, which Keras documents as the place to customize the step. It is
-wrapped once, when the first optimizer is distributed, and leaves other models alone.
+An optimizer does not know its model, and `train_on_batch` calls no callbacks. All training calls
+`Model.make_train_function`, which Keras documents for customized steps. The method is wrapped when
+the first optimizer is distributed; models without a distributed optimizer train as before.
 """
 
 import contextlib
@@ -23,8 +23,9 @@ from keras_dist.training.model_state import SKIPPING, optimizers_of
 
 __all__ = ["check_undistributed", "watch_models"]
 
-
+# Attribute of a model: the reductions and communicators that its train function was made for.
 TRACED_FOR = "_keras_dist_traced_for"
+# Attribute of a train function whose calls are recorded.
 RECORDED = "_keras_dist_recorded"
 
 
@@ -40,35 +41,35 @@ def watch_models() -> None:
         optimizers = distributed_optimizers(self)
         if not optimizers:
             return original(self, force)
-        # A step that was traced before the optimizer was wrapped, or for ranks that have
-        # been left since, holds no reduction, or one among those ranks.
+        # A step that was traced before the optimizer was wrapped, or for another communicator,
+        # has no reduction or an outdated one.
         reductions = [(one._keras_dist, one._keras_dist.communicator()) for one in optimizers]
         force = force or self.__dict__.get(TRACED_FOR) != reductions
-        meets_host: Any = contextlib.nullcontext()
+        for_host: Any = contextlib.nullcontext()
         if any(comm is not None for _, comm in reductions):
             backend = _backends.active()
             check_undistributed(f"a model whose gradients keras_dist alone averages, {self.name!r}")
             backend.check_model(self)
             _check_layers(self)
-            # Only the train step meets the host; evaluate and predict are compiled as ever.
-            meets_host = backend.train_step_for_host(self)
-        with meets_host:
-            made = original(self, force)
+            # Only the train step calls the host; evaluate and predict compile as before.
+            for_host = backend.train_step_for_host(self)
+        with for_host:
+            train_function = original(self, force)
         self.__dict__[TRACED_FOR] = reductions
         self.train_function = _recorded(self.train_function, self)
-        return made
+        return train_function
 
     keras.Model.make_train_function = make_train_function
-    keras.Model.fit = _agreed(keras.Model.fit)
+    keras.Model.fit = _checked(keras.Model.fit)
     for task in ("fit", "evaluate", "predict"):
-        setattr(keras.Model, task, _noted(getattr(keras.Model, task), task))
+        setattr(keras.Model, task, _reported(getattr(keras.Model, task), task))
 
 
 def check_undistributed(expected: str) -> None:
-    """Refuses a distribution of Keras, which averages gradients and shares out data itself.
+    """Checks that no distribution of Keras is active, which averages gradients and shards data.
 
     Args:
-        expected: what is done by keras_dist alone, for the message.
+        expected: what only keras_dist may do, for the message.
 
     Raises:
         BackendError: a distribution is active.
@@ -80,9 +81,9 @@ def check_undistributed(expected: str) -> None:
         errors.explain(
             runtime.where(),
             expected,
-            f"keras.distribution.{type(distribution).__name__} active on {runtime.size()} ranks; "
-            "both would act",
-            "Leave out either keras.distribution or keras_dist.DistributedOptimizer and "
+            f"keras.distribution.{type(distribution).__name__} active on {runtime.size()} ranks, "
+            "so that both would act",
+            "Use either keras.distribution, or keras_dist.DistributedOptimizer and "
             "keras_dist.data.",
         )
     )
@@ -103,59 +104,59 @@ def _recorded(step: Callable[..., Any], model: keras.Model) -> Callable[..., Any
     return recorded
 
 
-def _agreed(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `fit`: the ranks first compare its arguments."""
+def _checked(fit: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `fit`: first the ranks compare its arguments."""
     signature = inspect.signature(fit)
-    place = list(signature.parameters).index("callbacks")
+    position = list(signature.parameters).index("callbacks")
 
     @functools.wraps(fit)
-    def agreed(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         if epochs.is_shared_out(bound.arguments["x"]) and runtime.size() > 1:
             check_undistributed("data that keras_dist alone shares out over the ranks")
         everywhere = agree_on_fit(bound.arguments)
-        # Arguments are passed as given, since others may have wrapped `fit`, except callbacks.
+        # Arguments except callbacks are passed as given: other code may have wrapped `fit`.
         ordered = bound.arguments["callbacks"]
-        given = [ordered if at == place else value for at, value in enumerate(args)]
+        given = [ordered if at == position else value for at, value in enumerate(args)]
         options = {**kwargs, "callbacks": ordered} if "callbacks" in kwargs else kwargs
         model = bound.arguments["self"]
-        result = model.__dict__.get(LOGS)
+        logs_before = model.__dict__.get(LOGS)
         try:
             with epochs.training_on(bound.arguments, everywhere):
                 return fit(*given, **options)
         finally:
-            _leave_result(model, result)
-            # A failed fit may not have skipped all batches; the next fit must not continue to.
+            _restore_logs(model, logs_before)
+            # A fit that failed while it skipped batches must not make the next fit skip them.
             if (end := model.__dict__.pop(SKIPPING, None)) is not None:
                 end()
 
-    return agreed
+    return checked
 
 
-def _leave_result(model: keras.Model, before: Any) -> None:
-    """Leaves a model its function of the logs from before a fit, which may have failed."""
+def _restore_logs(model: keras.Model, before: Any) -> None:
+    """Restores a model's hook of the logs from before a fit, which may have failed."""
     model.__dict__.pop(LOGS, None)
     if before is not None:
         object.__setattr__(model, LOGS, before)
 
 
-def _noted(method: Callable[..., Any], task: str) -> Callable[..., Any]:
-    """Wraps a method: messages report that the rank is in it."""
+def _reported(method: Callable[..., Any], task: str) -> Callable[..., Any]:
+    """Wraps a method: messages name it as the current task of the rank."""
 
     @functools.wraps(method)
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def reported(*args: Any, **kwargs: Any) -> Any:
         with _engine.progress.during(task):
             return method(*args, **kwargs)
 
-    return noted
+    return reported
 
 
 def _check_layers(model: keras.Model) -> None:
-    """Refuses `BatchNormalization(synchronized=True)`.
+    """Checks that a model has no `BatchNormalization(synchronized=True)`.
 
-    Keras synchronizes it only under a TensorFlow strategy: between ranks it would silently
-    normalize by the local batch. On the other backends Keras itself refuses it.
+    Keras synchronizes it only under a TensorFlow strategy: on several ranks it would silently
+    normalize by the local batch. On other backends Keras itself rejects it.
     """
     names = [
         layer.path
@@ -169,6 +170,6 @@ def _check_layers(model: keras.Model) -> None:
                 f"model {model.name!r} to have no BatchNormalization(synchronized=True)",
                 ", ".join(names),
                 "Use keras_dist.layers.SyncBatchNormalization(), without synchronized=True, "
-                "which normalises by the batches of all ranks.",
+                "which normalizes by the batches of all ranks.",
             )
         )

@@ -74,7 +74,7 @@ else:
         assert f"{rank} callbacks [rank 1 of 2] Expected callbacks=RootCons" in ended.stdout
         assert f"{rank} [rank 0 of 2] Expected Broken.on_epoch_end to succeed" in ended.stdout
     assert "ModelCheckpoint, " in ended.stdout
-    assert "PreemptionCallback. Pass those of keras_dist on" in ended.stdout
+    assert "PreemptionCallback. Pass the callbacks of keras_dist on" in ended.stdout
     expected = "Expected the begin of fit with the callbacks of keras_dist as on rank 0."
     assert_all_told(ended, 2, f"[rank 1 of 2] {expected} Received: the reduction of gradients(")
 

@@ -84,7 +84,7 @@ try:
     trained(keras.optimizers.SGD(0.01))
     raise SystemExit("not found")
 except errors.BackendError as error:
-    assert "those of this rank alone, with Keras" in str(error), error
+    assert "the gradients of this rank alone, with Keras" in str(error), error
 """
     ended = job(2, text)
     assert ended.returncode == 0, ended.stdout

@@ -1,4 +1,4 @@
-"""Differences between replicas are found and named."""
+"""Verification, averaging and broadcast of replicas."""
 
 import keras
 import numpy as np
@@ -7,22 +7,31 @@ from training import agreed, distributed, make_data, make_model
 
 import keras_dist
 from keras_dist import errors
-from keras_dist.training import replicas
+from keras_dist.training import model_state, replicas
 
 
-def several():
+def needs_two_ranks():
     if keras_dist.size() == 1:
-        pytest.skip("ranks cannot differ when there is one")
+        pytest.skip("a single rank has no other to differ from")
+
+
+def states_of(model):
+    return [np.array(generator).tobytes() for generator in model_state.random_states(model)]
 
 
 def test_equal_replicas_pass():
-    model = make_model()
+    model = make_model(regularised=True)
+    replicas.separate_seeds(model)  # random generators differ, which is not compared
+    before = [weight.tobytes() for weight in model.get_weights()]
     keras_dist.verify_replicas(model)
+    assert [weight.tobytes() for weight in model.get_weights()] == before
+    assert agreed(before)
+    assert len(set(map(tuple, keras_dist.allgather_object(states_of(model))))) == keras_dist.size()
 
 
 @pytest.mark.parity("`verify_replicas` names variables and ranks")
 def test_a_difference_is_named_with_its_ranks():
-    several()
+    needs_two_ranks()
     model = make_model(regularised=True)
     last = keras_dist.size() - 1
     if keras_dist.rank() == last:
@@ -34,7 +43,7 @@ def test_a_difference_is_named_with_its_ranks():
 
 
 def test_every_difference_is_named_with_its_own_ranks():
-    several()
+    needs_two_ranks()
     model = make_model(regularised=True)
     first, *_, last = model.trainable_weights
     rank, size = keras_dist.rank(), keras_dist.size()
@@ -47,8 +56,8 @@ def test_every_difference_is_named_with_its_own_ranks():
     assert f"Received: differences from rank 0 in {named}. " in str(caught.value)
 
 
-def test_of_many_differences_eight_are_named():
-    several()
+def test_at_most_eight_differences_are_named():
+    needs_two_ranks()
     model = make_model(keras.optimizers.SGD(momentum=0.9), regularised=True)
     model.optimizer.build(model.trainable_variables)
     different = [*model.weights, *model.optimizer.momentums][:11]
@@ -59,8 +68,8 @@ def test_of_many_differences_eight_are_named():
     assert str(caught.value).count("(ranks") == 8
 
 
-def test_optimizer_state_counts():
-    several()
+def test_optimizer_state_is_compared():
+    needs_two_ranks()
     model = make_model(keras.optimizers.Adam())
     model.optimizer.build(model.trainable_variables)
     model.optimizer.iterations.assign(keras_dist.rank())
@@ -82,8 +91,8 @@ def test_statistics_are_averaged_and_equal_weights_keep_their_bits():
     keras_dist.verify_replicas(model)
 
 
-class AtTheStartOfValidation(keras.callbacks.Callback):
-    """Keeps the moving statistics as a validation finds them."""
+class RecordStatistics(keras.callbacks.Callback):
+    """Records the moving statistics at the start of validation."""
 
     def on_test_begin(self, logs=None):
         self.found = [np.array(v).tobytes() for v in self.model.non_trainable_weights]
@@ -92,14 +101,14 @@ class AtTheStartOfValidation(keras.callbacks.Callback):
 def test_statistics_are_averaged_before_validation():
     x, y = make_data(8, seed=keras_dist.rank())
     model = distributed(regularised=True)
-    seen = AtTheStartOfValidation()
+    seen = RecordStatistics()
     callbacks = keras_dist.callbacks(seen)
     model.fit(x, y, verbose=0, validation_data=(x, y), callbacks=callbacks[:-3])
     assert agreed(seen.found)
 
 
-def test_whole_numbers_come_from_the_root():
-    class Counting(keras.layers.Layer):
+def test_integer_weights_are_broadcast_from_the_root():
+    class Counter(keras.layers.Layer):
         def build(self, shape):
             self.seen = self.add_weight(
                 shape=(), dtype="int32", trainable=False, name="seen", initializer="zeros"
@@ -108,13 +117,13 @@ def test_whole_numbers_come_from_the_root():
         def call(self, x):
             return x
 
-    model = keras.Sequential([keras.Input((2,)), Counting()])
+    model = keras.Sequential([keras.Input((2,)), Counter()])
     model.layers[0].seen.assign(7 + keras_dist.rank())
     replicas.average_statistics(model)
     assert int(np.array(model.layers[0].seen)) == 7
 
 
-def test_the_roots_state_reaches_every_rank():
+def test_the_state_of_any_root_is_broadcast():
     for root in range(keras_dist.size()):
         model = make_model(keras.optimizers.SGD(0.1, momentum=0.9), regularised=True)
         x, y = make_data(8, seed=keras_dist.rank())
