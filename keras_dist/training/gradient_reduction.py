@@ -80,7 +80,7 @@ class GradientReduction:
             _replace(result, present, backend.as_dense)
         if options.factor != 1:
             _replace(result, present, functools.partial(backend.multiply, factor=options.factor))
-        _replace(result, alone, backend.add_up_rows)
+        _replace(result, alone, backend.coalesce)
         if comm is None:
             return result
         if options.scale_local:
@@ -169,7 +169,8 @@ class GradientReduction:
         self, name: str, values: np.ndarray, indices: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         comm = self.options.ranks()  # at run time: a graph may outlive its communicator
-        return _engine.collectives.reduce_slices(comm, values, indices, self.options.op, name, tells=True)
+        options = _engine.OpOptions(self.options.op)
+        return _engine.collectives.reduce_slices(comm, values, indices, name, options, notices=True)
 
 
 def _replace(

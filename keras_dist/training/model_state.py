@@ -49,7 +49,7 @@ def optimizers_of(model: keras.Model) -> list[Any]:
 
 def families(model: keras.Model) -> list[list[Any]]:
     """Returns, for each optimizer of a model, the optimizer followed by its inner optimizers."""
-    found: list[Any] = [private.optimizer_of(model)]
+    found: list[Any] = [models.optimizer_of(model)]
     for value in vars(model).values():
         items = value.values() if isinstance(value, dict) else value
         found.extend(items if isinstance(value, list | tuple | dict) else [value])
@@ -59,7 +59,7 @@ def families(model: keras.Model) -> list[list[Any]]:
 
 def optimizers_inside(optimizer: Any) -> list[Any]:
     """Returns the inner optimizers of an optimizer, at any depth."""
-    if isinstance(optimizer, private.MULTI_OPTIMIZER):
+    if isinstance(optimizer, MULTI_OPTIMIZER):
         return list(optimizer.optimizers)
     inner = inner_optimizer(optimizer)
     return [] if inner is None else [inner, *optimizers_inside(inner)]
@@ -110,7 +110,7 @@ def replicated_variables(optimizer: Any) -> list[Any]:
 
 def accumulators(optimizers: Iterable[Any]) -> list[Any]:
     """Returns the gradient accumulators of optimizers, which differ from rank to rank."""
-    return [variable for one in optimizers for variable in private.accumulators(one)]
+    return [variable for one in optimizers for variable in optimizer_state.accumulators(one)]
 
 
 def keep_local(model: keras.Model, variables: Iterable[Any]) -> None:
@@ -159,9 +159,9 @@ def _with_slots(optimizers: Iterable[Any], variables: Iterable[Any]) -> set[int]
     """Returns the ids of variables and of their optimizer slots."""
     found = {id(variable) for variable in variables}
     for one in optimizers:
-        trainable = private.trained_by(one)
+        trainable = optimizer_state.trained_by(one)
         places = [place for place, variable in enumerate(trainable) if id(variable) in found]
         # Keras' optimizers keep slots in lists with one element per trainable variable.
-        for slots in private.slots(one, len(trainable)) if places else ():
+        for slots in optimizer_state.slots(one, len(trainable)) if places else ():
             found.update(id(slots[place]) for place in places)
     return found

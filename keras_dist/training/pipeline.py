@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_dist import _backends, errors, runtime
-from keras_dist._compat.keras import has_mask, is_summed, outputs_of
+from keras_dist._compat.keras.models import has_mask, is_summed, outputs_of
 from keras_dist.training.stage_channel import StageChannel
 from keras_dist.training.update_check import check_independent
 
@@ -210,7 +210,7 @@ class Pipeline:
             return keras.ops.sum(values) if self._is_sum else keras.ops.mean(values)
 
         last = self._after is None
-        result, vjp = _backends.active().pull_back(
+        result, vjp = _backends.active().vjp(
             self.model, inputs, loss if last else None, self._before is not None
         )
         if self._after is not None:

@@ -239,7 +239,9 @@ def _differing(comm: _engine.Communicator, variables: Sequence[Any]) -> dict[int
     """Returns the ranks that differ from rank 0, by index of the variable."""
     digests = [hashlib.blake2b(bytes_of(v).data, digest_size=16).digest() for v in variables]
     mine = np.frombuffer(b"".join(digests), np.uint8).reshape(1, -1, 16)
-    gathered = _engine.collectives.allgather(comm, mine, f"the digests of {len(variables)} variables")
+    gathered = _engine.collectives.allgather(
+        comm, mine, f"the digests of {len(variables)} variables"
+    )
     differs = (gathered != gathered[:1]).any(axis=2)  # shape (ranks, variables)
     return {
         int(index): np.flatnonzero(differs[:, index]).tolist()

@@ -125,7 +125,7 @@ def test_a_model_that_cannot_be_built_from_its_data_says_so():
     model = Eager()
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
     model.compile(optimizer, "mse", run_eagerly=True)
-    with pytest.raises(errors.ArgumentError, match="Build it before fit"):
+    with pytest.raises(errors.ArgumentError, match="Build the model before fit"):
         model.fit(
             np.ones((8, 6)), np.ones((8, CLASSES)), verbose=0, callbacks=keras_dist.callbacks()
         )
