@@ -1,4 +1,4 @@
-"""keras_dist: Keras training, written for one process, run synchronously on many.
+"""keras_dist: runs Keras training written for one process synchronously on many processes.
 
 ```python
 import keras_dist
@@ -9,8 +9,8 @@ model.compile(optimizer=optimizer, loss="mse")
 model.fit(keras_dist.data.shard(dataset), callbacks=keras_dist.callbacks())
 ```
 
-The names are those of `__init__.pyi`. They are imported when they are used, so that importing
-keras_dist costs no framework.
+The public names are listed in `__init__.pyi`. They are imported on first use, so that importing
+keras_dist imports no framework.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from keras_dist.runtime import exit_hooks, launch_environment
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 monitor.follow()
-# Under a launcher two things cannot wait until keras_dist is used.
+# Under a launcher, threads and exit hooks must be set up before keras_dist is used.
 launch_environment.limit_threads()
 if launch_environment.starts_ranks():
     exit_hooks.install()

@@ -1,8 +1,7 @@
 """Environment variables of keras_dist: name, parser, default and meaning.
 
-`VARIABLES` is the source of docs/configuration.md. `settings()` reads the environment once. A
-variable that starts with `KERAS_DIST_` and is not in the table is most likely a typing error, so
-it causes a warning.
+`VARIABLES` is the source of docs/configuration.md. `settings()` reads the environment once. An
+unknown variable that starts with `KERAS_DIST_` is probably a typing error and causes a warning.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ PREFIX = "KERAS_DIST_"
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """One environment variable.
+    """An environment variable.
 
     Args:
         field: name of the field in `Settings`; the variable is `KERAS_DIST_` + upper case.
@@ -50,11 +49,14 @@ def _flag(text: str) -> bool:
     return words[text.strip().lower()]
 
 
-def _natural(text: str) -> int:
+def _integer(text: str, least: int = 0) -> int:
     number = int(text)
-    if number < 0:
+    if number < least:
         raise ValueError(text)
     return number
+
+
+_positive = functools.partial(_integer, least=1)
 
 
 def _path(text: str) -> str:
@@ -62,30 +64,23 @@ def _path(text: str) -> str:
     return "" if text == "DYNAMIC" else text
 
 
-def _window(text: str) -> tuple[int, int | None]:
+def _step_range(text: str) -> tuple[int, int | None]:
     first, _, end = text.partition(":")
-    window = (int(first or 0), int(end) if end else None)
-    if ":" not in text or window[0] < 0 or (window[1] is not None and window[1] <= window[0]):
+    start, stop = int(first or 0), int(end) if end else None
+    if ":" not in text or start < 0 or (stop is not None and stop <= start):
         raise ValueError(text)
-    return window
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+    return start, stop
 
 
 def _endpoint(text: str) -> tuple[str, int] | None:
-    """Reads a port, on the loopback interface, or an address and a port."""
+    """Parses a port on the loopback interface, or an address and a port; `None` for port 0."""
     host, _, port = text.strip().rpartition(":")
     number = _port(port)
     return (host.strip("[]") or "127.0.0.1", number) if number else None
 
 
 def _port(text: str) -> int:
-    number = _natural(text)
+    number = _integer(text)
     if number > 65535:
         raise ValueError(text)
     return number
@@ -98,7 +93,7 @@ def _one_of(*words: str) -> Callable[[str], str]:
 VARIABLES = (
     Variable(
         "bucket_nbytes",
-        _natural,
+        _integer,
         "0",
         "Size of a gradient bucket in bytes; the last tensor of a bucket may exceed it. 0: 25 MiB, "
         "or a size measured on these ranks when the gradients exceed 25 MiB.",
@@ -106,7 +101,7 @@ VARIABLES = (
     ),
     Variable(
         "threads",
-        _natural,
+        _integer,
         "0",
         "Threads in the compute pool of the framework, for each rank. 0: the cores available to "
         "the rank.",
@@ -145,7 +140,7 @@ VARIABLES = (
     ),
     Variable(
         "stall_seconds",
-        _natural,
+        _integer,
         "60",
         "Seconds a rank waits before the root reports the missing ranks and their stacks, and "
         "the interval between reports. 0: no report.",
@@ -153,7 +148,7 @@ VARIABLES = (
     ),
     Variable(
         "stall_abort_seconds",
-        _natural,
+        _integer,
         "600",
         "Seconds a rank waits before the job ends with the stacks of all ranks. 0: no limit.",
         "a whole number of seconds, 1 or more, or 0",
@@ -168,7 +163,7 @@ VARIABLES = (
     ),
     Variable(
         "restart",
-        _natural,
+        _integer,
         "0",
         "Number of restarts of this job so far. `keras-dist run` sets it for the ranks.",
         "a whole number, 0 or more",
@@ -183,7 +178,7 @@ VARIABLES = (
     ),
     Variable(
         "timeline_steps",
-        _window,
+        _step_range,
         "0:",
         "Steps in the timeline: the first step, counted from 0, and the step after the last.",
         "two numbers of steps, such as 100:200, 100: or :200",
@@ -239,7 +234,7 @@ VARIABLES = (
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The parsed values, one field for each entry of `VARIABLES`."""
+    """The values of the environment variables, one field for each entry of `VARIABLES`."""
 
     bucket_nbytes: int
     threads: int
@@ -265,20 +260,20 @@ def parse(environment: Mapping[str, str]) -> Settings:
     """Parses the `KERAS_DIST_*` variables of an environment.
 
     Args:
-        environment: names and texts, such as `os.environ`.
+        environment: texts by name, such as `os.environ`.
 
     Returns:
-        The settings, defaults filled in.
+        The settings; unset variables have their default.
 
     Raises:
-        ArgumentError: a variable's text cannot be parsed.
+        ArgumentError: the text of a variable is invalid.
     """
     known = {variable.name for variable in VARIABLES}
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in known:
             warnings.warn(
                 f"keras_dist does not know the environment variable {name}. "
-                f"It knows: {', '.join(sorted(known))}.",
+                f"Known variables: {', '.join(sorted(known))}.",
                 stacklevel=2,
             )
     values = {}
@@ -293,7 +288,7 @@ def parse(environment: Mapping[str, str]) -> Settings:
                     "[environment]",
                     f"{variable.name} to be {variable.expected}",
                     repr(text),
-                    f"Unset it or correct it; the default is {variable.default}.",
+                    f"Correct or unset the variable; the default is {variable.default}.",
                 )
             ) from None
     return Settings(**values)

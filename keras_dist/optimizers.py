@@ -1,4 +1,4 @@
-"""Optimizers for large batches that Keras lacks. Knows no ranks: `DistributedOptimizer` does.
+"""Optimizers for large batches. `DistributedOptimizer` makes them reduce over the ranks.
 
 ```python
 optimizer = keras_dist.optimizers.LARS(0.1 * keras_dist.size(), weight_decay=1e-4)
@@ -20,9 +20,9 @@ __all__ = ["LARS"]
 
 @keras.saving.register_keras_serializable(package="keras_dist")
 class LARS(DecayHook, keras.optimizers.Optimizer):
-    """Layer-wise adaptive rate scaling: SGD with momentum and a rate for each variable.
+    """Layer-wise adaptive rate scaling: SGD with momentum and a learning rate per variable.
 
-    The steps of a variable `w` with gradient `g` are
+    The update of a variable `w` with gradient `g` is
 
     ```
     ratio    = trust_coefficient * |w| / (|g| + weight_decay * |w| + epsilon)
@@ -30,26 +30,27 @@ class LARS(DecayHook, keras.optimizers.Optimizer):
     w        = w + momentum
     ```
 
-    with the norms of the whole variable; `ratio` is 1 where a norm is 0. Weight decay is part of
-    the gradient, as in the paper, and not taken off the weights apart from it as in AdamW.
+    where `|.|` is the L2 norm of the whole variable; `ratio` is 1 if a norm is 0. Weight decay is
+    part of the gradient, as in the paper, not decoupled as in AdamW.
 
     Args:
-        learning_rate: a float, a schedule, or a callable without arguments. Defaults to 0.01.
-        momentum: the momentum's factor, from 0 to less than 1. Defaults to 0.9.
-        weight_decay: the factor of the weights that is added to the gradient; at least 0, `None`
-            means 0. Defaults to 0. Besides `exclude_from_layer_adaptation`, variables can be
-            left out of it by `exclude_from_weight_decay`, as with any optimizer of Keras.
-        trust_coefficient: the part of a variable's norm by which a step may change it at a
-            learning rate of 1; positive. Defaults to 0.001.
-        epsilon: what keeps the quotient finite; at least 0. Defaults to 1e-9.
-        exclude_from_layer_adaptation: parts of the names of variables, such as `"bias"`, that
-            make steps of plain SGD with momentum, without weight decay. It is a variable's own
-            name that counts, not that of its layer. Defaults to biases and the variables of
-            normalisation layers.
-        **kwargs: clipping, EMA, accumulation and the name, as for any optimizer of Keras.
+        learning_rate: a float, a `LearningRateSchedule`, or a callable without arguments.
+            Defaults to 0.01.
+        momentum: the momentum factor, in [0, 1). Defaults to 0.9.
+        weight_decay: factor of the weights that are added to the gradient, at least 0; `None`
+            means 0. Defaults to 0. `exclude_from_weight_decay` excludes further variables, as in
+            any Keras optimizer.
+        trust_coefficient: relative change of the norm of a variable by a step with a learning rate
+            of 1; positive. Defaults to 0.001.
+        epsilon: constant for numerical stability, at least 0. Defaults to 1e-9.
+        exclude_from_layer_adaptation: substrings of names, such as `"bias"`, of variables that
+            are updated by plain SGD with momentum, without weight decay. Compared with the name
+            of the variable, not of its layer. Defaults to biases and the variables of
+            normalization layers.
+        **kwargs: arguments of any Keras optimizer: clipping, EMA, gradient accumulation, name.
 
     Raises:
-        ArgumentError: a number is out of its range.
+        ArgumentError: a number is out of range.
 
     Example:
     ```python
@@ -85,7 +86,7 @@ class LARS(DecayHook, keras.optimizers.Optimizer):
         self.exclude_from_layer_adaptation = list(names)
 
     def build(self, variables: list[Any]) -> None:
-        """Makes the momentum of each variable, and decides which ones are adapted and decay."""
+        """Creates the momentum of each variable; selects the variables that adapt and decay."""
         if self.built:
             return
         super().build(variables)
@@ -102,13 +103,12 @@ class LARS(DecayHook, keras.optimizers.Optimizer):
         ]
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Makes the step of one variable."""
+        """Updates one variable."""
         index = variable_index(self, variable)
         dtype = variable.dtype
         rate = ops.cast(learning_rate, dtype)
         value = ops.convert_to_tensor(variable)
-        # The norm is that of the dense gradient: rows of an embedding may occur several times,
-        # and the sum with something dense adds them up.
+        # Adding a dense tensor sums repeated rows of an embedding's gradient before the norm.
         gradient = ops.add(ops.zeros_like(value), ops.cast(gradient, dtype))
         decay = self.weight_decay if self._decays[index] else 0.0
         if self._adapts[index]:
@@ -123,13 +123,13 @@ class LARS(DecayHook, keras.optimizers.Optimizer):
         self.assign_add(variable, change)
 
     def _ratio(self, value: Any, gradient: Any, decay: float) -> Any:
-        of_value, of_gradient = _norm(value), _norm(gradient)
-        ratio = self.trust_coefficient * of_value
-        ratio = ratio / (of_gradient + decay * of_value + self.epsilon)
-        return ops.where(ops.logical_and(of_value > 0, of_gradient > 0), ratio, 1.0)
+        value_norm, gradient_norm = _norm(value), _norm(gradient)
+        ratio = self.trust_coefficient * value_norm
+        ratio = ratio / (gradient_norm + decay * value_norm + self.epsilon)
+        return ops.where(ops.logical_and(value_norm > 0, gradient_norm > 0), ratio, 1.0)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns what `from_config` makes the same optimizer of."""
+        """Returns the configuration of the optimizer, as for `from_config`."""
         return super().get_config() | {
             "momentum": self.momentum,
             "trust_coefficient": self.trust_coefficient,
@@ -139,7 +139,7 @@ class LARS(DecayHook, keras.optimizers.Optimizer):
 
 
 def _norm(tensor: Any) -> Any:
-    # In float16 the squares of a few hundred would be infinite.
+    # In float16 the square of 256 overflows.
     return ops.sqrt(ops.sum(ops.square(ops.cast(tensor, "float32"))))
 
 
@@ -147,5 +147,7 @@ def _check(expected: str, received: Any, holds: bool) -> None:
     if not holds:
         where = "[keras_dist.optimizers.LARS]"
         raise errors.ArgumentError(
-            errors.explain(where, expected, repr(received), "Pass such a value or leave it out.")
+            errors.explain(
+                where, expected, repr(received), "Pass a value in this range, or omit the argument."
+            )
         )

@@ -1,4 +1,4 @@
-"""Environment variables: parsed, and complained about when wrong."""
+"""Environment variables: parsing, errors and warnings."""
 
 import warnings
 
@@ -22,7 +22,7 @@ def test_values_are_parsed():
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
+    ("text", "endpoint"),
     [
         ("9400", ("127.0.0.1", 9400)),
         ("0.0.0.0:1", ("0.0.0.0", 1)),
@@ -30,8 +30,8 @@ def test_values_are_parsed():
         ("0", None),
     ],
 )
-def test_prometheus_is_on_loopback_unless_an_address_is_given(text, place):
-    assert config.parse({"KERAS_DIST_PROMETHEUS_PORT": text}).prometheus_port == (place or None)
+def test_prometheus_uses_loopback_unless_an_address_is_given(text, endpoint):
+    assert config.parse({"KERAS_DIST_PROMETHEUS_PORT": text}).prometheus_port == endpoint
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,17 @@ def test_prometheus_is_on_loopback_unless_an_address_is_given(text, place):
         ("PROMETHEUS_PORT", "localhost:"),
     ],
 )
-def test_a_value_that_cannot_be_parsed_is_an_error(name, text):
+def test_an_invalid_value_is_an_error(name, text):
     with pytest.raises(errors.ArgumentError, match=f"KERAS_DIST_{name} to be .*{text}"):
         config.parse({f"KERAS_DIST_{name}": text})
 
 
-def test_an_unknown_name_is_warned_about():
+def test_an_unknown_name_causes_a_warning():
     with pytest.warns(UserWarning, match="does not know .* KERAS_DIST_TREADS"):
         config.parse({"KERAS_DIST_TREADS": "2"})
 
 
-def test_names_of_others_are_left_alone():
+def test_other_variables_are_ignored():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert config.parse({"OMP_NUM_THREADS": "2"}) == config.parse({})

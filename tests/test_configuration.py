@@ -32,7 +32,7 @@ def table():
 
 
 def rewritten(page):
-    """Returns a page with the table of these variables between the markers."""
+    """Returns a page with the current table between the markers."""
     head, _, tail = re.split(f"{BEGIN}|{END}", page)
     return f"{head}{BEGIN}{table()}{END}{tail}"
 
@@ -54,7 +54,7 @@ def test_the_page_has_the_variables_of_config():
     assert DOCUMENT.read_text() == rewritten(DOCUMENT.read_text()), f"Write it: {COMMAND}"
 
 
-def test_a_variable_that_is_missing_on_the_page_is_found():
+def test_a_missing_variable_is_found():
     page = DOCUMENT.read_text()
     row = next(line for line in page.splitlines() if line.startswith("| `KERAS_DIST_REDUCE`"))
     cut = page.replace(f"{row}\n", "")

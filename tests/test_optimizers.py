@@ -1,4 +1,4 @@
-"""LARS against a computation by hand; without other ranks."""
+"""`LARS` against a numpy implementation, on one rank."""
 
 import keras
 import numpy as np
@@ -18,7 +18,7 @@ def values():
     return kernel, bias, steps
 
 
-def by_hand(value, gradients, adapts, momentum=0.9, trust=0.001):
+def reference(value, gradients, adapts, momentum=0.9, trust=0.001):
     moved = np.zeros_like(value)
     for gradient in gradients:
         ratio, decay = 1.0, 0.0
@@ -43,30 +43,30 @@ def trained(optimizer, kernel, bias, steps):
     return [keras.ops.convert_to_numpy(variable) for variable in variables]
 
 
-def test_steps_are_those_of_a_computation_by_hand():
+def test_steps_equal_a_numpy_implementation():
     kernel, bias, steps = values()
     found = trained(LARS(RATE, weight_decay=DECAY), kernel, bias, steps)
-    np.testing.assert_allclose(found[0], by_hand(kernel, [s[0] for s in steps], True), rtol=1e-6)
-    np.testing.assert_allclose(found[1], by_hand(bias, [s[1] for s in steps], False), rtol=1e-5)
+    np.testing.assert_allclose(found[0], reference(kernel, [s[0] for s in steps], True), rtol=1e-6)
+    np.testing.assert_allclose(found[1], reference(bias, [s[1] for s in steps], False), rtol=1e-5)
 
 
-def test_nothing_excluded_adapts_every_variable():
+def test_without_exclusions_every_variable_adapts():
     kernel, bias, steps = values()
     optimizer = LARS(RATE, weight_decay=DECAY, exclude_from_layer_adaptation=())
     found = trained(optimizer, kernel, bias, steps)
-    np.testing.assert_allclose(found[1], by_hand(bias, [s[1] for s in steps], True), rtol=1e-6)
+    np.testing.assert_allclose(found[1], reference(bias, [s[1] for s in steps], True), rtol=1e-6)
 
 
-def test_norms_of_zero_make_plain_steps():
+def test_a_norm_of_zero_gives_a_plain_sgd_step():
     kernel, bias, steps = values()
     found = trained(LARS(RATE, weight_decay=DECAY), 0 * kernel, bias, steps[:1])
     np.testing.assert_allclose(found[0], -RATE * steps[0][0], rtol=1e-6)
-    still = [(0 * steps[0][0], steps[0][1])]
-    found = trained(LARS(RATE, weight_decay=DECAY), kernel, bias, still)
+    no_gradient = [(0 * steps[0][0], steps[0][1])]
+    found = trained(LARS(RATE, weight_decay=DECAY), kernel, bias, no_gradient)
     np.testing.assert_allclose(found[0], kernel * (1 - RATE * DECAY), rtol=1e-6)
 
 
-def test_variables_may_be_left_out_of_the_decay_alone():
+def test_variables_can_be_excluded_from_decay_only():
     kernel, bias, steps = values()
     optimizer = LARS(RATE, weight_decay=DECAY)
     optimizer.exclude_from_weight_decay(var_names=["kernel"])
@@ -75,7 +75,7 @@ def test_variables_may_be_left_out_of_the_decay_alone():
     np.testing.assert_array_equal(found[0], plain[0])
 
 
-def test_gradients_of_an_embedding_are_used_whole():
+def test_an_embedding_trains_like_a_dense_layer_of_one_hot_inputs():
     def fitted(one_hot):
         keras.utils.set_random_seed(0)
         table = keras.layers.Embedding(5, 3)
@@ -129,7 +129,7 @@ def test_configuration_and_saved_model_give_the_same_optimizer(tmp_path):
     ],
     ids=str,
 )
-def test_numbers_out_of_range_are_refused(arguments):
+def test_numbers_out_of_range_are_rejected(arguments):
     [name] = arguments
     with pytest.raises(errors.ArgumentError, match=rf"Expected {name} to be"):
         keras_dist.optimizers.LARS(0.1, **arguments)

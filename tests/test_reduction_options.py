@@ -1,4 +1,4 @@
-"""The options of a reduction: their values, and the arguments that are rejected. On one rank."""
+"""`ReductionOptions`: values, and arguments that are rejected. On one rank."""
 
 import dataclasses
 
@@ -19,20 +19,20 @@ from keras_dist.ops.reduction_options import (
 
 
 class Variable:
-    """What a variable of Keras or TensorFlow is known by."""
+    """Has the attribute by which Keras and TensorFlow variables are recognized."""
 
     def assign(self, value):
         raise NotImplementedError
 
 
 class Parameter:
-    """What a parameter of torch is known by."""
+    """Has the attribute by which torch parameters are recognized."""
 
     requires_grad = True
 
 
-class Without:
-    """No backend: none is needed to tell which terms are right."""
+class NoBackend:
+    """Replaces the backend, which parsing does not need."""
 
     def pin_device(*args):
         pass
@@ -46,8 +46,8 @@ class Without:
 
 @pytest.fixture
 def parsed(monkeypatch):
-    """`parse_reduction_options` with the usual op, set and compression, in a job of one rank."""
-    monkeypatch.setattr(_backends, "active", lambda: Without)
+    """`parse_reduction_options` with default op, set and compression, in a job of one rank."""
+    monkeypatch.setattr(_backends, "active", lambda: NoBackend)
     was_initialized = runtime.is_initialized()
 
     def parse(op="average", process_set=None, compression="none", **others):
@@ -58,7 +58,7 @@ def parsed(monkeypatch):
         keras_dist.shutdown()
 
 
-# --- What they mean
+# --- Meaning
 
 OTHERS = {
     "op": ReduceOp.SUM,
@@ -74,31 +74,31 @@ OTHERS = {
 }
 
 
-def test_terms_are_told_apart_by_each_of_them():
+def test_the_key_depends_on_every_field():
     others = [
         dataclasses.replace(ReductionOptions(), **{field: other}) for field, other in OTHERS.items()
     ]
-    assert len({terms.key for terms in [ReductionOptions(), *others]}) == len(OTHERS) + 1
+    assert len({options.key for options in [ReductionOptions(), *others]}) == len(OTHERS) + 1
     assert set(OTHERS) == {field.name for field in dataclasses.fields(ReductionOptions)}
     assert (
         dataclasses.replace(ReductionOptions(), **OTHERS).key
         == dataclasses.replace(ReductionOptions(), **OTHERS).key
     )
-    assert ReductionOptions() != ReductionOptions()  # variables of groups may not be compared
+    assert ReductionOptions() != ReductionOptions()  # variables in groups cannot be compared
     with pytest.raises(dataclasses.FrozenInstanceError):
         ReductionOptions().op = ReduceOp.SUM
 
 
-def test_groups_are_told_apart_by_their_very_variables():
+def test_the_key_depends_on_the_identity_of_variables():
     one, other = np.zeros(1), np.zeros(1)
     keys = [ReductionOptions(groups=groups).key for groups in (((one,),), ((other,),), ((one,),))]
     assert keys[0] == keys[2] != keys[1]
     hash(keys[0])
 
 
-def test_usual_terms(parsed):
-    for terms in (ReductionOptions(), parsed()):
-        assert vars(terms) == {
+def test_defaults(parsed):
+    for options in (ReductionOptions(), parsed()):
+        assert vars(options) == {
             "op": ReduceOp.AVERAGE,
             "process_set": None,
             "sets": (),
@@ -113,12 +113,12 @@ def test_usual_terms(parsed):
 
 
 @pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM])
-def test_rows_become_dense_where_they_are_to_and_under_adasum(op):
+def test_gradients_become_dense_on_request_and_under_adasum(op):
     assert ReductionOptions(op, sparse_as_dense=True).dense is True
     assert ReductionOptions(op).dense is (op is ReduceOp.ADASUM)
 
 
-def test_passes_are_added_up_unless_they_are_averaged():
+def test_passes_are_summed_unless_averaged():
     factors = [
         ReductionOptions(passes=passes, averages=averages).factor
         for passes, averages in ((1, False), (1, True), (3, False), (3, True))
@@ -133,7 +133,7 @@ def test_a_predivided_average_is_a_sum_between_two_factors():
     assert ReductionOptions(predivide=0.5).scaling(8) == (ReduceOp.SUM, 2.0, 0.0625)
 
 
-def test_groups_are_positions_of_variables():
+def test_grouped_returns_indices_of_variables():
     a, b, c, d, e = variables = [np.zeros(1) for _ in range(5)]
     assert ReductionOptions().grouped(variables) == []
     assert ReductionOptions(groups=1).grouped(variables) == [[0, 1, 2, 3, 4]]
@@ -143,12 +143,12 @@ def test_groups_are_positions_of_variables():
     assert ReductionOptions(groups=((a, b), (c, d))).grouped([d, e, a]) == [[2], [0]]
 
 
-# --- What a user may ask for
+# --- Arguments
 
 
-def test_every_argument_comes_to_its_place(parsed):
+def test_every_argument_sets_its_field(parsed):
     variable = Variable()
-    terms = parsed(
+    options = parsed(
         "SUM",
         compression="fp16",
         backward_passes_per_step=np.int64(3),
@@ -157,7 +157,7 @@ def test_every_argument_comes_to_its_place(parsed):
         groups=[[variable], []],
         scale_local_gradients=0,
     )
-    assert vars(terms) == {
+    assert vars(options) == {
         "op": ReduceOp.SUM,
         "process_set": None,
         "sets": (),
@@ -169,7 +169,7 @@ def test_every_argument_comes_to_its_place(parsed):
         "averages": True,
         "scale_local": False,
     }
-    flags = (terms.sparse_as_dense, terms.averages, terms.scale_local, terms.passes)
+    flags = (options.sparse_as_dense, options.averages, options.scale_local, options.passes)
     assert [type(one) for one in flags] == [bool, bool, bool, int]
     assert parsed(gradient_predivide_factor=2).predivide == 2.0
     assert parsed("adasum").op is ReduceOp.ADASUM
@@ -182,17 +182,17 @@ def test_options_are_passed_by_name():
         parse_reduction_options("average", None, "none", 2)
 
 
-def test_adasum_alone_asks_how_many_ranks_there_are(parsed, monkeypatch):
-    asked = []
-    monkeypatch.setattr(_engine.collectives, "check_power_of_two", asked.append)
+def test_only_adasum_checks_the_number_of_ranks(parsed, monkeypatch):
+    checked = []
+    monkeypatch.setattr(_engine, "check_power_of_two", checked.append)
     for op in ("average", "sum"):
         parsed(op)
-    assert asked == []
+    assert checked == []
     parsed("adasum")
-    assert asked == [runtime.communicator()]
+    assert checked == [runtime.communicator()]
 
 
-def test_gradients_are_averaged_or_added_up(parsed):
+def test_only_average_sum_and_adasum_are_accepted(parsed):
     for op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
         with pytest.raises(errors.ArgumentError, match=f"for gradients. Received: {op.value}. Use"):
             parsed(op)
@@ -211,7 +211,7 @@ def test_gradients_are_averaged_or_added_up(parsed):
         (None, errors.ArgumentTypeError),
     ],
 )
-def test_numbers_of_passes_and_groups_are_whole_and_positive(number, kind):
+def test_passes_and_groups_are_positive_integers(number, kind):
     received = repr(number) if kind is errors.ArgumentError else f"{number!r} of type"
     with pytest.raises(kind, match=rf"\[here\] Expected .* to be 1 or more. Received: {received}"):
         parse_passes(number, "[here]")
@@ -220,7 +220,7 @@ def test_numbers_of_passes_and_groups_are_whole_and_positive(number, kind):
             parse_groups(number, "[here]")
 
 
-def test_one_pass_and_one_group_are_enough():
+def test_numbers_of_passes_and_groups_are_returned_as_int():
     for parse in (parse_passes, parse_groups):
         assert [parse(number, "[here]") for number in (1, 2, np.int8(3))] == [1, 2, 3]
         assert type(parse(np.int8(3), "[here]")) is int
@@ -239,7 +239,7 @@ def test_only_an_average_can_be_predivided(op):
 
 
 @pytest.mark.parametrize("factor", [0, 0.0, -1, -0.5])
-def test_a_factor_before_the_sum_is_above_0(factor):
+def test_a_predivide_factor_is_positive(factor):
     text = rf"\[here\] Expected .* to be above 0. Received: {factor!r}\."
     with pytest.raises(errors.ArgumentError, match=text):
         parse_predivide(factor, ReduceOp.AVERAGE, "[here]")
@@ -262,7 +262,7 @@ def test_groups_are_lists_of_variables():
         ([[Variable(), 3]], "3 of type int"),
     ],
 )
-def test_other_groups_are_refused(groups, received):
+def test_invalid_groups_are_rejected(groups, received):
     with pytest.raises(errors.ArgumentTypeError, match=rf"Expected groups .* Received: {received}"):
         parse_groups(groups, "[here]")
 
@@ -274,7 +274,7 @@ def test_a_variable_is_in_one_group():
             parse_groups(groups, "[here]")
 
 
-def test_layers_come_alone_or_together(parsed):
+def test_layers_are_given_singly_or_in_a_collection(parsed):
     import keras
 
     a, b = keras.layers.Dense(1), keras.layers.Dense(1)

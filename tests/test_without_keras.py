@@ -1,4 +1,4 @@
-"""Rooms that scripts use which have no Keras."""
+"""Packages that scripts without Keras use do not import Keras."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ import sys
 import keras_dist.{framework} as hvd
 from keras_dist import elastic
 hvd.init()
-for expected in (0, 3):  # the second time what the first has left in the directory
+for expected in (0, 3):  # the second state reads the directory of the first
     state = elastic.ObjectState(directory=sys.argv[1], epoch=0)
     state.sync()
     assert state.epoch == expected, state.epoch
@@ -22,15 +22,15 @@ if hvd.rank() == 0:
 """
 
 
-def test_elastic_is_imported_as_horovods():
+def test_elastic_has_the_module_path_of_horovod():
     code = "import keras_dist.torch.elastic as elastic; import keras_dist; print(elastic.__name__)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.stdout == "keras_dist.elastic\n", ended.stderr
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_an_elastic_state_in_a_directory(run_ranks, tmp_path, framework):
-    # No backend of this name: whoever imports Keras fails.
+def test_an_elastic_state_imports_no_keras(run_ranks, tmp_path, framework):
+    # There is no such backend: importing Keras fails.
     env = lean(framework, KERAS_BACKEND="none")
     text = COMMITS.format(framework=framework)
     job = run_ranks(2, "-c", text, str(tmp_path / "state"), env=env)

@@ -1,4 +1,4 @@
-"""n ranks with SyncBatchNormalization train like one with BatchNormalization on all rows."""
+"""`SyncBatchNormalization` on n ranks trains like `BatchNormalization` on all rows."""
 
 import keras
 import numpy as np
@@ -21,31 +21,31 @@ BATCH, STEPS = 4, 3
 BACKEND = keras.backend.backend()
 Sync = keras_dist.layers.SyncBatchNormalization
 Plain = keras.layers.BatchNormalization
-not_on_jax = pytest.mark.skipif(BACKEND == "jax", reason="JAX compiles for a long time")
+not_on_jax = pytest.mark.skipif(BACKEND == "jax", reason="JAX compiles slowly")
 
 
-def classifier(normalisation, optimizer=None, **options):
-    """Normalises its inputs, which have no gradient, and what it makes of them."""
+def classifier(normalization, optimizer=None, **options):
+    """Returns a model that normalizes its inputs, which have no gradient, and activations."""
     keras.utils.set_random_seed(1)
     layers = [
         keras.Input((FEATURES,)),
-        normalisation(),
+        normalization(),
         keras.layers.Dense(8, activation="tanh"),
-        normalisation(momentum=0.5),
+        normalization(momentum=0.5),
         keras.layers.Dense(CLASSES, activation="softmax"),
     ]
     return compiled(keras.Sequential(layers), optimizer, **options)
 
 
-def masked(normalisation, optimizer=None):
-    """Normalises sequences whose rows of 0 are masked."""
+def masked(normalization, optimizer=None):
+    """Returns a model that normalizes sequences whose rows of 0 are masked."""
     keras.utils.set_random_seed(1)
     layers = [
         keras.Input((None, FEATURES)),
         keras.layers.Masking(),
-        normalisation(),
+        normalization(),
         keras.layers.Dense(4, activation="tanh"),
-        normalisation(),
+        normalization(),
         keras.layers.GlobalAveragePooling1D(),
         keras.layers.Dense(CLASSES, activation="softmax"),
     ]
@@ -53,7 +53,7 @@ def masked(normalisation, optimizer=None):
 
 
 def train_both(make, x, y, **options):
-    """Trains one process on all rows and the ranks on theirs; returns both models."""
+    """Trains on all rows in one process and on each rank's rows; returns both models."""
     plain = make(Plain, keras.optimizers.SGD(0.1))
     plain.fit(x, y, batch_size=BATCH * keras_dist.size(), shuffle=False, verbose=0)
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
@@ -61,7 +61,7 @@ def train_both(make, x, y, **options):
     for start in range(0, len(x) // keras_dist.size(), BATCH):
         rows = slice(start, start + BATCH)
         model.train_on_batch(rows_of_rank(x, BATCH)[rows], rows_of_rank(y, BATCH)[rows])
-    keras_dist.verify_replicas(model)  # moving statistics included, averaged by no callback
+    keras_dist.verify_replicas(model)  # includes moving statistics, which no callback averages here
     return model, plain
 
 
@@ -72,7 +72,7 @@ def test_weights_and_statistics_equal_those_of_one_process():
     assert_close(weights_of(model), weights_of(plain), relative=1e-5)
 
 
-def test_a_large_mean_takes_no_digits_of_the_variance():
+def test_a_large_mean_keeps_the_digits_of_the_variance():
     x, _ = make_data(BATCH * keras_dist.size())
     x += np.float32(3000)
     exact = (x - x.mean(0, dtype="float64")) / np.sqrt(x.var(0, dtype="float64") + 1e-3)
@@ -81,14 +81,14 @@ def test_a_large_mean_takes_no_digits_of_the_variance():
 
 
 @not_on_jax
-def test_each_step_by_itself_gives_the_same():
+def test_eager_steps_give_the_same_weights():
     x, y = make_data(BATCH * keras_dist.size())
     model, plain = train_both(classifier, x, y, run_eagerly=True)
     assert_close(weights_of(model), weights_of(plain), relative=1e-5)
 
 
 @not_on_jax
-def test_what_is_masked_does_not_count():
+def test_masked_samples_are_ignored():
     samples = BATCH * STEPS * keras_dist.size()
     rng = np.random.default_rng(0)
     x = 3 + rng.standard_normal((samples, 5, FEATURES)).astype("float32")
@@ -99,13 +99,13 @@ def test_what_is_masked_does_not_count():
     assert_close(weights_of(model), weights_of(plain), relative=1e-5)
 
 
-def test_ranks_count_by_their_samples():
+def test_ranks_are_weighted_by_their_samples():
     size, rank = keras_dist.size(), keras_dist.rank()
     x = np.random.default_rng(0).standard_normal((size * (size + 1), FEATURES)).astype("float32")
-    firsts = [row * (row + 1) for row in range(size + 1)]  # 2, 4, 6 ... rows
+    starts = [rank * (rank + 1) for rank in range(size + 1)]  # ranks with 2, 4, 6 ... rows
     layer, plain = Sync(axis=1), Plain(axis=1)
     expected = keras.ops.convert_to_numpy(plain(x, training=True))
-    mine = slice(firsts[rank], firsts[rank + 1])
+    mine = slice(starts[rank], starts[rank + 1])
     found = keras.ops.convert_to_numpy(layer(x[mine], training=True))
     np.testing.assert_allclose(found, expected[mine], rtol=1e-4, atol=1e-5)
     for value, wanted in zip(layer.get_weights(), plain.get_weights(), strict=True):
@@ -113,7 +113,7 @@ def test_ranks_count_by_their_samples():
     assert agreed([value.tobytes() for value in layer.get_weights()])
 
 
-def test_evaluation_asks_no_other_rank():
+def test_inference_does_not_communicate():
     layer = Sync()
     layer.build((None, FEATURES))
     if keras_dist.rank() == 0:
@@ -121,7 +121,7 @@ def test_evaluation_asks_no_other_rank():
     layer.trainable = False
     if keras_dist.rank() == 0:
         layer(np.ones((2, FEATURES), "float32"), training=True)
-    # A rank that had asked would be one meeting ahead.
+    # A rank that had communicated would be one operation ahead.
     assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
 
 
@@ -135,8 +135,8 @@ def test_saved_model_loads(shared_tmp_path):
 
 
 @pytest.mark.parity("`BatchNormalization(synchronized=True)` is told of it")
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="Keras itself refuses it elsewhere")
-def test_synchronized_of_keras_is_told_what_to_do_instead():
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="Keras itself rejects it on other backends")
+def test_synchronized_of_keras_is_rejected_with_the_remedy():
     def synchronized(**options):
         return Plain(synchronized=True, **options)
 

@@ -1,4 +1,4 @@
-"""Several fits, models and optimizers in one program: each trains as it would alone."""
+"""Several fits, models and optimizers in one script: each trains as if alone."""
 
 import keras
 import numpy as np
@@ -22,7 +22,7 @@ import keras_dist
 BACKEND = keras.backend.backend()
 
 
-def test_a_second_fit_goes_on_with_the_schedule_of_the_first():
+def test_a_second_fit_continues_the_schedule_of_the_first():
     def adamw():
         decay = keras.optimizers.schedules.CosineDecay(0.01, STEPS)
         return keras.optimizers.AdamW(decay, weight_decay=0.1)
@@ -38,7 +38,7 @@ def test_a_second_fit_goes_on_with_the_schedule_of_the_first():
     assert_close(weights_of(model), weights_of(plain))
 
 
-def test_models_in_turn_and_the_clone_of_a_model():
+def test_alternating_models_and_a_cloned_model():
     x, y = global_data()
     own_x, own_y = rows_of_rank(x, BATCH), rows_of_rank(y, BATCH)
     model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)))
@@ -61,10 +61,10 @@ def test_models_in_turn_and_the_clone_of_a_model():
 
 
 class Gan(keras.Model):
-    """Two networks against each other, each with an optimizer of its own.
+    """A generator and a discriminator, each with its own optimizer.
 
-    A train step of JAX is given the state of the one optimizer that was compiled, so there the
-    other one's travels with the weights that training does not touch.
+    A JAX train step receives the state of the compiled optimizer only, so the state of the other
+    optimizer is passed with the non-trainable variables.
     """
 
     def __init__(self, wrap=lambda optimizer: optimizer):
@@ -74,7 +74,7 @@ class Gan(keras.Model):
         self.judge = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
         self.judging = wrap(keras.optimizers.SGD(0.1, momentum=0.9))
         self.compile(wrap(keras.optimizers.Adam(0.01)))
-        if BACKEND == "jax":  # whose steps are given all state, so it has to be there
+        if BACKEND == "jax":  # a JAX step receives all state, so it must exist
             self.judging.build(self.judge.trainable_variables)
             self.optimizer.build(self.maker.trainable_variables)
         self.built = True
@@ -157,7 +157,7 @@ def test_two_optimizers_in_one_train_step():
 def test_each_of_two_optimizers_under_a_loss_scale_skips_its_own_steps():
     n = keras_dist.size()
     real, _ = global_data()
-    real[BATCH * n - 1] = np.inf  # in the first step, on the last rank
+    real[BATCH * n - 1] = np.inf  # first step, last rank
     noise = np.random.default_rng(2).standard_normal((len(real), 2)).astype("float32")
 
     def scaled(optimizer):
@@ -167,6 +167,6 @@ def test_each_of_two_optimizers_under_a_loss_scale_skips_its_own_steps():
     plain.fit(real, noise, batch_size=BATCH * n, shuffle=False, verbose=0)
     fit_rows(model, rows_of_rank(real, BATCH), rows_of_rank(noise, BATCH))
     keras_dist.verify_replicas(model)
-    for one in (plain, model):  # the maker has not seen what overflows
+    for one in (plain, model):  # only the judge's loss overflows
         assert (int(one.judging.iterations), int(one.optimizer.iterations)) == (STEPS - 1, STEPS)
     assert_close(weights_of(model), weights_of(plain))

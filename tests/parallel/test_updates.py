@@ -1,4 +1,4 @@
-"""Updates that come another way: an `apply` of one's own, float8, and the proof for all of them."""
+"""Updates by overridden methods and float8 layers, and the check that updates are reduced."""
 
 import contextlib
 
@@ -29,7 +29,7 @@ def signs(grads):
 
 
 class Surgery(keras.optimizers.SGD):
-    """Steps by the signs of gradients, in two halves: the sign of a mean is no mean of signs."""
+    """Applies signs of gradients, twice; the sign of a mean differs from the mean of signs."""
 
     def apply(self, grads, trainable_variables=None):
         for _ in range(2):
@@ -59,12 +59,12 @@ OWN = [Surgery, Pairs, Inside, *([Stateless] if BACKEND == "jax" else [])]
 
 
 @pytest.mark.parametrize("kind", OWN)
-def test_an_apply_of_ones_own_sees_the_gradients_of_all_ranks(kind):
+def test_an_overridden_apply_receives_reduced_gradients(kind):
     ours, plain = train_both(lambda: kind(0.01), fit=train_on_batches)
     assert_close(weights_of(ours), weights_of(plain))
 
 
-def test_an_apply_of_ones_own_reduces_once_and_under_a_loss_scale(monkeypatch):
+def test_an_overridden_apply_reduces_once_also_under_a_loss_scale(monkeypatch):
     calls = []
     reduced = keras_dist.training.gradient_reduction.GradientReduction.__call__
 
@@ -89,7 +89,7 @@ def value_of(weight):
 
 
 def by_hand(optimizer, variables, method):
-    """Calls an optimizer as a loop by hand does, with a gradient of its own on each rank."""
+    """Calls an optimizer as a custom loop does, with different gradients on each rank."""
     grads = [(keras_dist.rank() + 1.0) * keras.ops.ones_like(v.value) for v in variables]
     if method == "apply":
         optimizer.apply(grads, variables)
@@ -107,23 +107,23 @@ def by_hand(optimizer, variables, method):
         jax.jit(optimizer.stateless_apply)(values[0], grads, values[1])
 
 
-def fails_where_there_are_others(call):
+def assert_fails_on_several_ranks(call):
     if keras_dist.size() == 1:
         call()
         return
     with pytest.raises(Exception, match=r"\[rank \d.*Received: an update of '(?i:sgd)") as raised:
         call()
-    of_tensorflow = type(raised.value).__name__ == "StagingError"  # where a script traces a step
-    assert of_tensorflow or isinstance(raised.value, errors.BackendError)
+    is_staging_error = type(raised.value).__name__ == "StagingError"  # raised by tf.function
+    assert is_staging_error or isinstance(raised.value, errors.BackendError)
 
 
 HOOKS = ["_clip_gradients", "_clip_gradients and apply", "_backend_apply_gradients"]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_an_update_that_is_not_reduced_is_an_error_in_the_same_step(monkeypatch, hook):
-    contract.check("keras")  # it has been found to hold, once for all
-    # What Keras calls another name does not come to ours.
+def test_an_update_without_reduction_is_an_error_in_the_same_step(monkeypatch, hook):
+    contract.check("keras")  # cached from now on
+    # Keras no longer calls the hook of keras_dist under the new name.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.SGD):
         rename(monkeypatch, kind, hook.partition(" ")[0])
     if "apply" in hook.split():
@@ -131,16 +131,16 @@ def test_an_update_that_is_not_reduced_is_an_error_in_the_same_step(monkeypatch,
     x, y = make_data(BATCH)
     for options in ({}, {"run_eagerly": True}):
         model = distributed(**options)
-        fails_where_there_are_others(lambda: model.train_on_batch(x, y))  # noqa: B023
+        assert_fails_on_several_ranks(lambda: model.train_on_batch(x, y))  # noqa: B023
     accumulates = distributed(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
-    fails_where_there_are_others(lambda: [accumulates.train_on_batch(x, y) for _ in range(2)])
+    assert_fails_on_several_ranks(lambda: [accumulates.train_on_batch(x, y) for _ in range(2)])
     for method in ("apply", "apply_gradients", *(["compiled"] if BACKEND != "torch" else [])):
         optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
         variables = make_model().trainable_variables
-        fails_where_there_are_others(lambda: by_hand(optimizer, variables, method))  # noqa: B023
+        assert_fails_on_several_ranks(lambda: by_hand(optimizer, variables, method))  # noqa: B023
 
 
-def test_updates_by_hand_that_are_reduced_are_no_error():
+def test_reduced_updates_of_a_custom_loop_pass():
     alone = keras_dist.add_process_set([0])
     mean, own = (keras_dist.size() + 1) / 2, keras_dist.rank() + 1
     for process_set, expected in ((None, mean), (alone, own)):
@@ -151,7 +151,7 @@ def test_updates_by_hand_that_are_reduced_are_no_error():
             variables = make_model().trainable_variables
             before = value_of(variables[0])
             by_hand(wrapped, variables, method)
-            if method != "compiled":  # which on JAX returns what others assign
+            if method != "compiled":  # on JAX it returns the values instead of assigning them
                 moved = value_of(variables[0]) - before
                 np.testing.assert_allclose(moved, -0.1 * expected, rtol=1e-4)
             wrapped.apply([], [])
@@ -159,10 +159,10 @@ def test_updates_by_hand_that_are_reduced_are_no_error():
 
 
 @pytest.mark.parametrize("kind", [keras.optimizers.SGD, Surgery])
-def test_what_keras_says_of_wrong_arguments_is_what_it_says(kind):
+def test_errors_of_keras_for_invalid_arguments_stay(kind):
     gradient, variable = keras.ops.ones(3), keras.Variable([0.0] * 3)
     plain, ours = kind(0.1), keras_dist.DistributedOptimizer(kind(0.1))
-    for grads in [gradient], [gradient] * 2:  # before they are built, and afterwards
+    for grads in [gradient], [gradient] * 2:  # first unbuilt, then built
         texts = []
         for optimizer in plain, ours:
             with pytest.raises(ValueError) as raised:
@@ -176,7 +176,7 @@ def test_what_keras_says_of_wrong_arguments_is_what_it_says(kind):
 
 
 @pytest.mark.parametrize("passes", [None, 2])
-def test_float8_trains_as_one_process_but_for_rounding(passes):
+def test_float8_trains_like_one_process_up_to_rounding(passes):
     def make(optimizer, **options):
         model = make_model(optimizer, **options)
         model.quantize("float8")
@@ -186,7 +186,9 @@ def test_float8_trains_as_one_process_but_for_rounding(passes):
     def optimizer():
         return keras.optimizers.SGD(0.1, gradient_accumulation_steps=passes)
 
-    ours, plain = train_both(optimizer, make, eagerly=False)  # TensorFlow takes float8 in graphs
+    ours, plain = train_both(
+        optimizer, make, eagerly=False
+    )  # TensorFlow supports float8 in graphs only
     names = [weight.path.split("/")[-1] for weight in ours.weights]
     assert names.count("inputs_amax_history") == 2
     all_of = [[value_of(weight) for weight in model.weights] for model in (ours, plain, make(None))]
@@ -194,6 +196,6 @@ def test_float8_trains_as_one_process_but_for_rounding(passes):
         if name in ("kernel", "bias"):
             moved, expected = mine - begin, wanted - begin
             assert np.linalg.norm(moved - expected) <= 0.1 * np.linalg.norm(expected)
-    # What the first layer has met is the data, whatever is rounded.
+    # The inputs of the first layer are the data, which is not rounded.
     first = names.index("inputs_amax_history")
     np.testing.assert_array_equal(all_of[0][first], all_of[1][first])

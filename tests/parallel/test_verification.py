@@ -1,4 +1,4 @@
-"""Replicas that have gone apart are found, or repaired, between two epochs."""
+"""`VerifyReplicas`: divergent replicas are reported or repaired between epochs."""
 
 import re
 import warnings
@@ -13,7 +13,7 @@ from keras_dist.callbacks import VerifyReplicas
 
 
 class Disturb(keras.callbacks.Callback):
-    """Changes a weight on the last rank, at the end of the first epoch."""
+    """Changes a weight on the last rank at the end of the first epoch."""
 
     def on_epoch_end(self, epoch, logs=None):
         if epoch == 0 and keras_dist.rank() == keras_dist.size() - 1:
@@ -36,18 +36,18 @@ def test_equal_replicas_pass():
 @pytest.mark.parametrize(("every", "epochs"), [(1, 1), (3, 3)])
 def test_a_difference_ends_the_training_on_every_rank(every, epochs):
     if keras_dist.size() == 1:
-        pytest.skip("ranks cannot differ when there is one")
+        pytest.skip("a single rank has no other to differ from")
     with pytest.raises(errors.MismatchError) as caught:
         fit(Disturb(), VerifyReplicas(every), epochs=epochs)
     assert f"kernel (ranks {keras_dist.size() - 1})" in str(caught.value)
-    # Keras counts the models of a process in their names.
+    # Keras numbers the models of a process in their names.
     assert agreed(re.sub(r"_\d+", "", str(caught.value).partition("]")[2]))
 
 
 @pytest.mark.parity("`VerifyReplicas(repair=True)`")
 def test_a_difference_is_repaired_from_the_root_with_a_warning():
     if keras_dist.size() == 1:
-        pytest.skip("ranks cannot differ when there is one")
+        pytest.skip("a single rank has no other to differ from")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, history = fit(Disturb(), VerifyReplicas(repair=True))
@@ -60,7 +60,7 @@ def test_a_difference_is_repaired_from_the_root_with_a_warning():
         assert weight.tobytes() == expected.tobytes()
 
 
-def test_what_each_rank_keeps_for_itself_is_neither_broadcast_nor_repaired():
+def test_local_variables_are_neither_broadcast_nor_repaired():
     model = make_model()
     local = model.layers[-1]
     local.kernel.assign(keras.ops.full(local.kernel.shape, float(keras_dist.rank())))
@@ -77,6 +77,6 @@ def test_what_each_rank_keeps_for_itself_is_neither_broadcast_nor_repaired():
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "epoch"])
-def test_a_number_of_epochs_is_needed(every):
+def test_every_must_be_a_number_of_epochs(every):
     with pytest.raises(errors.ArgumentError, match="every to be a number of epochs"):
         VerifyReplicas(every)
