@@ -1,4 +1,4 @@
-"""n ranks with batch b train the weights of one rank with batch n*b."""
+"""`DistributedOptimizer` on n ranks with batch size b trains like one process with n*b."""
 
 import contextlib
 import dataclasses
@@ -34,12 +34,12 @@ on_tensorflow = pytest.mark.skipif(
 )
 
 
-# TensorFlow alone has more than one way to make a step of an optimizer.
-WAYS = [{}, {"jit_compile": False}] if BACKEND == "tensorflow" else [{}]
+# Compile options with different optimizer steps.
+COMPILE_OPTIONS = [{}, {"jit_compile": False}] if BACKEND == "tensorflow" else [{}]
 
 
 class Stairs(keras.optimizers.schedules.LearningRateSchedule):
-    """A rate of one's own, half as large every other step."""
+    """A custom schedule: the rate halves every other step."""
 
     def __call__(self, step):
         return 0.1 * 0.5 ** keras.ops.cast(step // 2, "float32")
@@ -82,10 +82,10 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
 
 
 def train_both(make_optimizer, make=make_model, fit=None, eagerly=True, **options):
-    """Trains on this rank's rows with keras_dist and on all rows without; returns both."""
+    """Trains on each rank's rows with keras_dist and on all rows without; returns both models."""
     x, y = global_data()
     plain = make(optimizer=make_optimizer())
-    # Tracing its steps would take longer than they do; one rank compares the bits of a graph.
+    # Tracing takes longer than the steps; on one rank the bits of a graph are compared.
     plain.run_eagerly = eagerly and BACKEND == "tensorflow" and keras_dist.size() > 1
     plain.fit(x, y, batch_size=BATCH * keras_dist.size(), shuffle=False, verbose=0)
     model = make(optimizer=keras_dist.DistributedOptimizer(make_optimizer()), **options)
@@ -113,7 +113,7 @@ def test_weights_equal_those_of_one_process(name):
     [{"steps_per_execution": 4}, {"run_eagerly": True}, {"jit_compile": True}],
     ids=str,
 )
-def test_every_way_to_make_a_step_gives_the_same_weights(options):
+def test_compile_options_give_the_same_weights(options):
     if BACKEND == "torch" and options != {"run_eagerly": True}:
         pytest.skip("Keras on torch has no steps_per_execution, and compiles for minutes")
     model, plain = train_both(OPTIMIZERS["momentum and clipnorm"], **options)
@@ -121,7 +121,7 @@ def test_every_way_to_make_a_step_gives_the_same_weights(options):
 
 
 @pytest.mark.parity("mixed bfloat16")
-def test_mixed_bfloat16_gives_the_same_weights_but_for_rounding():
+def test_mixed_bfloat16_gives_the_same_weights_up_to_rounding():
     def make(optimizer, **options):
         keras.config.set_dtype_policy("mixed_bfloat16")
         try:
@@ -144,7 +144,7 @@ def test_mixed_bfloat16_gives_the_same_weights_but_for_rounding():
 def test_train_on_batch_needs_no_callbacks(options):
     model, plain = train_both(OPTIMIZERS["adam"], fit=train_on_batches, **options)
     assert_close(weights_of(model), weights_of(plain))
-    if "jit_compile" in options:  # what is set aside for a step is set again for all else
+    if "jit_compile" in options:  # the option is suspended for train steps only
         x, y = make_data(BATCH)
         assert model.jit_compile is True
         model.evaluate(x, y, verbose=0)
@@ -161,7 +161,7 @@ def test_buckets_of_any_size_give_the_same_weights(monkeypatch, bucket_nbytes, o
 
 
 class Keeping(keras.optimizers.Optimizer):
-    """Steps by this gradient and the last but one."""
+    """Applies the current gradient and the last but one."""
 
     def build(self, variables):
         super().build(variables)
@@ -176,9 +176,9 @@ class Keeping(keras.optimizers.Optimizer):
         self.assign(last, gradient)
 
 
-@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("options", COMPILE_OPTIONS, ids=str)
 def test_an_optimizer_may_keep_gradients(options):
-    def make(optimizer):  # gradients of 1 MiB are reduced in slices and lent
+    def make(optimizer):  # gradients of 1 MiB are reduced in slices and not copied
         keras.utils.set_random_seed(1)
         layers = [keras.layers.Dense(512, "tanh"), keras.layers.Dense(512, "tanh")]
         last = keras.layers.Dense(CLASSES, "softmax")
@@ -187,7 +187,9 @@ def test_an_optimizer_may_keep_gradients(options):
 
     ours, plain = train_both(lambda: Keeping(0.01), make)
     assert_close(weights_of(ours), weights_of(plain))
-    if BACKEND == "tensorflow" and keras_dist.size() > 1:  # the others copy what they keep
+    if (
+        BACKEND == "tensorflow" and keras_dist.size() > 1
+    ):  # other backends copy gradients that are kept
         [plan] = ours.optimizer._keras_dist._plans._plans.values()
         assert not plan.lends
 
@@ -198,7 +200,7 @@ def test_wrapping_after_a_step_was_traced_takes_effect():
     for start in range(0, len(x), BATCH * keras_dist.size()):
         rows = slice(start, start + BATCH * keras_dist.size())
         plain.train_on_batch(x[rows], y[rows])
-    # Traced once without a reduction, on nothing that would change a weight.
+    # Traces the step without a reduction; the data changes no weight.
     model.optimizer.learning_rate = 0.0
     model.train_on_batch(x[:BATCH], y[:BATCH])
     model.optimizer.learning_rate = 0.1
@@ -207,7 +209,7 @@ def test_wrapping_after_a_step_was_traced_takes_effect():
     assert_close(weights_of(model), weights_of(plain))
 
 
-def test_a_model_goes_on_after_shutdown_and_init():
+def test_a_model_trains_on_after_shutdown_and_init():
     model = make_model(optimizer=keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     x, y = make_data(8, seed=keras_dist.rank())
     for _ in range(2):
@@ -221,7 +223,7 @@ def test_a_model_goes_on_after_shutdown_and_init():
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="of tf.function alone")
 @pytest.mark.parametrize("reduces", ["tape", "optimizer"])
-def test_a_traced_step_goes_on_after_shutdown_and_init(reduces):
+def test_a_traced_step_runs_after_shutdown_and_init(reduces):
     import tensorflow as tf
 
     import keras_dist.tensorflow as hvd
@@ -299,7 +301,7 @@ def embedding_model(optimizer=None, frozen=False):
 
 
 class DenseAdam(keras.optimizers.Adam):
-    """Adam on the dense gradient: where a row occurs twice Keras' own takes two squares."""
+    """Adam on the dense gradient; Keras' Adam squares repeated rows separately."""
 
     def _clip_gradients(self, grads):
         import tensorflow as tf
@@ -356,7 +358,7 @@ def test_frozen_layers_and_variables_without_a_gradient():
         ]
         return compiled(keras.Sequential(layers), optimizer)
 
-    # On JAX such a variable has a gradient of zeros, and nobody warns.
+    # On JAX such a variable has a gradient of zeros, without a warning.
     warned = pytest.warns(UserWarning, match="Gradients do not exist")
     with contextlib.nullcontext() if BACKEND == "jax" else warned:
         model, plain = train_both(OPTIMIZERS["adam"], make)
@@ -365,7 +367,7 @@ def test_frozen_layers_and_variables_without_a_gradient():
 
 @pytest.mark.parity("replicas equal to the bit, with dropout and batch normalisation")
 def test_replicas_are_equal_with_dropout_and_batch_normalisation():
-    keras.utils.set_random_seed(keras_dist.rank())  # other weights and seeds on every rank
+    keras.utils.set_random_seed(keras_dist.rank())  # different weights and seeds on every rank
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01))
     model = make_model(regularised=True, optimizer=optimizer)
     for weight in model.weights:
@@ -407,7 +409,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(wrap_outside):
     finally:
         keras.config.set_dtype_policy("float32")
     x, y = make_data(3 * BATCH)
-    fit_rows(model, x, y)  # some backends overflow once before the scale fits
+    fit_rows(model, x, y)  # some backends overflow until the scale has adapted
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     before = int(model.optimizer.inner_optimizer.iterations)
     if keras_dist.rank() == keras_dist.size() - 1:
@@ -418,15 +420,15 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(wrap_outside):
     assert all(np.isfinite(weight).all() for weight in weights_of(model))
 
 
-def test_one_rank_takes_the_steps_of_plain_keras_to_the_bit():
+def test_one_rank_equals_plain_keras_bit_for_bit():
     if keras_dist.size() > 1:
-        pytest.skip("with several ranks the sums are formed in another order")
+        pytest.skip("several ranks sum in another order")
     model, plain = train_both(OPTIMIZERS["adam"])
     for weight, expected in zip(weights_of(model), weights_of(plain), strict=True):
         assert weight.tobytes() == expected.tobytes()
 
 
-# --- The optimizer stays the user's own
+# --- Class, configuration and saved models
 
 
 def test_class_state_and_config_stay():
@@ -470,7 +472,7 @@ model.fit(np.zeros((4, 6)), np.zeros(4), verbose=0)
 
 
 @pytest.mark.parity("a saved model loads without keras_dist")
-def test_a_saved_model_loads_where_keras_dist_cannot_be_imported(shared_tmp_path):
+def test_a_saved_model_loads_without_keras_dist(shared_tmp_path):
     model, _ = train_both(OPTIMIZERS["adam"])
     path = shared_tmp_path / f"model{keras_dist.rank()}.keras"
     model.save(path)
@@ -482,37 +484,37 @@ def test_a_saved_model_loads_where_keras_dist_cannot_be_imported(shared_tmp_path
         subprocess.run([sys.executable, "-c", LOAD_PLAIN, *arguments], check=True, env=lean())
 
 
-# --- Bad input
+# --- Invalid arguments and models
 
 
-def refused(kind, *arguments, **options):
+def rejected(kind, *arguments, **options):
     with pytest.raises(kind) as caught:
         keras_dist.DistributedOptimizer(*arguments, **options)
     assert str(caught.value).startswith(f"[rank {keras_dist.rank()} of {keras_dist.size()}]")
     return str(caught.value)
 
 
-def test_wrapping_twice_is_refused():
+def test_wrapping_twice_is_rejected():
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
-    assert "not distributed yet" in refused(errors.ArgumentError, optimizer)
+    assert "not distributed yet" in rejected(errors.ArgumentError, optimizer)
     scaled = keras.optimizers.LossScaleOptimizer(optimizer)
-    assert "not distributed yet" in refused(errors.ArgumentError, scaled)
+    assert "not distributed yet" in rejected(errors.ArgumentError, scaled)
 
 
-@pytest.mark.parametrize("thing", ["sgd", keras.optimizers.SGD, None, 0.01])
-def test_what_is_no_optimizer_is_refused(thing):
-    assert "instance of a Keras optimizer" in refused(errors.ArgumentTypeError, thing)
+@pytest.mark.parametrize("value", ["sgd", keras.optimizers.SGD, None, 0.01])
+def test_other_objects_than_optimizers_are_rejected(value):
+    assert "instance of a Keras optimizer" in rejected(errors.ArgumentTypeError, value)
 
 
 @pytest.mark.parametrize("op", ["mean", "max", 3])
-def test_ops_without_a_meaning_for_gradients_are_refused(op):
-    assert "Expected op to be" in refused(errors.ArgumentError, keras.optimizers.SGD(), op=op)
+def test_other_reduce_ops_are_rejected(op):
+    assert "Expected op to be" in rejected(errors.ArgumentError, keras.optimizers.SGD(), op=op)
 
 
 @pytest.mark.parity("models that differ are an error on every rank")
-def test_models_that_differ_are_found_before_the_first_step():
+def test_different_models_are_an_error_before_the_first_step():
     if keras_dist.size() == 1:
-        pytest.skip("ranks cannot differ when there is one")
+        pytest.skip("a single rank has no other to differ from")
     odd = keras_dist.rank() == keras_dist.size() - 1
     keras.utils.set_random_seed(1)
     layers = [
@@ -521,7 +523,7 @@ def test_models_that_differ_are_found_before_the_first_step():
         keras.layers.Dense(3, activation="softmax", name="output"),
     ]
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
-    # Without a name it would be numbered, by what this process has made before.
+    # An automatic name would contain a number that depends on earlier models.
     model = compiled(keras.Sequential(layers, name="classifier"), optimizer)
     x, y = make_data(8)
     with pytest.raises(errors.MismatchError) as caught:
@@ -534,9 +536,9 @@ def test_models_that_differ_are_found_before_the_first_step():
     ).replace("'hidden/kernel'", repr(model.weights[0].path))
 
 
-def test_models_that_differ_are_found_without_callbacks_too():
+def test_different_models_are_an_error_without_callbacks():
     if keras_dist.size() == 1:
-        pytest.skip("ranks cannot differ when there is one")
+        pytest.skip("a single rank has no other to differ from")
     odd = keras_dist.rank() == keras_dist.size() - 1
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
     layers = [

@@ -1,4 +1,4 @@
-"""What DistributedOptimizer can be told: the same weights as one process with all the data."""
+"""Arguments of `DistributedOptimizer`: the weights equal those of one process on all data."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ POWER_OF_TWO = [1, 2, 4, 8]
 
 
 def train(make_optimizer, make=make_model, **options):
-    """Returns a model that was trained on this rank's rows by a distributed optimizer."""
+    """Returns a model trained on this rank's rows with a distributed optimizer."""
     x, y = global_data()
     model = make(optimizer=keras_dist.DistributedOptimizer(make_optimizer(), **options))
     fit_rows(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
@@ -38,7 +38,7 @@ def train(make_optimizer, make=make_model, **options):
 
 
 def train_plain(optimizer):
-    """Returns a model that was trained on the rows of all ranks by plain Keras."""
+    """Returns a model trained on the rows of all ranks with plain Keras."""
     x, y = global_data()
     model = make_model(optimizer=optimizer)
     model.fit(x, y, batch_size=BATCH * keras_dist.size(), shuffle=False, verbose=0)
@@ -55,7 +55,7 @@ def adam():
 
 @contextlib.contextmanager
 def counting(monkeypatch):
-    """Counts the reductions of a gradient list that this rank takes part in."""
+    """Counts the reductions of gradients on this rank."""
     calls = []
     original = _engine.FusedAllreduce.reduce_bucket
 
@@ -73,7 +73,7 @@ def counting(monkeypatch):
 
 
 @pytest.mark.parity("`backward_passes_per_step`")
-def test_passes_that_are_averaged_are_those_of_keras(monkeypatch):
+def test_averaged_passes_equal_gradient_accumulation_of_keras(monkeypatch):
     with counting(monkeypatch) as calls:
         model = train(sgd, backward_passes_per_step=3, average_aggregated_gradients=True)
     own = keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05, gradient_accumulation_steps=3)
@@ -84,12 +84,12 @@ def test_passes_that_are_averaged_are_those_of_keras(monkeypatch):
 
 
 def apply(optimizer, *steps):
-    """Returns what so many steps make of variables of zeros."""
+    """Applies steps to variables of zeros and returns their values."""
     variables = [keras.Variable(np.zeros_like(gradient)) for gradient in steps[0]]
     optimizer.build(variables)
     for gradients in steps:
         tensors = [keras.ops.convert_to_tensor(gradient) for gradient in gradients]
-        if BACKEND == "jax":  # where a LossScaleOptimizer has no other way
+        if BACKEND == "jax":  # LossScaleOptimizer supports only stateless_apply on JAX
             state = [v.value for v in optimizer.variables], tensors, [v.value for v in variables]
             values, state = optimizer.stateless_apply(*state)
             for variable, value in zip(
@@ -103,7 +103,7 @@ def apply(optimizer, *steps):
 
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("scale", [None, 8.0])
-def test_passes_are_averaged_or_added_up(monkeypatch, scale, average):
+def test_passes_are_averaged_or_summed(monkeypatch, scale, average):
     inner = keras.optimizers.SGD(1.0)
     optimizer = inner if scale is None else keras.optimizers.LossScaleOptimizer(inner, scale)
     wrapped = keras_dist.DistributedOptimizer(
@@ -144,10 +144,10 @@ def test_an_overflow_in_one_step_does_not_reach_the_next():
 
 
 @pytest.mark.parity("`mixed_float16` with several passes: only updates reduce")
-def test_passes_under_a_loss_scale_reduce_in_updates_alone(monkeypatch):
+def test_passes_under_a_loss_scale_reduce_in_updates_only(monkeypatch):
     n = keras_dist.size()
     x, y = global_data()
-    x[3 * BATCH * n - 1] = 1e30  # the last sample of the third pass, which the last rank has
+    x[3 * BATCH * n - 1] = 1e30  # the last sample of the third pass, on the last rank
 
     def made(wrap):
         keras.config.set_dtype_policy("mixed_float16")
@@ -155,7 +155,7 @@ def test_passes_under_a_loss_scale_reduce_in_updates_alone(monkeypatch):
             model = make_model(wrap(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)))
         finally:
             keras.config.set_dtype_policy("float32")
-        model.optimizer.initial_scale = 8.0  # of which nothing else overflows
+        model.optimizer.initial_scale = 8.0  # no other gradient overflows at this scale
         return model
 
     plain = made(lambda optimizer: optimizer)
@@ -176,14 +176,14 @@ def test_passes_under_a_loss_scale_reduce_in_updates_alone(monkeypatch):
     )
 
 
-def test_passes_that_the_optimizer_was_saved_with_are_taken_again():
+def test_passes_of_a_saved_optimizer_are_restored():
     wrapped = keras_dist.DistributedOptimizer(sgd(), backward_passes_per_step=2)
     loaded = keras.optimizers.deserialize(keras.optimizers.serialize(wrapped))
     keras_dist.DistributedOptimizer(loaded, backward_passes_per_step=2)
     assert loaded.gradient_accumulation_steps == 2
 
 
-# --- gradient_predivide_factor, groups: the same gradients
+# --- gradient_predivide_factor and groups
 
 
 def test_predividing_keeps_a_sum_from_overflowing():
@@ -205,13 +205,13 @@ def test_a_predivided_average_is_the_average():
 
 
 @pytest.mark.parity("`groups`")
-def test_groups_change_buckets_and_no_bit(monkeypatch):
+def test_groups_change_buckets_but_no_bit(monkeypatch):
     rng = np.random.default_rng(keras_dist.rank())
     gradients = [rng.standard_normal(7).astype("float32") for _ in range(4)]
     found = {}
     for label, buckets in [("none", 1), (1, 1), (3, 3), (9, 4), ("lists", 2)]:
         variables = [keras.Variable(np.zeros(7, "float32")) for _ in gradients]
-        # The first with the last; the rest as ever.
+        # The first with the last; others are grouped by size.
         lists = [[variables[0], variables[3]]]
         groups = {"none": None, "lists": lists}.get(label, label)
         optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0), groups=groups)
@@ -261,7 +261,7 @@ def test_rows_of_an_embedding_become_dense():
 
 
 @pytest.mark.parity("Adasum")
-def test_adasum_adds_what_differs_and_averages_what_is_common():
+def test_adasum_sums_orthogonal_and_averages_parallel_gradients():
     n, rank = keras_dist.size(), keras_dist.rank()
     if n not in POWER_OF_TWO:
         with pytest.raises(errors.ArgumentError, match="power of two"):
@@ -275,7 +275,7 @@ def test_adasum_adds_what_differs_and_averages_what_is_common():
 
 def test_adasum_of_an_embedding():
     if keras_dist.size() not in POWER_OF_TWO:
-        pytest.skip("Adasum is for a power of two")
+        pytest.skip("Adasum requires a power of two of ranks")
     model = embedding_model(keras_dist.DistributedOptimizer(adam(), op=keras_dist.Adasum))
     rng = np.random.default_rng(keras_dist.rank())
     fit_rows(model, rng.integers(0, 20, (BATCH, 4)), rng.integers(0, 3, BATCH))
@@ -288,15 +288,15 @@ def test_adasum_of_an_embedding():
 
 @pytest.mark.parity("local variables keep their own gradients")
 @pytest.mark.parametrize("scale", [True, False])
-@pytest.mark.parametrize("way", ["variables", "layers"])
+@pytest.mark.parametrize("kind", ["variables", "layers"])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_local_variables_stay_local(passes, way, scale):
+def test_local_variables_stay_local(passes, kind, scale):
     n, rank = keras_dist.size(), keras_dist.rank()
     model = make_model()
     layer = model.layers[0]
     options = {"scale_local_gradients": scale, "backward_passes_per_step": passes}
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-    if way == "layers":
+    if kind == "layers":
         keras_dist.PartialDistributedOptimizer(optimizer, local_layers=layer, **options)
     else:
         keras_dist.DistributedOptimizer(optimizer, **options)
@@ -353,7 +353,7 @@ def test_local_variables_survive_a_fit():
     assert len(set(kernels)) == keras_dist.size()
 
 
-# --- Copies, and a wrapper that is missing
+# --- Copies, and a missing wrapper
 
 
 def test_a_deep_copy_is_distributed_and_a_pickle_is_plain():
@@ -389,10 +389,10 @@ def test_callbacks_warn_of_an_optimizer_that_is_not_wrapped():
         assert not texts
 
 
-# --- Bad input
+# --- Invalid arguments
 
 
-def refused(kind, optimizer=None, wrap=None, **options):
+def rejected(kind, optimizer=None, wrap=None, **options):
     with pytest.raises(kind) as caught:
         (wrap or keras_dist.DistributedOptimizer)(optimizer or sgd(), **options)
     assert str(caught.value).startswith(f"[rank {keras_dist.rank()} of {keras_dist.size()}]")
@@ -400,66 +400,66 @@ def refused(kind, optimizer=None, wrap=None, **options):
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="an earlier Keras")
-def test_several_passes_are_for_a_single_optimizer():
+def test_passes_require_a_single_optimizer():
     optimizer = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(sgd()))
-    message = refused(errors.ArgumentError, optimizer, backward_passes_per_step=2)
+    message = rejected(errors.ArgumentError, optimizer, backward_passes_per_step=2)
     assert "gradient_accumulation_steps of the optimizers inside" in message
 
 
-def test_numbers_out_of_range_are_refused():
-    message = refused(errors.ArgumentError, backward_passes_per_step=0)
+def test_numbers_out_of_range_are_rejected():
+    message = rejected(errors.ArgumentError, backward_passes_per_step=0)
     assert "backward_passes_per_step to be 1 or more. Received: 0" in message
-    refused(errors.ArgumentTypeError, backward_passes_per_step=1.5)
-    message = refused(errors.ArgumentError, gradient_predivide_factor=0.0)
+    rejected(errors.ArgumentTypeError, backward_passes_per_step=1.5)
+    message = rejected(errors.ArgumentError, gradient_predivide_factor=0.0)
     assert "gradient_predivide_factor to be above 0. Received: 0.0" in message
-    refused(errors.ArgumentTypeError, gradient_predivide_factor="2")
+    rejected(errors.ArgumentTypeError, gradient_predivide_factor="2")
 
 
 @pytest.mark.parametrize("groups", [0, -1, [], "kernels", 1.5, True, [1, 2], [["kernel"]]])
-def test_wrong_groups_are_refused(groups):
-    if groups == []:  # no group at all, as a script may well make it
+def test_invalid_groups_are_rejected(groups):
+    if groups == []:  # an empty list is accepted
         keras_dist.DistributedOptimizer(sgd(), groups=groups)
         return
     number = isinstance(groups, int) and not isinstance(groups, bool)
     kind = errors.ArgumentError if number else errors.ArgumentTypeError
-    assert "groups to be a number of groups" in refused(kind, groups=groups)
+    assert "groups to be a number of groups" in rejected(kind, groups=groups)
 
 
-def test_arguments_of_old_scripts_are_accepted():
+def test_deprecated_arguments_are_accepted():
     old = {"name": "Distributed", "device_dense": "/gpu:0", "device_sparse": "/cpu:0"}
     with pytest.warns(DeprecationWarning, match="pass groups"):
         optimizer = keras_dist.DistributedOptimizer(sgd(), num_groups=2, **old)
     assert optimizer._keras_dist.options.groups == 2
 
 
-def test_a_variable_in_two_groups_is_refused():
+def test_a_variable_in_two_groups_is_rejected():
     variable = keras.Variable(np.zeros(1))
-    message = refused(errors.ArgumentError, groups=[[variable], [variable]])
-    assert "each variable once in groups" in message
+    message = rejected(errors.ArgumentError, groups=[[variable], [variable]])
+    assert "each variable in one place of groups" in message
 
 
-def test_combinations_without_a_meaning_are_refused():
+def test_incompatible_arguments_are_rejected():
     adds_up = {"average_aggregated_gradients": True, "op": "Adasum"}
-    assert "op to be Average or Sum" in refused(errors.ArgumentError, **adds_up)
+    assert "op to be Average or Sum" in rejected(errors.ArgumentError, **adds_up)
     for op in ("Sum", "Adasum"):
-        message = refused(errors.ArgumentError, op=op, gradient_predivide_factor=2.0)
+        message = rejected(errors.ArgumentError, op=op, gradient_predivide_factor=2.0)
         assert "op to be Average" in message
     accumulates = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
-    message = refused(errors.ArgumentError, accumulates, backward_passes_per_step=2)
+    message = rejected(errors.ArgumentError, accumulates, backward_passes_per_step=2)
     assert "either backward_passes_per_step or gradient_accumulation_steps" in message
     built = sgd()
     built.build([keras.Variable(np.zeros(1))])
-    message = refused(errors.ArgumentError, built, backward_passes_per_step=2)
+    message = rejected(errors.ArgumentError, built, backward_passes_per_step=2)
     assert "not built yet" in message
 
 
-def test_wrong_local_layers_and_variables_are_refused():
+def test_invalid_local_layers_and_variables_are_rejected():
     partial = keras_dist.PartialDistributedOptimizer
-    assert "Keras layer" in refused(errors.ArgumentTypeError, wrap=partial, local_layers="dense")
-    assert "Keras layer" in refused(errors.ArgumentTypeError, wrap=partial, local_layers=[3])
+    assert "Keras layer" in rejected(errors.ArgumentTypeError, wrap=partial, local_layers="dense")
+    assert "Keras layer" in rejected(errors.ArgumentTypeError, wrap=partial, local_layers=[3])
     layer = keras.layers.Dense(1)
     clipping = keras.optimizers.SGD(0.1, global_clipnorm=1.0)
-    message = refused(errors.ArgumentError, clipping, wrap=partial, local_layers=[layer])
+    message = rejected(errors.ArgumentError, clipping, wrap=partial, local_layers=[layer])
     assert "updates each variable independently" in message
     wrapped = keras_dist.DistributedOptimizer(sgd())
     with pytest.raises(errors.ArgumentTypeError, match="Keras variable"):
