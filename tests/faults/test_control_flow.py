@@ -1,4 +1,4 @@
-"""Ranks that disagree on how training goes on: they agree, or all hear of it."""
+"""Ranks whose control flow differs in `fit`: they agree, or all get an error."""
 
 import pytest
 from test_mismatch import assert_all_told
@@ -40,7 +40,7 @@ for name, options in cases.items():
     "an error on every rank that names the rank",
     within=20,  # that rank compiles its step first
 )
-def test_arguments_of_fit_that_differ(job):
+def test_different_arguments_of_fit(job):
     text = f"""{TRAINING}{DISAGREE}
 class Broken(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
@@ -49,7 +49,7 @@ try:
     fit(keras_dist.callbacks.RootOnly(Broken()))
 except keras_dist.errors.CallbackError as error:
     print(f"{{rank}} {{error}}\\n", end="", flush=True)
-# What may differ.
+# Root-only callbacks and verbose may differ.
 root_only = [keras.callbacks.CSVLogger(os.environ["FAULT_FOLDER"] + "/log.csv")]
 fit(behind=root_only if rank == 0 else (), verbose=2 * rank)
 fault()
@@ -66,11 +66,11 @@ else:
             ("validation_data", "none", "some"),
             ("validation_freq", 1, 2),
         ]:
-            said = (
+            message = (
                 f"{rank} {name} [rank 1 of 2] Expected {name}={expected} in fit as on rank 0. "
                 f"Received: {name}={received}. Pass the same {name}."
             )
-            assert said in ended.stdout, ended.stdout
+            assert message in ended.stdout, ended.stdout
         assert f"{rank} callbacks [rank 1 of 2] Expected callbacks=RootCons" in ended.stdout
         assert f"{rank} [rank 0 of 2] Expected Broken.on_epoch_end to succeed" in ended.stdout
     assert "ModelCheckpoint, " in ended.stdout
@@ -84,7 +84,7 @@ else:
     "all ranks stop after the same epoch",
     within=5,
 )
-def test_a_stop_that_nobody_else_hears_of(job):
+def test_a_stop_set_on_one_rank(job):
     text = f"""{TRAINING}
 class Stop(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):

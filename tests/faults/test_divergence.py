@@ -1,4 +1,4 @@
-"""Replicas that have gone apart: found when a fit ends, and before anything is written."""
+"""Divergent replicas: found at the end of a fit and before a checkpoint is written."""
 
 import pytest
 
@@ -8,7 +8,7 @@ import pytest
     "an error on every rank that names variables and ranks; nothing is written",
     within=60,
 )
-def test_replicas_have_gone_apart(job, tmp_path):
+def test_divergent_replicas_are_found(job, tmp_path):
     text = """
 import keras, numpy as np
 import keras_dist
@@ -60,7 +60,7 @@ if rank == 0:
     "scales and histories are those of all ranks; replicas stay equal",
     within=60,
 )
-def test_updates_that_no_reduction_sees(job):
+def test_updates_outside_of_the_reduction(job):
     text = """
 import keras, numpy as np
 import keras_dist
@@ -72,7 +72,7 @@ def trained(optimizer, quantized=False):
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), keras.layers.Dense(1)])
     if quantized:
         model.quantize("float8")
-    eagerly = not quantized  # Keras takes float8 in graphs of TensorFlow alone
+    eagerly = not quantized  # on TensorFlow, Keras supports float8 in graphs only
     model.compile(keras_dist.DistributedOptimizer(optimizer), "mse", run_eagerly=eagerly)
     x = np.full((8, 6), 1.0 + keras_dist.rank(), "float32")
     model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=keras_dist.callbacks())

@@ -1,4 +1,4 @@
-"""Ranks that call different things: the same error on all of them, and never a hang."""
+"""Ranks that make different calls: an error on all of them instead of a deadlock."""
 
 import re
 
@@ -8,11 +8,11 @@ ENDS = "an error on every rank that names the rank, what differs and the remedy"
 
 
 def assert_all_told(ended, ranks, message):
-    """Checks that the job failed, and that the last words of every rank say why."""
+    """Checks that the job failed and that the last line of every rank has the message."""
     assert ended.returncode != 0
     for rank in range(ranks):
-        last_words = [line for line in ended.stdout.splitlines() if line.startswith(f"[{rank}] ")]
-        assert message in last_words[-1], ended.stdout
+        lines = [line for line in ended.stdout.splitlines() if line.startswith(f"[{rank}] ")]
+        assert message in lines[-1], ended.stdout
 
 
 CALLS = {
@@ -51,7 +51,7 @@ CALLS = {
     "a rank calls with another operation, shape, dtype, name or root", ENDS, within=5
 )
 @pytest.mark.parametrize("case", CALLS)
-def test_another_call(job, case):
+def test_a_different_call(job, case):
     text, message = CALLS[case]
     begin = "import numpy as np\nfrom keras_dist import ops\nruntime.init()\nfault()\n"
     assert_all_told(job(2, begin + text, bare=True), 2, message)
@@ -79,17 +79,17 @@ fit([4 + rank])
 
 @pytest.mark.fault("a rank trains another model, more layers or other shapes", ENDS, within=10)
 @pytest.mark.fault("too few samples for all ranks", "an error on every rank", within=10)
-def test_another_model(job):
+def test_a_different_model(job):
     ended = job(2, MODELS, KERAS_BACKEND="jax")
     same_model = "Build the same model, with the same optimizer, on every rank."
     assert_all_told(ended, 2, same_model)
     for rank in range(2):
-        told = [line for line in ended.stdout.splitlines() if line.startswith(f"{rank}: ")]
-        assert same_model in told[0], told
-        assert "Expected at least 2 samples" in told[1], told
+        output = [line for line in ended.stdout.splitlines() if line.startswith(f"{rank}: ")]
+        assert same_model in output[0], output
+        assert "Expected at least 2 samples" in output[1], output
 
 
-# --- A rank that has left
+# --- A rank that has ended
 
 
 LEFT = (
@@ -100,7 +100,7 @@ LEFT = (
 
 @pytest.mark.fault("a rank leaves by the end of its script, or by `sys.exit`", ENDS, within=5)
 @pytest.mark.parametrize("ending", ["pass", "raise SystemExit(0)", "raise SystemExit(3)"])
-def test_a_rank_that_leaves_early(job, ending):
+def test_a_rank_that_ends_early(job, ending):
     text = f"""
 from keras_dist import ops
 if runtime.rank() == 1:
@@ -115,7 +115,7 @@ else:
 
 
 @pytest.mark.fault("a rank leaves while others have more queued", ENDS, within=5)
-def test_a_rank_that_leaves_while_others_have_more_queued(job):
+def test_a_rank_that_ends_while_others_have_more_queued(job):
     text = """
 from keras_dist.ops import asynchronous
 asynchronous.allreduce_async(1.0)
@@ -129,8 +129,8 @@ if runtime.rank() == 0:
 
 
 @pytest.mark.fault("a rank leaves while others call on a process set", ENDS, within=5)
-@pytest.mark.parametrize("way", ["copy", "mpi"])
-def test_a_rank_that_leaves_while_others_call_on_a_process_set(job, way):
+@pytest.mark.parametrize("reduce", ["copy", "mpi"])
+def test_a_rank_that_ends_while_others_call_on_a_process_set(job, reduce):
     text = """
 from keras_dist import ops
 from keras_dist.runtime.process_sets import ProcessSet
@@ -140,7 +140,7 @@ fault()
 if runtime.rank() == 1:
     ops.allreduce(1.0, name="loss", process_set=last)
 """
-    ended = job(3, text, bare=True, KERAS_DIST_REDUCE=way)
+    ended = job(3, text, bare=True, KERAS_DIST_REDUCE=reduce)
     assert ended.returncode != 0
     assert (
         "[rank 2 of 3] Expected allreduce('loss') as on rank 1. Received: the end of the script. "
@@ -198,7 +198,7 @@ def test_a_rank_in_evaluate_or_after_training_is_named_as_such(job):
     "the two say so, and the job ends, exit code not 0",
     within=5,
 )
-def test_a_process_set_calls_different_things_while_another_rank_computes(job):
+def test_different_calls_on_a_process_set_while_another_rank_computes(job):
     text = """
 import time
 from keras_dist import ops
@@ -244,9 +244,9 @@ print(f"{runtime.rank()}: {found}\\n", end="", flush=True)
     ended = job(2, text, bare=True)
     assert ended.returncode == 0, ended.stdout
     for rank in range(2):
-        told = [line for line in ended.stdout.splitlines() if line.startswith(f"{rank}: ")]
-        assert "[rank 1 of 2] Expected one operation named 'loss' at a time" in told[0], told
-        assert told[1] == f"{rank}: (2.0, 6.0)"
+        output = [line for line in ended.stdout.splitlines() if line.startswith(f"{rank}: ")]
+        assert "[rank 1 of 2] Expected one operation named 'loss' at a time" in output[0], output
+        assert output[1] == f"{rank}: (2.0, 6.0)"
 
 
 FACES = {
@@ -262,7 +262,7 @@ FACES = {
     within=20,
 )
 @pytest.mark.parametrize("face", FACES)
-def test_an_argument_is_wrong_on_one_rank(job, face):
+def test_an_invalid_argument_on_one_rank(job, face):
     framework, tensor, queued = FACES[face]
     text = f"""
 import keras_dist, {framework}, keras_dist.{face} as hvd
