@@ -184,7 +184,7 @@ def test_options_are_passed_by_name():
 
 def test_only_adasum_checks_the_number_of_ranks(parsed, monkeypatch):
     checked = []
-    monkeypatch.setattr(_engine, "check_power_of_two", checked.append)
+    monkeypatch.setattr(_engine.collectives, "check_power_of_two", checked.append)
     for op in ("average", "sum"):
         parsed(op)
     assert checked == []
