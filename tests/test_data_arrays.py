@@ -1,4 +1,4 @@
-"""Arrays shared out: over any number of ranks, as Keras asks for them."""
+"""Sharded arrays: any number of ranks, in the order in which Keras requests batches."""
 
 import gc
 import weakref
@@ -19,7 +19,7 @@ FORMS = [ArrayDataset, pipeline_of]
 
 
 def parts_of(data, size, form=ArrayDataset, **arguments):
-    """The parts that the ranks of a job would get, as one or the other kind of data set."""
+    """Returns the data of each rank of a job, as one or the other kind of data set."""
     return [
         form(ArraySource(data, ShardOptions(**arguments, rank=rank, size=size, where="")).batches)
         for rank in range(size)
@@ -27,7 +27,7 @@ def parts_of(data, size, form=ArrayDataset, **arguments):
 
 
 def epoch_of(part):
-    """The samples of one epoch, batch by batch, as a list of lists."""
+    """Returns the samples of one epoch, by batch."""
     batches = part if isinstance(part, ArrayDataset) else part.as_numpy_iterator()
     return [batch.tolist() for batch in batches]
 
@@ -40,7 +40,7 @@ def next_epoch(part):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_all_parts_are_the_whole(size, shuffle, form):
+def test_ranks_cover_all_samples(size, shuffle, form):
     parts = parts_of(np.arange(41), size, form, batch_size=4, shuffle=shuffle)
     assert {len(part) for part in parts} == {-(-(41 // size) // 4)}
     for _ in range(2):
@@ -58,7 +58,7 @@ def test_both_forms_have_the_same_orders():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_epoch_can_be_gone_on_with(form):
+def test_an_epoch_can_be_resumed(form):
     def make():
         return [parts_of(np.arange(20), 1, form, batch_size=3, seed=seed)[0] for seed in (0, 0, 1)]
 
@@ -68,7 +68,7 @@ def test_an_epoch_can_be_gone_on_with(form):
         next_epoch(part)
     numbers = epochs.numbers()
     expected = [epoch_of(part) for part in earlier]
-    later = make()  # while the earlier ones still live
+    later = make()  # while the earlier data sets are alive
     assert [epoch_of(part) for part in later] != expected
     epochs.go_on_with(numbers)
     assert [epoch_of(part) for part in later] == expected
@@ -85,7 +85,7 @@ def test_two_iterations_at_once_do_not_disturb_each_other():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_data_lives_as_long_as_somebody_reads_it_and_no_longer(form):
+def test_data_is_released_with_its_last_reader(form):
     batches = ArraySource(np.arange(20), ShardOptions(batch_size=3)).batches
     data = weakref.ref(batches)
     part = form(batches)
@@ -151,7 +151,7 @@ def test_steps_end_an_epoch_early(form):
     assert seen == set(range(40))
 
 
-def test_a_pipeline_knows_what_comes():
+def test_a_pipeline_has_a_length_and_shapes():
     data = {"x": np.zeros((9, 2), "float16"), "name": np.array(list("abcdefghi"))}
     [part] = parts_of(data, 1, pipeline_of, batch_size=4, remainder="drop", shuffle=False)
     assert int(part.cardinality()) == 2
@@ -165,7 +165,7 @@ def test_a_pipeline_knows_what_comes():
     assert uneven.element_spec["x"].shape == (None, 2)
 
 
-def test_batches_keep_their_order_when_keras_asks_for_them_in_another():
+def test_batches_keep_their_order_when_keras_requests_another():
     [part] = parts_of(np.arange(20), 1, batch_size=4)
     part.on_epoch_end()
     expected = epoch_of(part)
@@ -182,7 +182,7 @@ def test_batches_keep_their_order_when_keras_asks_for_them_in_another():
 
 
 def recorded(seen):
-    """A model that appends the samples of every batch to `seen`."""
+    """Returns a model that appends the samples of every batch to `seen`."""
 
     class Model(keras.Sequential):
         def train_step(self, data):
@@ -209,7 +209,7 @@ def flat(batches):
 
 @pytest.mark.parametrize("validated", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_fit_sees_every_sample_once_an_epoch_in_an_order_of_its_own(validated, form):
+def test_fit_sees_every_sample_once_per_epoch_in_a_new_order(validated, form):
     def run():
         seen = []
         [train] = parts_of(numbered(22), 1, form, batch_size=5)

@@ -1,4 +1,4 @@
-"""What is brought into a cache is there whole or not at all; ranks of a node bring it once."""
+"""Copies in a cache: complete or absent, and made once per node."""
 
 import functools
 import hashlib
@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 from jobs import launcher, script
 
-from keras_dist.data import fetching
+from keras_dist.data import cache_directory, fetching
 from keras_dist.data.fetching import Fetch
 
 CONTENT = os.urandom(3 << 20)
@@ -70,7 +70,7 @@ print(len(open(made.path, "rb").read()), flush=True)
 """
 
 
-def test_the_copy_before_stays_for_those_who_have_it(source, cache):
+def test_an_old_copy_stays_while_a_process_uses_it(source, cache):
     def job(content):
         source.write_bytes(content)
         command = [sys.executable, "-c", HOLDER, str(source), str(cache)]
@@ -90,7 +90,7 @@ def test_the_copy_before_stays_for_those_who_have_it(source, cache):
 
 @pytest.mark.parametrize("sha256", [None, SHA256], ids=["no checksum", "checksum"])
 @pytest.mark.parametrize("damaged", [CONTENT[:-1], bytes(len(CONTENT))], ids=["short", "other"])
-def test_a_copy_that_is_damaged_is_made_anew(damaged, sha256, source, cache, caplog):
+def test_a_damaged_copy_is_made_again(damaged, sha256, source, cache, caplog):
     path = fetch(source, cache, sha256).path
     path.write_bytes(damaged)
     assert fetch(source, cache, sha256).fetched
@@ -117,7 +117,7 @@ def link(tree):
 
 @pytest.mark.parametrize("damage", [change, remove, add, link])
 @pytest.mark.parametrize("unpack", [False, True])
-def test_a_directory_that_is_damaged_is_made_anew(damage, unpack, tmp_path, cache):
+def test_a_damaged_directory_is_copied_again(damage, unpack, tmp_path, cache):
     if unpack:
         given = tmp_path / "data.tar"
         given.write_bytes(tar_with("a/1"))
@@ -134,7 +134,7 @@ def test_a_directory_that_is_damaged_is_made_anew(damage, unpack, tmp_path, cach
     assert (path / "a" / "1").read_text() == "one" and not (path / "a" / "1").is_symlink()
 
 
-# --- What others have put there
+# --- Files of other users
 
 
 STRANGER = 54321
@@ -142,17 +142,17 @@ STRANGER = 54321
 
 @pytest.fixture
 def give_away():
-    """A function that gives a file to another user, which root alone can do."""
+    """Returns a function that gives a file to another user; only root can."""
     if os.getuid() != 0:
         pytest.skip("NOT TESTED: files of another user; only root can make them")
     return lambda path: os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
 
 
 @pytest.mark.parametrize("what", ["data.bin", "note.json", "."])
-def test_what_belongs_to_another_user_is_refused(what, source, cache, give_away):
+def test_a_copy_of_another_user_is_refused(what, source, cache, give_away):
     entry = fetch(source, cache).path.parent
     give_away(entry / what)
-    with pytest.raises(fetching.NotOwnError) as refused:
+    with pytest.raises(cache_directory.NotOwnError) as refused:
         fetch(source, cache)
     assert refused.value.received.startswith(f"one of user uid {STRANGER}, mode ")
     assert str(entry / what) in refused.value.expected and str(entry) in refused.value.remedy
@@ -162,7 +162,7 @@ def test_what_belongs_to_another_user_is_refused(what, source, cache, give_away)
 def test_a_directory_of_another_user_is_refused(name, source, cache, give_away):
     fetch(source, cache)
     give_away(cache / name)
-    with pytest.raises(fetching.NotOwnError, match=f"user uid {STRANGER}") as refused:
+    with pytest.raises(cache_directory.NotOwnError, match=f"user uid {STRANGER}") as refused:
         fetch(source, cache)
     assert str(cache / name) in refused.value.expected
 
@@ -172,28 +172,30 @@ def test_a_file_of_another_user_in_a_tree_is_refused(tmp_path, cache, give_away)
     (tmp_path / "tree" / "1").write_text("one")
     path = fetch(tmp_path / "tree", cache).path
     give_away(path / "1")
-    with pytest.raises(fetching.NotOwnError, match=f"user uid {STRANGER}"):
+    with pytest.raises(cache_directory.NotOwnError, match=f"user uid {STRANGER}"):
         fetch(tmp_path / "tree", cache)
 
 
-def test_links_and_directories_that_are_open_to_others_are_refused(source, cache, tmp_path):
+def test_links_and_directories_writable_by_others_are_refused(source, cache, tmp_path):
     path = fetch(source, cache).path
     own = path.parents[1]
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(fetching.NotOwnError, match="and not to be a link"):
+    with pytest.raises(cache_directory.NotOwnError, match="and not to be a link"):
         fetch(source, cache)
     path.unlink()
     own.chmod(0o750)
-    with pytest.raises(fetching.NotOwnError, match=r"directory of this user alone.*drwxr-x---"):
+    with pytest.raises(
+        cache_directory.NotOwnError, match=r"directory of this user alone.*drwxr-x---"
+    ):
         fetch(source, cache)
     own.rename(tmp_path / "moved")
     own.symlink_to(tmp_path / "moved")
-    with pytest.raises(fetching.NotOwnError, match=r"directory of this user alone.*lrwx"):
+    with pytest.raises(cache_directory.NotOwnError, match=r"directory of this user alone.*lrwx"):
         fetch(source, cache)
     own.unlink()
     cache.chmod(0o777)
-    with pytest.raises(fetching.NotOwnError, match=r"others not to write to it.*drwxrwxrwx"):
+    with pytest.raises(cache_directory.NotOwnError, match=r"others not to write to it.*drwxrwxrwx"):
         fetch(source, cache)
     cache.chmod(0o1777)
     assert fetch(source, cache).fetched
@@ -205,13 +207,13 @@ def test_a_link_to_the_cache_is_followed_once(source, cache, tmp_path):
     assert fetch(source, cache).path.is_relative_to(tmp_path / "real")
 
 
-def test_the_copy_and_all_around_it_are_the_users_alone(source, cache):
+def test_the_copy_and_its_directory_are_private(source, cache):
     own = fetch(source, cache).path.parents[1]
     assert own == cache / fetching.private_name()
     assert own.stat().st_mode & 0o077 == 0
 
 
-def test_what_a_killed_process_has_left_is_taken_away(source, cache):
+def test_files_of_a_killed_process_are_removed(source, cache):
     entry = fetch(source, cache).path.parent
     left = entry.parent / f".{entry.name}.left"
     left.mkdir()
@@ -299,7 +301,7 @@ def zip_with(name):
 
 
 @pytest.mark.parametrize("archive_with", [tar_with, zip_with])
-def test_an_archive_is_unpacked_and_nothing_comes_to_lie_outside(archive_with, tmp_path, cache):
+def test_an_archive_is_unpacked_within_its_directory(archive_with, tmp_path, cache):
     archive = tmp_path / "data.archive"
     archive.write_bytes(archive_with("a/1"))
     made = fetch(archive, cache, unpack=True)
@@ -317,16 +319,14 @@ def test_an_archive_is_unpacked_and_nothing_comes_to_lie_outside(archive_with, t
     [tar_with("../../slipped"), tar_with("/slipped"), tar_with("a", link="/tmp")],
     ids=["above", "absolute", "link"],
 )
-def test_tar_files_are_unpacked_by_a_python_that_knows_no_filters(
-    content, tmp_path, cache, monkeypatch
-):
+def test_tar_files_are_unpacked_without_extraction_filters(content, tmp_path, cache, monkeypatch):
     extractall = tarfile.TarFile.extractall
     monkeypatch.delattr(tarfile, "data_filter")  # as in Python 3.11.0 to 3.11.3
     monkeypatch.setattr(
         tarfile.TarFile, "extractall", lambda self, path, members: extractall(self, path, members)
     )
     archive = tmp_path / "data.tar"
-    archive.write_bytes(tar_with("a/1", owner="daemon"))  # to whom root would give the file
+    archive.write_bytes(tar_with("a/1", owner="daemon"))  # root would give the file to this user
     made = fetch(archive, cache, unpack=True).path / "a" / "1"
     assert made.read_text() == "one" and made.stat().st_mode & 0o7777 == 0o755
     assert (made.stat().st_uid, made.stat().st_gid) == (os.getuid(), os.getgid())
@@ -355,8 +355,8 @@ sys.stdout.write("".join(f"{line}\\n" for line in said))
 """
 
 
-def test_ranks_of_a_node_bring_it_once_and_hear_of_failures(source, cache, url):
-    # Of what are two nodes to MPI the second finds what the first has brought.
+def test_a_node_copies_once_and_all_ranks_raise_failures(source, cache, url):
+    # MPI sees two nodes with one disk: the second node finds the copy of the first.
     job = subprocess.run(
         [*launcher(), "-n", "3", *script(JOB), url, str(cache)],
         capture_output=True,

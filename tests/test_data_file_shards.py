@@ -1,4 +1,4 @@
-"""Pieces of files shared out: index arithmetic, and each kind of files on ranks side by side."""
+"""Sharded files: the rows of each rank, and each kind of file with several ranks in one process."""
 
 import io
 import tarfile
@@ -32,43 +32,43 @@ LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 4), st.none() | st.integers(0, 99))
 @settings(max_examples=100)
-def test_shares_are_the_whole_and_share_no_row(lengths, size, mixed, seed):
-    shares = [file_shards.shard_of(lengths, rank, size) for rank in range(size)]
+def test_shards_of_ranks_cover_each_row_once(lengths, size, mixed, seed):
+    shards = [file_shards.rank_shard(lengths, rank, size) for rank in range(size)]
     keys = [None if seed is None else [seed, rank] for rank in range(size)]
-    orders = [share.order(key, mixed) for share, key in zip(shares, keys, strict=True)]
+    orders = [shard.order(key, mixed) for shard, key in zip(shards, keys, strict=True)]
     rows = [row for order in orders for row in zip(*(a.tolist() for a in order), strict=True)]
     assert sorted(rows) == [(p, row) for p, length in enumerate(lengths) for row in range(length)]
-    assert file_shards.counts_of(lengths, size) == [len(order[0]) for order in orders]
+    assert file_shards.row_counts(lengths, size) == [len(order[0]) for order in orders]
     if len(lengths) < size:
         assert len({len(order[0]) for order in orders}) <= 2
     assert all(
         a.tolist() == b.tolist()
-        for share, key, order in zip(shares, keys, orders, strict=True)
-        for a, b in zip(order, share.order(key, mixed), strict=True)
+        for shard, key, order in zip(shards, keys, orders, strict=True)
+        for a, b in zip(order, shard.order(key, mixed), strict=True)
     )
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))
-def test_only_so_many_pieces_are_mixed(lengths, mixed):
-    share = file_shards.whole(lengths)
-    drawn, _ = share.order([1], mixed)
-    # Memory is bounded by the pieces that are open: once one is left it does not come again.
-    first = {piece: int(np.argmax(drawn == piece)) for piece in range(len(lengths))}
+def test_at_most_so_many_shards_are_shuffled_together(lengths, mixed):
+    shard = file_shards.full_shard(lengths)
+    drawn, _ = shard.order([1], mixed)
+    # The open shards bound the memory: a shard that has been left does not return.
+    first = {n: int(np.argmax(drawn == n)) for n in range(len(lengths))}
     last = {p: len(drawn) - 1 - int(np.argmax(drawn[::-1] == p)) for p in range(len(lengths))}
     for place in range(len(drawn)):
         assert sum(first[p] <= place <= last[p] for p in first) <= mixed
 
 
-def test_epochs_differ_and_runs_do_not():
-    share = file_shards.whole([50, 50])
-    one, again, two = (share.order([3, 0, epoch], 1)[1].tolist() for epoch in (0, 0, 1))
+def test_epochs_differ_and_runs_are_repeatable():
+    shard = file_shards.full_shard([50, 50])
+    one, again, two = (shard.order([3, 0, epoch], 1)[1].tolist() for epoch in (0, 0, 1))
     assert one == again != two
 
 
 # --- Kinds of files
 
 
-def terms_of(rank, size, **arguments):
+def options_of(rank, size, **arguments):
     return ShardOptions(
         **{"batch_size": 4} | arguments, rank=rank, size=size, where=f"[rank {rank}]"
     )
@@ -93,7 +93,7 @@ def write_tar(folder, name, numbers):
     with tarfile.open(path, "w") as archive:
         for number in numbers:
             for extension in ("x.bin", "cls"):
-                # A path that leads out of the directory is a name, and nothing else.
+                # A path outside of the directory is only a name.
                 info = tarfile.TarInfo(f"../../{number:03}.{extension}")
                 text = str(number).encode()
                 info.size = len(text)
@@ -108,9 +108,9 @@ def decode(sample):
 
 
 KINDS = {
-    "npz": (write_npz, lambda terms, policy="raise": NpzFiles(("x", "y"), terms)),
-    "parquet": (write_parquet, lambda terms, policy="raise": ParquetFiles(("x", "y"), terms)),
-    "tar": (write_tar, lambda terms, policy="raise": TarFiles(decode, policy)),
+    "npz": (write_npz, lambda options, policy="raise": NpzFiles(("x", "y"), options)),
+    "parquet": (write_parquet, lambda options, policy="raise": ParquetFiles(("x", "y"), options)),
+    "tar": (write_tar, lambda options, policy="raise": TarFiles(decode, policy)),
 }
 LENGTHS_OF_FILES = (11, 7, 0, 13, 10)
 
@@ -118,19 +118,19 @@ LENGTHS_OF_FILES = (11, 7, 0, 13, 10)
 def sources_of(kind, paths, size, policy="raise", **arguments):
     made = []
     for rank in range(size):
-        terms = terms_of(rank, size, **arguments)
-        files = KINDS[kind][1](terms, policy)
-        made.append(ShardSource(files, list(map(str, paths)), terms, policy, []))
+        options = options_of(rank, size, **arguments)
+        files = KINDS[kind][1](options, policy)
+        made.append(ShardSource(files, list(map(str, paths)), options, policy, []))
     return made
 
 
-def parts_of(kind, paths, size, policy="raise", **arguments):
+def batches_of(kind, paths, size, policy="raise", **arguments):
     made = sources_of(kind, paths, size, policy, **arguments)
     return [source.batches([other.held for other in made]) for source in made]
 
 
 def epoch_of(batches, number=0):
-    """The numbers of the samples of an epoch, batch by batch."""
+    """Returns the sample numbers of an epoch, by batch."""
     epoch = []
     for step in range(batches.plan.steps):
         x, y = batches.batch(number, step)
@@ -158,22 +158,22 @@ def write(tmp_path):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_sample_comes_once_an_epoch(kind, size, write):
     paths = write(kind)
-    parts = parts_of(kind, paths, size, shuffle=True)
+    parts = batches_of(kind, paths, size, shuffle=True)
     first, second = ([epoch_of(part, number) for part in parts] for number in range(2))
     for each in (first, second):
         assert flat(each) == list(range(41))
         assert len({len(epoch) for epoch in each}) == 1
         assert all(1 <= len(batch) <= 4 for epoch in each for batch in epoch)
     assert first != second
-    assert first == [epoch_of(part) for part in parts_of(kind, paths, size, shuffle=True)]
+    assert first == [epoch_of(part) for part in batches_of(kind, paths, size, shuffle=True)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_global_order_is_one_for_any_number_of_ranks(kind, write):
+def test_the_global_order_is_independent_of_the_number_of_ranks(kind, write):
     paths = write(kind)
 
     def steps(size, epoch):
-        parts = parts_of(kind, paths, size, shuffle="global", batch_size=12 // size)
+        parts = batches_of(kind, paths, size, shuffle="global", batch_size=12 // size)
         assert {part.epochs.global_batch for part in parts} == {12}
         epochs = [epoch_of(part, epoch) for part in parts]
         return [sorted(flat([step])) for step in zip(*epochs, strict=True)]
@@ -181,14 +181,14 @@ def test_a_global_order_is_one_for_any_number_of_ranks(kind, write):
     alone = [steps(1, epoch) for epoch in range(2)]
     assert flat([alone[0]]) == list(range(41)) and alone[0] != alone[1]
     assert all(steps(size, epoch) == alone[epoch] for size in (2, 3, 4) for epoch in range(2))
-    some, other = (parts_of(kind, paths, 1, shuffle="global", batch_size=n)[0] for n in (3, 4))
-    assert some.epochs.kind == other.epochs.kind  # a later run with other ranks knows it again
+    some, other = (batches_of(kind, paths, 1, shuffle="global", batch_size=n)[0] for n in (3, 4))
+    assert some.epochs.kind == other.epochs.kind  # a later run with other ranks recognizes the data
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fewer_files_than_ranks_are_shared_out_row_by_row(kind, write):
+def test_fewer_files_than_ranks_are_sharded_by_row(kind, write):
     paths = write(kind, (4, 3))
-    epochs = [epoch_of(part) for part in parts_of(kind, paths, 4, shuffle=False)]
+    epochs = [epoch_of(part) for part in batches_of(kind, paths, 4, shuffle=False)]
     assert epochs == [[[0, 4]], [[1, 5]], [[2, 6]], [[3]]]
 
 
@@ -198,7 +198,7 @@ def test_pad_and_drop_and_steps(kind, shuffle, write):
     paths = write(kind)
     for size in range(1, 5):
         for remainder in ("pad", "drop"):
-            parts = parts_of(kind, paths, size, remainder=remainder, shuffle=shuffle)
+            parts = batches_of(kind, paths, size, remainder=remainder, shuffle=shuffle)
             epochs = [epoch_of(part) for part in parts]
             sizes = [[len(batch) for batch in epoch] for epoch in epochs]
             assert all(each == sizes[0] for each in sizes) and set(sizes[0][:-1]) <= {4}
@@ -208,29 +208,31 @@ def test_pad_and_drop_and_steps(kind, shuffle, write):
                 assert shuffle is True or len(seen) == -(-41 // size) * size
             else:
                 assert sizes[0][-1] == 4 and len(seen) == len(set(seen))
-        epochs = [epoch_of(part) for part in parts_of(kind, paths, size, steps=2, shuffle=shuffle)]
+        epochs = [
+            epoch_of(part) for part in batches_of(kind, paths, size, steps=2, shuffle=shuffle)
+        ]
         assert [len(epoch) for epoch in epochs] == [2] * size
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("shuffle", [True, "global"])
-def test_a_later_run_goes_on_in_the_midst_of_an_epoch(kind, size, shuffle, write):
+def test_a_resumed_run_continues_within_an_epoch(kind, size, shuffle, write):
     paths = write(kind)
 
-    def begun():
-        return [ArrayDataset(each) for each in parts_of(kind, paths, size, shuffle=shuffle)]
+    def started():
+        return [ArrayDataset(each) for each in batches_of(kind, paths, size, shuffle=shuffle)]
 
     def from_batch(step, parts):
         return [part[k][1].tolist() for part in parts for k in range(step, len(part))]
 
-    parts = begun()
+    parts = started()
     for part in parts:
         part.on_epoch_end()
-    came_to, rest = numbers(), from_batch(2, parts)
-    later = begun()
+    position, rest = numbers(), from_batch(2, parts)
+    later = started()
     assert from_batch(2, later) != rest
-    go_on_with({name: came_to[name] for name in list(came_to)[:size]})
+    go_on_with({name: position[name] for name in list(position)[:size]})
     assert from_batch(2, later) == rest
 
 
@@ -240,7 +242,7 @@ def cut(path):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("damage", [cut, lambda path: path.unlink()])
-def test_a_bad_file_among_many_is_named_or_skipped(kind, damage, write, caplog):
+def test_a_damaged_file_is_named_or_skipped(kind, damage, write, caplog):
     paths = write(kind)
     damage(paths[1])
     with pytest.raises(
@@ -248,7 +250,7 @@ def test_a_bad_file_among_many_is_named_or_skipped(kind, damage, write, caplog):
     ) as caught:
         sources_of(kind, paths, 2)
     assert "unreadable='skip'" in str(caught.value)
-    parts = parts_of(kind, paths, 2, "skip")
+    parts = batches_of(kind, paths, 2, "skip")
     assert flat([epoch_of(part) for part in parts]) == [n for n in range(41) if not 11 <= n < 18]
     assert "skips 1 files" in caplog.text and paths[1].name in caplog.text
 
@@ -256,18 +258,18 @@ def test_a_bad_file_among_many_is_named_or_skipped(kind, damage, write, caplog):
 def test_a_sample_that_cannot_be_decoded_is_replaced_within_its_batch(tmp_path, capsys):
     paths = [write_tar(tmp_path, "0", range(8))]
     paths[0].write_bytes(paths[0].read_bytes().replace(b"5" + bytes(511), b"!" + bytes(511)))
-    [part] = parts_of("tar", paths, 1, "skip", shuffle=False)
+    [part] = batches_of("tar", paths, 1, "skip", shuffle=False)
     assert epoch_of(part) == [[0, 1, 2, 3], [4, 6, 6, 7]]
     assert "005 in" in capsys.readouterr().out
-    [part] = parts_of("tar", paths, 1, "skip", shuffle=False, batch_size=1)
+    [part] = batches_of("tar", paths, 1, "skip", shuffle=False, batch_size=1)
     assert epoch_of(part) == [[0], [1], [2], [3], [4], [4], [6], [7]]
-    [part] = parts_of("tar", paths, 1, "skip", shuffle=False, batch_size=1)
+    [part] = batches_of("tar", paths, 1, "skip", shuffle=False, batch_size=1)
     with pytest.raises(errors.DataError, match=r"005 in .* Check the files"):
         part.batch(0, 5)
 
 
 @pytest.mark.parametrize(
-    ("kind", "names", "said"),
+    ("kind", "names", "message"),
     [
         (NpzFiles, "z", "an array 'z' in"),
         (ParquetFiles, "z", "a column 'z' in"),
@@ -275,28 +277,28 @@ def test_a_sample_that_cannot_be_decoded_is_replaced_within_its_batch(tmp_path, 
         (ParquetFiles, "a\tx\t", "a int64, x fixed_size_list"),
     ],
 )
-def test_what_is_not_there_is_named(kind, names, said, write):
+def test_missing_or_unsuitable_data_is_named(kind, names, message, write):
     paths = write("npz" if kind is NpzFiles else "parquet")
     with pytest.raises(errors.DataError, match=r"^\[rank 0\] Expected .* Received: ") as caught:
-        terms = terms_of(0, 1)
-        source = ShardSource(kind(names, terms), list(map(str, paths)), terms, "skip", [])
+        options = options_of(0, 1)
+        source = ShardSource(kind(names, options), list(map(str, paths)), options, "skip", [])
         source.batches([source.held])
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("missing", [lambda n: [n, None], lambda n: None if n == 3 else [n, n]])
-def test_whole_numbers_that_are_missing_are_not_made_up(missing, tmp_path):
+def test_null_integers_are_an_error(missing, tmp_path):
     lists = pa.array([missing(n) for n in range(8)], pa.list_(pa.int64(), 2))
     pa.parquet.write_table(pa.table({"x": lists}), tmp_path / "0.parquet")
-    terms = terms_of(0, 1)
+    options = options_of(0, 1)
     source = ShardSource(
-        ParquetFiles("x", terms), [str(tmp_path / "0.parquet")], terms, "raise", []
+        ParquetFiles("x", options), [str(tmp_path / "0.parquet")], options, "raise", []
     )
-    with pytest.raises(errors.DataError, match="column x has empty"):
+    with pytest.raises(errors.DataError, match="column x has null"):
         source.batches([source.held]).batch(0, 0)
 
 
-def test_a_list_of_names_is_a_matrix_of_as_many_columns(write):
+def test_a_list_of_names_is_a_matrix(write):
     paths = list(map(str, write("parquet", (5,))))
     for names, shape in (("a", ()), (["a"], (1,)), (["a", "y"], (2,))):
         part = parquet(paths, names, batch_size=5, shuffle=False)
@@ -308,7 +310,7 @@ def test_a_list_of_names_is_a_matrix_of_as_many_columns(write):
 
 @pytest.fixture
 def tree(tmp_path):
-    """A directory of 3 classes with 9, 2 and 5 images, each of one grey, 1, 2, ..."""
+    """Makes a directory of 3 classes with 9, 2 and 5 images of uniform grey 1, 2, ..."""
     greys = iter(range(1, 17))
     for name, count in (("b", 9), ("a", 2), ("c", 5)):
         (tmp_path / name).mkdir()
@@ -319,14 +321,14 @@ def tree(tmp_path):
 
 
 def images_of(images, size, mode="int", policy="raise", own=False, frame=None, **arguments):
-    """The batches of each rank, which sees the images named for it, and the classes."""
+    """Returns batches and classes of each rank, given the images of each rank."""
     frame = frame or {}
-    terms = [terms_of(rank, size, **arguments) for rank in range(size)]
+    options = [options_of(rank, size, **arguments) for rank in range(size)]
     found = [
         listed(each, frame.get("directory"), "file", frame.get("y", "kind"), mode, its)
-        for each, its in zip(images, terms, strict=True)
+        for each, its in zip(images, options, strict=True)
     ]
-    made = [Classes(each, mode, None, own, its) for each, its in zip(found, terms, strict=True)]
+    made = [Classes(each, mode, None, own, its) for each, its in zip(found, options, strict=True)]
     parts = [each.part([other.held for other in made]) for each in made]
     sources = [
         ShardSource(
@@ -338,14 +340,14 @@ def images_of(images, size, mode="int", policy="raise", own=False, frame=None, *
             own,
             visible=False,
         )
-        for (each, classes), its in zip(parts, terms, strict=True)
+        for (each, classes), its in zip(parts, options, strict=True)
     ]
     batches = [source.batches([other.held for other in sources]) for source in sources]
     return batches, [classes for _, classes in parts]
 
 
 def pairs_of(batches, epoch=0):
-    """Grey and label of each image of an epoch."""
+    """Returns grey and label of each image of an epoch."""
     made = [batches.batch(epoch, step) for step in range(batches.plan.steps)]
     assert all(x.shape[1:] == (4, 6, 3) and x.dtype == np.float32 for x, _ in made)
     return [(int(x[0, 0, 0]), y.tolist()) for xs, ys in made for x, y in zip(xs, ys, strict=True)]
@@ -363,7 +365,7 @@ def test_images_of_a_directory_come_once_with_sorted_classes(size, tree):
     assert epochs != [pairs_of(each, 1) for each in batches]
 
 
-def test_labels_have_the_form_that_keras_gives_them(tree):
+def test_labels_have_the_form_of_keras(tree):
     [batches], _ = images_of([str(tree)], 1, "categorical", shuffle=False)
     assert pairs_of(batches)[0] == (10, [1.0, 0.0, 0.0])
     [batches], _ = images_of([str(tree)], 1, None, shuffle=False)
@@ -372,7 +374,7 @@ def test_labels_have_the_form_that_keras_gives_them(tree):
         images_of([str(tree)], 1, "binary")
 
 
-def test_a_table_names_images_and_classes_or_values(tree):
+def test_a_dataframe_lists_images_with_classes_or_values(tree):
     frame = pandas.DataFrame({"file": ["b/0.png", "a/0.png", "b/0.png"], "kind": [7, 5, 7]})
     frame["value"] = [0.5, 1.5, 2.5]
     [batches], [classes] = images_of([frame], 1, frame={"directory": tree}, shuffle=False)
@@ -384,7 +386,7 @@ def test_a_table_names_images_and_classes_or_values(tree):
         images_of([frame], 1, frame={"directory": tree, "y": "grade"})
 
 
-def test_ranks_with_images_of_their_own_number_classes_alike(tree):
+def test_ranks_with_own_images_number_classes_equally(tree):
     mine = [tree / "one", tree / "two"]
     for folder, names in zip(mine, ("ab", "c"), strict=True):
         folder.mkdir()
@@ -399,7 +401,7 @@ def test_ranks_with_images_of_their_own_number_classes_alike(tree):
         images_of(list(map(str, mine)), 2, own=True, shuffle="global")
 
 
-def test_bad_images_are_named_or_left_out(tree, caplog, capsys):
+def test_damaged_images_are_named_or_skipped(tree, caplog, capsys):
     (tree / "a" / "0.png").write_text("no image")
     whole = (tree / "b" / "0.png").read_bytes()
     (tree / "b" / "0.png").write_bytes(whole[:-30])  # its header can be read
@@ -416,7 +418,7 @@ def test_bad_images_are_named_or_left_out(tree, caplog, capsys):
         [pairs_of(each) for each in batches]
 
 
-def test_a_sample_with_a_name_that_is_no_text_is_skipped(capsys):
+def test_a_sample_whose_name_is_not_valid_text_is_skipped(capsys):
     def decode(place):
         if place == 1:
             raise OSError("cut off")

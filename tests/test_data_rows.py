@@ -1,4 +1,4 @@
-"""HDF5 and `.npy` files, row by row: every way of reading gives the same, or all ranks refuse."""
+"""Rows of HDF5 and `.npy` files: all readers return the same rows, or all ranks raise an error."""
 
 import fcntl
 import json
@@ -16,7 +16,7 @@ from keras_dist.data.segments import Column, segment_of_npy
 
 ROWS = 1003
 
-# Ranks without a framework: what `fit` would get is what it is made from.
+# Ranks without a framework: the data sets are plain batches.
 RANKS = f"""
 import gc, json, os, signal, sys, threading, time
 import numpy as np
@@ -40,7 +40,7 @@ def _plain(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Files with the same rows in several layouts: row i begins with 6 i, and its label is i."""
+    """Writes rows in several layouts: row i begins with 6 i, and its label is i."""
     x, y = np.arange(ROWS * 6, dtype="f4").reshape(ROWS, 2, 3), np.arange(ROWS)
     with h5py.File(tmp_path / "all.h5", "w", userblock_size=512) as file:
         file["x"], file["y"], file["big/y"] = x, y, y.astype(">i8")
@@ -67,7 +67,7 @@ def epoch(data, number=0):
 
 
 def check(batches):
-    """Checks that rows and labels belong together and that all are there."""
+    """Checks that each row has its label and that no row is missing."""
     labels = np.concatenate([y for _, y in batches])
     for x, y in batches:
         assert x.dtype == "f4" and y.dtype.isnative and x.shape[1:] == (2, 3)
@@ -96,7 +96,7 @@ def test_layouts(folder, shuffle):
 
 
 @pytest.mark.parametrize("shuffle", [True, "global"])
-def test_a_later_run_goes_on_in_the_midst_of_an_epoch(folder, shuffle):
+def test_a_resumed_run_continues_within_an_epoch(folder, shuffle):
     def begun():
         return hdf5(folder / "all.h5", "x", "y", 16, block=40, shuffle=shuffle)
 
@@ -113,7 +113,7 @@ def test_a_later_run_goes_on_in_the_midst_of_an_epoch(folder, shuffle):
     assert from_batch(2, later) == rest
 
 
-def test_the_next_block_is_read_while_one_is_handed_out_and_no_other(folder):
+def test_only_the_next_block_is_prefetched(folder):
     data = hdf5(folder / "all.h5", "x", "y", 16, block=40, shuffle=False)
     for step in (0, 1, 5):
         data.batch(0, step)
@@ -133,13 +133,13 @@ def test_a_fork_reads_for_itself(folder):
     here = data.batch(0, 3)[1].tolist()
     pid = os.fork()
     if pid == 0:
-        # A thread of the parent was reading the next block: it is not here.
+        # The thread of the parent that reads the next block does not survive the fork.
         os._exit(0 if data.batch(0, 3)[1].tolist() == here else 1)
     assert os.waitpid(pid, 0)[1] == 0
     files = data._reader
-    assert files._open
+    assert files._files
     del data
-    assert files._open is None  # closed
+    assert files._files is None  # closed
 
 
 def test_a_locked_file_is_named_with_the_variable(folder, monkeypatch):
@@ -183,7 +183,7 @@ def test_bad_files(folder, caplog):
     data = hdf5(parts, "x", "y", unreadable="skip")
     assert sum(len(y) for _, y in epoch(data)) == ROWS - 10
     assert "skips 2 of 4 files" in caplog.text and "part3.h5" in caplog.text
-    with pytest.raises(errors.DataError, match="a file that can be read"):
+    with pytest.raises(errors.DataError, match="a readable file"):
         hdf5(parts[1:2], "x", "y", unreadable="skip")
     for name in ("short", "objects"):
         with pytest.raises(errors.DataError, match=f"{name}.npy to be readable"):
@@ -196,11 +196,11 @@ def test_bad_files(folder, caplog):
     with open(folder / "x.npy", "r+b") as file:
         data = npy(folder / "x.npy", shuffle=False)
         file.truncate(1000)
-    with pytest.raises(errors.DataError, match="was changed"):
+    with pytest.raises(errors.DataError, match="has changed"):
         epoch(data)
 
 
-WAYS = """
+READERS = """
 def order(name, reference, **way):
     data = hdf5("all.h5", name, "y", 16, block=100, **way)
     found = batches(data)
@@ -239,11 +239,11 @@ for remainder in ("pad", "drop"):
     other = hdf5("all.h5", "x", "y", 16, remainder=remainder, mpi_io="collective")
     same = zip(batches(mine), batches(other), strict=True)
     assert all(np.array_equal(a[1], b[1]) for a, b in same)
-# Some stop early, while the next block is on its way to them.
+# Some ranks stop early, before the next block arrives.
 data = hdf5("all.h5", "x", None, 16, readers=1, block=100)
 for step in range(rank):
     data.batch(0, step)
-# Of data that nobody has any more neither files nor threads are left.
+# Deleted data sets leave neither files nor threads.
 del data, found, mine, other, same
 gc.collect()
 def left():
@@ -260,10 +260,10 @@ print("all the same", flush=True)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_all_ways_give_the_same_rows(run_ranks, folder, ranks):
+def test_all_readers_return_the_same_rows(run_ranks, folder, ranks):
     data = hdf5(folder / "all.h5", "x", "y", 12, block=20, shuffle="global")
     alone = [sorted(y.tolist()) for number in range(2) for _, y in epoch(data, number)]
-    job = run_ranks(ranks, *script(RANKS + WAYS)[1:], str(folder), json.dumps(alone))
+    job = run_ranks(ranks, *script(RANKS + READERS)[1:], str(folder), json.dumps(alone))
     assert job.returncode == 0 and job.stdout.count("all the same") == ranks, job.stdout
 
 
@@ -284,7 +284,7 @@ refused(errors.ArgumentError, "batch_size", lambda: hdf5("all.h5", "x", batch_si
 refused(errors.MismatchError, "block", lambda: hdf5("all.h5", "x", block=10 + rank))
 refused(errors.DataError, "at least", lambda: npy("one.npy"))
 refused(errors.MismatchError, "names", lambda: hdf5(mine, "x"))
-# On one node there is another file, or none.
+# One node has a different file, or none.
 os.makedirs(f"node{rank}", exist_ok=True)
 if rank == 0:
     os.link("part0.h5", "node0/a.h5"); os.link("all.h5", "node0/b.h5")
@@ -297,10 +297,10 @@ assert all(text.startswith("[rank 1 of 2]") for text in texts)
 few = [f"node{rank}/b.h5", "part0.h5"]
 data = hdf5(few, "x", "y", 16, unreadable="skip")
 assert sum(map(sum, keras_dist.allgather_object([len(y) for _, y in batches(data, 1)]))) == 400
-# Who reads for others need be the only one that can.
+# Only the rank that reads needs access to the files.
 data = hdf5(few, "x", "y", 16, readers=1)
 assert sum(keras_dist.allgather_object(sum(len(y) for _, y in batches(data, 1)))) == ROWS + 400
-# What goes wrong where it is read is told where it is needed.
+# A read error on one rank is raised on the rank that needs the rows.
 if rank == 0:
     with open("cut.npy", "wb") as file:
         file.write(open("x.npy", "rb").read())
@@ -317,7 +317,7 @@ except errors.DataError as error:
 """
 
 
-def test_what_is_wrong_on_one_rank_is_told_on_all(run_ranks, folder):
+def test_an_error_on_one_rank_is_raised_on_all(run_ranks, folder):
     np.save(folder / "one.npy", np.arange(1))
     job = run_ranks(2, *script(RANKS + REFUSALS)[1:], str(folder))
     assert job.returncode == 0 and job.stdout.count("all refused") == 2, job.stdout
@@ -337,29 +337,29 @@ while True:
 
 
 @pytest.mark.parametrize(("rank", "how"), [(0, "dies"), (1, "raises")])
-def test_no_rank_waits_for_one_that_has_gone(run_ranks, folder, rank, how):
+def test_no_rank_waits_for_an_ended_rank(run_ranks, folder, rank, how):
     job = run_ranks(2, *script(RANKS + ENDS)[1:], str(folder), str(rank), how, timeout=30)
     assert job.returncode != 0
     assert how == "dies" or "[1] RuntimeError: no more" in job.stdout, job.stdout
 
 
-ASKS = """
+REQUESTS = """
 from keras_dist import _engine
 from keras_dist._engine import rpc
 def twice(number):
     if number[0] < 0:
-        raise OSError("no file data-\\udcff.npy")  # a name that is no text, as os.fsdecode gives it
+        raise OSError("no file data-\\udcff.npy")  # not valid text, as from os.fsdecode
     return [2.0 * number]
 def end(): print("served", flush=True)
 served = _engine.RpcService(runtime.communicator(), [0] * size, twice, end)
 if rank:
-    answer, said = np.empty(1), rpc.note
+    answer, original = np.empty(1), rpc.note
     try:
         served.call(np.array([-1]), [answer])
     except errors.DataError as error:
         print(error, flush=True)
     def note(*words):
-        said(*words)
+        original(*words)
         served.leave()  # as the garbage collector may at any moment
     rpc.note = note
     served.call(np.array([rank]), [answer])
@@ -368,19 +368,19 @@ if rank:
 """
 
 
-def test_a_question_is_answered_though_its_rank_leaves_meanwhile(run_ranks, tmp_path):
-    job = run_ranks(2, *script(RANKS + ASKS)[1:], str(tmp_path), timeout=30)
+def test_a_request_is_answered_after_its_rank_leaves(run_ranks, tmp_path):
+    job = run_ranks(2, *script(RANKS + REQUESTS)[1:], str(tmp_path), timeout=30)
     assert job.returncode == 0 and job.stdout.count("served") == 2, job.stdout
     assert "no file data-?.npy" in job.stdout
 
 
-def test_memory_of_rows_that_were_kept_goes_back(folder):
+def test_memory_of_kept_rows_is_released(folder):
     np.save(folder / "large.npy", np.ones((64, 2**18), "f4"))
     reader = FileReader([Column([segment_of_npy(str(folder / "large.npy"))])])
     before = shared_nbytes()
     kept = [reader.read(np.array([[row, row + 1]])) for row in range(64)]
     held = shared_nbytes() - before
-    # The kernel counts pages a thread at a time, so the number may lag behind by some of them.
+    # The kernel counts pages per thread, so the number may lag behind by some pages.
     assert held >= 56 * 2**20
     del kept
     assert shared_nbytes() - before <= 4 * 2**20

@@ -1,4 +1,4 @@
-"""Every kind of data with samples by number or one after another, over any number of ranks."""
+"""Every kind of data, with random access or iterated, on any number of ranks."""
 
 import contextlib
 import itertools
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(keras_dist.size() > 1, reason="for one process")
 
 
 class Batches(keras.utils.PyDataset):
-    """Numbered samples in batches of 3."""
+    """A PyDataset of numbered samples in batches of 3."""
 
     def __init__(self, count, **options):
         super().__init__(**options)
@@ -41,7 +41,7 @@ class Batches(keras.utils.PyDataset):
 
 
 class Numbered:
-    """A length and samples by number: what grain calls a random access source."""
+    """A random access source of grain: a length and samples by index."""
 
     def __init__(self, count):
         self.count = count
@@ -92,7 +92,7 @@ def batch_size_of(kind):
 
 
 def sources_of(made, size, **arguments):
-    """The source of each rank of a job."""
+    """Returns the source of each rank of a job."""
     for rank in range(size):
         terms = ShardOptions(**arguments, rank=rank, size=size, where=f"[rank {rank} of {size}]")
         yield sharding._source(made, terms)
@@ -107,7 +107,7 @@ def first_leaf(batch):
 
 
 def epoch_of(part):
-    """The numbers of one epoch, batch by batch, as Keras would read it."""
+    """Returns the sample numbers of one epoch, by batch, as Keras reads them."""
     keras_reads_it = isinstance(part, keras.utils.PyDataset)
     if keras_reads_it:
         part.on_epoch_begin()
@@ -122,12 +122,12 @@ def flat(parts):
     return [number for epoch in parts for batch in epoch for number in batch]
 
 
-# --- The parts are the whole
+# --- Coverage and order
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("remainder", ["uneven", "pad", "drop"])
-def test_all_parts_are_the_whole(kind, remainder):
+def test_ranks_cover_all_samples(kind, remainder):
     for size, count in [(1, 23), (2, 12), (3, 37), (4, 23)]:
         options = {"batch_size": batch_size_of(kind), "remainder": remainder}
         parts = parts_of(SOURCES[kind](count), size, **options)
@@ -162,7 +162,7 @@ def test_orders_follow_from_seed_and_epoch(kind):
 
 
 @pytest.mark.parametrize("kind", ["tensors", "torch", "tf.data", "tf.data shuffled"])
-def test_one_order_for_any_number_of_ranks(kind):
+def test_a_global_order_is_one_for_any_number_of_ranks(kind):
     def make():
         if kind in SOURCES:
             return SOURCES[kind](50)
@@ -181,7 +181,7 @@ def test_one_order_for_any_number_of_ranks(kind):
     once = steps(1)
     for size in (2, 3, 4):
         for epoch, expected in zip(steps(size), once, strict=True):
-            assert epoch[:3] == expected[:3]  # the last may take up what is left over
+            assert epoch[:3] == expected[:3]  # the last step may include the remainder
             assert sorted(flat([epoch])) == list(range(50))
     assert once[0][0] != once[1][0] != list(range(12))
 
@@ -203,10 +203,10 @@ def test_a_global_order_does_not_depend_on_the_ranks(total, batch, seed, epoch):
         assert each[:-1] == once[: len(each) - 1]
 
 
-# --- What each kind keeps
+# --- Properties of each kind
 
 
-def test_pandas_comes_as_keras_takes_it():
+def test_pandas_data_is_converted_as_by_keras():
     frame = pd.DataFrame({"a": [0.5, 1.5, 2.5], "b": [1, 2, 3]})
     [part] = parts_of((frame, frame["b"], frame["a"]), 1, batch_size=3, shuffle=False)
     [(x, y, weight)] = part.as_numpy_iterator()
@@ -224,7 +224,7 @@ def test_a_loader_keeps_its_options():
     assert epoch_of(part) == epoch_of(part) == [[101, 103, 105, 107]]
 
 
-def test_a_py_dataset_keeps_its_workers_and_is_told_of_epochs():
+def test_a_py_dataset_keeps_its_workers_and_epoch_hooks():
     mine = Batches(30, workers=2, max_queue_size=3)
     [part] = parts_of(mine, 1)
     assert (part.workers, part.max_queue_size) == (2, 3)
@@ -232,12 +232,12 @@ def test_a_py_dataset_keeps_its_workers_and_is_told_of_epochs():
     assert mine.begun == 1
 
 
-def test_an_iterator_is_read_on_from_epoch_to_epoch():
+def test_an_iterator_continues_across_epochs():
     parts = [
         parts_of(itertools.count(), 2, batch_size=2, steps=3)[0],
         parts_of(itertools.count(), 2, batch_size=2, steps=3)[1],
     ]
-    assert parts[1][0].tolist() == [1, 3]  # looked at before the epoch, as Keras does
+    assert parts[1][0].tolist() == [1, 3]  # inspected before the epoch, as by Keras
     for epoch in range(2):
         numbers = flat([epoch_of(part) for part in parts])
         assert sorted(numbers) == list(range(12 * epoch, 12 * epoch + 12))
@@ -246,7 +246,7 @@ def test_an_iterator_is_read_on_from_epoch_to_epoch():
     assert epoch_of(later)[0] == [24, 26]
 
 
-def test_what_can_only_be_iterated_over_is_a_stream():
+def test_an_iterable_is_a_stream():
     loader = torch.utils.data.DataLoader(TorchStream(), batch_size=2)
     parts = parts_of(loader, 2)
     assert sorted(flat([epoch_of(part) for part in parts])) == list(range(7))
@@ -254,7 +254,7 @@ def test_what_can_only_be_iterated_over_is_a_stream():
     assert epoch_of(whole) == [[0, 1, 2, 3]] * 2
 
 
-def test_batches_of_tf_data_can_be_batched_anew():
+def test_batches_of_tf_data_can_be_rebatched():
     batches = tf.data.Dataset.range(23).batch(5)
     parts = parts_of(batches, 2, batched=True, batch_size=4)
     read = [epoch_of(part) for part in parts]
@@ -263,7 +263,7 @@ def test_batches_of_tf_data_can_be_batched_anew():
     assert len(epoch_of(single)[0]) == 32
 
 
-def test_a_shuffle_at_the_end_of_tf_data_becomes_that_of_shard():
+def test_a_final_shuffle_of_tf_data_is_replaced():
     def run():
         shuffled = tf.data.Dataset.range(30).shuffle(30).batch(4, drop_remainder=True)
         parts = parts_of(shuffled.prefetch(1), 2)
@@ -274,7 +274,7 @@ def test_a_shuffle_at_the_end_of_tf_data_becomes_that_of_shard():
     assert len(set(flat(first))) == len(flat(first)) == 24
 
 
-def test_what_an_abandoned_epoch_has_left_does_not_come_in_the_next():
+def test_batches_of_an_abandoned_epoch_are_discarded():
     ahead = data.prefetch(data.shard(Batches(30), shuffle=False))
     ahead.on_epoch_begin()
     first = ahead[0]
@@ -283,8 +283,8 @@ def test_what_an_abandoned_epoch_has_left_does_not_come_in_the_next():
     ahead.on_epoch_end()
 
 
-def test_batches_of_torch_go_to_the_device_of_the_thread_that_trains(monkeypatch):
-    current = threading.local()  # the device of a thread of CUDA is 0 until the thread sets it
+def test_torch_batches_go_to_the_device_of_the_training_thread(monkeypatch):
+    current = threading.local()  # the CUDA device of a thread is 0 until the thread sets it
     current_device = lambda: getattr(current, "device", 0)  # noqa: E731
     used = []
 
@@ -305,7 +305,7 @@ def test_batches_of_torch_go_to_the_device_of_the_thread_that_trains(monkeypatch
     monkeypatch.setattr(torch.Tensor, "pin_memory", noted)
     monkeypatch.setattr(torch.Tensor, "cuda", noted)
     ahead = data.prefetch(data.shard(Batches(30), shuffle=False))
-    current.device = 1  # as keras_dist.init() does, before training or the data set is made
+    current.device = 1  # as keras_dist.init() does before the data set is created
     ahead.on_epoch_begin()
     for step in range(len(ahead)):
         ahead[step]
@@ -329,11 +329,11 @@ def test_keras_trains_on_each():
         assert int(model.optimizer.iterations) - before == 2 * len(part)
 
 
-# --- Drawing at random
+# --- Random sampling
 
 
 @pytest.mark.parametrize("kind", ["tensors", "samples", "PyDataset", "torch", "tf.data"])
-def test_each_rank_draws_from_the_whole_by_itself(kind):
+def test_each_rank_samples_independently(kind):
     options = {} if kind in OF_BATCHES else {"batch_size": 5}
 
     def run(seed=0):
@@ -390,7 +390,7 @@ def test_bad_input_is_refused(made, arguments, error, culprit):
     assert culprit in str(caught.value)
 
 
-def test_a_stream_that_ends_early_says_so():
+def test_a_stream_that_ends_early_is_an_error():
     [part] = parts_of(lambda: iter(range(9)), 1, batch_size=2, steps=5)
     with pytest.raises(errors.DataError, match="data that ended after 4"):
         epoch_of(part)

@@ -1,4 +1,4 @@
-"""The batches of this rank as a `keras.utils.PyDataset`, for every backend."""
+"""A `keras.utils.PyDataset` of one rank's batches, for every Keras backend."""
 
 import threading
 from typing import Any
@@ -11,43 +11,43 @@ __all__ = ["ArrayDataset", "InOrder"]
 
 
 class InOrder(keras.utils.PyDataset):
-    """A data set that returns batches in order, whatever the order of the requests.
+    """A data set whose batches keep their order within `fit`.
 
-    `dataset[i]` is batch i. `fit` requests batches in a random order, another one on every rank.
-    Within an epoch the k-th request returns batch k, so the batches of a step have the same size
-    on every rank, and runs are reproducible.
+    `dataset[i]` is batch i. `fit` requests the indices in a random order, a different one on
+    each rank. Within an epoch, the k-th index that Keras requests therefore maps to batch k: the
+    batches of a step have the same size on every rank, and runs are repeatable.
     """
 
     def __init__(self, **options: Any):
         super().__init__(**options)
         self._lock = threading.Lock()
-        self._requests: dict[int, int] | None = None  # number of the request by its index
+        self._positions: dict[int, int] | None = None  # by requested index
 
     def on_epoch_begin(self) -> None:
-        """Starts to return batches in the order of the requests."""
-        self._requests = {}
+        """Starts to map requested indices to consecutive batches."""
+        self._positions = {}
 
     def on_epoch_end(self) -> None:
-        """Ends the order of this epoch."""
-        self._requests = None
+        """Ends the mapping of this epoch."""
+        self._positions = None
 
-    def in_order(self, index: int) -> int:
-        """Returns the index of the batch to return for a request."""
+    def position(self, index: int) -> int:
+        """Returns the number of the batch to return for a requested index."""
         index = range(len(self))[index]
-        # Worker processes do not know the requests of the others.
-        if self._requests is None or self.use_multiprocessing:
+        # Worker processes cannot see the requests of the others.
+        if self._positions is None or self.use_multiprocessing:
             return index
         with self._lock:
-            return self._requests.setdefault(index, len(self._requests))
+            return self._positions.setdefault(index, len(self._positions))
 
 
 class ArrayDataset(InOrder):
-    """The batches of one rank, in a new order after every epoch.
+    """One rank's batches of data with random access, in a new order each epoch.
 
     Args:
         batches: the batches of this rank.
-        source: the user's data set, whose workers are used and whose epoch hooks are called.
-            Defaults to `None`.
+        source: the user's data set, whose worker settings apply and whose epoch hooks are called.
+            Defaults to none.
     """
 
     def __init__(self, batches: RankBatches, source: keras.utils.PyDataset | None = None):
@@ -60,16 +60,16 @@ class ArrayDataset(InOrder):
         return self._batches.plan.steps
 
     def __getitem__(self, index: int) -> Any:
-        return self._batches.batch(self._batches.epochs.number, self.in_order(index))
+        return self._batches.batch(self._batches.epochs.number, self.position(index))
 
     def on_epoch_begin(self) -> None:
-        """Starts to return batches in the order of the requests."""
+        """Starts to map requested indices to consecutive batches."""
         super().on_epoch_begin()
         if self._source is not None:
             self._source.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Continues with the order of the next epoch."""
+        """Advances to the order of the next epoch."""
         super().on_epoch_end()
         self._batches.epochs.advance()
         if self._source is not None:

@@ -1,4 +1,4 @@
-"""Arrays of numpy, pandas or a framework: sample i belongs to rank `i % size`."""
+"""Arrays of numpy, pandas or a framework, alone or nested: sample i belongs to rank i % size."""
 
 from typing import Any
 
@@ -14,83 +14,82 @@ __all__ = ["ArrayRows", "ArraySource", "no_reader"]
 
 
 class ArraySource(IndexedSource):
-    """Arrays in memory, complete on every rank.
+    """Arrays in memory; every rank holds the full data set.
 
     Args:
         data: array, or nested tuples, lists and dicts of arrays of equal length.
-        terms: options of `shard`.
+        options: options of the data set.
 
     Raises:
         ArgumentTypeError: a leaf of `data` is not an array.
         DataError: lengths differ, or there are fewer samples than ranks or steps.
     """
 
-    def __init__(self, data: Any, terms: ShardOptions):
-        no_reader("arrays", terms)
-        if terms.batched:
-            terms.refuse("arrays", {"batched": "Rows of arrays are samples; leave it out."})
-        super().__init__(ArrayRows(data, terms), terms)
+    def __init__(self, data: Any, options: ShardOptions):
+        no_reader("arrays", options)
+        if options.batched:
+            remedy = "Rows of arrays are single samples; omit the argument."
+            options.refuse("arrays", {"batched": remedy})
+        super().__init__(ArrayRows(data, options), options)
 
 
 class ArrayRows:
     """The samples of arrays.
 
     Args:
-        data: array, or nested tuples, lists and dicts of arrays of equal length; a `None` at the
-            end of a tuple is dropped, as in `(x, y, None)`.
-        terms: options of `shard`, for messages.
+        data: array, or nested tuples, lists and dicts of arrays of equal length. `None` at the end
+            of a tuple is dropped, as in `(x, y, None)`.
+        options: options of the data set, for error messages.
     """
 
-    def __init__(self, data: Any, terms: ShardOptions):
+    def __init__(self, data: Any, options: ShardOptions):
         while isinstance(data, tuple) and len(data) > 1 and data[-1] is None:
             data = data[:-1]
         for path, leaf in leaves(data):
-            _check(path, leaf, terms)
+            _check(path, leaf, options)
         self.example = mapped(as_array, data)
-        found = list(leaves(self.example))
-        self.total = _common_length(found, terms)
+        self.total = _common_length(list(leaves(self.example)), options)
         self.facts = [
             Fact("the kind of data", "arrays", WHOLE),
             Fact("the arrays", described(self.example), WHOLE),
         ]
 
     def take(self, indices: np.ndarray) -> Any:
-        """Returns new arrays of the rows with these indices."""
+        """Returns a copy of the rows with these indices."""
         return mapped(lambda array: np.asarray(array[indices]), self.example)
 
 
-def no_reader(data: str, terms: ShardOptions) -> None:
-    """Refuses arguments that are not defined for data with indices."""
-    terms.refuse(
+def no_reader(data: str, options: ShardOptions) -> None:
+    """Refuses the arguments that do not apply to data with random access."""
+    options.refuse(
         data,
         {
-            "reader": "Only a list of files takes a reader.",
-            "shuffle_buffer": "The data is always shuffled completely; leave it out.",
+            "reader": "A reader applies to a list of files only.",
+            "shuffle_buffer": "Data with random access is always shuffled completely; omit it.",
         },
     )
 
 
-def _check(path: str, leaf: Any, terms: ShardOptions) -> None:
-    expected, kind = f"{path} to be a numpy array", f"an object of type {type(leaf).__name__}"
+def _check(path: str, leaf: Any, options: ShardOptions) -> None:
+    expected, received = f"{path} to be a numpy array", f"an object of type {type(leaf).__name__}"
     if not is_tensor(leaf):
         remedy = "Convert it with numpy.asarray, or give shard() a tf.data.Dataset."
     elif np.ndim(leaf) == 2 and getattr(leaf, "dtypes", None) is not None:
-        mixed = as_array(leaf).dtype == object
-        if not mixed:
+        if as_array(leaf).dtype != object:
             return
-        expected, kind = f"{path} to have one dtype of numbers in all columns", "columns of objects"
-        remedy = "Convert the columns, or pass dict(frame), one array for each column."
+        expected, received = f"{path} to have columns of one numeric type", "columns of objects"
+        remedy = "Convert the columns, or pass dict(frame) for one array per column."
     else:
         return
-    raise errors.ArgumentTypeError(terms.explain(expected, kind, remedy))
+    raise errors.ArgumentTypeError(options.explain(expected, received, remedy))
 
 
-def _common_length(found: list[tuple[str, Any]], terms: ShardOptions) -> int:
-    lengths = {path: len(array) if array.ndim else None for path, array in found}
+def _common_length(arrays: list[tuple[str, Any]], options: ShardOptions) -> int:
+    lengths = {path: len(array) if array.ndim else None for path, array in arrays}
     if len(set(lengths.values())) != 1 or None in lengths.values():
         text = ", ".join(f"{path} {length}" for path, length in lengths.items())
         raise errors.DataError(
-            terms.explain(
+            options.explain(
                 "arrays with one entry per sample, all of the same length",
                 text.replace("None", "a scalar") or "no array and no file",
                 "Cut them to the same first dimension.",

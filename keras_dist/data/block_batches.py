@@ -18,9 +18,10 @@ from keras_dist.data.blocks import (
     share_of_rest,
 )
 from keras_dist.data.epochs import Epochs
+from keras_dist.data.mpi_readers import CollectiveReader
 from keras_dist.data.nested import leaves, mapped
 from keras_dist.data.partition import Plan
-from keras_dist.data.readers import CollectiveReader, Reader
+from keras_dist.data.readers import Reader
 from keras_dist.data.segments import Column
 
 __all__ = ["BlockBatches", "Cut"]

@@ -1,4 +1,4 @@
-"""Pieces that are loaded completely, a few of which stay in memory."""
+"""Shards of arrays that are loaded completely; the latest stay in memory."""
 
 import collections
 import threading
@@ -14,41 +14,31 @@ from keras_dist.data.shard_source import Location
 
 __all__ = ["MIXED", "CachedShards", "named", "names_in"]
 
-MIXED = 4  # pieces whose rows are shuffled together, and that stay in memory
+MIXED = 4  # shards that are shuffled together and stay in memory
 
 Load = Callable[[Location], dict[str, np.ndarray]]
 
 
 class CachedShards:
-    """Rows of pieces that are loaded one by one.
+    """Reads rows of shards, with a least-recently-used cache of shards.
 
     Args:
-        load: returns the arrays of a piece by name.
-        places: locations of the pieces.
-        found: layout of all pieces.
-        keep: number of pieces to keep in memory.
+        load: function from a location to the arrays of the shard, by name.
+        locations: the location of each shard.
+        found: the contents of the files, without their lengths.
+        capacity: number of shards in the cache.
     """
 
-    def __init__(
-        self,
-        load: Load,
-        places: Sequence[Location],
-        found: Found,
-        keep: int,
-    ):
+    def __init__(self, load: Load, locations: Sequence[Location], found: Found, capacity: int):
         self.example = found.example
         self._found = found
-        self._load, self._places, self._keep = load, places, keep
+        self._load, self._locations, self._capacity = load, locations, capacity
         self._lock = threading.Lock()
-        self._loaded: collections.OrderedDict[int, dict[str, np.ndarray]]
-        self._loaded = collections.OrderedDict()
+        self._cache: collections.OrderedDict[int, dict[str, np.ndarray]]
+        self._cache = collections.OrderedDict()
 
-    def read(self, pieces: np.ndarray, rows: np.ndarray) -> Any:
-        """Returns a batch of rows.
-
-        Args:
-            pieces: int64 array of shape `(rows,)`, the piece of each row.
-            rows: int64 array of shape `(rows,)`, the index of each row in its piece.
+    def read(self, shards: np.ndarray, rows: np.ndarray) -> Any:
+        """Returns new arrays whose row i is row `rows[i]` of shard `shards[i]`.
 
         Raises:
             DataError: a file is damaged, or has changed.
@@ -57,39 +47,39 @@ class CachedShards:
             name: np.empty((len(rows), *shape), dtype) for name, dtype, shape in self._found.layout
         }
         with self._lock:
-            for piece in dict.fromkeys(pieces.tolist()):
-                here = pieces == piece
-                arrays = self._arrays(piece)
+            for shard in dict.fromkeys(shards.tolist()):
+                here = shards == shard
+                arrays = self._arrays(shard)
                 for name, array in batch.items():
                     array[here] = arrays[name][rows[here]]
         return mapped(lambda name: batch[name], self._found.names)
 
-    def _arrays(self, piece: int) -> dict[str, np.ndarray]:
-        if piece in self._loaded:
-            self._loaded.move_to_end(piece)
-            return self._loaded[piece]
-        while len(self._loaded) >= self._keep:
-            self._loaded.popitem(last=False)
-        place = self._places[piece]
+    def _arrays(self, shard: int) -> dict[str, np.ndarray]:
+        if shard in self._cache:
+            self._cache.move_to_end(shard)
+            return self._cache[shard]
+        while len(self._cache) >= self._capacity:
+            self._cache.popitem(last=False)
+        location = self._locations[shard]
         try:
-            self._loaded[piece] = self._load(place)
-        except Exception as failure:  # libraries raise anything for damaged files
+            self._cache[shard] = self._load(location)
+        except Exception as failure:  # a damaged file may raise anything
             raise errors.DataError(
                 errors.explain(
                     runtime.where(),
-                    f"{place.path} to be readable",
+                    f"{location.path} to be readable",
                     f"{type(failure).__name__}: {failure}",
-                    "The file is damaged, or was changed after the data set was made.",
+                    "The file is damaged, or has changed since the data set was created.",
                 )
             ) from failure
-        return self._loaded[piece]
+        return self._cache[shard]
 
 
 def named(x: Any, y: Any) -> Any:
-    """Returns names in the structure of a batch: `x`, or `(x, y)`."""
+    """Returns the names in the structure of a batch: `x`, or `(x, y)`."""
     return x if y is None else (x, y)
 
 
 def names_in(data: Any) -> list[str]:
-    """Returns the unique names in a structure."""
+    """Returns the distinct names in a structure, in order."""
     return list(dict.fromkeys(name for _, name in leaves(data, "data")))

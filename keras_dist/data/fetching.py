@@ -9,53 +9,37 @@ without a lock.
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
-import tarfile
 import tempfile
 import threading
 import urllib.request
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
+from keras_dist.data.archives import unpack
+from keras_dist.data.cache_directory import USE, NotOwnError, hold, is_held, own_directory
 from keras_dist.data.content_digests import Contents, contents_of, find_others, size_of
-from keras_dist.storage.ownership import describe, find_unsafe, is_private_directory, private_name
+from keras_dist.storage.ownership import describe, private_name
 
-__all__ = ["Fetch", "NotOwnError", "hold", "is_url"]
+__all__ = ["Fetch", "is_url"]
 
 CHUNK_NBYTES = 1 << 20
 POLL_SECONDS = 0.5
 TIMEOUT_SECONDS = 60.0  # without data from a server
-NOTE, USE = "note.json", "use"
+NOTE = "note.json"
 
 _log = logging.getLogger("keras_dist")
-_held: dict[str, int] = {}  # descriptors with a lock, by entry; open until the process ends
 
 
 def is_url(source: str) -> bool:
     """Returns whether a source is a download."""
     return urlsplit(source).scheme in ("http", "https")
-
-
-class NotOwnError(PermissionError):
-    """A path in the cache belongs to another user, or others may replace it.
-
-    Args:
-        expected: the expected state of the path.
-        received: its owner and mode.
-        remedy: what to do.
-    """
-
-    def __init__(self, expected: str, received: str, remedy: str):
-        super().__init__(f"{expected}: {received}")
-        self.expected, self.received, self.remedy = expected, received, remedy
 
 
 @dataclasses.dataclass
@@ -103,7 +87,7 @@ class Fetch:
             NotOwnError: the copy belongs to another user, or others may replace it.
             Exception: copying failed; nothing is left of it.
         """
-        self._own_dir = _own_directory(self.cache_dir)
+        self._own_dir = own_directory(self.cache_dir)
         with self._lock():
             stamp = self._stamp()
             name = self._key if stamp is None else f"{self._key}-{_digest(stamp)}"
@@ -128,7 +112,7 @@ class Fetch:
         for left in self._own_dir.glob(f".{self._key}*"):
             shutil.rmtree(left, ignore_errors=True)
         for entry in self._own_dir.glob(f"{self._key}-*"):
-            if entry != self._entry and not _is_held(entry):
+            if entry != self._entry and not is_held(entry):
                 shutil.rmtree(entry, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -202,7 +186,7 @@ class Fetch:
         elif self.unpack:
             archive = folder / f"{target.name}.archive"
             self._copy(archive)
-            _unpack(archive, target)
+            unpack(archive, target)
             archive.unlink()
         else:
             self._copy(target)
@@ -263,82 +247,5 @@ class Fetch:
             raise InterruptedError("another rank has failed")
 
 
-def _own_directory(cache_dir: Path) -> Path:
-    """Returns the directory of this user's entries, which no other user can write or replace."""
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    real = Path(os.path.realpath(cache_dir))  # a link may be replaced while it is used
-    if (unsafe := find_unsafe(real)) is not None:
-        raise NotOwnError(
-            f"{unsafe} to belong to this user or root, and others not to write to it",
-            describe(unsafe),
-            "Pass a cache_dir whose contents other users cannot replace.",
-        )
-    own = real / private_name()
-    own.mkdir(mode=0o700, exist_ok=True)
-    if not is_private_directory(own):
-        raise NotOwnError(
-            f"{own} to be a directory of this user alone",
-            describe(own),
-            "Remove it, or pass another cache_dir.",
-        )
-    return own
-
-
-def hold(path: Path) -> None:
-    """Protects an entry from removal until this process ends.
-
-    Args:
-        path: the copy in the entry.
-    """
-    entry = str(path.parent)
-    if entry not in _held:
-        _held[entry] = os.open(path.parent / USE, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(_held[entry], fcntl.LOCK_SH)
-
-
-def _is_held(entry: Path) -> bool:
-    try:
-        with open(entry / USE) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
-
-
 def _digest(facts: list[Any]) -> str:
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=10).hexdigest()
-
-
-def _unpack(archive: Path, target: Path) -> None:
-    """Unpacks a tar or zip file; no member is written outside of the target."""
-    target.mkdir()
-    if zipfile.is_zipfile(archive):
-        with zipfile.ZipFile(archive) as opened:
-            for name in opened.namelist():
-                if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                    raise OSError(f"it has {name!r}, a path outside of it")
-            opened.extractall(target)
-    else:
-        with tarfile.open(archive) as opened:
-            if hasattr(tarfile, "data_filter"):
-                opened.extractall(target, filter="data")
-            else:  # Python before 3.11.4
-                opened.extractall(target, _plain(opened))
-
-
-def _plain(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yields the members of an archive, which must be files or directories within it.
-
-    Raises:
-        OSError: a member is not. A link could lead outside, and later members through it.
-    """
-    for member in archive:
-        path = PurePosixPath(member.name)
-        if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
-            raise OSError(f"it has {member.name!r}, a link or a path outside of it")
-        member.uid, member.gid = os.getuid(), os.getgid()
-        member.uname = member.gname = ""  # root would give the files to users of these names
-        member.mode = member.mode & 0o755 | (0o700 if member.isdir() else 0o600)
-        yield member

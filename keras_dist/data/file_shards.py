@@ -1,6 +1,6 @@
-"""The rows of each rank in many files, and their order in an epoch. Pure index arithmetic.
+"""The rows of each rank in sharded files, and their order in an epoch. Index arithmetic only.
 
-A piece is read at once: a file, a part of a file, an image. It has a number of rows.
+A shard is the unit of reading: a file, a Parquet row group, an image.
 """
 
 import dataclasses
@@ -8,82 +8,84 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["RankShard", "StridedShard", "counts_of", "shard_of", "whole"]
+__all__ = ["GlobalShard", "RankShard", "full_shard", "rank_shard", "row_counts"]
 
 
 @dataclasses.dataclass(frozen=True)
 class RankShard:
-    """The rows of one rank: every `stride`-th row of each of its pieces.
+    """The rows of one rank: every `stride`-th row of each of its shards.
 
     Args:
-        pieces: int64 array of shape `(pieces,)`, numbers of the pieces.
-        firsts: int64 array of shape `(pieces,)`, first row in each piece.
-        counts: int64 array of shape `(pieces,)`, number of rows in each piece.
-        stride: distance of rows in a piece.
+        shards: int64 array of shape `(shards,)`, the number of each shard.
+        firsts: int64 array of shape `(shards,)`, the first row in each shard.
+        counts: int64 array of shape `(shards,)`, the number of rows in each shard.
+        stride: distance between two rows.
     """
 
-    pieces: np.ndarray
+    shards: np.ndarray
     firsts: np.ndarray
     counts: np.ndarray
     stride: int
 
     def order(self, key: Sequence[int] | None, mixed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the order of the rows in an epoch.
+        """Returns the rows of an epoch: the shard of each row, and its index in the shard.
 
         Args:
-            key: seed of the order; `None` keeps the order of the files.
-            mixed: number of consecutive pieces, in shuffled order, whose rows are shuffled
-                together.
+            key: integers that seed the order; `None` keeps the order of the files.
+            mixed: number of shards whose rows are shuffled together; the order of the shards is
+                drawn first.
 
         Returns:
-            Two int64 arrays of shape `(rows,)`: the piece of each row, and its index there.
+            Two int64 arrays of shape `(rows,)`.
         """
-        places = np.arange(len(self.pieces))
+        positions = np.arange(len(self.shards))
         if key is None:
-            return self._rows(places)
+            return self._rows(positions)
         random = np.random.default_rng(key)
-        places = random.permutation(places)
+        positions = random.permutation(positions)
         orders = []
-        for begin in range(0, len(places), mixed):
-            pieces, rows = self._rows(places[begin : begin + mixed])
-            shuffled = random.permutation(len(rows))
-            orders.append((pieces[shuffled], rows[shuffled]))
-        pieces, rows = zip(*orders, strict=True)
-        return np.concatenate(pieces), np.concatenate(rows)
+        for begin in range(0, len(positions), mixed):
+            shards, rows = self._rows(positions[begin : begin + mixed])
+            drawn = random.permutation(len(rows))
+            orders.append((shards[drawn], rows[drawn]))
+        shards, rows = zip(*orders, strict=True)
+        return np.concatenate(shards), np.concatenate(rows)
 
-    def _rows(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        counts = self.counts[places]
+    def _rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        counts = self.counts[positions]
         begins = np.cumsum(counts) - counts
         within = np.arange(counts.sum()) - np.repeat(begins, counts)
-        rows = np.repeat(self.firsts[places], counts) + self.stride * within
-        return np.repeat(self.pieces[places], counts), rows
+        rows = np.repeat(self.firsts[positions], counts) + self.stride * within
+        return np.repeat(self.shards[positions], counts), rows
 
 
 @dataclasses.dataclass(frozen=True)
-class StridedShard:
-    """The rows of one rank in one order of all rows: those at positions r, r + size, ...
+class GlobalShard:
+    """One rank's rows of a global order: positions `rank`, `rank + size`, ...
 
     Args:
-        whole: all rows.
+        full: all rows.
         rank: the rank.
         size: number of ranks.
     """
 
-    whole: RankShard
+    full: RankShard
     rank: int
     size: int
 
     def order(self, key: Sequence[int] | None, mixed: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the rows of an epoch, see `RankShard.order`."""
-        pieces, rows = self.whole.order(key, mixed)
-        return pieces[self.rank :: self.size], rows[self.rank :: self.size]
+        shards, rows = self.full.order(key, mixed)
+        return shards[self.rank :: self.size], rows[self.rank :: self.size]
 
 
-def shard_of(lengths: Sequence[int], rank: int, size: int) -> RankShard:
-    """Returns the rows of a rank: piece i belongs to rank `i % size`; with fewer pieces, row i.
+def rank_shard(lengths: Sequence[int], rank: int, size: int) -> RankShard:
+    """Returns the rows of a rank: shard i belongs to rank `i % size`.
+
+    With fewer shards than ranks, row i belongs to rank `i % size`.
 
     Args:
-        lengths: number of rows of each piece.
+        lengths: number of rows of each shard.
         rank: the rank.
         size: number of ranks.
     """
@@ -92,16 +94,16 @@ def shard_of(lengths: Sequence[int], rank: int, size: int) -> RankShard:
     if len(rows) >= size:
         mine = numbers[rank::size]
         return RankShard(mine, np.zeros_like(mine), rows[mine], 1)
-    starts = np.cumsum(rows) - rows
-    firsts = (rank - starts) % size
+    begins = np.cumsum(rows) - rows
+    firsts = (rank - begins) % size
     return RankShard(numbers, firsts, np.maximum(0, -((firsts - rows) // size)), size)
 
 
-def whole(lengths: Sequence[int]) -> RankShard:
-    """Returns all rows of all pieces, as the shard of one rank."""
-    return shard_of(lengths, 0, 1)
+def full_shard(lengths: Sequence[int]) -> RankShard:
+    """Returns all rows of all shards."""
+    return rank_shard(lengths, 0, 1)
 
 
-def counts_of(lengths: Sequence[int], size: int) -> list[int]:
-    """Returns the number of rows of each rank."""
-    return [int(shard_of(lengths, rank, size).counts.sum()) for rank in range(size)]
+def row_counts(lengths: Sequence[int], size: int) -> list[int]:
+    """Returns the number of rows of each rank, by rank."""
+    return [int(rank_shard(lengths, rank, size).counts.sum()) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""Lists of files: each rank gets whole files, or elements if there are too few files."""
+"""Lists of files: file i belongs to rank i % size; with too few files, element i does."""
 
 import dataclasses
 import hashlib
@@ -23,11 +23,11 @@ __all__ = [
     "source_of_files",
 ]
 
-SORTED = "Give shard() the same files in the same order on every rank, as with sorted(files)."
+SORTED = "Pass the same files in the same order on every rank, as with sorted(files)."
 
 
 def are_files(data: Any) -> bool:
-    """Returns whether data is a list or tuple of file names or paths."""
+    """Tells whether this is a list or tuple of file names or paths."""
     return (
         isinstance(data, list | tuple)
         and len(data) > 0
@@ -35,157 +35,157 @@ def are_files(data: Any) -> bool:
     )
 
 
-def source_of_files(data: Sequence[str | os.PathLike[str]], terms: ShardOptions) -> Source:
-    """Returns the source of a list of files: their names, or the elements of a reader.
+def source_of_files(data: Sequence[str | os.PathLike[str]], options: ShardOptions) -> Source:
+    """Returns the source that shards these files: by name, by file or by element.
 
     Args:
-        data: names or paths, the complete list on every rank.
-        terms: options of `shard`.
+        data: names or paths, the full list on every rank.
+        options: options of the data set.
 
     Raises:
-        ArgumentError: an option needs a reader.
+        ArgumentError: an argument requires a reader, and none is given.
         ArgumentTypeError: the reader does not return a `tf.data.Dataset`.
         DataError: there are too few files, or too few elements in them.
     """
     names = [os.fspath(name) for name in data]
-    if terms.reader is None:
-        return FileNames(names, terms)
-    terms = dataclasses.replace(terms, batch_size=terms.batch_size or DEFAULT_BATCH_SIZE)
-    if len(names) >= terms.size:
-        return FileSource(names, terms)
-    return _source_of_elements(names, terms)
+    if options.reader is None:
+        return FileNames(names, options)
+    options = dataclasses.replace(options, batch_size=options.batch_size or DEFAULT_BATCH_SIZE)
+    if len(names) >= options.size:
+        return FileSource(names, options)
+    return _source_of_elements(names, options)
 
 
 class FileNames:
-    """Files without a reader: each rank gets the names of its files.
+    """Files that the user reads: each rank receives the names of its files.
 
     Args:
         names: all names.
-        terms: options of `shard`.
+        options: options of the data set.
     """
 
     held = None
 
-    def __init__(self, names: Sequence[str], terms: ShardOptions):
+    def __init__(self, names: Sequence[str], options: ShardOptions):
         remedy = "Pass reader, a function from a list of file names to a tf.data.Dataset."
         reading = "batch_size global_batch_size batched shuffle steps shuffle_buffer draws".split()
-        terms.refuse("files without a reader", dict.fromkeys(reading, remedy))
-        if len(names) < terms.size:
+        options.refuse("files without a reader", dict.fromkeys(reading, remedy))
+        if len(names) < options.size:
             raise errors.DataError(
-                terms.explain(
-                    f"at least {terms.size} files, one for each rank",
+                options.explain(
+                    f"at least {options.size} files, one for each rank",
                     str(len(names)),
-                    "Pass reader, which shards the elements in the files, or use more files or "
-                    "fewer ranks.",
+                    "Pass reader to shard the elements in the files, or use more files or fewer "
+                    "ranks.",
                 )
             )
-        self._mine = list(names[terms.rank :: terms.size])
-        self.facts = [*facts_of_files(names), *terms.facts()]
+        self._mine = list(names[options.rank :: options.size])
+        self.facts = [*facts_of_files(names), *options.facts()]
 
     def part(self, held: Sequence[int | None]) -> list[str]:
-        """Returns the names of the files of this rank."""
+        """Returns the names of this rank's files."""
         return self._mine
 
 
 class FileSource:
-    """Files of which each rank reads its own; ranks may have different numbers of elements.
+    """Files of which each rank reads its own; the number of elements may differ by rank.
 
     Args:
         names: all names, at least one for each rank.
-        terms: options of `shard`, with a reader and a batch size.
+        options: options of the data set, with a reader and a batch size.
     """
 
-    def __init__(self, names: Sequence[str], terms: ShardOptions):
+    def __init__(self, names: Sequence[str], options: ShardOptions):
         from keras_dist.data.tf_dataset import count_elements
         from keras_dist.data.tf_shuffle import epochs_of
 
-        _no_global_order(terms)
-        self._terms = terms
-        self._dataset = _read(names[terms.rank :: terms.size], terms)
-        self.held = None if terms.steps else count_elements(self._dataset)
+        _no_global_order(options)
+        self._options = options
+        self._dataset = _read(names[options.rank :: options.size], options)
+        self.held = None if options.steps else count_elements(self._dataset)
         if self.held is not None and self.held < 0:
             raise errors.DataError(
-                terms.explain(
-                    "finite data, or steps",
-                    "a reader whose tf.data.Dataset is infinite",
-                    "Leave out .repeat() in the reader, or pass steps.",
+                options.explain(
+                    "data with an end, or steps",
+                    "a reader whose tf.data.Dataset has no end",
+                    "Remove .repeat() from the reader, or pass steps.",
                 )
             )
-        self.facts = [*facts_of_files(names), *terms.facts()]
-        self.epochs = epochs_of(self.facts, terms)
-        self.epochs.global_batch = None  # ranks get files, not samples
+        self.facts = [*facts_of_files(names), *options.facts()]
+        self.epochs = epochs_of(self.facts, options)
+        self.epochs.global_batch = None  # files are sharded, not samples
 
     def part(self, held: Sequence[int | None]) -> Any:
-        """Returns the batches of this rank, planned from the numbers of elements of all ranks."""
+        """Returns this rank's batches, given the number of elements of each rank."""
         from keras_dist.data.tf_dataset import limited_batches, spread_batches
 
-        terms, batch_size = self._terms, self._terms.batch_size or DEFAULT_BATCH_SIZE
+        options, batch_size = self._options, self._options.batch_size or DEFAULT_BATCH_SIZE
         counts = [count for count in held if count is not None]
         if self.held is None:
-            return limited_batches(self._dataset, terms, self.epochs, whole=False)
-        spread = agreed_spread(counts, batch_size, terms)
-        return spread_batches(self._dataset, self.held, spread, terms, self.epochs)
+            return limited_batches(self._dataset, options, self.epochs, whole=False)
+        spread = agreed_spread(counts, batch_size, options)
+        return spread_batches(self._dataset, self.held, spread, options, self.epochs)
 
 
-def _no_global_order(terms: ShardOptions) -> None:
-    if terms.shuffle != "global" and not terms.draws:
+def _no_global_order(options: ShardOptions) -> None:
+    if options.shuffle != "global" and not options.draws:
         return
     raise errors.ArgumentError(
-        terms.explain(
-            "files that all ranks read, for one order of all data",
-            f"{'sample()' if terms.draws else 'shuffle=global'} of files that each rank has alone",
+        options.explain(
+            "one data set that all ranks read, for one order of all samples",
+            f"{'sample()' if options.draws else 'shuffle=global'} with a list of files",
             "Pass reader(files), one tf.data.Dataset of all files, instead of the list.",
         )
     )
 
 
-def _source_of_elements(names: Sequence[str], terms: ShardOptions) -> Source:
+def _source_of_elements(names: Sequence[str], options: ShardOptions) -> Source:
     from keras_dist.data import tf_dataset
 
-    dataset = _read(names, terms)
-    if terms.steps is None:
+    dataset = _read(names, options)
+    if options.steps is None:
         dataset = tf_dataset.with_length(dataset)
-    source = tf_dataset.TfSource(dataset, dataclasses.replace(terms, reader=None))
+    source = tf_dataset.TfSource(dataset, dataclasses.replace(options, reader=None))
     source.facts[:0] = facts_of_files(names)
     return source
 
 
-def _read(names: Sequence[str], terms: ShardOptions) -> Any:
+def _read(names: Sequence[str], options: ShardOptions) -> Any:
     import tensorflow as tf
 
-    dataset = terms.reader(list(names)) if terms.reader is not None else None
+    dataset = options.reader(list(names)) if options.reader is not None else None
     if not isinstance(dataset, tf.data.Dataset):
-        raise terms.wrong_kind("reader to return a tf.data.Dataset", dataset)
+        raise options.wrong_kind("reader to return a tf.data.Dataset", dataset)
     return dataset
 
 
-def agreed_spread(counts: Sequence[int], batch_size: int, terms: ShardOptions) -> Spread:
-    """Returns the plan of the batches of this rank from the numbers of elements of all ranks.
+def agreed_spread(counts: Sequence[int], batch_size: int, options: ShardOptions) -> Spread:
+    """Plans this rank's batches from the number of elements of each rank.
 
     Args:
-        counts: number of elements of each rank.
-        batch_size: largest number of elements of one rank in a step.
-        terms: options of `shard`.
+        counts: number of elements of each rank, by rank.
+        batch_size: elements per step of one rank, at most.
+        options: options of the data set.
 
     Raises:
-        DataError: a rank has too few elements; the text is the same on all ranks.
+        DataError: a rank has too few elements; the message is the same on all ranks.
     """
-    spread = plan_spread(counts, terms.rank, batch_size, terms.remainder)
+    spread = plan_spread(counts, options.rank, batch_size, options.remainder)
     if spread is None:
         raise errors.DataError(
-            terms.explain(
-                f"an element for each of {-(-max(counts) // batch_size)} steps on each rank, the "
-                f"steps of the rank with most elements",
+            options.explain(
+                f"files with elements for {-(-max(counts) // batch_size)} steps on each rank, as "
+                f"on the rank with the most elements",
                 f"{counts} elements by rank",
-                "Use files of similar length, a multiple of the number of ranks, a larger "
-                "batch_size or remainder='pad'.",
+                "Use files of similar length, their number a multiple of the number of ranks, "
+                "or a larger batch_size, or remainder='pad'.",
             )
         )
     return spread
 
 
 def facts_of_names(names: Sequence[str]) -> list[Fact]:
-    """Returns the facts about names of files that must be equal on all ranks."""
+    """Returns the facts about file names on which all ranks must agree."""
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=6).hexdigest()
     return [
         Fact("the kind of data", "a list of files", SORTED),
@@ -195,6 +195,6 @@ def facts_of_names(names: Sequence[str]) -> list[Fact]:
 
 
 def facts_of_files(names: Sequence[str]) -> list[Fact]:
-    """Returns the facts about files that must be equal on all ranks."""
-    # The directory may differ between nodes, so only the last part is compared.
+    """Returns the facts about files on which all ranks must agree."""
+    # The directory of a data set may differ by node, so the last part of a path counts.
     return facts_of_names([PurePath(name).name for name in names])

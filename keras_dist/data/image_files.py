@@ -1,4 +1,4 @@
-"""Image files with labels, read by Pillow; an image is a piece."""
+"""Image files with labels, read by Pillow: each image is a shard."""
 
 import hashlib
 import os
@@ -42,52 +42,58 @@ def image_dataset(
     steps: int | None = None,
     unreadable: Unreadable = "raise",
 ) -> Any:
-    """Generates the batches of this rank from image files, for `fit`.
+    """Returns this rank's batches of images in a directory or a `DataFrame`, for `fit`.
 
-    Image i belongs to rank `i % size`. Classes are numbered in sorted order, the same on all ranks;
-    the data set has them as `class_names`. Needs Pillow: `pip install 'keras_dist[images]'`.
+    Image i belongs to rank `i % size`. Classes are numbered in sorted order, equally on all ranks;
+    the attribute `class_names` of the data set lists them. Requires Pillow:
+    `pip install 'keras_dist[images]'`.
 
-    Collective: every rank, with the same arguments; blocks until one rank has inspected each
-    image. An error on one rank is raised on all.
+    Collective: every rank must call it with the same arguments. Blocks until each image has been
+    inspected by one rank. An error on one rank is raised on all ranks.
 
     Args:
-        images: a directory with a subdirectory for each class, or a pandas `DataFrame`.
-        image_size: height and width to which images are resized, in pixels. Defaults to
+        images: a directory with one subdirectory per class, or a pandas `DataFrame`.
+        image_size: height and width in pixels to which images are resized. Defaults to
             `(256, 256)`.
-        batch_size: largest number of images of this rank in a step. Defaults to 32.
-        label_mode: `"int"`: int32, the number of the class. `"categorical"`: float32, one-hot.
-            `"binary"`: float32 of shape `(1,)`, for two classes. `"raw"`: the values in `y_col`, as
-            float32. `None`: no labels; of a directory, all images in it. Defaults to `"int"`.
-        class_names: the classes in the order of their numbers. Defaults to the classes of the
-            images, sorted; those of a `DataFrame` as text.
+        batch_size: maximum number of images per step on this rank. Defaults to 32.
+        label_mode: form of the labels. `"int"`: class numbers, int32 of shape `(batch,)`.
+            `"categorical"`: one-hot, float32 of shape `(batch, classes)`. `"binary"`: 0 or 1,
+            float32 of shape `(batch, 1)`, for two classes. `"raw"`: the values in `y_col`, float32
+            of shape `(batch, columns)`. `None`: no labels; a directory then needs no
+            subdirectories. Defaults to `"int"`.
+        class_names: the classes in the order of their numbers. Defaults to the classes found,
+            sorted; the values of a `DataFrame` are converted to strings.
         color_mode: `"rgb"`, `"rgba"` or `"grayscale"`. Defaults to `"rgb"`.
-        directory: directory of the files of a `DataFrame`. Defaults to the working directory.
-        x_col: column of paths. Defaults to `"filename"`.
-        y_col: column of classes; with `label_mode="raw"` one or several columns of numbers.
-            Defaults to `"class"`.
-        own: whether `images` differs on each rank, as on local disks; the classes are those of all
-            ranks. Defaults to `False`: `images` is the same on all ranks.
-        shuffle: whether to shuffle in every epoch. Pass `False` to evaluate or predict.
-            `"global"`: one order of all images, which does not depend on the number of ranks; not
-            with `own`. Defaults to `True`.
-        seed: integer seed of the orders, combined with the rank and the epoch. Defaults to 0.
+        directory: directory to which paths in a `DataFrame` are relative. Defaults to the working
+            directory.
+        x_col: name of the column of paths. Defaults to `"filename"`.
+        y_col: name of the column of classes; with `label_mode="raw"`, the name or names of columns
+            of numbers. Defaults to `"class"`.
+        own: whether each rank passes different images, such as images on the disk of its node.
+            The classes of all ranks are then combined. Defaults to False: every rank passes all
+            images.
+        shuffle: whether each epoch has a new order. Pass False to evaluate or predict.
+            `"global"`: one order of all samples, independent of the number of ranks; not with
+            `own`. Defaults to True.
+        seed: integer that, with the rank and the epoch, determines the order. Defaults to 0.
         remainder: `"uneven"`, `"pad"` or `"drop"`, as for files in `shard`. Defaults to `"uneven"`.
-        steps: number of batches in an epoch of each rank, to end it early. Defaults to all.
+        steps: number of batches per epoch on each rank. Defaults to all.
         unreadable: `"raise"` an error that names file and rank, or `"skip"`: images that are
-            missing, or whose header cannot be read, are skipped, and rank 0 logs them; images whose
-            damage is found later are replaced by others of their batch, and their rank logs them.
-            Defaults to `"raise"`.
+            missing, or whose header cannot be read, are skipped, with a message on rank 0; images
+            that fail to decode later are replaced by other images of the batch, with a message on
+            their rank. Defaults to `"raise"`.
 
     Returns:
-        Batches of images, float32 from 0 to 255 of shape `(batch, height, width, channels)`, and of
-        labels: `tf.data.Dataset` on the TensorFlow backend, `keras.utils.PyDataset` on others.
+        Batches of images, float32 from 0 to 255 of shape `(batch, height, width, channels)`, and
+        labels: a `tf.data.Dataset` with the TensorFlow backend, otherwise a
+        `keras.utils.PyDataset`.
 
     Raises:
-        DataError: an image cannot be read, there are fewer images than ranks, or a class is not in
-            `class_names`.
+        DataError: an image cannot be read, there are fewer images than ranks, or `class_names`
+            lacks a class.
         ArgumentError: an argument has an invalid value.
-        ArgumentTypeError: an argument is of the wrong type.
-        MismatchError: the ranks have different images, classes or arguments.
+        ArgumentTypeError: an argument has the wrong type.
+        MismatchError: images, classes or arguments differ across ranks.
 
     Example:
     ```python
@@ -96,45 +102,45 @@ def image_dataset(
     ```
     """
 
-    def look() -> Classes:
-        terms = ShardOptions(batch_size, shuffle, seed, remainder, steps)
-        found = listed(images, directory, x_col, y_col, label_mode, terms)
-        return Classes(found, label_mode, class_names, own, terms)
+    def make_classes() -> Classes:
+        options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
+        found = listed(images, directory, x_col, y_col, label_mode, options)
+        return Classes(found, label_mode, class_names, own, options)
 
-    found, classes = consistency.prepare(look)
+    found, classes = consistency.prepare(make_classes)
 
-    def survey() -> ShardSource:
-        terms = ShardOptions(batch_size, shuffle, seed, remainder, steps)
+    def make_source() -> ShardSource:
+        options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
         labels = labels_of(found, classes, label_mode)
-        kind = ImageFiles(found, labels, image_size, color_mode, unreadable, terms)
+        files = ImageFiles(found, labels, image_size, color_mode, unreadable, options)
         facts = [Fact("image_size", tuple(image_size)), Fact("color_mode", color_mode)]
         if not own:
             facts += facts_of_names(found.names)
             facts.append(Fact("the labels", labels is not None and _digest(labels)))
-        # A rank inspects its own images, and need not reach those of others.
-        return ShardSource(kind, found.paths, terms, unreadable, facts, own, visible=False)
+        # A rank only needs access to the images that it inspects.
+        return ShardSource(files, found.paths, options, unreadable, facts, own, visible=False)
 
-    part = consistency.prepare(survey)
-    part.class_names = classes
-    return part
+    dataset = consistency.prepare(make_source)
+    dataset.class_names = classes
+    return dataset
 
 
 class ImageFiles:
     """Image files.
 
     Args:
-        images: the images.
-        labels: their labels, if any.
+        images: all images.
+        labels: one label per image, or `None`.
         image_size: height and width in pixels.
         color_mode: channels of a pixel.
-        unreadable: what to do with images that cannot be decoded.
-        terms: options of the data set, for messages.
+        unreadable: policy for images that cannot be decoded.
+        options: options of the data set, for error messages.
 
     Raises:
         ArgumentError: the size or the mode is invalid.
     """
 
-    mixed = 1 << 62
+    mixed = 1 << 62  # all images are shuffled together
 
     def __init__(
         self,
@@ -143,7 +149,7 @@ class ImageFiles:
         image_size: tuple[int, int],
         color_mode: ColorMode,
         unreadable: Unreadable,
-        terms: ShardOptions,
+        options: ShardOptions,
     ):
         for holds, expected, received in (
             (
@@ -159,7 +165,7 @@ class ImageFiles:
         ):
             if not holds:
                 remedy = "See image_dataset()."
-                raise errors.ArgumentError(terms.explain(expected, repr(received), remedy))
+                raise errors.ArgumentError(options.explain(expected, repr(received), remedy))
         self._size, self._mode = image_size, PILLOW_MODE[color_mode]
         self._unreadable = unreadable
         self._labels = labels
@@ -172,43 +178,43 @@ class ImageFiles:
         from PIL import Image
 
         with Image.open(path):
-            return self._found  # one object for all images: it is pickled once
+            return self._found  # one object for all images, which pickle sends once
 
-    def reader(self, places: Sequence[Location], found: Found) -> "ImageReader":
-        """Returns a reader of the images."""
-        return ImageReader(places, self._decode, found, self._unreadable)
+    def reader(self, locations: Sequence[Location], found: Found) -> "ImageReader":
+        """Returns the reader of the images."""
+        return ImageReader(locations, self._decode, found, self._unreadable)
 
-    def _decode(self, place: Location) -> Any:
+    def _decode(self, location: Location) -> Any:
         from PIL import Image
 
         height, width = self._size
-        with Image.open(place.path) as image:
-            image.draft(self._mode, (width, height))  # JPEG: decodes no more pixels than needed
+        with Image.open(location.path) as image:
+            image.draft(self._mode, (width, height))  # decodes a JPEG at a reduced size
             pixels = image.convert(self._mode).resize((width, height), Image.Resampling.BILINEAR)
         array = np.asarray(pixels, "float32").reshape(height, width, -1)
-        return array if self._labels is None else (array, self._labels[place.file])
+        return array if self._labels is None else (array, self._labels[location.file])
 
 
 class ImageReader:
-    """Images, decoded when they are read.
+    """Decodes images.
 
     Args:
-        places: locations of the images.
-        decode: makes an image, with its label, from a location.
-        found: layout of all images.
-        unreadable: what to do with images that cannot be decoded.
+        locations: the location of each image.
+        decode: function from a location to an image, with its label.
+        found: the contents of the files.
+        unreadable: policy for images that cannot be decoded.
     """
 
     def __init__(
-        self, places: Sequence[Location], decode: Any, found: Found, unreadable: Unreadable
+        self, locations: Sequence[Location], decode: Any, found: Found, unreadable: Unreadable
     ):
         self.example = found.example
-        self._places = places
-        self._decoder = Decoder(decode, lambda place: place.path, unreadable)
+        self._locations = locations
+        self._decoder = Decoder(decode, lambda location: location.path, unreadable)
 
-    def read(self, pieces: np.ndarray, rows: np.ndarray) -> Any:
-        """Returns the images, decoded."""
-        return self._decoder.batch([self._places[piece] for piece in pieces.tolist()])
+    def read(self, shards: np.ndarray, rows: np.ndarray) -> Any:
+        """Returns a batch of decoded images."""
+        return self._decoder.batch([self._locations[shard] for shard in shards.tolist()])
 
 
 def _digest(labels: np.ndarray) -> str:

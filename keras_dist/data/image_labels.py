@@ -1,4 +1,4 @@
-"""Lists of images, from a directory or a DataFrame, and their labels."""
+"""Lists of images from a directory or a DataFrame, their classes and their labels."""
 
 import dataclasses
 import os
@@ -16,19 +16,19 @@ __all__ = ["Classes", "Images", "LabelMode", "labels_of", "listed"]
 LabelMode = Literal["int", "categorical", "binary", "raw"]
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 SAME = (
-    "Copy the same images to all nodes. If each rank has images of its own, pass own=True: the "
-    "classes are then those of all ranks."
+    "Copy the same images to all nodes. If each rank reads different images, pass own=True, which "
+    "combines the classes of all ranks."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """Images and their classes or values.
+    """Images and their targets.
 
     Args:
-        paths: paths of the files.
-        names: paths below their directory, equal on nodes that have them elsewhere.
-        targets: class of each image, or its values; `None` without labels.
+        paths: the path of each image.
+        names: the same relative to the directory of the images, which may differ by node.
+        targets: the class of each image, or an array of its values; `None` without labels.
     """
 
     paths: list[str]
@@ -37,14 +37,14 @@ class Images:
 
 
 class Classes:
-    """The classes of the images, compared or merged over the ranks.
+    """The classes of the images of a rank, to be combined across ranks.
 
     Args:
-        images: images of this rank.
-        mode: kind of the labels.
-        class_names: the classes, if the user names them.
-        own: whether each rank has images of its own.
-        terms: options of the data set, for messages.
+        images: the images of this rank.
+        mode: form of the labels.
+        class_names: the classes in order, or `None`.
+        own: whether ranks have different images.
+        options: options of the data set, for error messages.
 
     Raises:
         DataError: the class of an image is not in `class_names`.
@@ -56,19 +56,19 @@ class Classes:
         mode: LabelMode | None,
         class_names: Sequence[str] | None,
         own: bool,
-        terms: ShardOptions,
+        options: ShardOptions,
     ):
         found = sorted(set(images.targets)) if mode not in (None, "raw") else []
         unknown = set(found) - set(class_names if class_names is not None else found)
         if unknown:
             raise errors.DataError(
-                terms.explain(
+                options.explain(
                     f"images of the classes {list(class_names or ())}",
-                    f"some of {sorted(unknown)[0]!r}",
-                    "Pass all class_names, or remove these images.",
+                    f"images of class {sorted(unknown)[0]!r}",
+                    "Add the class to class_names, or remove these images.",
                 )
             )
-        self._images, self._named, self._mode, self._terms = images, class_names, mode, terms
+        self._images, self._named, self._mode, self._options = images, class_names, mode, options
         self.held = found
         self.facts = [Fact("label_mode", mode), Fact("own", own)]
         self.facts += [Fact("class_names", class_names and list(class_names))]
@@ -76,12 +76,12 @@ class Classes:
             self.facts.append(Fact("the classes of the images", found, SAME))
 
     def part(self, held: Sequence[list[str]]) -> tuple[Images, list[str]]:
-        """Returns the images of this rank, and the classes in the order of their numbers."""
+        """Returns the images of this rank, and the classes in order, given `held` of all ranks."""
         classes = sorted(set().union(*held)) if self._named is None else list(self._named)
         if self._mode == "binary" and len(classes) != 2:
             remedy = "Pass label_mode='int' or 'categorical'."
             raise errors.DataError(
-                self._terms.explain("two classes for label_mode='binary'", f"{classes}", remedy)
+                self._options.explain("two classes for label_mode='binary'", f"{classes}", remedy)
             )
         return self._images, classes
 
@@ -92,38 +92,38 @@ def listed(
     x_col: str,
     y_col: str | Sequence[str],
     mode: LabelMode | None,
-    terms: ShardOptions,
+    options: ShardOptions,
 ) -> Images:
-    """Returns the images of a directory, or of a DataFrame.
+    """Lists the images of a directory or of a DataFrame.
 
     Raises:
-        DataError: there is no image, or a column is missing.
-        ArgumentError: the mode is unknown, or not defined for a directory.
+        DataError: there are no images, or a column is missing.
+        ArgumentError: the mode is unknown, or not available for a directory.
         ArgumentTypeError: `images` is neither a directory nor a DataFrame.
     """
     if mode not in (None, *get_args(LabelMode)):
         choices = ", ".join(map(repr, (*get_args(LabelMode), None)))
         expected, remedy = f"label_mode to be one of {choices}", "See image_dataset()."
-        raise errors.ArgumentError(terms.explain(expected, repr(mode), remedy))
+        raise errors.ArgumentError(options.explain(expected, repr(mode), remedy))
     if isinstance(images, str | os.PathLike):
-        found = _of_directory(Path(images), mode, terms)
+        found = _of_directory(Path(images), mode, options)
     elif hasattr(images, "columns"):
-        found = _of_frame(images, Path(directory or ""), x_col, y_col, mode, terms)
+        found = _of_frame(images, Path(directory or ""), x_col, y_col, mode, options)
     else:
-        raise terms.wrong_kind("a directory or a DataFrame", images)
+        raise options.wrong_kind("a directory or a DataFrame", images)
     if not found.paths:
-        raise errors.DataError(terms.explain(f"images in {images!s:.200}", "none", SAME))
+        raise errors.DataError(options.explain(f"images in {images!s:.200}", "none", SAME))
     return found
 
 
-def _of_directory(directory: Path, mode: LabelMode | None, terms: ShardOptions) -> Images:
+def _of_directory(directory: Path, mode: LabelMode | None, options: ShardOptions) -> Images:
     if mode == "raw":
         remedy = "Pass a DataFrame with a value for each image."
         raise errors.ArgumentError(
-            terms.explain("no label_mode='raw' for a directory", "'raw'", remedy)
+            options.explain("no label_mode='raw' for a directory", "'raw'", remedy)
         )
     if not directory.is_dir():
-        raise errors.DataError(terms.explain(f"a directory {directory}", "none", SAME))
+        raise errors.DataError(options.explain(f"a directory {directory}", "none", SAME))
     found = sorted(
         os.path.relpath(os.path.join(folder, name), directory)
         for folder, _, names in os.walk(directory, followlinks=True)
@@ -142,14 +142,14 @@ def _of_frame(
     x_col: str,
     y_col: str | Sequence[str],
     mode: LabelMode | None,
-    terms: ShardOptions,
+    options: ShardOptions,
 ) -> Images:
     wanted = [y_col] if isinstance(y_col, str) else list(y_col)
     for column in [x_col, *(wanted if mode is not None else ())]:
         if column not in frame.columns:
             known = ", ".join(map(str, frame.columns))
             remedy = "Pass x_col and y_col."
-            raise errors.DataError(terms.explain(f"a column {column!r}", known, remedy))
+            raise errors.DataError(options.explain(f"a column {column!r}", known, remedy))
     names = [str(name) for name in frame[x_col]]
     targets: Any = None
     if mode == "raw":
@@ -160,7 +160,7 @@ def _of_frame(
 
 
 def labels_of(images: Images, classes: Sequence[str], mode: LabelMode | None) -> np.ndarray | None:
-    """Returns the labels of the images, as `keras.utils.image_dataset_from_directory`."""
+    """Returns one label per image, in the form of `keras.utils.image_dataset_from_directory`."""
     if mode is None:
         return None
     if mode == "raw":

@@ -1,4 +1,4 @@
-"""Kinds of data, recognised by the names of classes without importing frameworks."""
+"""Type checks by class name, which import no framework."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ __all__ = ["is_a", "is_tensor", "is_tf_dataset"]
 
 
 def is_a(data: Any, package: str, *names: str) -> bool:
-    """Returns whether data is an instance of a class of a package.
+    """Tells whether an object is an instance of a class of a package, or of a subclass.
 
     Args:
-        data: anything.
-        package: name of the package, such as `"torch"`.
-        *names: names of its classes.
+        data: any object.
+        package: top-level package of the class, such as `"torch"`.
+        *names: class names in that package.
     """
     return any(
         kind.__name__ in names and kind.__module__.partition(".")[0] == package
@@ -20,10 +20,10 @@ def is_a(data: Any, package: str, *names: str) -> bool:
 
 
 def is_tf_dataset(data: Any) -> bool:
-    """Returns whether data is a `tf.data.Dataset`."""
+    """Tells whether an object is a `tf.data.Dataset`."""
     return is_a(data, "tensorflow", "DatasetV2")
 
 
 def is_tensor(data: Any) -> bool:
-    """Returns whether numpy converts data to an array: of a framework, or of pandas."""
+    """Tells whether numpy can convert an object: a framework's tensor, or pandas data."""
     return hasattr(data, "__array__") and not is_a(data, "tensorflow", "RaggedTensor")

@@ -1,4 +1,4 @@
-"""Nested tuples, lists and dicts of arrays, as Keras takes a batch."""
+"""Nested tuples, lists and dicts of arrays, and conversion to numpy arrays."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,9 +11,9 @@ __all__ = ["as_array", "concatenated", "described", "leaves", "mapped", "stacked
 
 
 def mapped(function: Callable[..., Any], data: Any, *others: Any) -> Any:
-    """Applies a function to every leaf, and to the same leaf of other structures.
+    """Applies a function to each leaf, together with the corresponding leaves of `others`.
 
-    Lists become tuples, as in batches of Keras.
+    Lists become tuples, as Keras expects in a batch.
     """
     if isinstance(data, dict):
         return {
@@ -29,7 +29,7 @@ def mapped(function: Callable[..., Any], data: Any, *others: Any) -> Any:
 
 
 def leaves(data: Any, path: str = "data") -> Iterator[tuple[str, Any]]:
-    """Yields each leaf after its path in the user's notation, such as `data['x'][0]`."""
+    """Yields each leaf with the expression that selects it, such as `data['x'][0]`."""
     if isinstance(data, dict | tuple | list):
         items = data.items() if isinstance(data, dict) else enumerate(data)
         for key, value in items:
@@ -39,9 +39,9 @@ def leaves(data: Any, path: str = "data") -> Iterator[tuple[str, Any]]:
 
 
 def as_array(leaf: Any) -> np.ndarray:
-    """Converts an array of a framework, a number, or a frame or column of pandas to numpy.
+    """Converts a framework's tensor, pandas data or a number to a numpy array, as Keras does.
 
-    As in Keras, a column gets a second axis, and floats of pandas become `floatx`.
+    A pandas column becomes an array of shape `(rows, 1)`; floats of pandas become `floatx`.
     """
     if is_a(leaf, "torch", "Tensor"):
         return leaf.detach().cpu().numpy()
@@ -56,7 +56,7 @@ def as_array(leaf: Any) -> np.ndarray:
 
 
 def stacked(samples: Sequence[Any]) -> Any:
-    """Stacks samples of one structure to a batch."""
+    """Stacks samples of one structure into a batch."""
     return mapped(lambda *each: np.stack([as_array(leaf) for leaf in each]), *samples)
 
 
@@ -68,5 +68,5 @@ def concatenated(batches: Sequence[Any]) -> Any:
 
 
 def described(data: Any) -> list[str]:
-    """Returns dtype and shape without the first axis of every array, which ranks compare."""
+    """Returns path, dtype and sample shape of each array, for comparison across ranks."""
     return [f"{path}: {array.dtype} {array.shape[1:]}" for path, array in leaves(data)]

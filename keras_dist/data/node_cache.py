@@ -12,7 +12,8 @@ from pathlib import Path
 
 from keras_dist import errors, ops, runtime
 from keras_dist.data import consistency
-from keras_dist.data.fetching import Fetch, NotOwnError, hold, is_url
+from keras_dist.data.cache_directory import NotOwnError, hold
+from keras_dist.data.fetching import Fetch, is_url
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 __all__ = ["cached"]
@@ -101,22 +102,22 @@ class _Request:
         sha256: str | None,
         unpack: bool,
     ):
-        terms = ShardOptions()
+        options = ShardOptions()
         for what, path in (("source", source), ("cache_dir", cache_dir)):
             if not isinstance(path, str | os.PathLike):
-                raise terms.wrong_kind(f"{what} to be a path", path)
+                raise options.wrong_kind(f"{what} to be a path", path)
         name = os.fspath(source)
         if not is_url(name):
             name = os.path.abspath(name)
         if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
             remedy = "Pass the output of sha256sum."
             raise errors.ArgumentError(
-                terms.explain("sha256 to be 64 hexadecimal digits", repr(sha256), remedy)
+                options.explain("sha256 to be 64 hexadecimal digits", repr(sha256), remedy)
             )
         if sha256 is not None and os.path.isdir(name):
             remedy = "Leave it out."
             raise errors.ArgumentError(
-                terms.explain("no sha256 for a directory", f"one for {name}", remedy)
+                options.explain("no sha256 for a directory", f"one for {name}", remedy)
             )
         self._fetch = Fetch(name, Path(cache_dir), sha256 and sha256.lower(), unpack)
         compared = {"source": name, "sha256": sha256, "unpack": unpack}

@@ -1,4 +1,4 @@
-"""`.npz` files; a file is a piece."""
+"""`.npz` files: each file is a shard."""
 
 import zipfile
 from collections.abc import Sequence
@@ -32,42 +32,41 @@ def npz(
     steps: int | None = None,
     unreadable: Unreadable = "raise",
 ) -> Any:
-    """Generates the batches of this rank from arrays in `.npz` files, for `fit`.
+    """Returns this rank's batches of arrays in `.npz` files, for `fit`.
 
-    File i belongs to rank `i % size`. With fewer files than ranks every rank reads all files, and
-    row i belongs to rank `i % size`. A rank keeps four files in memory: in every epoch the order of
-    the files is shuffled, then the rows of each four consecutive files.
+    File i belongs to rank `i % size`. With fewer files than ranks, every rank reads all files, and
+    row i belongs to rank `i % size`. A rank keeps four files in memory. Shuffling permutes the
+    files each epoch, and the rows within each group of four consecutive files.
 
-    Collective: every rank, with the same arguments; blocks until one rank has inspected each file.
-    An error on one rank is raised on all.
+    Collective: every rank must call it with the same arguments. Blocks until each file has been
+    inspected by one rank. An error on one rank is raised on all ranks.
 
     Args:
         files: a path, a pattern such as `"train/*.npz"`, or a list of them.
-        x: name of an array, or nested tuples, lists and dicts of names; a batch has the same
-            structure.
-        y: the same for the labels. Defaults to `None`: a batch is `x` alone.
-        batch_size: largest number of samples of this rank in a step: ranks with fewer samples than
-            others distribute them over the same number of steps. Defaults to 32.
-        shuffle: whether to shuffle in every epoch. Pass `False` to evaluate or predict.
-            `"global"`: one order of all data, which does not depend on the number of ranks; every
-            rank reads all files. Defaults to `True`.
-        seed: integer seed of the orders, combined with the rank and the epoch. Defaults to 0.
+        x: name of an array, or nested tuples, lists and dicts of names. A batch has the same
+            structure; arrays have shape `(batch, ...)`.
+        y: the same for the labels. Defaults to none: a batch is `x` alone.
+        batch_size: maximum number of samples per step on this rank. A rank with fewer samples
+            than others distributes them over the same number of steps. Defaults to 32.
+        shuffle: whether each epoch has a new order. Pass False to evaluate or predict.
+            `"global"`: one order of all samples, independent of the number of ranks; every rank
+            reads all files. Defaults to True.
+        seed: integer that, with the rank and the epoch, determines the order. Defaults to 0.
         remainder: `"uneven"`, `"pad"` or `"drop"`, as for files in `shard`. Defaults to `"uneven"`.
-        steps: number of batches in an epoch of each rank, to end it early. Defaults to all.
-        unreadable: what to do with files that a rank cannot read when the data set is made:
-            `"raise"` an error that names file and rank, or `"skip"` them on all ranks; rank 0
-            logs them. Damage that is found when rows are read is an error. Defaults to
-            `"raise"`.
+        steps: number of batches per epoch on each rank. Defaults to all.
+        unreadable: policy for files that a rank cannot read when the data set is created:
+            `"raise"` an error that names file and rank, or `"skip"` them on all ranks with a
+            message on rank 0. Damage found later is an error. Defaults to `"raise"`.
 
     Returns:
-        `tf.data.Dataset` on the TensorFlow backend, `keras.utils.PyDataset` on others.
+        A `tf.data.Dataset` with the TensorFlow backend, otherwise a `keras.utils.PyDataset`.
 
     Raises:
         DataError: a file or an array is missing or unreadable, lengths or shapes differ, or there
             are too few rows.
         ArgumentError: an argument has an invalid value.
-        ArgumentTypeError: an argument is of the wrong type.
-        MismatchError: the ranks have different files or arguments.
+        ArgumentTypeError: an argument has the wrong type.
+        MismatchError: files or arguments differ across ranks.
 
     Example:
     ```python
@@ -76,31 +75,31 @@ def npz(
     ```
     """
 
-    def survey() -> ShardSource:
-        terms = ShardOptions(batch_size, shuffle, seed, remainder, steps)
-        paths = expanded(files, terms)
+    def make_source() -> ShardSource:
+        options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
+        paths = expanded(files, options)
         names = named(x, y)
         facts = [*facts_of_files(paths), Fact("the names of the arrays", repr(names))]
-        return ShardSource(NpzFiles(names, terms), paths, terms, unreadable, facts)
+        return ShardSource(NpzFiles(names, options), paths, options, unreadable, facts)
 
-    return consistency.prepare(survey)
+    return consistency.prepare(make_source)
 
 
 class NpzFiles:
-    """Files of arrays written by numpy.
+    """Files written by `numpy.savez`.
 
     Args:
         names: names of arrays in the structure of a batch.
-        terms: for messages.
+        options: options of the data set, for error messages.
     """
 
     mixed = MIXED
 
-    def __init__(self, names: Any, terms: ShardOptions):
-        self._names, self._terms = names, terms
+    def __init__(self, names: Any, options: ShardOptions):
+        self._names, self._options = names, options
 
     def look(self, path: str) -> Found:
-        """Reads the headers of the arrays in a file."""
+        """Reads the headers of the arrays."""
         headers = {}
         with zipfile.ZipFile(path) as archive:
             for name in names_in(self._names):
@@ -111,22 +110,22 @@ class NpzFiles:
                     headers[name] = _header(file)
         lengths = {shape[:1] for shape, _ in headers.values()}
         if len(lengths) != 1 or () in lengths:
-            received = ", ".join(f"{name} {shape}" for name, (shape, _) in headers.items())
+            shapes = ", ".join(f"{name} {shape}" for name, (shape, _) in headers.items())
             remedy = "Write one entry per sample into each array."
-            raise self._error(f"arrays of equal length in {path}", received, remedy)
+            raise self._error(f"arrays of equal length in {path}", shapes, remedy)
         layout = tuple((name, dtype.str, shape[1:]) for name, (shape, dtype) in headers.items())
         return Found(lengths.pop(), layout, self._names)
 
-    def reader(self, places: Sequence[Location], found: Found) -> CachedShards:
-        """Returns a reader of the files."""
-        return CachedShards(self._load, places, found, self.mixed)
+    def reader(self, locations: Sequence[Location], found: Found) -> CachedShards:
+        """Returns the reader of the files."""
+        return CachedShards(self._load, locations, found, self.mixed)
 
-    def _load(self, place: Location) -> dict[str, np.ndarray]:
-        with np.load(place.path) as arrays:
+    def _load(self, location: Location) -> dict[str, np.ndarray]:
+        with np.load(location.path) as arrays:
             return {name: arrays[name] for name in names_in(self._names)}
 
     def _error(self, expected: str, received: str, remedy: str) -> errors.DataError:
-        return errors.DataError(self._terms.explain(expected, received, remedy))
+        return errors.DataError(self._options.explain(expected, received, remedy))
 
 
 def _header(file: Any) -> tuple[tuple[int, ...], np.dtype]:

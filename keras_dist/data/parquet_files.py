@@ -1,4 +1,4 @@
-"""Parquet files, read by pyarrow; a row group is a piece."""
+"""Parquet files, read by pyarrow: each row group is a shard."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,41 +31,41 @@ def parquet(
     steps: int | None = None,
     unreadable: Unreadable = "raise",
 ) -> Any:
-    """Generates the batches of this rank from columns of Parquet files, for `fit`.
+    """Returns this rank's batches of columns in Parquet files, for `fit`.
 
-    Row groups are numbered over all files: row group i belongs to rank `i % size`. With fewer row
-    groups than ranks, row i belongs to rank `i % size`. A rank keeps four row groups in memory: in
-    every epoch the order of the row groups is shuffled, then the rows of each four consecutive
-    groups. Needs pyarrow: `pip install 'keras_dist[parquet]'`.
+    Row groups are numbered across all files: row group i belongs to rank `i % size`. With fewer
+    row groups than ranks, row i belongs to rank `i % size`. A rank keeps four row groups in
+    memory. Shuffling permutes the row groups each epoch, and the rows within each group of four
+    consecutive row groups. Requires pyarrow: `pip install 'keras_dist[parquet]'`.
 
-    Collective: every rank, with the same arguments; blocks until one rank has inspected each file.
-    An error on one rank is raised on all.
+    Collective: every rank must call it with the same arguments. Blocks until each file has been
+    inspected by one rank. An error on one rank is raised on all ranks.
 
     Args:
         files: a path, a pattern such as `"train/*.parquet"`, or a list of them.
-        x: name of a column of numbers or of lists of fixed length, or nested tuples and dicts of
-            names; a batch has the same structure. A list of names of columns of numbers becomes one
-            array with a column for each name.
-        y: the same for the labels. Defaults to `None`: a batch is `x` alone.
-        batch_size: largest number of samples of this rank in a step: ranks with fewer samples than
-            others distribute them over the same number of steps. Defaults to 32.
-        shuffle: whether to shuffle in every epoch. Pass `False` to evaluate or predict.
-            `"global"`: one order of all data, which does not depend on the number of ranks; every
-            rank reads all row groups. Defaults to `True`.
-        seed: integer seed of the orders, combined with the rank and the epoch. Defaults to 0.
+        x: name of a column of numbers, shape `(batch,)`, or of lists of n numbers, shape
+            `(batch, n)`; or a list of names of number columns, one array of shape
+            `(batch, columns)`; or nested tuples and dicts of these: a batch has the same structure.
+        y: the same for the labels. Defaults to none: a batch is `x` alone.
+        batch_size: maximum number of samples per step on this rank. A rank with fewer samples
+            than others distributes them over the same number of steps. Defaults to 32.
+        shuffle: whether each epoch has a new order. Pass False to evaluate or predict.
+            `"global"`: one order of all samples, independent of the number of ranks; every rank
+            reads all row groups. Defaults to True.
+        seed: integer that, with the rank and the epoch, determines the order. Defaults to 0.
         remainder: `"uneven"`, `"pad"` or `"drop"`, as for files in `shard`. Defaults to `"uneven"`.
-        steps: number of batches in an epoch of each rank, to end it early. Defaults to all.
+        steps: number of batches per epoch on each rank. Defaults to all.
         unreadable: `"raise"` or `"skip"`, see `npz`. Defaults to `"raise"`.
 
     Returns:
-        `tf.data.Dataset` on the TensorFlow backend, `keras.utils.PyDataset` on others.
+        A `tf.data.Dataset` with the TensorFlow backend, otherwise a `keras.utils.PyDataset`.
 
     Raises:
-        DataError: a file or a column is missing, unreadable or not of numbers, files differ, or
-            there are too few rows.
+        DataError: a file or a column is missing, unreadable or not numeric, layouts of files
+            differ, or there are too few rows.
         ArgumentError: an argument has an invalid value.
-        ArgumentTypeError: an argument is of the wrong type.
-        MismatchError: the ranks have different files or arguments.
+        ArgumentTypeError: an argument has the wrong type.
+        MismatchError: files or arguments differ across ranks.
 
     Example:
     ```python
@@ -73,31 +73,32 @@ def parquet(
     ```
     """
 
-    def survey() -> ShardSource:
-        terms = ShardOptions(batch_size, shuffle, seed, remainder, steps)
-        paths = expanded(files, terms)
+    def make_source() -> ShardSource:
+        options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
+        paths = expanded(files, options)
         names = _with_matrices(named(x, y))
         facts = [*facts_of_files(paths), Fact("the names of the columns", repr(names))]
-        return ShardSource(ParquetFiles(names, terms), paths, terms, unreadable, facts)
+        return ShardSource(ParquetFiles(names, options), paths, options, unreadable, facts)
 
-    return consistency.prepare(survey)
+    return consistency.prepare(make_source)
 
 
 class ParquetFiles:
     """Parquet files.
 
     Args:
-        names: names of columns in the structure of a batch; each name of a matrix ends in a tab.
-        terms: for messages.
+        names: names of columns in the structure of a batch; a matrix is one string in which each
+            name ends in a tab.
+        options: options of the data set, for error messages.
     """
 
     mixed = MIXED
 
-    def __init__(self, names: Any, terms: ShardOptions):
-        self._names, self._terms = names, terms
+    def __init__(self, names: Any, options: ShardOptions):
+        self._names, self._options = names, options
 
     def look(self, path: str) -> Found:
-        """Reads the footer of a file."""
+        """Reads the footer."""
         import pyarrow.parquet
 
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -117,36 +118,36 @@ class ParquetFiles:
         if MATRIX not in name and kinds[0] is not None:
             shape = kinds[0][1]
         if any(kind is None or (MATRIX in name and kind[1]) for kind in kinds):
-            received = ", ".join(f"{column} {schema.field(column).type}" for column in columns)
-            remedy = "Convert it when the files are written."
-            expected = f"columns of numbers, or one of lists of fixed length, in {path}"
-            raise self._error(expected, received, remedy)
+            types = ", ".join(f"{column} {schema.field(column).type}" for column in columns)
+            remedy = "Convert the column when the files are written."
+            expected = f"columns of numbers, or a column of lists of fixed length, in {path}"
+            raise self._error(expected, types, remedy)
         dtype = np.result_type(*(kind[0] for kind in kinds if kind is not None))
         return name, dtype.str, shape
 
-    def reader(self, places: Sequence[Location], found: Found) -> CachedShards:
-        """Returns a reader of the row groups."""
+    def reader(self, locations: Sequence[Location], found: Found) -> CachedShards:
+        """Returns the reader of the row groups."""
         dtypes = {name: dtype for name, dtype, _ in found.layout}
 
-        def load(place: Location) -> dict[str, np.ndarray]:
+        def load(location: Location) -> dict[str, np.ndarray]:
             import pyarrow.parquet
 
             columns = [column for name in dtypes for column in _columns_in(name)]
-            with pyarrow.parquet.ParquetFile(place.path) as file:
-                table = file.read_row_group(place.inner, columns=columns)
+            with pyarrow.parquet.ParquetFile(location.path) as file:
+                table = file.read_row_group(location.inner, columns=columns)
             return {name: _array(table, name, dtype) for name, dtype in dtypes.items()}
 
-        return CachedShards(load, places, found, self.mixed)
+        return CachedShards(load, locations, found, self.mixed)
 
     def _error(self, expected: str, received: str, remedy: str) -> errors.DataError:
-        return errors.DataError(self._terms.explain(expected, received, remedy))
+        return errors.DataError(self._options.explain(expected, received, remedy))
 
 
 MATRIX = "\t"
 
 
 def _with_matrices(names: Any) -> Any:
-    """Returns the structure with one name for each list of names."""
+    """Replaces each list of names by one string in which each name ends in a tab."""
     if isinstance(names, list):
         return "".join(f"{name}{MATRIX}" for name in names)
     if isinstance(names, dict):
@@ -158,17 +159,17 @@ def _columns_in(name: str) -> list[str]:
     return name.removesuffix(MATRIX).split(MATRIX)
 
 
-def _kind(of: Any) -> tuple[np.dtype, tuple[int, ...]] | None:
-    """Returns the dtype and shape of a row of a column; `None` if it does not hold numbers."""
+def _kind(kind: Any) -> tuple[np.dtype, tuple[int, ...]] | None:
+    """Returns dtype and row shape of a column; `None` if the column is not numeric."""
     import pyarrow.types
 
     shape: tuple[int, ...] = ()
-    if pyarrow.types.is_fixed_size_list(of):
-        of, shape = of.value_type, (of.list_size,)
+    if pyarrow.types.is_fixed_size_list(kind):
+        kind, shape = kind.value_type, (kind.list_size,)
     numbers = (pyarrow.types.is_integer, pyarrow.types.is_floating, pyarrow.types.is_boolean)
-    if not any(is_kind(of) for is_kind in numbers):
+    if not any(is_number(kind) for is_number in numbers):
         return None
-    return np.dtype(of.to_pandas_dtype()), shape
+    return np.dtype(kind.to_pandas_dtype()), shape
 
 
 def _array(table: Any, name: str, dtype: str) -> np.ndarray:
@@ -181,12 +182,12 @@ def _column(column: Any, name: str) -> np.ndarray:
     values = column.combine_chunks()
     if hasattr(values.type, "list_size"):
         if values.null_count:
-            raise ValueError(f"column {name} has empty rows")
+            raise ValueError(f"column {name} has null rows")
         return _numbers(values.flatten(), name).reshape(-1, values.type.list_size)
     return _numbers(values, name)
 
 
 def _numbers(values: Any, name: str) -> np.ndarray:
     if values.null_count and not np.issubdtype(values.type.to_pandas_dtype(), np.floating):
-        raise ValueError(f"column {name} has empty values, which its dtype cannot represent")
+        raise ValueError(f"column {name} has null values, which its dtype cannot represent")
     return values.to_numpy(zero_copy_only=False)

@@ -1,4 +1,4 @@
-"""Paths of a user: one, several, or a pattern."""
+"""File arguments: a path, a glob pattern, or a list of them."""
 
 import glob
 import os
@@ -13,29 +13,31 @@ Path = str | os.PathLike[str]
 Paths = Path | Sequence[Path]
 
 
-def expanded(paths: Paths, terms: ShardOptions) -> list[str]:
-    """Returns a list of paths; those of a pattern are sorted.
+def expanded(paths: Paths, options: ShardOptions) -> list[str]:
+    """Expands patterns into paths.
 
     Args:
         paths: a path, a pattern such as `"train/*.npz"`, or a list of them.
-        terms: options of the data set, for messages.
+        options: options of the data set, for error messages.
+
+    Returns:
+        The paths in the given order; the matches of each pattern are sorted.
 
     Raises:
         ArgumentTypeError: an item is not a path.
-        DataError: a pattern matches no file, or there is no path.
+        DataError: a pattern matches no file, or the list is empty.
     """
     found = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else list(paths):
         if not isinstance(path, str | os.PathLike):
-            raise terms.wrong_kind("a path", path)
+            raise options.wrong_kind("a path", path)
         name = os.fspath(path)
         is_pattern = glob.has_magic(name) and not os.path.exists(name)
         matches = sorted(glob.glob(name, recursive=True)) if is_pattern else [name]
         if not matches:
-            raise errors.DataError(
-                terms.explain(f"files like {name}", "none", "Check the path on every node.")
-            )
+            remedy = "Check the path on every node."
+            raise errors.DataError(options.explain(f"files that match {name}", "none", remedy))
         found += matches
     if not found:
-        raise errors.DataError(terms.explain("paths of files", "none", "Pass at least one."))
+        raise errors.DataError(options.explain("paths of files", "none", "Pass at least one."))
     return found

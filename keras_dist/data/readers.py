@@ -1,7 +1,6 @@
-"""Readers of rows: from files, through MPI's files, or from another rank.
+"""Readers of rows from local files.
 
-A reader takes ranges of row numbers and returns the rows of each column. All readers return the
-same rows; they differ in speed and in the ranks that need access to the files.
+All readers return the same rows. They differ in speed, and in which ranks access the files.
 """
 
 import mmap
@@ -13,117 +12,118 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from keras_dist import _engine, errors, runtime
+from keras_dist import errors, runtime
 from keras_dist.data.blocks import Pieces
 from keras_dist.data.segments import Column, Segment, open_hdf5
 
-__all__ = [
-    "CollectiveReader",
-    "FileReader",
-    "Memory",
-    "RawFile",
-    "Reader",
-    "RemoteReader",
-    "through_mpi",
-]
+__all__ = ["FileReader", "FlatFile", "Reader", "RowBuffers", "bytes_of", "to_native"]
 
 OPEN_FILES = 16
-KEPT = 3  # the current window, the next one, and the previous one
+BUFFERS = 3  # for the current window, the next window, and the previous window
 
 
 class Reader(Protocol):
-    """A reader of rows."""
+    """Reads ranges of rows."""
 
-    def read(self, pieces: Pieces) -> list[np.ndarray]:
-        """Returns the rows of each column, in new arrays."""
+    def read(self, ranges: Pieces) -> list[np.ndarray]:
+        """Returns the rows of each column.
+
+        Args:
+            ranges: int64 array of shape `(count, 2)`, begin and end of each range.
+
+        Returns:
+            For each column a new array of shape `(rows, ...)`.
+        """
 
 
-class RawFile(Protocol):
-    """A file that is read by offset."""
+class FlatFile(Protocol):
+    """A file with access to its bytes."""
 
     def read_at(self, offset: int, target: np.ndarray) -> None:
-        """Reads bytes from an offset of the file into memory."""
+        """Fills `target` with the bytes from `offset` on."""
 
     def close(self) -> None:
         """Closes the file."""
 
 
-class Memory:
-    """Memory for rows, reused when no array in it is alive.
+class RowBuffers:
+    """Memory for rows, reused once no array refers to it.
 
-    The system fills new memory with zeros, which takes as long as to read into it.
+    The kernel fills new memory with zeros, which takes as long as the read itself.
 
     Args:
-        columns: columns of the rows.
+        columns: the columns whose rows are read.
     """
 
     def __init__(self, columns: Sequence[Column]):
         self._free: dict[Column, list[mmap.mmap]] = {column: [] for column in columns}
 
-    def rows(self, column: Column, pieces: Pieces) -> np.ndarray:
-        """Returns an uninitialised array for rows of a column."""
-        shape = (int((pieces[:, 1] - pieces[:, 0]).sum()), *column.shape[1:])
+    def rows(self, column: Column, ranges: Pieces) -> np.ndarray:
+        """Returns an uninitialized array for rows of a column."""
+        shape = (int((ranges[:, 1] - ranges[:, 0]).sum()), *column.shape[1:])
         nbytes = int(np.prod(shape)) * column.dtype.itemsize
         free = self._free[column]
         memory = free.pop() if free else mmap.mmap(-1, max(1, nbytes))
         if len(memory) < nbytes:
             memory = mmap.mmap(-1, nbytes)
-        # Views keep this array alive, as it has no base.
+        # The array has no base array, so views keep this array alive.
         rows: np.ndarray = np.ndarray(shape, column.dtype, buffer=memory)
         weakref.finalize(rows, _keep, free, memory).atexit = False
         return rows
 
 
 def _keep(free: list[mmap.mmap], memory: mmap.mmap) -> None:
-    if len(free) < KEPT:
+    if len(free) < BUFFERS:
         free.append(memory)
 
 
 class FileReader:
-    """Reads rows from the files, in this process or in a fork of it.
+    """Reads rows from files, in this process or in a fork of it.
 
-    Contiguous rows are read without HDF5, which allows one thread at a time.
+    Contiguous rows are read without HDF5, which serves one thread at a time.
 
     Args:
-        columns: the columns.
-        open_raw: opens a file with contiguous rows. Defaults to the file system.
+        columns: the columns to read.
+        open_flat: opens a file of contiguous rows. Defaults to the operating system's calls.
     """
 
-    def __init__(self, columns: Sequence[Column], open_raw: Callable[[str], RawFile] | None = None):
-        self._columns, self._memory = columns, Memory(columns)
-        self._reset(open_raw or _SystemFile)
+    def __init__(
+        self, columns: Sequence[Column], open_flat: Callable[[str], FlatFile] | None = None
+    ):
+        self._columns, self._buffers = columns, RowBuffers(columns)
+        self._reset(open_flat or _SystemFile)
 
-    def _reset(self, open_raw: Callable[[str], RawFile]) -> None:
+    def _reset(self, open_flat: Callable[[str], FlatFile]) -> None:
         self._pid = os.getpid()
-        # Reentrant: the garbage collector may close the files during a read.
+        # Reentrant: the garbage collector may call close() in the thread that reads.
         self._lock = threading.RLock()
-        self._open_raw = open_raw
-        self._open: dict[tuple[str, bool], Any] | None = {}
+        self._open_flat = open_flat
+        self._files: dict[tuple[str, bool], Any] | None = {}
 
-    def read(self, pieces: Pieces) -> list[np.ndarray]:
-        """Returns the rows of each column, in new arrays.
+    def read(self, ranges: Pieces) -> list[np.ndarray]:
+        """Returns the rows of each column, see `Reader`.
 
         Raises:
             DataError: a file cannot be read.
         """
         if os.getpid() != self._pid:
-            # The open files are the parent's: HDF5 and MPI cannot be shared.
+            # The open files belong to the parent: HDF5 and MPI cannot share them with a fork.
             self._reset(_SystemFile)
         with self._lock:
-            return [self._rows(column, pieces) for column in self._columns]
+            return [self._rows(column, ranges) for column in self._columns]
 
     def close(self) -> None:
         """Closes the files permanently."""
         with self._lock:
-            for file in (self._open or {}).values():
+            for file in (self._files or {}).values():
                 file.close()
-            self._open = None
+            self._files = None
 
-    def _rows(self, column: Column, pieces: Pieces) -> np.ndarray:
-        rows = self._memory.rows(column, pieces)
+    def _rows(self, column: Column, ranges: Pieces) -> np.ndarray:
+        rows = self._buffers.rows(column, ranges)
         done = 0
-        for begin, end in pieces.tolist():
-            for segment, first, last in column.parts(begin, end):
+        for begin, end in ranges.tolist():
+            for segment, first, last in column.split(begin, end):
                 self._fill(rows[done : done + last - first], segment, first)
                 done += last - first
         return rows
@@ -133,8 +133,8 @@ class FileReader:
         file = self._file(segment.path, offset is not None)
         try:
             if offset is not None:
-                file.read_at(offset + first * segment.row_nbytes, _bytes_of(rows))
-                _swap(rows, segment)
+                file.read_at(offset + first * segment.row_nbytes, bytes_of(rows))
+                to_native(rows, segment)
             else:
                 file[segment.name].read_direct(rows, np.s_[first : first + len(rows)])
         except OSError as failure:
@@ -143,22 +143,22 @@ class FileReader:
                     runtime.where(),
                     f"{segment.name or 'rows'} in {segment.path} to be readable",
                     " ".join(str(failure).split()),
-                    "The file is damaged, or was changed after the data set was made.",
+                    "The file is damaged, or has changed since the data set was created.",
                 )
             ) from failure
 
-    def _file(self, path: str, raw: bool) -> Any:
-        if self._open is None:
+    def _file(self, path: str, flat: bool) -> Any:
+        if self._files is None:
             raise errors.DataError(f"{path} is closed, as the script ends.")
-        if (path, raw) not in self._open:
-            if len(self._open) >= OPEN_FILES:
-                self._open.pop(next(iter(self._open))).close()
-            self._open[path, raw] = self._open_raw(path) if raw else open_hdf5(path)
-        return self._open[path, raw]
+        if (path, flat) not in self._files:
+            if len(self._files) >= OPEN_FILES:
+                self._files.pop(next(iter(self._files))).close()
+            self._files[path, flat] = self._open_flat(path) if flat else open_hdf5(path)
+        return self._files[path, flat]
 
 
 class _SystemFile:
-    """A file read through the file system."""
+    """A file that the operating system reads."""
 
     def __init__(self, path: str):
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -175,100 +175,12 @@ class _SystemFile:
             done += count
 
 
-def through_mpi(path: str) -> RawFile:
-    """Opens a file through MPI, for this rank alone."""
-    return _engine.File(runtime.communicator(), path, together=False)
-
-
-class CollectiveReader:
-    """Reads rows through MPI, on all ranks together.
-
-    Making it and its methods are collective: MPI closes a file on all ranks at once. Files that are
-    open at the end of the job are closed then.
-
-    Args:
-        columns: the columns; each is one segment with an offset.
-    """
-
-    def __init__(self, columns: Sequence[Column]):
-        self._columns, self._memory = columns, Memory(columns)
-        self._files: dict[str, _engine.File] = {}
-        self._open()  # errors are raised before training
-
-    def read(self, pieces: Pieces) -> list[np.ndarray]:
-        """Returns the rows of each column, in new arrays. Collective: every rank; blocks."""
-        if not self._files:
-            self._open()
-        return [self._rows(column, pieces) for column in self._columns]
-
-    def release(self) -> None:
-        """Closes the files until they are read again. Collective: every rank; blocks."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def _open(self) -> None:
-        for path in dict.fromkeys(column.segments[0].path for column in self._columns):
-            self._files[path] = _engine.File(runtime.communicator(), path, together=True)
-
-    def _rows(self, column: Column, pieces: Pieces) -> np.ndarray:
-        (segment,) = column.segments
-        rows = self._memory.rows(column, pieces)
-        ranges = (segment.offset or 0) + pieces * segment.row_nbytes
-        self._files[segment.path].read_together(ranges, _bytes_of(rows))
-        _swap(rows, segment)
-        return rows
-
-
-class RemoteReader:
-    """Gets rows from another rank, which reads them. Collective to make: every rank.
-
-    If the reading rank dies, this rank reads for itself, if it can. A fork reads for itself.
-
-    Args:
-        columns: the columns.
-        servers: for each rank the rank that reads for it, possibly itself.
-    """
-
-    def __init__(self, columns: Sequence[Column], servers: Sequence[int]):
-        self._columns, self._memory, self._pid = columns, Memory(columns), os.getpid()
-        self._own = FileReader(columns)
-        # Separate readers: otherwise serving and reading would wait for each other.
-        serving = FileReader(columns)
-        comm = runtime.communicator()
-        self._is_client = servers[comm.rank] != comm.rank
-        self._service = _engine.RpcService(
-            comm, servers, lambda request: serving.read(request.reshape(-1, 2)), serving.close
-        )
-
-    def read(self, pieces: Pieces) -> list[np.ndarray]:
-        """Returns the rows of each column, in new arrays.
-
-        Raises:
-            DataError: a file cannot be read, on this rank or on the reading one.
-        """
-        if not self._is_client or os.getpid() != self._pid or not len(pieces):
-            return self._own.read(pieces)
-        rows = [self._memory.rows(column, pieces) for column in self._columns]
-        try:
-            self._service.call(pieces.reshape(-1), [_bytes_of(array) for array in rows])
-        except errors.RankLostError:
-            self._is_client = False
-            return self._own.read(pieces)
-        return rows
-
-    def close(self) -> None:
-        """Closes the files permanently, and leaves the reading rank."""
-        self._own.close()
-        if os.getpid() == self._pid:
-            self._service.leave()
-
-
-def _bytes_of(rows: np.ndarray) -> np.ndarray:
-    """Returns the memory of rows as bytes."""
+def bytes_of(rows: np.ndarray) -> np.ndarray:
+    """Returns the memory of contiguous rows as uint8."""
     return rows.reshape(-1).view(np.uint8)
 
 
-def _swap(rows: np.ndarray, segment: Segment) -> None:
+def to_native(rows: np.ndarray, segment: Segment) -> None:
+    """Converts rows in place from the byte order of the file to the native byte order."""
     if not np.dtype(segment.dtype).isnative:
         rows.byteswap(inplace=True)

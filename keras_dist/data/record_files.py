@@ -37,37 +37,39 @@ def tfrecord(
     shuffle_buffer: int | None = None,
     unreadable: Unreadable = "raise",
 ) -> Any:
-    """Generates the batches of this rank from records in TFRecord files, for `fit`.
+    """Returns this rank's batches of records in TFRecord files, for `fit`.
 
-    It is `shard` of the files, with a reader for TFRecord that checks them. File i belongs to rank
-    `i % size`. With fewer files than ranks every rank reads all files, and record i belongs to rank
-    `i % size`. Needs TensorFlow, on every backend of Keras.
+    Checks the files, then calls `shard` with a TFRecord reader: file i belongs to rank `i % size`.
+    With fewer files than ranks, every rank reads all files, and record i belongs to rank
+    `i % size`. Requires TensorFlow, with any Keras backend.
 
-    Collective: every rank, with the same arguments; blocks while each rank reads its files once, to
-    count and check the records. An error on one rank is raised on all.
+    Collective: every rank must call it with the same arguments. Blocks while each rank reads its
+    files once, to check them and to count their records. An error on one rank is raised on all
+    ranks.
 
     Args:
         files: a path, a pattern such as `"train/*.tfrecord"`, or a list of them.
         parse: function from a record, a scalar string tensor, to nested tuples and dicts of
-            tensors; it is traced into a tf.data pipeline.
-        batch_size: largest number of samples of this rank in a step. Defaults to 32.
-        compression: compression of the files, `"GZIP"` or `"ZLIB"`. Defaults to `None`.
-        shuffle: see `shard`; for `"global"` every rank reads all files. Defaults to True.
+            tensors; runs in a `tf.data` pipeline.
+        batch_size: maximum number of samples per step on this rank. Defaults to 32.
+        compression: `"GZIP"`, `"ZLIB"` or `None`. Defaults to `None`.
+        shuffle: see `shard`; with `"global"` every rank reads all files. Defaults to True.
         seed: see `shard`. Defaults to 0.
         remainder: see `shard`. Defaults to `"uneven"`.
-        steps: number of batches in an epoch of each rank, to end it early. Defaults to all.
+        steps: number of batches per epoch on each rank. Defaults to all.
         shuffle_buffer: see `shard`.
         unreadable: `"raise"` an error that names file and rank, or `"skip"` files that are missing
-            or damaged when the data set is made; rank 0 logs them. Defaults to `"raise"`.
+            or damaged when the data set is created, with a message on rank 0. Defaults to
+            `"raise"`.
 
     Returns:
-        `tf.data.Dataset`.
+        A `tf.data.Dataset`.
 
     Raises:
         DataError: a file is missing or damaged, or there are too few records.
         ArgumentError: an argument has an invalid value.
-        ArgumentTypeError: an argument is of the wrong type.
-        MismatchError: the ranks have different files or arguments.
+        ArgumentTypeError: an argument has the wrong type.
+        MismatchError: files or arguments differ across ranks.
 
     Example:
     ```python
@@ -75,18 +77,18 @@ def tfrecord(
     ```
     """
 
-    def survey() -> _RecordSurvey:
-        terms = ShardOptions(
+    def make_index() -> _RecordIndex:
+        options = ShardOptions(
             batch_size, shuffle, seed, remainder, steps, shuffle_buffer=shuffle_buffer
         )
         if not callable(parse):
-            raise terms.wrong_kind("parse to be a function of a record", parse)
-        paths = expanded(files, terms)
+            raise options.wrong_kind("parse to be a function of a record", parse)
+        paths = expanded(files, options)
         facts = [*facts_of_files(paths), Fact("compression", compression)]
         look = functools.partial(_look, compression)
-        return _RecordSurvey(look, paths, terms, unreadable, facts)
+        return _RecordIndex(look, paths, options, unreadable, facts)
 
-    found = consistency.prepare(survey)
+    found = consistency.prepare(make_index)
     counts = dict(found)
 
     def reader(names: Sequence[str]) -> Any:
@@ -98,24 +100,24 @@ def tfrecord(
         )
 
     names = [name for name, _ in found]
-    reads_all = shuffle == "global"  # one order: every rank reads all files
+    is_global = shuffle == "global"
     return shard(
-        reader(names) if reads_all else names,
+        reader(names) if is_global else names,
         batch_size,
         shuffle=shuffle,
         seed=seed,
         remainder=remainder,
         steps=steps,
-        reader=None if reads_all else reader,
+        reader=None if is_global else reader,
         shuffle_buffer=shuffle_buffer,
     )
 
 
-class _RecordSurvey(FileIndex):
-    """Index of TFRecord files, which checks their records."""
+class _RecordIndex(FileIndex):
+    """TFRecord files, checked."""
 
     def part(self, held: Sequence[Any]) -> list[tuple[str, int]]:
-        """Returns the readable files and their numbers of records."""
+        """Returns each readable file with its number of records."""
         (found,) = self.found(held)
         return [(self.paths[number], each.lengths[0]) for number, each in found.items()]
 
@@ -139,15 +141,11 @@ def _count(name: str, compression: str | None) -> int:
 
 
 def _check_end(name: str) -> None:
-    """Checks that the last record is complete; TensorFlow overlooks a cut in its header.
-
-    Raises:
-        OSError: the record is cut.
-    """
+    """Raises if the last record is truncated; TensorFlow ignores a truncated record header."""
     nbytes, begin = os.path.getsize(name), 0
     with open(name, "rb") as file:
         while begin < nbytes:
             file.seek(begin)
             begin += HEAD_NBYTES + int.from_bytes(file.read(8), "little") + CHECKSUM_NBYTES
     if begin != nbytes:
-        raise OSError("it is truncated, or not a TFRecord file")
+        raise OSError("the file is truncated, or not a TFRecord file")

@@ -1,4 +1,4 @@
-"""Data sets with a length, whose items are samples or batches."""
+"""Data sets with random access: `data[i]` is a sample, or a batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,72 +15,72 @@ __all__ = ["PyDatasetSource", "SampleRows", "SampleSource"]
 
 
 class SampleSource(IndexedSource):
-    """A data set whose item `data[i]` is sample i, a nested structure of arrays.
+    """A data set with a length whose `data[i]` is sample i: nested arrays.
 
     Args:
-        data: the complete data set, on every rank.
-        terms: options of `shard`.
+        data: the full data set, on every rank.
+        options: options of the data set.
     """
 
-    def __init__(self, data: Any, terms: ShardOptions):
-        no_reader("data of single samples", terms)
-        batched = bool(terms.batched)
+    def __init__(self, data: Any, options: ShardOptions):
+        no_reader("data of single samples", options)
+        batched = bool(options.batched)
         if batched:
-            _no_batch_size("data whose elements are batches", terms)
-        rows = SampleRows(data, batched, terms)
+            _no_batch_size("data whose elements are batches", options)
+        rows = SampleRows(data, batched, options)
         if batched:
-            super().__init__(rows, terms, batch_size=1, of="batches")
+            super().__init__(rows, options, batch_size=1, of="batches")
         else:
-            super().__init__(rows, terms)
+            super().__init__(rows, options)
 
 
 class PyDatasetSource(IndexedSource):
-    """A `keras.utils.PyDataset`, whose item `data[i]` is batch i; ranks get whole batches.
+    """A `keras.utils.PyDataset`, whose `data[i]` is batch i: batch i belongs to rank `i % size`.
 
     Args:
-        data: the complete data set, on every rank.
-        terms: options of `shard`.
+        data: the full data set, on every rank.
+        options: options of the data set.
     """
 
-    def __init__(self, data: Any, terms: ShardOptions):
-        no_reader("a PyDataset", terms)
-        _no_batch_size("a PyDataset", terms)
-        if terms.batched is False:
+    def __init__(self, data: Any, options: ShardOptions):
+        no_reader("a PyDataset", options)
+        _no_batch_size("a PyDataset", options)
+        if options.batched is False:
             raise errors.ArgumentError(
-                terms.explain(
+                options.explain(
                     "no batched=False for a PyDataset",
                     "batched=False",
-                    "Its items are batches; leave it out.",
+                    "Its elements are batches; omit the argument.",
                 )
             )
         self._data = data
-        rows = SampleRows(data, True, terms)
-        super().__init__(rows, terms, batch_size=1, of="batches")
+        rows = SampleRows(data, True, options)
+        super().__init__(rows, options, batch_size=1, of="batches")
 
     def part(self, held: Sequence[int | None]) -> Any:
-        """Returns the batches of this rank, with the workers of the user's data set."""
+        """Returns this rank's batches, with the worker settings of the user's data set."""
         from keras_dist.data.array_dataset import ArrayDataset
 
         return ArrayDataset(self.batches, self._data)
 
 
 class SampleRows:
-    """The items of a data set with a length.
+    """The samples, or batches, of a data set with a length.
 
     Args:
         data: the data set.
-        batched: whether its items are batches.
-        terms: options of `shard`, for messages.
+        batched: whether its elements are batches.
+        options: options of the data set, for error messages.
     """
 
-    def __init__(self, data: Any, batched: bool, terms: ShardOptions):
+    def __init__(self, data: Any, batched: bool, options: ShardOptions):
         self._data = data
         self._joined: Any = concatenated if batched else stacked
-        self.total = _length(data, terms)
+        self.total = _length(data, options)
         if self.total == 0:
-            terms.need_samples(0, "batches" if batched else "samples")
+            options.need_samples(0, "batches" if batched else "samples")
         first = mapped(as_array, self._joined([data[0]]))
-        # Batches may differ in shape: those of text are as long as their longest line.
+        # Shapes may differ from batch to batch, as with padded text.
         self.example = None if batched else first
         self.facts = [
             Fact("the kind of data", type(data).__name__, WHOLE),
@@ -88,24 +88,24 @@ class SampleRows:
         ]
 
     def take(self, indices: np.ndarray) -> Any:
-        """Returns a batch of the items with these indices."""
+        """Returns one batch of the elements with these indices."""
         return self._joined([self._data[int(index)] for index in indices])
 
 
-def _length(data: Any, terms: ShardOptions) -> int:
+def _length(data: Any, options: ShardOptions) -> int:
     total = getattr(data, "num_batches", None) if not hasattr(data, "__len__") else len(data)
-    # Endless data has no length, or the largest number.
+    # Infinite data has no length, or the largest integer.
     if total is None or total >= np.iinfo(np.int64).max:
         raise errors.DataError(
-            terms.explain(
-                "data with a length",
+            options.explain(
+                "data with an end",
                 f"a {type(data).__name__} without one",
-                "Define its length, or pass a function that returns a generator, and steps.",
+                "Give it a length, or pass a function that returns a generator, and steps.",
             )
         )
     return int(total)
 
 
-def _no_batch_size(data: str, terms: ShardOptions) -> None:
-    remedy = "The data set makes the batches itself; set their size there."
-    terms.refuse(data, {"global_batch_size": remedy, "batch_size": remedy})
+def _no_batch_size(data: str, options: ShardOptions) -> None:
+    remedy = "The data set makes the batches; set the batch size there."
+    options.refuse(data, {"global_batch_size": remedy, "batch_size": remedy})

@@ -1,4 +1,4 @@
-"""The layout of data sets in files; inspects files without reading rows."""
+"""The location and layout of rows in HDF5 and `.npy` files, read from file headers."""
 
 import dataclasses
 import os
@@ -13,8 +13,8 @@ from keras_dist import errors, runtime
 __all__ = ["Column", "Segment", "open_hdf5", "segment_of_npy", "segments_of_hdf5"]
 
 LOCKING = (
-    "Some file systems, such as Lustre and NFS, cannot lock files, and a file is locked while it "
-    "is written. If no process writes it, set HDF5_USE_FILE_LOCKING=FALSE on all ranks."
+    "Some file systems, such as Lustre and NFS, may not support locks, and a file that is being "
+    "written is locked. If no process writes to it, set HDF5_USE_FILE_LOCKING=FALSE on all ranks."
 )
 
 
@@ -24,12 +24,12 @@ class Segment:
 
     Args:
         path: path of the file.
-        name: name of the data set in an HDF5 file; `None` in a `.npy` file.
+        name: name of the data set in an HDF5 file; `None` for a `.npy` file.
         length: number of rows.
-        dtype: dtype in the file, as numpy writes it.
+        dtype: dtype in the file, as `numpy.dtype.str`.
         shape: shape of a row.
-        align: number of rows of a chunk; 1 without chunks.
-        offset: offset of the first row in bytes; `None` if the rows are not contiguous.
+        align: number of rows per chunk; 1 without chunks.
+        offset: byte offset of the first row; `None` if the rows are not contiguous.
     """
 
     path: str
@@ -47,10 +47,10 @@ class Segment:
 
 
 class Column:
-    """The rows of one data set, over all files.
+    """The concatenated rows of one data set in all files.
 
     Args:
-        segments: its parts in the files, at least one, of one dtype and shape.
+        segments: at least one segment; all have the same dtype and row shape.
     """
 
     def __init__(self, segments: Sequence[Segment]):
@@ -59,8 +59,8 @@ class Column:
         self.ends = np.cumsum([segment.length for segment in segments])
         self.shape = (int(self.ends[-1]), *segments[0].shape)
 
-    def parts(self, begin: int, end: int) -> Iterator[tuple[Segment, int, int]]:
-        """Yields the segments of a range of rows, with the range in each."""
+    def split(self, begin: int, end: int) -> Iterator[tuple[Segment, int, int]]:
+        """Yields the segments of a range of rows, each with its first row and its end."""
         first = int(np.searchsorted(self.ends, begin, side="right"))
         for segment, stop in zip(self.segments[first:], self.ends[first:], strict=True):
             start = int(stop) - segment.length
@@ -70,18 +70,18 @@ class Column:
 
 
 def segments_of_hdf5(path: str, names: Sequence[str]) -> list[Segment]:
-    """Returns the layout of data sets in an HDF5 file.
+    """Returns the segments of data sets in an HDF5 file.
 
     Args:
         path: path of the file.
         names: names of the data sets, such as `"group/images"`.
 
     Raises:
-        DataError: the file cannot be read, or the data sets are missing, not of numbers or of
-            different lengths.
+        DataError: the file cannot be read, a data set is missing or not numeric, or lengths
+            differ.
     """
     with open_hdf5(path) as file:
-        found = [_layout_of(file, path, name) for name in names]
+        found = [_look_up(file, path, name) for name in names]
     lengths = {segment.name: segment.length for segment in found}
     if len(set(lengths.values())) > 1:
         raise _error(
@@ -93,18 +93,18 @@ def segments_of_hdf5(path: str, names: Sequence[str]) -> list[Segment]:
 
 
 def segment_of_npy(path: str) -> Segment:
-    """Returns the layout of a `.npy` file.
+    """Returns the segment of a `.npy` file.
 
     Raises:
-        DataError: the file cannot be read, or is not an array of numbers in C order.
+        DataError: the file cannot be read, or is not a numeric array in C order.
     """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as failure:
-        raise _unreadable(path, failure, "Write it again with numpy.save.") from failure
+        raise _unreadable(path, failure, "Write the file again with numpy.save.") from failure
     if not isinstance(array, np.memmap):
         raise _error(
-            f"{path} to be one array", type(array).__name__, "Save each array to a file of its own."
+            f"{path} to be one array", type(array).__name__, "Save each array in a file of its own."
         )
     _check_rows(path, array.dtype, array.shape)
     if not array.flags.c_contiguous:
@@ -119,7 +119,7 @@ def segment_of_npy(path: str) -> Segment:
 
 
 def open_hdf5(path: str) -> Any:
-    """Opens an HDF5 file for reading, which other processes may read as well.
+    """Opens an HDF5 file for reading, shared with other readers.
 
     Raises:
         DataError: the file cannot be opened.
@@ -136,7 +136,7 @@ def open_hdf5(path: str) -> Any:
         raise _unreadable(path, failure, remedy) from failure
 
 
-def _layout_of(file: Any, path: str, name: str) -> Segment:
+def _look_up(file: Any, path: str, name: str) -> Segment:
     import h5py
 
     dataset = file.get(name) if isinstance(name, str) else None
@@ -164,30 +164,26 @@ def _layout_of(file: Any, path: str, name: str) -> Segment:
     )
 
 
-def _check_rows(what: str, dtype: np.dtype, shape: tuple[int, ...] | None) -> None:
+def _check_rows(label: str, dtype: np.dtype, shape: tuple[int, ...] | None) -> None:
     if not shape:
-        raise _error(f"{what} to have rows", "a scalar or nothing", "Add a first dimension.")
+        raise _error(f"{label} to have rows", "a scalar or no data", "Add a first dimension.")
     if dtype.kind not in "biufcS":
         raise _error(
-            f"{what} to be of numbers or of strings of fixed length",
+            f"{label} to hold numbers or strings of fixed length",
             f"dtype {dtype}",
-            "Convert it, or store each field as a data set of its own.",
+            "Convert it, or store each field as a separate data set.",
         )
 
 
 def _check_sources(dataset: Any, path: str) -> None:
-    """Checks the source files, for which HDF5 would silently return fill values.
-
-    Raises:
-        DataError: a file is missing.
-    """
+    """Raises if a source file is missing, as HDF5 silently returns fill values for it."""
     for source in dataset.virtual_sources():
         name = os.path.join(os.path.dirname(path), source.file_name)
         if source.file_name != "." and not Path(name).is_file():
             raise _error(
                 f"the sources of the virtual data set {dataset.name!r} in {path}",
                 f"no file {name}",
-                "Restore it, or make the virtual data set without it.",
+                "Restore the file, or create the virtual data set without it.",
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from keras_dist.data.epochs import Epochs
-from keras_dist.data.file_shards import RankShard, StridedShard
+from keras_dist.data.file_shards import GlobalShard, RankShard
 from keras_dist.data.partition import Spread
 
 __all__ = ["ShardBatches", "ShardReader"]
@@ -41,7 +41,7 @@ class ShardBatches:
     def __init__(
         self,
         reader: ShardReader,
-        share: RankShard | StridedShard,
+        share: RankShard | GlobalShard,
         plan: Spread,
         key: Sequence[int] | None,
         mixed: int,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 from keras_dist.data.batches import for_keras
 from keras_dist.data.epochs import Epochs, kind_of
 from keras_dist.data.file_index import FileIndex, Found, Unreadable
-from keras_dist.data.file_shards import RankShard, StridedShard, counts_of, shard_of, whole
+from keras_dist.data.file_shards import GlobalShard, RankShard, full_shard, rank_shard, row_counts
 from keras_dist.data.files import agreed_spread
 from keras_dist.data.partition import Spread, plan_samples
 from keras_dist.data.shard_batches import ShardBatches, ShardReader
@@ -82,7 +82,7 @@ class ShardSource(FileIndex):
 
     def batches(self, held: Sequence[Any]) -> ShardBatches:
         """Returns this rank's batches, given what all ranks have seen."""
-        terms = self.terms
+        terms = self.options
         by_rank = self.found(held)
         mine = by_rank[terms.rank if self.own else 0]
         places = [
@@ -104,17 +104,19 @@ class ShardSource(FileIndex):
 
     def _share(
         self, lengths: Sequence[int], by_rank: Sequence[dict[int, Found]]
-    ) -> tuple[RankShard | StridedShard, Spread]:
+    ) -> tuple[RankShard | GlobalShard, Spread]:
         """Returns the rows of this rank, and the sizes of its batches."""
-        terms, batch_size = self.terms, self.terms.batch_size or 1
+        terms, batch_size = self.options, self.options.batch_size or 1
         rank, size = terms.rank, terms.size
         if terms.shuffle == "global":
             plan = plan_samples(sum(lengths), size, rank, batch_size, terms.remainder)
-            return StridedShard(whole(lengths), rank, size), Spread(plan.count, tuple(plan.sizes()))
+            return GlobalShard(full_shard(lengths), rank, size), Spread(
+                plan.count, tuple(plan.sizes())
+            )
         if self.own:
             counts = [sum(sum(found.lengths) for found in each.values()) for each in by_rank]
-            share = whole(lengths)
+            share = full_shard(lengths)
         else:
-            counts = counts_of(lengths, size)
-            share = shard_of(lengths, rank, size)
+            counts = row_counts(lengths, size)
+            share = rank_shard(lengths, rank, size)
         return share, agreed_spread(counts, batch_size, terms)

@@ -43,8 +43,8 @@ class StreamDataset(InOrder):
         return self._batches.steps
 
     def __getitem__(self, index: int) -> Any:
-        within = self._requests is not None
-        place = self.in_order(index)
+        within = self._positions is not None
+        place = self.position(index)
         with self._lock:
             if self._running is None or (place < self._read and place not in self._kept):
                 self._running = self._begun()

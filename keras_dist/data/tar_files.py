@@ -1,4 +1,4 @@
-"""Tar files of samples in the format of WebDataset, read without extraction."""
+"""Tar files of samples in the WebDataset format, read without extraction."""
 
 import functools
 import os
@@ -25,11 +25,11 @@ Decode = Callable[[dict[str, bytes]], Any]
 
 
 class Sample(NamedTuple):
-    """A sample in a tar file.
+    """The location of a sample in a tar file.
 
     Args:
         key: name of the sample.
-        members: extension, offset and size in bytes of each member.
+        members: extension, offset and size of each member, in bytes.
     """
 
     key: str
@@ -47,46 +47,46 @@ def tar(
     steps: int | None = None,
     unreadable: Unreadable = "raise",
 ) -> Any:
-    """Generates the batches of this rank from samples in tar files, for `fit`.
+    """Returns this rank's batches of samples in tar files, for `fit`.
 
-    A sample consists of the members of one basename, as in WebDataset: `n01/7.jpg` and `n01/7.cls`
-    are one sample. Members are read from the archive; no path in it is ever written to.
+    A sample consists of the members with the same basename, as in WebDataset: `n01/7.jpg` and
+    `n01/7.cls` are one sample. Members are read in place; nothing is extracted.
 
-    File i belongs to rank `i % size`. With fewer files than ranks every rank reads all files, and
-    sample i belongs to rank `i % size`. In every epoch the order of the files is shuffled, then the
-    samples of each four consecutive files.
+    File i belongs to rank `i % size`. With fewer files than ranks, every rank reads all files, and
+    sample i belongs to rank `i % size`. Shuffling permutes the files each epoch, and the samples
+    within each group of four consecutive files.
 
-    Collective: every rank, with the same arguments; blocks until one rank has inspected each file.
-    An error on one rank is raised on all.
+    Collective: every rank must call it with the same arguments. Blocks until each file has been
+    inspected by one rank. An error on one rank is raised on all ranks.
 
     Args:
         files: a path, a pattern such as `"train/*.tar"`, or a list of them; not compressed.
-        decode: function from a sample to nested tuples and dicts of arrays, always of the same
-            shapes. The sample is a dict of bytes by extension, the part after the first dot, such
-            as `{"jpg": ..., "cls": b"3"}`; `sample["__key__"]` is its name, as bytes. Called in
-            several threads.
-        batch_size: largest number of samples of this rank in a step: ranks with fewer samples than
-            others distribute them over the same number of steps. Defaults to 32.
-        shuffle: whether to shuffle in every epoch. Pass `False` to evaluate or predict.
-            `"global"`: one order of all data, which does not depend on the number of ranks; every
-            rank reads its samples from all files. Defaults to `True`.
-        seed: integer seed of the orders, combined with the rank and the epoch. Defaults to 0.
+        decode: function from a sample to nested tuples and dicts of arrays of constant shapes. The
+            sample is a dict of bytes by extension, the part of a name after its first dot, as in
+            `{"jpg": ..., "cls": b"3"}`; `sample["__key__"]` is its name, as bytes. Several threads
+            call the function.
+        batch_size: maximum number of samples per step on this rank. A rank with fewer samples
+            than others distributes them over the same number of steps. Defaults to 32.
+        shuffle: whether each epoch has a new order. Pass False to evaluate or predict.
+            `"global"`: one order of all samples, independent of the number of ranks; every rank
+            reads samples of all files. Defaults to True.
+        seed: integer that, with the rank and the epoch, determines the order. Defaults to 0.
         remainder: `"uneven"`, `"pad"` or `"drop"`, as for files in `shard`. Defaults to `"uneven"`.
-        steps: number of batches in an epoch of each rank, to end it early. Defaults to all.
+        steps: number of batches per epoch on each rank. Defaults to all.
         unreadable: `"raise"` an error that names file and rank, or `"skip"`: files that a rank
-            cannot read when the data set is made are skipped on all ranks, and rank 0 logs them;
-            samples for which `decode` fails are replaced by others of their batch, and their rank
-            logs them. Defaults to `"raise"`.
+            cannot read when the data set is created are skipped on all ranks, with a message on
+            rank 0; samples that `decode` fails on are replaced by other samples of the batch, with
+            a message on their rank. Defaults to `"raise"`.
 
     Returns:
-        `tf.data.Dataset` on the TensorFlow backend, `keras.utils.PyDataset` on others.
+        A `tf.data.Dataset` with the TensorFlow backend, otherwise a `keras.utils.PyDataset`.
 
     Raises:
         DataError: a file is missing, damaged or compressed, a sample cannot be decoded, or there
-            are too few.
+            are too few samples.
         ArgumentError: an argument has an invalid value.
-        ArgumentTypeError: an argument is of the wrong type.
-        MismatchError: the ranks have different files or arguments.
+        ArgumentTypeError: an argument has the wrong type.
+        MismatchError: files or arguments differ across ranks.
 
     Example:
     ```python
@@ -101,23 +101,23 @@ def tar(
     ```
     """
 
-    def survey() -> ShardSource:
-        terms = ShardOptions(batch_size, shuffle, seed, remainder, steps)
+    def make_source() -> ShardSource:
+        options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
         if not callable(decode):
-            raise terms.wrong_kind("decode to be a function of a sample", decode)
-        paths = expanded(files, terms)
+            raise options.wrong_kind("decode to be a function of a sample", decode)
+        paths = expanded(files, options)
         kind = TarFiles(decode, unreadable)
-        return ShardSource(kind, paths, terms, unreadable, facts_of_files(paths))
+        return ShardSource(kind, paths, options, unreadable, facts_of_files(paths))
 
-    return consistency.prepare(survey)
+    return consistency.prepare(make_source)
 
 
 class TarFiles:
     """Tar files of samples.
 
     Args:
-        decode: makes a sample from the bytes of its members.
-        unreadable: what to do with samples for which it fails.
+        decode: function from the members of a sample to the sample.
+        unreadable: policy for samples that cannot be decoded.
     """
 
     mixed = MIXED
@@ -126,9 +126,9 @@ class TarFiles:
         self._decode, self._unreadable = decode, unreadable
 
     def look(self, path: str) -> Found:
-        """Reads the headers of the members, and decodes the first sample for which it succeeds."""
+        """Reads the headers of the members and decodes the first decodable sample."""
         samples = samples_of(path)
-        failure: Exception = ValueError("there is no sample in it")
+        failure: Exception = ValueError("the file has no samples")
         for sample in samples:
             try:
                 decoded = self._decode(bytes_of(path, sample))
@@ -140,43 +140,46 @@ class TarFiles:
                 return found_of(len(samples), decoded)
         raise failure
 
-    def reader(self, places: Sequence[Location], found: Found) -> "TarReader":
-        """Returns a reader of the samples."""
-        return TarReader([place.path for place in places], self._decode, self._unreadable, found)
+    def reader(self, locations: Sequence[Location], found: Found) -> "TarReader":
+        """Returns the reader of the samples."""
+        return TarReader(
+            [location.path for location in locations], self._decode, self._unreadable, found
+        )
 
 
 class TarReader:
-    """Samples in tar files.
+    """Reads samples in tar files.
 
     Args:
-        paths: the files; a file is a piece.
-        decode: makes a sample from the bytes of its members.
-        unreadable: what to do with samples for which it fails.
-        found: layout of all files.
+        paths: the path of each shard.
+        decode: function from the members of a sample to the sample.
+        unreadable: policy for samples that cannot be decoded.
+        found: the contents of the files.
     """
 
     def __init__(self, paths: Sequence[str], decode: Decode, unreadable: Unreadable, found: Found):
         self.example = found.example
         self._paths, self._decode = paths, decode
-        # The index of a file is kept while files of the same window are read.
-        self._samples = functools.lru_cache(MIXED)(lambda piece: samples_of(paths[piece]))
+        # Cached while other files of the same shuffle window are read.
+        self._samples = functools.lru_cache(MIXED)(lambda shard: samples_of(paths[shard]))
         self._decoder = Decoder(self._sample, self._name, unreadable)
 
-    def read(self, pieces: np.ndarray, rows: np.ndarray) -> Any:
-        """Returns the samples, decoded."""
-        wanted = zip(pieces.tolist(), rows.tolist(), strict=True)
-        return self._decoder.batch([(p, self._samples(p)[row]) for p, row in wanted])
+    def read(self, shards: np.ndarray, rows: np.ndarray) -> Any:
+        """Returns a batch of decoded samples; sample i is row `rows[i]` of shard `shards[i]`."""
+        wanted = zip(shards.tolist(), rows.tolist(), strict=True)
+        return self._decoder.batch([(shard, self._samples(shard)[row]) for shard, row in wanted])
 
-    def _sample(self, place: tuple[int, Sample]) -> Any:
-        piece, sample = place
-        return self._decode(bytes_of(self._paths[piece], sample))
+    def _sample(self, key: tuple[int, Sample]) -> Any:
+        shard, sample = key
+        return self._decode(bytes_of(self._paths[shard], sample))
 
-    def _name(self, place: tuple[int, Sample]) -> str:
-        return f"sample {place[1].key} in {self._paths[place[0]]}"
+    def _name(self, key: tuple[int, Sample]) -> str:
+        shard, sample = key
+        return f"sample {sample.key} in {self._paths[shard]}"
 
 
 def samples_of(path: str) -> list[Sample]:
-    """Returns the samples of a tar file, in their order.
+    """Returns the samples of a tar file, in order.
 
     Raises:
         tarfile.TarError: the file is damaged, truncated or compressed.
@@ -189,16 +192,16 @@ def samples_of(path: str) -> list[Sample]:
             if member.isfile():
                 folder, _, name = member.name.rpartition("/")
                 base, _, extension = name.partition(".")
-                entry = (extension, member.offset_data, member.size)
-                members.setdefault(f"{folder}/{base}".lstrip("/"), []).append(entry)
-    # tarfile does not notice a cut between two members.
+                location = (extension, member.offset_data, member.size)
+                members.setdefault(f"{folder}/{base}".lstrip("/"), []).append(location)
+    # tarfile does not notice a truncation between two members.
     if os.path.getsize(path) < end + tarfile.BLOCKSIZE:
-        raise tarfile.ReadError("it is truncated, or not a tar file")
-    return [Sample(key, tuple(entries)) for key, entries in members.items()]
+        raise tarfile.ReadError("the file is truncated, or not a tar file")
+    return [Sample(key, tuple(locations)) for key, locations in members.items()]
 
 
 def bytes_of(path: str, sample: Sample) -> dict[str, bytes]:
-    """Returns the members of a sample by extension, and its name."""
+    """Returns the contents of the members by extension, and the name under `"__key__"`."""
     with open(path, "rb") as file:
         members = {"__key__": sample.key.encode()}
         for extension, offset, count in sample.members:

@@ -254,7 +254,7 @@ def _is_named(arg: cst.Arg, name: str) -> bool:
 
 
 def _as_op(arg: cst.Arg, holder: cst.BaseExpression) -> cst.Arg:
-    """StridedShard `average=True` into `op=hvd.Average`, also for values known only at run time."""
+    """Turns `average=True` into `op=hvd.Average`, also for values known only at run time."""
     both = [cst.Attribute(holder, cst.Name(name)) for name in ("Average", "Sum")]
     if m.matches(arg.value, m.Name("True") | m.Name("False")):
         op: cst.BaseExpression = both[0 if m.matches(arg.value, m.Name("True")) else 1]

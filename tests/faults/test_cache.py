@@ -1,4 +1,4 @@
-"""What others have put, or changed, where `data.cached` keeps a copy."""
+"""Copies of `data.cached` that other users made or changed."""
 
 import os
 
@@ -30,8 +30,8 @@ def run(job, tmp_path, damage):
 
 
 @pytest.mark.fault(
-    "what `data.cached` finds on the node is another user's, or a link",
-    "an error on every rank that says whose it is",
+    "a copy of `data.cached` belongs to another user, or is a link",
+    "an error on every rank that names the owner",
     within=10,
 )
 @pytest.mark.parametrize("what", ["a link", "of another user"])
@@ -53,8 +53,8 @@ def test_what_is_in_the_cache_is_not_ones_own(job, tmp_path, what):
 
 
 @pytest.mark.fault(
-    "a directory that `data.cached` has brought is changed behind its back",
-    "it is brought again, with a warning",
+    "a copy of `data.cached` is changed by another program",
+    "it is copied again, with a warning",
     within=10,
 )
 def test_what_is_in_the_cache_has_changed(job, tmp_path):

@@ -1,4 +1,4 @@
-"""Ranks that read for others, and one of them dies where the others can go on."""
+"""Ranks that read for other ranks, and fail."""
 
 import numpy as np
 import pytest
@@ -12,16 +12,16 @@ row_source.for_keras = lambda batches, ahead: batches
 runtime.init()
 rank = runtime.rank()
 data = npy(os.environ["ROWS"], None, 16, block=40, readers=1)
-rows, ahead = [], {}
+rows, prefetched = [], {}
 for step in range(data.plan.steps):
     if rank == int(os.environ["DIES"]) and step == 5:
         fault()
         os.kill(os.getpid(), signal.SIGKILL)
-    rows += ahead.pop(step, None) or data.batch(0, step).tolist()
+    rows += prefetched.pop(step, None) or data.batch(0, step).tolist()
     keras_dist.allreduce(np.float32(1))
     if step == 7:
-        if rank == 1:  # the others read the batch after this one when the rest is shared out
-            ahead[8] = data.batch(0, 8).tolist()
+        if rank == 1:  # the other ranks read it after the resharding
+            prefetched[8] = data.batch(0, 8).tolist()
         read = keras_dist.allgather_object(epochs.positions())
         with epochs.held():
             epochs.share_out(runtime.rank(), runtime.size(), read)
@@ -73,5 +73,5 @@ def test_the_others_read_on_and_share_out_the_rest(job, open_mpi, tmp_path, dies
         **variables,
     )
     assert ended.returncode == 0, ended.stdout
-    # But for what the dead had read, and had not in the steps before all shared out anew.
+    # The batches of the dead rank before the resharding are missing, read or not.
     assert ended.stdout.count(f"rows {1003 - 9 * 16} {1003 - 9 * 16}") == 2, ended.stdout
