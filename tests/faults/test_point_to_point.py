@@ -51,7 +51,7 @@ else:
         "of recv to be another rank of this job, 0 to 1. Received: ",
     ):
         assert ended.stdout.count(both) == 2, ended.stdout
-    alone = "[rank 1 of 2] Expected send to rank 0, which is in recv. Received: barrier. What"
+    alone = "[rank 1 of 2] Expected send to rank 0, which is in recv. Received: barrier. Call send"
     assert ended.stdout.count(alone) == 1
 
 
