@@ -1,8 +1,8 @@
-"""Do all ranks share out the same data on the same terms? Asked once, before the first step.
+"""The check that all ranks pass the same data and options, before the first step.
 
-A rank whose data differs in length would have another number of steps, and the job would
-hang at the end of an epoch; a rank whose data comes in another order would train on samples
-of its neighbours. Knows nothing about any kind of data.
+A rank whose data differs in length would have another number of steps, and the job would wait at
+the end of an epoch; a rank whose data has another order would train on samples of other ranks.
+Knows no kind of data.
 """
 
 import warnings
@@ -17,33 +17,33 @@ __all__ = ["Source", "prepare"]
 
 
 class Source(Protocol):
-    """A data set that can be shared out."""
+    """A data set that can be distributed over ranks."""
 
     @property
     def facts(self) -> list[Fact]:
-        """What must be equal on all ranks."""
+        """The values that must be equal on all ranks."""
 
     @property
     def held(self) -> Any:
-        """What may differ and all must know, such as how many elements this rank holds."""
+        """A value that may differ and that all ranks need, such as the number of elements."""
 
     def part(self, held: Sequence[Any]) -> Any:
-        """Returns this rank's part, given the `held` of all ranks."""
+        """Returns the shard of this rank from the `held` of all ranks."""
 
 
-def prepare(survey: Callable[[], Source]) -> Any:
-    """Surveys the data on every rank, makes sure that all agree, returns this rank's part.
+def prepare(make_source: Callable[[], Source]) -> Any:
+    """Makes the source on every rank, checks that all agree, and returns the shard of this rank.
 
-    Collective: every rank; blocks. An error on one rank becomes an error on every rank.
+    Collective: every rank; blocks. An error on one rank is raised on every rank.
 
     Args:
-        survey: looks at this rank's arguments and data; may raise.
+        make_source: checks the arguments and the data of this rank; may raise.
 
     Raises:
-        MismatchError: the ranks have different data or terms.
-        KerasDistError: what `survey` raised, here or on another rank.
+        MismatchError: the ranks have different data or options.
+        KerasDistError: the error of `make_source`, on this rank or another.
     """
-    source, failure = _attempt(survey)
+    source, failure = _attempt(make_source)
     if runtime.size() == 1:
         reports = [_report(source, failure)]
     else:
@@ -56,11 +56,11 @@ def prepare(survey: Callable[[], Source]) -> Any:
             raise kind(text)
     _compare([facts for facts, _, _ in reports])
     if source is None:
-        raise errors.DataError("No data was surveyed.")
+        raise errors.DataError("There is no data.")
     part = source.part([held for _, held, _ in reports])
     epochs.note(part, getattr(source, "epochs", None))
-    # `fit` shuffles arrays only and says so of every other data, on every rank and in every
-    # call; what comes from here has been shuffled as its caller wanted.
+    # `fit` shuffles arrays only and warns for all other data, on every rank and in every call; this
+    # data has been shuffled as requested.
     warnings.filterwarnings("ignore", "`shuffle=True` was passed, but will be ignored")
     return part
 
@@ -68,10 +68,10 @@ def prepare(survey: Callable[[], Source]) -> Any:
 _Report = tuple[list[Fact], Any, tuple[type[errors.KerasDistError], str] | None]
 
 
-def _attempt(survey: Callable[[], Source]) -> tuple[Source | None, Exception | None]:
+def _attempt(make_source: Callable[[], Source]) -> tuple[Source | None, Exception | None]:
     try:
-        return survey(), None
-    except Exception as failure:  # the others are waiting: they must hear of it first
+        return make_source(), None
+    except Exception as failure:  # raised after the other ranks know of it
         return None, failure
 
 
@@ -84,13 +84,17 @@ def _report(source: Source | None, failure: Exception | None) -> _Report:
         runtime.where(),
         "data that can be read",
         f"{type(failure).__name__}: {failure}",
-        "Mend it on that rank; its own traceback shows where.",
+        "Fix the data on that rank; see its traceback.",
     )
     return [], None, (errors.DataError, text)
 
 
 def _compare(facts: Sequence[Sequence[Fact]]) -> None:
-    """Raises, with one text on all ranks, when some rank's facts are not those of rank 0."""
+    """Checks that the facts of all ranks equal those of rank 0.
+
+    Raises:
+        MismatchError: they differ; the text is the same on all ranks.
+    """
     for rank, others in enumerate(facts):
         for expected, received in zip(facts[0], others, strict=False):
             if expected != received:

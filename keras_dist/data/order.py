@@ -1,4 +1,4 @@
-"""In which order the samples of an epoch come: a function of seed and epoch, and nothing else."""
+"""The order of the samples of an epoch, a function of the seed and the epoch."""
 
 import dataclasses
 from typing import Literal
@@ -15,14 +15,14 @@ Way = Literal["rank", "global", "draw"]
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The order of a data set, over all its epochs.
+    """The order of a data set in all its epochs.
 
     Args:
-        way: `"rank"`: each rank has an order of its part. `"global"`: the whole has one, of which
-            rank r takes what comes at places `r`, `r + size`, ...: it is the same for any number
-            of ranks. `"draw"`: each rank draws from the whole, with replacement, from a stream of
-            its own. `None`: the order of the data.
-        seed: one number for the job.
+        way: `"rank"`: each rank shuffles its shard. `"global"`: the whole data set is shuffled, and
+            rank r takes positions `r`, `r + size`, ...: the order does not depend on the number of
+            ranks. `"draw"`: each rank draws with replacement from the whole data set, from a random
+            stream of its own. `None`: the order of the data.
+        seed: the seed of the job.
         total: number of samples.
     """
 
@@ -32,26 +32,26 @@ class Order:
 
     @property
     def knows_ranks(self) -> bool:
-        """Whether another number of ranks would see another order."""
+        """Whether the order depends on the number of ranks."""
         return self.way in ("rank", "draw")
 
     def of(self, plan: Plan, epoch: int) -> np.ndarray:
-        """Returns the indices of the samples that an epoch of a rank consists of, in order.
+        """Returns the indices of the samples of a rank in an epoch, in order.
 
         Args:
-            plan: the part of that rank.
+            plan: the plan of the rank.
             epoch: number of the epoch.
 
         Returns:
             int64 array of shape `(plan.count,)`.
         """
         if self.way == "draw":
-            # The stream of SeedSequence.spawn, reached without spawning those before.
+            # The stream of SeedSequence.spawn, without spawning the streams before it.
             stream = np.random.SeedSequence(self.seed, spawn_key=(plan.rank, epoch))
             return np.random.default_rng(stream).integers(self.total, size=plan.count)
         if self.way == "rank":
             return plan.order(self.seed, epoch)
-        places = plan.order(None, epoch)
+        indices = plan.order(None, epoch)
         if self.way == "global":
-            return np.random.default_rng([self.seed, epoch]).permutation(self.total)[places]
-        return places
+            return np.random.default_rng([self.seed, epoch]).permutation(self.total)[indices]
+        return indices

@@ -1,7 +1,6 @@
-"""Who takes which samples, in how many batches: index arithmetic, and nothing else.
+"""Partition of samples and batches over ranks. Pure index arithmetic.
 
-Knows numbers only: no framework, no rank of its own, no errors. Callers have checked that
-there is at least one sample for every rank.
+Callers have checked that there is at least one sample for every rank.
 """
 
 import dataclasses
@@ -28,18 +27,18 @@ Remainder = Literal["uneven", "pad", "drop"]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One rank's part of a data set whose samples are dealt out one by one.
+    """The shard of a rank, in a data set whose samples are distributed one by one.
 
     Sample i belongs to rank `i % size`. All ranks have the same number of steps.
 
     Args:
-        rank: whose part this is.
+        rank: the rank.
         size: number of ranks.
-        held: number of different samples that this rank may use.
-        count: number of samples it hands out in an epoch; more than `held` means that it
-            repeats some, fewer that it leaves some out.
+        held: number of samples of the shard.
+        count: number of samples in an epoch; if it is more than `held`, some are repeated, if it is
+            less, some are dropped.
         steps: number of batches in an epoch.
-        batch_size: samples in each batch but the last, which takes what is left of `count`.
+        batch_size: number of samples of each batch except the last, which has the rest of `count`.
     """
 
     rank: int
@@ -51,16 +50,16 @@ class Plan:
 
     @property
     def extra(self) -> int:
-        """Number of samples that this rank hands out a second time."""
+        """Number of samples that are repeated."""
         return max(0, self.count - self.held)
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """Returns where batch `step` begins and ends in the order of an epoch."""
+        """Returns the first position and the end of batch `step` in the order of an epoch."""
         start = step * self.batch_size
         return start, self.count if step == self.steps - 1 else start + self.batch_size
 
     def sizes(self) -> list[int]:
-        """Returns the number of samples of each batch."""
+        """Returns the size of each batch in samples."""
         return [stop - start for start, stop in map(self.bounds, range(self.steps))]
 
     def limited(self, steps: int) -> "Plan":
@@ -70,29 +69,29 @@ class Plan:
         return dataclasses.replace(self, steps=steps, count=steps * self.batch_size)
 
     def order(self, seed: int | None, epoch: int) -> np.ndarray:
-        """Returns the indices of the samples in the order in which an epoch hands them out.
+        """Returns the indices of the samples of an epoch, in order.
 
         Args:
-            seed: one number for the job; `None` keeps the order of the data set.
+            seed: the seed of the job; `None` keeps the order of the data set.
             epoch: number of the epoch; each has an order of its own.
 
         Returns:
             int64 array of shape `(count,)`.
         """
-        places = np.arange(max(self.held, self.count)) % self.held
+        positions = np.arange(max(self.held, self.count)) % self.held
         if seed is not None:
-            places = np.random.default_rng([seed, self.rank, epoch]).permutation(places)
-        return self.rank + self.size * places[: self.count]
+            positions = np.random.default_rng([seed, self.rank, epoch]).permutation(positions)
+        return self.rank + self.size * positions[: self.count]
 
 
 def plan_samples(total: int, size: int, rank: int, batch_size: int, remainder: Remainder) -> Plan:
-    """Plans how single samples are shared out.
+    """Returns the plan of a rank for a data set of samples.
 
     Args:
         total: number of samples, at least `size`.
         size: number of ranks.
-        rank: whose plan is wanted.
-        batch_size: samples per step of one rank.
+        rank: the rank.
+        batch_size: number of samples of a rank in a step.
         remainder: `"uneven"`: each sample once, so counts differ by at most 1 between ranks
             and the last batch has 1 to `batch_size + 1` samples. `"pad"`: ranks below the
             largest count repeat one sample, so batches of a step are equal on all ranks.
@@ -112,27 +111,27 @@ def plan_samples(total: int, size: int, rank: int, batch_size: int, remainder: R
 
 @dataclasses.dataclass(frozen=True)
 class EvenPlan(Plan):
-    """A part whose batches differ by one sample at most; `batch_size` is of no account."""
+    """A plan whose batches differ by at most one sample; `batch_size` is not used."""
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """Returns where batch `step` begins and ends in the order of an epoch."""
+        """Returns the first position and the end of batch `step` in the order of an epoch."""
         return step * self.count // self.steps, (step + 1) * self.count // self.steps
 
 
 def plan_for_fewer(plan: Plan, total: int, size: int, rank: int, remainder: Remainder) -> EvenPlan:
-    """Plans how the samples are shared out when there are fewer ranks than before.
+    """Returns the plan of a rank after others have died.
 
-    The number of steps stays, and so does the number of samples in a step of all ranks.
+    The number of steps and the global batch stay the same.
 
     Args:
-        plan: that of rank 0 when none had died yet.
+        plan: plan of rank 0 before a rank died.
         total: number of samples.
         size: number of ranks now.
-        rank: whose plan is wanted, by its number now.
+        rank: number of the rank now.
         remainder: as for `plan_samples`.
     """
     now = plan_samples(total, size, rank, plan.batch_size, remainder)
-    limit = plan.steps * plan.batch_size * plan.size // size  # where an epoch was to end early
+    limit = plan.steps * plan.batch_size * plan.size // size  # an epoch may have been limited
     count = min(now.count, limit) if plan.count < plan.held else now.count
     if remainder == "drop":
         count = min(now.held, limit) // plan.steps * plan.steps
@@ -141,19 +140,19 @@ def plan_for_fewer(plan: Plan, total: int, size: int, rank: int, remainder: Rema
 
 @dataclasses.dataclass(frozen=True)
 class Rest:
-    """One rank's part of what is left of an epoch in which ranks have died.
+    """The shard of a rank in the rest of an epoch in which ranks have died.
 
-    The number of steps stays; batches grow, and differ by one sample at most.
+    The number of steps stays the same; batches grow, and differ by at most one sample.
 
     Args:
-        rank: whose part this is.
+        rank: the rank.
         size: number of ranks now.
-        indices: int64 array of shape `(left,)`, the samples that are left for all ranks; at least
-            one for each rank and step.
-        first_step: the step with which it begins.
+        indices: int64 array of shape `(left,)`, the remaining samples of all ranks; at least one
+            for each rank and step.
+        first_step: first step of the rest.
         steps: number of batches in the whole epoch.
-        earlier: returns the indices of this rank's samples of a step before that: another rank
-            had read further ahead when the rest was shared out.
+        earlier: returns the indices of the samples of this rank in an earlier step: another rank
+            may have read further ahead when the rest was distributed.
     """
 
     rank: int
@@ -164,31 +163,30 @@ class Rest:
     earlier: Callable[[int], np.ndarray]
 
     def left(self, first_step: int) -> np.ndarray:
-        """Returns the indices of this rank's samples from a step on, in order."""
+        """Returns the indices of the samples of this rank from a step on, in order."""
         mine = self.indices[self.rank :: self.size]
-        return mine[self._begin(first_step, len(mine)) :]
+        return mine[self._start(first_step, len(mine)) :]
 
     def batch(self, step: int) -> np.ndarray:
         """Returns the indices of the samples of a step."""
         if step < self.first_step:
             return self.earlier(step)
         mine = self.indices[self.rank :: self.size]
-        return mine[self._begin(step, len(mine)) : self._begin(step + 1, len(mine))]
+        return mine[self._start(step, len(mine)) : self._start(step + 1, len(mine))]
 
-    def _begin(self, step: int, count: int) -> int:
+    def _start(self, step: int, count: int) -> int:
         return (step - self.first_step) * count // (self.steps - self.first_step)
 
 
 @dataclasses.dataclass(frozen=True)
 class Deal:
-    """How ready-made batches are dealt out: batch i to rank `i % size`, as far as that goes.
+    """The distribution of ready-made batches: batch i to rank `i % size`, then the remainder.
 
     Args:
-        dealt: number of batches at the front that go round; a multiple of the ranks.
-        pooled: number of batches after these whose rows are shared evenly by all ranks, as
-            one further step.
-        lent: number of batches after these for a further step in which they go to the first
-            ranks and are handed out again to the others. Never with `pooled`.
+        dealt: number of batches that are distributed in turn; a multiple of the ranks.
+        pooled: number of following batches whose rows are distributed evenly, in one step.
+        lent: number of following batches for one step in which the first ranks get them and the
+            others repeat them. Never with `pooled`.
         steps: number of steps of every rank.
     """
 
@@ -199,10 +197,10 @@ class Deal:
 
 
 def plan_deal(total: int, size: int, remainder: Remainder) -> Deal:
-    """Plans how `total` ready-made batches are shared out over `size` ranks.
+    """Returns the distribution of `total` ready-made batches over `size` ranks.
 
-    A batch may be short, so the rows of a few left-over batches alone might not reach every
-    rank: under `"uneven"` they are pooled with the last full round.
+    Under `"uneven"` the remaining batches are pooled with the last full round, as their rows alone
+    might be fewer than the ranks.
     """
     rounds, left_over = divmod(total, size)
     if left_over == 0 or remainder == "drop":
@@ -215,10 +213,10 @@ def plan_deal(total: int, size: int, remainder: Remainder) -> Deal:
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """How one rank hands out elements when the ranks hold different numbers of them.
+    """The batches of a rank, where ranks have different numbers of elements.
 
     Args:
-        count: number of elements that this rank hands out in an epoch.
+        count: number of elements of this rank in an epoch.
         sizes: number of elements of each batch.
     """
 
@@ -238,19 +236,18 @@ class Spread:
 def plan_spread(
     counts: Sequence[int], rank: int, batch_size: int, remainder: Remainder
 ) -> Spread | None:
-    """Plans the batches of a rank from the numbers of elements that all ranks hold.
+    """Returns the batches of a rank from the numbers of elements of all ranks.
 
     Args:
-        counts: number of elements of each rank, by rank.
-        rank: whose plan is wanted.
-        batch_size: elements per step of one rank, at most.
-        remainder: `"uneven"`: each element once; the rank that holds most sets the number
-            of steps, the others spread theirs over as many. `"pad"`: all hand out as many
-            as the rank that holds most. `"drop"`: full batches alone, as many as the rank
-            that holds fewest can fill.
+        counts: number of elements of each rank.
+        rank: the rank.
+        batch_size: largest number of elements of a rank in a step.
+        remainder: `"uneven"`: each element once; the rank with most determines the number of steps,
+            and the others use smaller batches. `"pad"`: all repeat elements up to the number of the
+            rank with most. `"drop"`: only full batches, as many as the rank with fewest has.
 
     Returns:
-        The plan, or `None` when some rank cannot put an element into every batch.
+        The plan, or `None` if a rank has fewer elements than steps.
     """
     fewest, most = min(counts), max(counts)
     if fewest == 0:

@@ -1,4 +1,4 @@
-"""Batches that are made, and moved to the device, while the step before is computed."""
+"""Prefetching: batches are made and moved to the device during the step before."""
 
 import collections
 import concurrent.futures
@@ -17,23 +17,23 @@ __all__ = ["Ahead", "prefetch"]
 
 
 def prefetch(data: Any, count: int = 2) -> Any:
-    """Returns the same batches, of which a few are made and moved to the device ahead of their use.
+    """Makes batches, and moves them to the device, ahead of their use.
 
-    On TensorFlow `tf.data.experimental.prefetch_to_device` where there is a GPU, else
+    On TensorFlow it is `tf.data.experimental.prefetch_to_device` with a GPU, otherwise
     `Dataset.prefetch`. On JAX a thread makes batches and puts them on the device; on torch it
-    copies them from pinned memory where there is a GPU.
+    copies them from pinned memory, with a GPU.
 
     Args:
-        data: what a function of `keras_dist.data` has returned; any `tf.data.Dataset`; or a
-            `keras.utils.PyDataset`, whose batches then come in their own order, also where `fit`
-            would shuffle them.
-        count: batches that wait on the device, at least 1. Defaults to 2.
+        data: a result of a function of `keras_dist.data`, any `tf.data.Dataset`, or a
+            `keras.utils.PyDataset`, whose batches keep their order even if `fit` would shuffle
+            them.
+        count: number of batches to keep on the device, at least 1. Defaults to 2.
 
     Returns:
-        A data set of the same kind.
+        Data set of the same kind.
 
     Raises:
-        ArgumentTypeError: `data` is none of these.
+        ArgumentTypeError: `data` is of another type.
         ArgumentError: `count` is less than 1.
 
     Example:
@@ -58,13 +58,13 @@ def prefetch(data: Any, count: int = 2) -> Any:
 
 
 class Ahead(keras.utils.PyDataset):
-    """Batches of another data set, made ahead within each epoch.
+    """A data set that makes batches of another one ahead, within each epoch.
 
     Args:
         data: the other data set.
-        count: how many batches are made ahead.
-        mover: called in the thread that trains when an epoch begins; returns what moves an array to
-            the device of that thread, in whichever thread it is called.
+        count: number of batches to make ahead.
+        mover: called by the training thread at the start of an epoch; returns a function that moves
+            an array to the device of that thread, from any thread.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Ahead(keras.utils.PyDataset):
         return self._data.num_batches
 
     def __getitem__(self, index: int) -> Any:
-        if self._thread is None:  # Keras looks at batches outside of epochs, to learn their shapes
+        if self._thread is None:  # Keras reads batches outside of epochs, for their shapes
             return self._data[index]
         while len(self._waiting) <= self._count and self._begun < len(self):
             self._waiting.append(self._thread.submit(self._make, self._begun))
@@ -92,23 +92,23 @@ class Ahead(keras.utils.PyDataset):
 
     def _make(self, step: int) -> Any:
         batch = mapped(self._move, self._data[step])
-        # Alone, an array would have to be one of numpy.
+        # Keras takes a single array only of numpy.
         return batch if isinstance(batch, tuple | dict) else (batch,)
 
     def on_epoch_begin(self) -> None:
-        """Begins to make batches."""
-        self._forget()  # what an epoch that was abandoned has left
+        """Starts to make batches."""
+        self._clear()  # batches of an epoch that was abandoned
         self._data.on_epoch_begin()
         self._begun = 0
         self._move = self._mover()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "keras_dist prefetch")
 
     def on_epoch_end(self) -> None:
-        """Forgets what has been made and not been asked for."""
-        self._forget()
+        """Drops batches that were made and not used."""
+        self._clear()
         self._data.on_epoch_end()
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         self._thread = None
@@ -116,7 +116,7 @@ class Ahead(keras.utils.PyDataset):
 
 
 def _mover() -> Callable[[Any], Any]:
-    """Returns what moves an array of numpy to the device that the calling thread uses."""
+    """Returns a function that moves an array of numpy to the device of the calling thread."""
     backend = keras.config.backend()
     if backend == "jax":
         import jax
@@ -134,7 +134,7 @@ def _mover() -> Callable[[Any], Any]:
 def _moved_by_cuda(device: int, array: Any) -> Any:
     import torch
 
-    # Each thread has a current device of its own, and pinned memory belongs to one as well.
+    # Each thread has a current device, and pinned memory belongs to a device as well.
     with torch.cuda.device(device):
         return torch.as_tensor(array).pin_memory().cuda(non_blocking=True)
 

@@ -1,6 +1,6 @@
-"""The terms on which data is shared out: the arguments of `shard`, checked, and the place.
+"""The options of `shard`: its arguments, checked, and the rank.
 
-Knows which values each argument may have, not what a source does with them.
+Knows the values of each argument, not how a source uses them.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ SAME_ARGUMENTS = "Pass the same arguments to shard() on every rank."
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """Something on which all ranks must agree.
+    """A value that must be equal on all ranks.
 
     Args:
-        label: what it is, as in "the number of samples".
-        value: this rank's value; it is compared and shown.
-        remedy: what to do when the ranks differ, whole sentences.
+        label: its name, such as "the number of samples".
+        value: the value of this rank, compared and shown.
+        remedy: what to do if the ranks differ, in sentences.
     """
 
     label: str
@@ -35,15 +35,15 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class ShardOptions:
-    """The arguments of `shard` with the rank they are for. Checked on creation.
+    """The arguments of `shard`, checked, and the rank they are for.
 
-    Args: those of `shard`; `shuffle` is `None` where the user left it open. `draws`: whether each
-        rank draws from the whole at random, as for `sample`. A `global_batch_size` becomes the
-        `batch_size` of each rank.
+    Args: those of `shard`; `shuffle` is `None` if the user did not set it. `draws`: whether each
+        rank draws samples at random, as for `sample`. A `global_batch_size` sets the `batch_size`
+        of each rank.
 
     Raises:
-        ArgumentError: an argument has an impossible value.
-        ArgumentTypeError: an argument is of the wrong kind.
+        ArgumentError: an argument has an invalid value.
+        ArgumentTypeError: an argument is of the wrong type.
     """
 
     batch_size: int | None = None
@@ -79,7 +79,7 @@ class ShardOptions:
                 self.explain(
                     f"remainder to be one of {choices}",
                     repr(self.remainder),
-                    "See shard() for what each does with samples that do not come out even.",
+                    "See shard() for what each does if samples do not divide evenly.",
                 )
             )
         if self.global_batch_size is not None:
@@ -87,7 +87,7 @@ class ShardOptions:
 
     def _share_of_batch(self, global_batch_size: int) -> int:
         share, left_over = divmod(global_batch_size, self.size)
-        if self.batch_size not in (None, share):  # of terms that are replaced it is the share
+        if self.batch_size not in (None, share):  # of replaced options it is the share
             expected, remedy = "batch_size or global_batch_size", "Pass one of the two."
             received = f"batch_size={self.batch_size}, global_batch_size={global_batch_size}"
         elif left_over or not share:
@@ -100,7 +100,7 @@ class ShardOptions:
 
     @property
     def way(self) -> Way | None:
-        """In which way an epoch is ordered; none where it keeps the order of the data."""
+        """How an epoch is ordered; `None`: in the order of the data."""
         if self.draws:
             return "draw"
         if self.shuffle == "global":
@@ -114,31 +114,34 @@ class ShardOptions:
         return [*facts, Fact("the use of a reader", self.reader is not None)]
 
     def lasting(self, facts: Sequence[Fact]) -> list[object]:
-        """Returns the values of facts by which a later run knows the data again.
+        """Returns the values of facts by which a later run recognises the data.
 
-        Where the order knows no ranks, a later run may have others, and batches of another size.
+        If the order does not depend on ranks, a later run may have other ranks and batch sizes.
         """
-        is_one = self.way in (None, "global")
-        sizes = ("batch_size", "global_batch_size", "steps") if is_one else ()
+        independent = self.way in (None, "global")
+        sizes = ("batch_size", "global_batch_size", "steps") if independent else ()
         return [fact.value for fact in facts if fact.label not in sizes]
 
     def explain(self, expected: str, received: str, remedy: str) -> str:
-        """Returns the text of an error at this rank."""
+        """Returns the text of an error on this rank."""
         return errors.explain(self.where, expected, received, remedy)
 
     def wrong_kind(self, expected: str, received: object) -> errors.ArgumentTypeError:
-        """Returns the error for an argument of the wrong kind."""
+        """Returns the error for an argument of the wrong type."""
         text = f"{reprlib.repr(received)} of type {type(received).__name__}"
         return errors.ArgumentTypeError(
             self.explain(expected, text, "See the arguments of shard().")
         )
 
     def refuse(self, data: str, reasons: dict[str, str]) -> None:
-        """Raises when an argument was given that means nothing for this kind of data.
+        """Refuses arguments that are not defined for a kind of data.
 
         Args:
             data: the kind of data, a plural.
-            reasons: by name of such an argument, what to do instead: whole sentences.
+            reasons: for each of these arguments, what to do instead, in sentences.
+
+        Raises:
+            ArgumentError: one of the arguments was passed.
         """
         for name, remedy in reasons.items():
             value = getattr(self, name)
@@ -148,22 +151,29 @@ class ShardOptions:
                 )
 
     def refuse_global_order(self, data: str) -> None:
-        """Raises when one order of the whole was asked for.
+        """Refuses `shuffle="global"` for a kind of data.
 
         Args:
-            data: the kind of data that has none, a plural.
+            data: the kind of data, a plural.
+
+        Raises:
+            ArgumentError: it was passed.
         """
         if self.shuffle == "global":
             raise errors.ArgumentError(
                 self.explain(
                     f"shuffle to be True or False for {data}",
                     "shuffle='global'",
-                    "Give shard() samples: there is one order of the whole.",
+                    "Pass samples to shard(), which have a global order.",
                 )
             )
 
     def need_samples(self, total: int, of: str = "samples") -> None:
-        """Raises when there is not at least one for every rank."""
+        """Checks that there is at least one sample for every rank.
+
+        Raises:
+            DataError: there are fewer.
+        """
         if total < self.size:
             raise errors.DataError(
                 self.explain(
@@ -174,7 +184,11 @@ class ShardOptions:
             )
 
     def need_steps(self, available: int) -> None:
-        """Raises when an epoch has fewer steps than the user asked for."""
+        """Checks that an epoch has the steps that the user passed.
+
+        Raises:
+            DataError: it has fewer.
+        """
         if self.steps is not None and self.steps > available:
             raise errors.DataError(
                 self.explain(
@@ -193,7 +207,7 @@ class ShardOptions:
         except TypeError:
             count = None
         if count is None or isinstance(value, bool):
-            raise self.wrong_kind(f"{name} to be a whole number", value)
+            raise self.wrong_kind(f"{name} to be an integer", value)
         if count < least:
             raise errors.ArgumentError(
                 self.explain(

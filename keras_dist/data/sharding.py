@@ -1,7 +1,6 @@
-"""`shard`: data of any kind, shared out over the ranks of the job.
+"""`shard`: distributes data of any kind over the ranks of the job.
 
-Knows which kind of data is handed to which module; imports no framework before data of it
-comes in.
+Maps each kind of data to its module; a framework is imported only for data of it.
 """
 
 import dataclasses
@@ -32,14 +31,14 @@ def shard(
     global_batch_size: int | None = None,
     batched: bool | None = None,
 ) -> Any:
-    """Returns this rank's part of the data, in batches, ready for `fit` or `evaluate`.
+    """Returns the shard of this rank in batches, for `fit` or `evaluate`.
 
-    All parts together are the whole data set, once an epoch, and every rank has the same
-    number of steps: a rank with one step more would wait for ever for the others. Give every
-    rank the whole data set, unshuffled; with one rank it works the same.
+    The shards of all ranks together are the whole data set, once per epoch. Every rank has the
+    same number of steps; otherwise a rank would wait for the others at the end of an epoch. Pass
+    the whole data set, unshuffled, on every rank. It works the same with one rank.
 
     ======================================  =============================================
-    data                                    what comes back
+    data                                    result
     ======================================  =============================================
     arrays of numpy, pandas or a            `tf.data.Dataset` of batches with Keras on
     framework, alone or in tuples,          TensorFlow, else `keras.utils.PyDataset`;
@@ -47,12 +46,12 @@ def shard(
                                             `batch_size` defaults to 32
     torch `Dataset`, or `DataLoader`        `DataLoader` with a sampler of this rank; its
                                             options are kept; sample i to rank `i % size`
-    anything with a length whose            as arrays; `data[i]` is a sample, nested as a
-    `data[i]` is a sample, as of grain      batch is to be
+    any object with a length whose          as arrays; `data[i]` is a sample, nested like a
+    `data[i]` is a sample, as of grain      batch
     `keras.utils.PyDataset`                 `PyDataset`, with its workers; batch i belongs to
-                                            rank `i % size`; there are at least `size`
-    function that makes a generator, what   `PyDataset`; each rank reads all, and element i
-    can be iterated over, an iterator       belongs to rank `i % size`. With `batch_size`
+                                            rank `i % size`; at least `size` batches
+    function that returns a generator, an   `PyDataset`; each rank reads all, and element i
+    iterable, an iterator                   belongs to rank `i % size`. With `batch_size`
                                             elements are samples, else batches. Without
                                             `steps` it is read once, now, to count; an
                                             iterator needs `steps`
@@ -62,70 +61,69 @@ def shard(
     `batch_size`                            `i % size`
     list of files, with `reader`            `tf.data.Dataset` of batches; file i belongs to
                                             rank `i % size`. With fewer files than ranks
-                                            all read all files and share out the samples.
+                                            all read all files and shard the samples.
                                             `batch_size` defaults to 32
-    list of files, without `reader`         list of this rank's file names, nothing else
+    list of files, without `reader`         list of the file names of this rank
     ======================================  =============================================
 
-    What happens when the samples do not come out even, with N samples, n ranks, batch b:
+    If the samples do not divide evenly, with N samples, n ranks and batch size b:
 
     - `"uneven"`: every sample exactly once. Ranks differ by at most one sample. There are
-      `ceil(floor(N / n) / b)` steps, the last with 1 to b + 1 samples on each rank.
-      Batches of the user: the last round and what is left after it are pooled, and the last
-      step has an even share of their rows, up to twice a batch; rows of differing shapes
-      need `"pad"` or `"drop"`. Single samples and a `batch_size` are cheaper. Files: the
-      rank that holds most sets the number of steps, and the others spread their samples
-      over as many, in smaller batches.
-    - `"pad"`: every sample at least once, and the batches of a step are equally large on all
-      ranks. Ranks with one sample less repeat one of theirs: `n * ceil(N / n) - N` in all.
-      Batches of the user, whatever their size: as many of the last are handed out again as
-      ranks have none. Files: every rank repeats its own until all have as many as the rank
-      with most.
-    - `"drop"`: all batches are full, on all ranks. The last `N % n` samples are left out,
-      and of the rest what does not fill a batch, another choice each epoch when shuffled.
-      With fewer than b samples a rank has one batch of `floor(N / n)`. Batches of the user:
-      the last `N % n` are left out, whatever their size.
+      `ceil(floor(N / n) / b)` steps, the last with 1 to b + 1 samples on each rank. For data of
+      batches, the last round and the remaining batches are pooled, and the last step has an even
+      share of their rows, up to twice a batch; rows of different shapes need `"pad"` or
+      `"drop"`. Samples and a `batch_size` are cheaper. For files, the rank with most samples
+      determines the number of steps, and the others use smaller batches.
+    - `"pad"`: every sample at least once, and all batches of a step have the same size. Ranks with
+      one sample less repeat one: `n * ceil(N / n) - N` samples in all. For data of batches, the
+      ranks without a last batch repeat one of another rank. For files, every rank repeats samples
+      until all have as many as the rank with most.
+    - `"drop"`: all batches are full. The last `N % n` samples are dropped, and those that do not
+      fill a batch, others in every epoch if shuffled. A rank with fewer than b samples has one
+      batch of `floor(N / n)`. For data of batches, the last `N % n` are dropped.
 
-    Unshuffled, the batches of all ranks at step k are together batch k of one process with
-    batch size `n * b`; only a last one with fewer samples than ranks joins the one before.
+    Without shuffling, the batches of all ranks at step k are together batch k of one process with
+    batch size `n * b`; a last batch with fewer samples than ranks is merged with the one before.
 
-    Collective: every rank, with the same arguments; blocks, to make sure that all ranks have
-    the same data in the same order. An error on one rank is raised on all.
+    Collective: every rank, with the same arguments; blocks, to check that all ranks have the same
+    data in the same order. An error on one rank is raised on all.
 
     Args:
-        data: one of the kinds above, the whole of it on every rank. Unshuffled, or shuffled
-            with a fixed seed, the same on all ranks.
-        batch_size: samples in each step on this rank; the global batch is `batch_size` times
-            the number of ranks. For a `tf.data.Dataset`, `None` means that its elements are
-            batches already.
-        shuffle: whether every rank draws a new order of its part for each epoch. Defaults to
-            True where single samples are shared out, and for a `PyDataset`. Pass False to
-            evaluate or predict. `"global"`: one new order of the whole for each epoch, which
-            does not depend on the number of ranks: step k has the same samples wherever the
-            global batch is as large. A `tf.data.Dataset` that ends in `shuffle`, or in
-            `shuffle` and `batch`, is shuffled here in their place, in a buffer as large.
-        seed: whole number from which, with rank and epoch, the orders follow: the same
-            number gives the same run, also when `BackupAndRestore` resumes it. Defaults to 0.
+        data: one of the kinds above, complete on every rank; unshuffled, or shuffled with a fixed
+            seed that is the same on all ranks.
+        batch_size: number of samples of this rank in a step; the global batch is `batch_size`
+            times the number of ranks. For a `tf.data.Dataset`, `None` means that its elements are
+            batches.
+        shuffle: whether every rank shuffles its shard in every epoch. Pass `False` to evaluate or
+            predict. `"global"`: one order of all data for each epoch, which does not depend on the
+            number of ranks: step k has the same samples for equal global batches. A
+            `tf.data.Dataset` that ends in `shuffle`, or in `shuffle` and `batch`, is shuffled here
+            instead, with a buffer of the same size. Defaults to `True` for samples and for a
+            `PyDataset`.
+        seed: integer seed of the orders, combined with the rank and the epoch: the same seed
+            gives the same run, also after `BackupAndRestore`. Defaults to 0.
         remainder: `"uneven"`, `"pad"` or `"drop"`, see above. Defaults to `"uneven"`.
-        steps: batches in an epoch of each rank, where the data is endless or of unknown
-            length, or where an epoch is to end early. Then there are exactly so many; of
-            data of unknown length, iterating raises when it ends before. Prefer it to
-            `steps_per_epoch` of `fit`. Defaults to all there are.
-        reader: function that takes a list of file names and returns a `tf.data.Dataset` of
-            single samples, the same every time. Without `steps`, each rank reads its files
-            once more, now, to count the samples, unless the data set knows their number.
-        shuffle_buffer: samples of a tf.data pipeline among which the next is drawn. Defaults
-            to as many as fit into 256 MiB, at most 65536. Arrays are shuffled completely.
+        steps: number of batches in an epoch of each rank, for data that is endless or of unknown
+            length, or to end an epoch early. Iterating raises if data of unknown length ends
+            before. Prefer it to `steps_per_epoch` of `fit`. Defaults to all batches.
+        reader: function from a list of file names to a `tf.data.Dataset` of samples, the same at
+            every call. Without `steps`, each rank reads its files once, now, to count the samples,
+            unless the data set knows its length.
+        shuffle_buffer: size of the shuffle buffer of a tf.data pipeline, in samples. Defaults to
+            the samples of 256 MiB, at most 65536. Arrays are shuffled completely.
+        global_batch_size: number of samples of all ranks in a step, instead of `batch_size`; a
+            multiple of the number of ranks.
+        batched: whether the items of a data set are batches, where that is not known.
 
     Returns:
-        See the table. Of a `tf.data.Dataset` Keras notes, as a warning, that `fit` does not
-        shuffle it; pass `shuffle=False` to `fit` to be spared.
+        See the table. For a `tf.data.Dataset` Keras warns that `fit` does not shuffle it; pass
+        `shuffle=False` to `fit` to avoid the warning.
 
     Raises:
         DataError: the data is too small, endless, of unknown length, of unequal lengths or
-            in an order that differs from rank to rank.
-        ArgumentError: an argument has an impossible value, or no meaning for this data.
-        ArgumentTypeError: data or an argument is of an unknown kind.
+            in an order that differs between ranks.
+        ArgumentError: an argument has an invalid value, or is not defined for this data.
+        ArgumentTypeError: data or an argument is of an unknown type.
         MismatchError: the ranks have different data or arguments.
 
     Example:
@@ -142,7 +140,7 @@ def shard(
     ```
     """
 
-    def survey() -> consistency.Source:
+    def make_source() -> consistency.Source:
         terms = ShardOptions(
             batch_size,
             shuffle,
@@ -156,7 +154,7 @@ def shard(
         )
         return _source(data, terms)
 
-    return consistency.prepare(survey)
+    return consistency.prepare(make_source)
 
 
 def sample(
@@ -167,25 +165,25 @@ def sample(
     steps: int | None = None,
     global_batch_size: int | None = None,
 ) -> Any:
-    """Returns batches that this rank draws at random from the whole data set, ready for `fit`.
+    """Returns batches that this rank draws at random from the whole data set, for `fit`.
 
-    Each rank draws from a stream of its own, so ranks see other batches, and no rank knows what
-    the others have drawn: within an epoch a sample may come several times or not at all. To see
-    each once an epoch, use `shard`.
+    Each rank draws from a random stream of its own: ranks have different batches, and within an
+    epoch a sample may occur several times or not at all. To use each sample once per epoch, use
+    `shard`.
 
-    Samples are drawn with replacement. Those of a `tf.data.Dataset`, which can only be read one
-    after another, are read over and over and drawn from a buffer, as by `shuffle`.
+    Samples are drawn with replacement. A `tf.data.Dataset`, which is sequential, is repeated, and
+    samples are drawn from a buffer, as by `shuffle`.
 
     Collective: every rank, with the same arguments; blocks.
 
     Args:
-        data: arrays, pandas, data sets with a length or a `tf.data.Dataset` of single samples, as
-            for `shard`; of a `PyDataset` batches are drawn.
-        batch_size: samples in each step on this rank. Defaults to 32.
-        seed: whole number from which, with rank and epoch, all follows. Defaults to 0.
-        steps: batches in an epoch of each rank. Defaults to as many as all ranks together need
-            for as many samples as there are.
-        global_batch_size: samples in each step on all ranks, in place of `batch_size`.
+        data: arrays, pandas, data sets with a length or a `tf.data.Dataset` of samples, as for
+            `shard`; of a `PyDataset` batches are drawn.
+        batch_size: number of samples of this rank in a step. Defaults to 32.
+        seed: integer seed, combined with the rank and the epoch. Defaults to 0.
+        steps: number of batches in an epoch of each rank. Defaults to the steps in which all ranks
+            together draw as many samples as there are.
+        global_batch_size: number of samples of all ranks in a step, instead of `batch_size`.
 
     Returns:
         As `shard`.
@@ -199,7 +197,7 @@ def sample(
     ```
     """
 
-    def survey() -> consistency.Source:
+    def make_source() -> consistency.Source:
         terms = ShardOptions(
             batch_size,
             seed=seed,
@@ -211,7 +209,7 @@ def sample(
             terms = dataclasses.replace(terms, batched=False)
         return _source(data, terms)
 
-    return consistency.prepare(survey)
+    return consistency.prepare(make_source)
 
 
 def steps_per_epoch(
@@ -221,17 +219,17 @@ def steps_per_epoch(
     global_batch_size: int | None = None,
     remainder: Remainder = "uneven",
 ) -> int:
-    """Returns the number of batches of each rank in an epoch, as `shard` has it.
+    """Returns the number of batches of each rank in an epoch of `shard`.
 
     Args:
         samples: number of samples of the whole data set.
-        batch_size: samples in each step on a rank. Defaults to 32.
-        global_batch_size: samples in each step on all ranks, in place of `batch_size`.
+        batch_size: number of samples of a rank in a step. Defaults to 32.
+        global_batch_size: number of samples of all ranks in a step, instead of `batch_size`.
         remainder: as for `shard`. Defaults to `"uneven"`.
 
     Raises:
         DataError: there are fewer samples than ranks.
-        ArgumentError: an argument has an impossible value.
+        ArgumentError: an argument has an invalid value.
 
     Example:
     ```python
@@ -246,13 +244,13 @@ def steps_per_epoch(
 
 
 def _source(data: Any, terms: ShardOptions) -> consistency.Source:
-    for is_this, source_of in KINDS:
-        if is_this(data):
+    for matches, source_of in KINDS:
+        if matches(data):
             return source_of(data, terms)
     raise terms.wrong_kind(
         "data to be numpy arrays (alone or in tuples, lists and dicts), a tf.data.Dataset, a "
-        "PyDataset, a torch Dataset or DataLoader, something with a length and samples by number, "
-        "a function that makes a generator, an iterator, or a list of file names",
+        "PyDataset, a torch Dataset or DataLoader, an object with a length and samples by index, "
+        "a function that returns a generator, an iterator, or a list of file names",
         data,
     )
 
@@ -270,7 +268,7 @@ def _torch_source(data: Any, terms: ShardOptions) -> consistency.Source:
 
 
 def _is_torch(data: Any) -> bool:
-    """Tells whether this is a torch data set that knows samples by number, or a loader of one."""
+    """Returns whether data is a map-style data set of torch, or a loader of one."""
     inner = data.dataset if is_a(data, "torch", "DataLoader") else data
     return is_a(inner, "torch", "Dataset") and not is_a(inner, "torch", "IterableDataset")
 
@@ -291,7 +289,7 @@ def _is_stream(data: Any) -> bool:
     return (callable(data) or hasattr(data, "__iter__")) and not _is_text(data)
 
 
-# The first that fits counts.
+# The first match counts.
 KINDS: list[tuple[Callable[[Any], bool], Callable[[Any, ShardOptions], consistency.Source]]] = [
     (files.are_files, files.source_of_files),
     (is_tf_dataset, _tf_source),
