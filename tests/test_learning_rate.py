@@ -97,9 +97,7 @@ def test_a_constant_has_no_slope():
 
 
 def test_the_steps_must_be_known_where_there_is_a_slope():
-    with pytest.raises(
-        errors.ArgumentError, match=r"\[here\] Expected to know the number of steps"
-    ):
+    with pytest.raises(errors.ArgumentError, match=r"\[here\] Expected a known number of steps"):
         begun(LearningRateScheduleCallback(2.0, lambda epoch: epoch, staircase=False), steps=None)
     begun(LearningRateScheduleCallback(2.0, lambda epoch: epoch), steps=None)
     warmup = LearningRateWarmupCallback(0.4, 1, steps_per_epoch=2)

@@ -1,33 +1,34 @@
-"""Keras callbacks for training on many ranks; the package itself gives the usual list.
+"""Keras callbacks for distributed training. The package is callable and returns the usual list.
 
 ```python
 model.fit(dataset, callbacks=keras_dist.callbacks())
 model.fit(dataset, callbacks=keras_dist.callbacks(keras.callbacks.EarlyStopping("loss")))
 ```
 
-Their order matters, and `keras_dist.callbacks()` keeps it:
+The order of callbacks matters. `keras_dist.callbacks()` returns them in this order:
 
-1. `RootConsoleCallback`: before Keras' own progress bar is told how to print.
-2. `BroadcastGlobalVariablesCallback`: equal weights before anything looks at them.
-   `VerifyBatches` beside it: what it looks at is the batch of the first step.
-3. `UnevenDataCallback`: all ranks at the end of an epoch's steps, before anything else meets.
-4. `AverageStatisticsCallback`: equal statistics before validation and checkpoints use them.
-5. `MetricAverageCallback`: from here on every callback sees the metrics of all ranks, so
-   those that decide by them decide alike.
-6. `GoOnWithoutLostRanks`, when asked for: it prints what all ranks have averaged.
-7. `Throughput`, when asked for: it speaks for all ranks by itself, so after the averaging.
-8. `ProgressCallback`: what `keras-dist top` shows.
-9. `LearningRateWarmupCallback`, when asked for: before the user's own schedules, which may
-   take over after it.
-10. the user's callbacks.
-11. `ModelCheckpoint`, when asked for, so that it writes what all others have done.
-12. `VerifyReplicas`, at the end of the fit alone: it sees what all others have left.
-13. `AgreeOnStoppingCallback`: behind those that may stop training. It asks them after every
-   batch where one of the user's callbacks may stop there, else once an epoch.
-14. `PreemptionCallback`: last, so that everything else is done when it ends the job.
+1. `RootConsoleCallback`: configures output before Keras' progress bar starts.
+2. `BroadcastGlobalVariablesCallback`: makes weights equal before other callbacks read them.
+   `VerifyBatches`: checks the batch of the first step.
+3. `UnevenDataCallback`: lets all ranks finish the steps of an epoch before other callbacks
+   run collectives.
+4. `AverageStatisticsCallback`: makes statistics equal before validation and checkpoints.
+5. `MetricAverageCallback`: later callbacks see metrics of all ranks and decide alike.
+6. `GoOnWithoutLostRanks`, optional: prints averaged metrics.
+7. `Throughput`, optional: reduces its own numbers, therefore after the averaging.
+8. `ProgressCallback`: publishes progress to `keras-dist top`.
+9. `LearningRateWarmupCallback`, optional: before the user's schedules, which may take over
+   after the warmup.
+10. The user's callbacks.
+11. `ModelCheckpoint`, optional: writes the state after all callbacks above.
+12. `VerifyReplicas`: checks the replicas at the end of `fit`.
+13. `AgreeOnStoppingCallback`: after all callbacks that may stop training. It synchronizes after
+   every batch if one of the user's callbacks may stop training there, otherwise once an epoch.
+14. `PreemptionCallback`: last, because it may end the job.
 
 Callbacks may also be appended to the list, on all ranks or on some. `fit` moves the last three
-behind them, and asks them after every batch where one of them may stop training there.
+behind appended callbacks and also synchronizes after every batch if an appended callback may stop
+training there.
 """
 
 import sys
@@ -94,39 +95,39 @@ def callbacks(
     share_out: str = "next epoch",
     verbose: int = 0,
 ) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks that training on many ranks needs, in the right order.
+    """Returns the callbacks for distributed training, in the right order.
 
     `keras_dist.callbacks(...)` is short for `keras_dist.callbacks.callbacks(...)`.
 
     Args:
-        *others: the user's own callbacks; they see metrics of all ranks, and when one of them
-            stops training on any rank, all ranks stop after the same step.
-        root_rank: the rank whose weights all start with, and the one that writes and
-            prints. Defaults to 0.
-        warmup_epochs: epochs in which the learning rate grows to `initial_lr`. Defaults
-            to 0, no warmup.
-        initial_lr: the learning rate to reach, the one already scaled by `size()`. Needed
-            for a warmup.
-        checkpoint: path of the model to write after each epoch, see `ModelCheckpoint`.
-            Defaults to `None`, none.
-        throughput: whether the logs of each epoch tell how many samples all ranks trained on in
-            a second and how long they waited for each other, see `Throughput`. Defaults to
-            `False`.
-        uneven: what happens when a rank is out of data before others: `"continue"`, `"stop"` or
+        *others: user callbacks. They receive metrics of all ranks. If one of them stops
+            training on any rank, all ranks stop after the same step.
+        root_rank: rank whose initial weights are broadcast, and that writes files and prints.
+            Defaults to 0.
+        warmup_epochs: number of epochs in which the learning rate grows to `initial_lr`.
+            Defaults to 0, no warmup.
+        initial_lr: target learning rate of the warmup, already scaled by `size()`. Required
+            if `warmup_epochs` is not 0. Defaults to `None`.
+        checkpoint: path of the model file to write after each epoch, see `ModelCheckpoint`.
+            Defaults to `None`, no checkpoints.
+        throughput: whether the logs of each epoch contain samples per second of all ranks and
+            the time that ranks waited for each other, see `Throughput`. Defaults to `False`.
+        uneven: behavior if a rank runs out of data before others: `"continue"`, `"stop"` or
             `"error"`, see `UnevenDataCallback`. Defaults to `"continue"`.
-        on_failure: `"continue"`: the other ranks go on when one dies, see `GoOnWithoutLostRanks`;
-            `"stop"`: the job ends. Defaults to `None`: what `KERAS_DIST_ON_FAILURE` says, `"stop"`
-            unless it is set.
-        share_out: when the others take over the data of a rank that has died: `"next epoch"` or
+        on_failure: behavior if a rank dies. `"continue"`: the remaining ranks go on, see
+            `GoOnWithoutLostRanks`. `"stop"`: the job ends. Defaults to `None`, the value of
+            `KERAS_DIST_ON_FAILURE`, or `"stop"` if it is not set.
+        share_out: when the remaining ranks take over the data of a dead rank: `"next epoch"` or
             `"at once"`, see `GoOnWithoutLostRanks`. Defaults to `"next epoch"`.
-        verbose: 1 prints the end of the warmup and each checkpoint, on the root.
+        verbose: 1 prints a line at the end of the warmup and at each checkpoint, on the root.
+            Defaults to 0.
 
     Returns:
-        A flat list for `fit`, `evaluate` or `predict`.
+        A flat list of callbacks for `fit`, `evaluate` or `predict`.
 
     Raises:
-        ArgumentError: a warmup without `initial_lr`, or no such `uneven` or `on_failure`; another
-            root than rank 0 where ranks go on without those that die.
+        ArgumentError: `warmup_epochs` is given without `initial_lr`; `uneven` or `on_failure`
+            is unknown; `root_rank` is not 0 with `on_failure="continue"`.
     """
     made: list[keras.callbacks.Callback] = [
         RootConsoleCallback(root_rank),
@@ -136,7 +137,7 @@ def callbacks(
         AverageStatisticsCallback(),
         MetricAverageCallback(root_rank=root_rank),
     ]
-    if _goes_on(on_failure, root_rank):
+    if _continues_on_failure(on_failure, root_rank):
         made.append(GoOnWithoutLostRanks(share_out=share_out))
     if throughput:
         made.append(Throughput())
@@ -148,7 +149,7 @@ def callbacks(
                     runtime.where(),
                     "initial_lr together with warmup_epochs",
                     "initial_lr=None",
-                    "Pass the learning rate to reach, for example 0.01 * keras_dist.size().",
+                    "Pass the target learning rate, for example 0.01 * keras_dist.size().",
                 )
             )
         made.append(LearningRateWarmupCallback(initial_lr, warmup_epochs, verbose=verbose))
@@ -157,26 +158,26 @@ def callbacks(
         made.append(ModelCheckpoint(checkpoint, verbose=verbose, root_rank=root_rank))
     made.append(VerifyReplicas(every=None, root_rank=root_rank))
     made.append(AgreeOnStoppingCallback(may_stop_at_a_batch(others)))
-    backups = [one for one in others if isinstance(one, BackupAndRestore)]
+    backups = [callback for callback in others if isinstance(callback, BackupAndRestore)]
     made.append(PreemptionCallback(backups, root_rank))
     return made
 
 
-def _goes_on(on_failure: str | None, root_rank: int) -> bool:
+def _continues_on_failure(on_failure: str | None, root_rank: int) -> bool:
     choice = on_failure or config.settings().on_failure
     if choice not in ("stop", "continue"):
         expected = "on_failure to be 'stop', 'continue' or None"
-        remedy = "Leave it out to end the job when a rank dies."
+        remedy = "Omit on_failure to end the job when a rank dies."
     elif choice == "continue" and root_rank != 0:
         expected, choice = "root_rank=0 with on_failure='continue'", f"root_rank={root_rank}"
-        remedy = "The ranks are numbered anew when one dies, and rank 0 is then the next."
+        remedy = "Use root_rank=0: when a rank dies, the remaining ranks are renumbered from 0."
     else:
         return choice == "continue"
     raise errors.ArgumentError(errors.explain(runtime.where(), expected, repr(choice), remedy))
 
 
 class _CallablePackage(types.ModuleType):
-    """A module that can be called, so that `keras_dist.callbacks` is list and package."""
+    """Makes the package callable: `keras_dist.callbacks(...)` returns the list of callbacks."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[keras.callbacks.Callback]:
         return callbacks(*args, **kwargs)

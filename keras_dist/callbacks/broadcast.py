@@ -1,4 +1,4 @@
-"""Every rank starts from the root's weights and optimizer state."""
+"""Broadcast of the root's weights and optimizer state at the start of training."""
 
 import warnings
 from collections.abc import Iterable
@@ -15,25 +15,31 @@ __all__ = ["BroadcastGlobalVariablesCallback"]
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives all ranks the root's weights and optimizer state before the first step of a fit.
+    """Broadcasts the root's weights and optimizer state before the first step of `fit`.
 
-    A model that is not built yet is built from the shapes of its data, so that the first
-    step already starts from equal weights. The states of random generators are derived from
-    the root's, another for each rank, so that dropout differs from rank to rank. Where no
-    optimizer of the model is distributed, the root warns.
+    A model that is not built is built from the shapes of its data first. Seeds of random
+    generators are derived from the root's and differ between ranks, so that dropout masks
+    differ. The root warns if no optimizer of the model is distributed.
 
-    Collective: every rank must pass it to `fit`; it acts in every fit.
+    Collective: every rank must pass the callback to `fit`. It broadcasts in every `fit`.
 
     Args:
-        root_rank: the rank whose state all receive. Defaults to 0.
-        device: accepted for scripts written for Horovod; has no effect.
-        local_variables: variables that each rank keeps for itself: a Keras variable or a
-            collection of them. Defaults to none.
+        root_rank: rank whose state is broadcast. Defaults to 0.
+        device: ignored; accepted for compatibility with Horovod.
+        local_variables: a Keras variable, or a collection of Keras variables, that are not
+            broadcast. Defaults to `()`.
 
     Raises:
-        ArgumentError: `root_rank` is not a rank.
-        ArgumentTypeError: `local_variables` holds something else.
+        ArgumentError: `root_rank` is not a rank. In `fit`: the model has no optimizer.
+        ArgumentTypeError: `local_variables` contains an object that is not a variable.
         MismatchError: the ranks built different models; raised on every rank, by `fit`.
+
+    Example:
+
+    ```python
+    broadcast = keras_dist.callbacks.BroadcastGlobalVariablesCallback(root_rank=0)
+    model.fit(dataset, callbacks=[broadcast])
+    ```
     """
 
     def __init__(
@@ -45,11 +51,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.local_variables = _variables(local_variables)
 
     def register_local_var(self, variable: Any) -> None:
-        """Adds a variable that each rank keeps for itself."""
+        """Excludes a variable from the broadcast."""
         self.local_variables.append(variable)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcasts now, or, when there are no variables yet, once the data is at hand."""
+        """Broadcasts at once, or before the first step if the model is not built."""
         if runtime.size() == 1:
             return
         keep_local(self.model, self.local_variables)
@@ -61,7 +67,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast_before_first_step()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes the epoch, for messages."""
+        """Records the epoch for error messages."""
         _engine.progress.begin_epoch(epoch)
 
     def _broadcast(self) -> None:
@@ -95,25 +101,25 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 def _variables(given: Any) -> list[Any]:
-    """Returns one variable, a collection of them or `None` as a list.
+    """Returns a variable, a collection of variables or `None` as a list.
 
     Raises:
-        ArgumentTypeError: there is something else.
+        ArgumentTypeError: an element is not a variable.
     """
     single = hasattr(given, "assign")
     several = isinstance(given, Iterable) and not single
-    listed = list(given) if several else [] if given is None else [given]
-    for one in listed:
-        if not hasattr(one, "assign"):
+    variables = list(given) if several else [] if given is None else [given]
+    for variable in variables:
+        if not hasattr(variable, "assign"):
             raise errors.ArgumentTypeError(
                 errors.explain(
                     runtime.where(),
                     "local_variables to be a Keras variable or a list of variables",
-                    f"{one!r} of type {type(one).__name__}",
+                    f"{variable!r} of type {type(variable).__name__}",
                     "Pass for example local_variables=model.layers[0].trainable_variables.",
                 )
             )
-    return listed
+    return variables
 
 
 def _warn_of_plain_optimizer(model: keras.Model) -> None:
@@ -124,7 +130,7 @@ def _warn_of_plain_optimizer(model: keras.Model) -> None:
         errors.explain(
             runtime.where(),
             f"the optimizer of model {model.name!r} to be distributed",
-            f"a plain {type(optimizer).__name__}; each rank goes its own way",
+            f"a plain {type(optimizer).__name__}; gradients are not averaged",
             "Pass optimizer=keras_dist.DistributedOptimizer(...) to compile, unless train_step "
             "averages gradients itself.",
         ),

@@ -1,4 +1,4 @@
-"""The learning rate over the epochs: schedules, and the warmup of large batches."""
+"""Learning rate callbacks: schedules by epoch, and warmup for large batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,24 +15,25 @@ __all__ = ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]
 class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to `initial_lr * multiplier` in a range of epochs.
 
-    Several of them, with ranges one after the other, make up a schedule.
+    Several instances with consecutive ranges form a schedule.
 
     Args:
-        initial_lr: the learning rate that is multiplied.
-        multiplier: a number, or a function of the epoch (a float, unless `staircase`).
-        start_epoch: the first epoch, counted from 0, in which it acts. Defaults to 0.
-        end_epoch: the first epoch in which it does not act any more. Defaults to none.
-        staircase: whether a function is asked once an epoch, with the whole number, rather
-            than at every batch, with `epoch + batch / steps_per_epoch`. Defaults to `True`.
-        momentum_correction: whether the velocity of SGD with momentum is scaled by the
-            ratio of new to old rate whenever the rate changes, since Keras' velocity holds
-            the rate it was gathered with. A rate of 0 leaves the velocity as it is; the next
-            one counts from the rate before. Defaults to `True`.
-        steps_per_epoch: batches in an epoch. Defaults to what Keras finds out.
+        initial_lr: base learning rate.
+        multiplier: a number, or a function of the epoch (an `int` if `staircase`, otherwise a
+            `float`) that returns a number.
+        start_epoch: first epoch of the range, counted from 0. Defaults to 0.
+        end_epoch: end of the range, exclusive. Defaults to `None`, no end.
+        staircase: whether the function is called once per epoch, with the epoch, rather than
+            before every batch, with `epoch + batch / steps_per_epoch`. Defaults to `True`.
+        momentum_correction: whether the velocity of SGD with momentum is multiplied by the
+            ratio of new to old rate when the rate changes, because Keras' velocity includes
+            the rate. A rate of 0 leaves the velocity unchanged; the ratio at the next change
+            is taken to the last rate other than 0. Defaults to `True`.
+        steps_per_epoch: batches per epoch. Defaults to `None`, the number that Keras infers.
 
     Raises:
-        ArgumentError: `initial_lr` is missing; in `fit`: the number of steps is not known,
-            or the optimizer has a schedule of its own, or several rates.
+        ArgumentError: `initial_lr` is `None`. In `fit`: the number of steps is unknown, or the
+            optimizer has a learning rate schedule or several learning rates.
 
     Reference:
         Goyal et al., Accurate, Large Minibatch SGD, 2017 (arXiv:1706.02677), sections 2.2
@@ -68,18 +69,18 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.steps_per_epoch = steps_per_epoch
         self._steps = steps_per_epoch or 1
         self._epoch = 0
-        self._rate_of_velocity = 0.0  # the last one that was not 0
+        self._rate_of_velocity = 0.0  # the last rate other than 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a backup keeps of this callback."""
+        """Returns the state that a backup keeps."""
         return {"rate_of_velocity": self._rate_of_velocity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` has returned."""
+        """Restores a state that `state_dict` returned."""
         self._rate_of_velocity = state["rate_of_velocity"]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Checks that the rate can be set and that the steps of an epoch are known."""
+        """Checks that the rate can be set and that the number of steps is known."""
         self._rate_of_velocity = 0.0
         optimizer = innermost_optimizer(self.model.optimizer)
         if isinstance(optimizer, MULTI_OPTIMIZER):
@@ -109,18 +110,18 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             raise errors.ArgumentError(
                 errors.explain(
                     runtime.where(),
-                    "to know the number of steps in an epoch",
-                    "a data set of unknown length",
+                    "a known number of steps per epoch",
+                    "a dataset of unknown length",
                     f"Pass steps_per_epoch to {type(self).__name__}.",
                 )
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Remembers the epoch, for the batches in it."""
+        """Stores the epoch for `on_train_batch_begin`."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets the rate of this batch; in a staircase only before the first of an epoch."""
+        """Sets the rate of this batch; with `staircase` only before the first batch."""
         if self._epoch < self.start_epoch or (
             self.end_epoch is not None and self._epoch >= self.end_epoch
         ):
@@ -131,7 +132,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._set_rate(self._rate(self._epoch))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes the rate to the logs, under the name that Keras uses."""
+        """Adds `learning_rate` to the logs."""
         if logs is not None:
             logs["learning_rate"] = _rate_of(self.model.optimizer)
 
@@ -146,29 +147,29 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         after = _rate_of(optimizer)
         self._rate_of_velocity = after or before
         if self.momentum_correction and after != before and before > 0 and after > 0:
-            # The coefficient itself is a constant of the compiled step; the velocity is a
-            # variable, and scaling it once is the same.
+            # The momentum coefficient is a constant of the compiled step. Scaling the velocity,
+            # a variable, once has the same effect.
             for velocity in velocities(optimizer):
                 velocity.assign(velocity * (after / before))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate batch by batch from one rank's to that of all.
+    """Raises the learning rate batch by batch from `initial_lr / size()` to `initial_lr`.
 
-    With `n` ranks, `s` steps in an epoch and `w` warmup epochs the batch `b` of epoch `e`
-    gets `initial_lr / n * (1 + (e + (b + 1) / s) * (n - 1) / w)`: from about
-    `initial_lr / n` to exactly `initial_lr` at the last batch of the warmup. Afterwards it
-    leaves the rate alone. With `steps_per_execution` the rate is that of the first of them.
+    With `n` ranks, `s` steps per epoch and `w` warmup epochs, batch `b` of epoch `e` has the
+    rate `initial_lr / n * (1 + (e + (b + 1) / s) * (n - 1) / w)`. The last batch of the warmup
+    has exactly `initial_lr`. The callback does not change the rate after the warmup. With
+    `steps_per_execution`, all steps of an execution have the rate of the first.
 
     Args:
-        initial_lr: the learning rate to reach, already scaled by `size()`.
-        warmup_epochs: epochs until it is reached. Defaults to 5.
-        momentum_correction: as in `LearningRateScheduleCallback`.
-        steps_per_epoch: as in `LearningRateScheduleCallback`.
-        verbose: 1 prints a line on rank 0 when the warmup is over. Defaults to 0.
+        initial_lr: target learning rate, already scaled by `size()`.
+        warmup_epochs: number of warmup epochs; may be a fraction. Defaults to 5.
+        momentum_correction: see `LearningRateScheduleCallback`. Defaults to `True`.
+        steps_per_epoch: batches per epoch. Defaults to `None`, the number that Keras infers.
+        verbose: 1 prints a line on rank 0 at the end of the warmup. Defaults to 0.
 
     Raises:
-        ArgumentError: as `LearningRateScheduleCallback`.
+        ArgumentError: see `LearningRateScheduleCallback`.
 
     Reference:
         Goyal et al., Accurate, Large Minibatch SGD, 2017 (arXiv:1706.02677), section 2.2.
@@ -195,7 +196,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self._ranks = 1
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Notes how many ranks there are: if some die, the rate grows as it would have."""
+        """Stores the number of ranks: the warmup stays the same if ranks die during it."""
         self._ranks = runtime.size()
         super().on_train_begin(logs)
 
@@ -205,10 +206,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         return (1 + done * (ranks - 1) / self.warmup_epochs) / ranks
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes the rate to the logs and says when the warmup is over."""
+        """Adds the rate to the logs and prints a line at the end of the warmup."""
         last = self.warmup_epochs - 1 <= epoch < self.warmup_epochs
         if last:
-            # With several steps an execution Keras has not called for the last of them.
+            # With steps_per_execution, Keras does not call the hook of the last step.
             self._set_rate(self.initial_lr)
         super().on_epoch_end(epoch, logs)
         if last and self.verbose and runtime.rank() == 0:

@@ -1,4 +1,4 @@
-"""Metrics of all ranks, exact: their states are added up, then the result is computed."""
+"""Exact metrics of all ranks: metric states are summed before the result is computed."""
 
 import warnings
 from collections.abc import Callable
@@ -17,23 +17,23 @@ REDUCTIONS = {"sum": _engine.ReduceOp.SUM, "mean": _engine.ReduceOp.AVERAGE}
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Makes the logs of an epoch and of `evaluate` those of one process over all the data.
+    """Computes the logs of `fit` and `evaluate` over the data of all ranks.
 
-    A Keras metric is a state (totals, counts, confusion tables) and a result computed from
-    it. The states of all ranks are added, so loss, accuracy or AUC are exact also when the
-    ranks hold different numbers of samples; an average of the ranks' results would not be.
-    Every callback sees these logs, wherever it stands in the list. What a custom
-    `train_step` returns beside the model's metrics is averaged, and so is a metric that
-    keeps its state in variables which are not to be added (an `aggregation` other than
-    `"sum"`): the root names those in a warning, once a `fit` or `evaluate`.
+    A Keras metric computes its result from a state (totals, counts, confusion matrices). The
+    callback sums the states of all ranks before the result is computed. Loss, accuracy and AUC
+    are exact even if ranks have different numbers of samples; averages of results would not be.
+    Every callback of the list receives these logs, regardless of its position. Values that a
+    custom `train_step` returns in addition to the model's metrics are averaged. Metrics whose
+    variables have an `aggregation` other than `"sum"` are averaged as well; the root names them
+    in a warning, once per `fit` or `evaluate`.
 
-    Collective: every rank must pass it to `fit` or `evaluate`. It acts between the begin
-    and the end of these two, so `evaluate` without it is this rank's own affair; but after
-    a fit that ended in an exception it acts once more, until the next fit or evaluate with it.
+    Collective: every rank must pass the callback to `fit` or `evaluate`. `evaluate` without the
+    callback is local. After a `fit` that raised an exception the callback stays active until the
+    end of the next `fit` or `evaluate` with it.
 
     Args:
-        device: accepted for scripts written for Horovod; has no effect.
-        root_rank: the rank that warns. Defaults to 0.
+        device: ignored; accepted for compatibility with Horovod.
+        root_rank: rank that warns. Defaults to 0.
 
     Raises:
         ArgumentError: `root_rank` is not a rank.
@@ -46,27 +46,27 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._depth = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Starts to act."""
+        """Activates the reduction of logs."""
         self._depth = 0
         self._enter()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Starts to act, unless it does so already in the fit around."""
+        """Activates the reduction of logs, unless `fit` has activated it."""
         self._enter()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Stops, unless a fit is going on."""
+        """Deactivates the reduction of logs, unless a `fit` is running."""
         self._leave()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Stops."""
+        """Deactivates the reduction of logs."""
         self._leave()
 
     def _enter(self) -> None:
         self._depth += 1
         if self._depth == 1 and runtime.size() > 1:
             model = self.model
-            # On the instance, past Keras' tracking: it lives as long as this fit.
+            # An instance attribute that bypasses Keras' tracking and ends with this fit.
             model.__dict__.pop(LOGS, None)
             warns = runtime.rank() == self.root_rank
             object.__setattr__(model, LOGS, _exact(model, getattr(model, LOGS), warns))
@@ -78,12 +78,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 def _exact(model: keras.Model, result: Callable[[Any], Any], warns: bool) -> Callable[[Any], Any]:
-    """Returns Keras' own function of the logs, computed from the states of all ranks."""
-    waiting = [_warn_of_averages] if warns else []
+    """Wraps Keras' function of the logs: computes it from the states of all ranks."""
+    pending_warnings = [_warn_of_averages] if warns else []
 
     def exact_result(logs: Any) -> Any:
-        if waiting:  # only now: a metric makes its variables at the first step
-            waiting.pop()(model)
+        if pending_warnings:  # not earlier: metrics create their variables at the first step
+            pending_warnings.pop()(model)
         variables = [v for v in model.metrics_variables if v.aggregation in REDUCTIONS]
         own = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
         for variable, value in zip(variables, _reduced(variables, own), strict=True):
@@ -94,9 +94,9 @@ def _exact(model: keras.Model, result: Callable[[Any], Any], warns: bool) -> Cal
         finally:
             for variable, value in zip(variables, own, strict=True):
                 variable.assign(value)
-        if not logs:  # no batch on this rank: the others have logs with these names
+        if not logs:  # no batch on this rank; other ranks have logs with these names
             combined = dict(exact)
-        # A custom step may return more than metrics, or the values of its last batch.
+        # A custom step may return values besides metrics, or metrics of its last batch.
         combined.update({name: exact[name] for name in combined if name in exact})
         return _averaged(combined)
 
@@ -104,7 +104,7 @@ def _exact(model: keras.Model, result: Callable[[Any], Any], warns: bool) -> Cal
 
 
 def _warn_of_averages(model: keras.Model) -> None:
-    """Names the metrics whose results are no exact ones."""
+    """Warns of metrics whose results are not exact."""
     compiled: Any = compiled_metrics(model)
     averaged = [
         f"{metric.name} ({variable.aggregation!r})"
@@ -117,10 +117,10 @@ def _warn_of_averages(model: keras.Model) -> None:
         warnings.warn(
             errors.explain(
                 runtime.where(),
-                "metrics whose state can be added over the ranks (aggregation='sum')",
+                "metrics whose state can be summed over the ranks (aggregation='sum')",
                 f"{', '.join(dict.fromkeys(averaged))}; they are averaged",
-                "Keep totals and counts, in variables of Metric.add_variable, where one process "
-                "over all the data would give another value than the ranks' average.",
+                "If the average of the ranks' results is not the result over all data, keep totals "
+                "and counts in variables of Metric.add_variable.",
             ),
             RuntimeWarning,
             stacklevel=2,
@@ -138,10 +138,10 @@ def _reduced(variables: list[Any], values: list[np.ndarray]) -> list[np.ndarray]
 
 
 def _averaged(logs: dict[str, Any]) -> dict[str, Any]:
-    """Averages the numbers of a log, in the order of their names.
+    """Averages the scalars of the logs over the ranks, in the order of their names.
 
-    It leaves metrics that are exact, and so equal on all ranks, as they are; the others come
-    out equal as well, and callbacks that decide by them decide alike.
+    Exact metrics are equal on all ranks and do not change. All other scalars become equal, so
+    that callbacks decide alike on all ranks.
     """
     arrays = {name: np.asarray(keras.ops.convert_to_numpy(logs[name])) for name in sorted(logs)}
     scalars = {n: a.astype(np.float64) for n, a in arrays.items() if a.ndim == 0}

@@ -177,5 +177,5 @@ def test_bad_schedules_are_refused():
         while True:
             yield make_data(4)
 
-    with pytest.raises(errors.ArgumentError, match="number of steps in an epoch"):
+    with pytest.raises(errors.ArgumentError, match="number of steps per epoch"):
         distributed().fit(endless(), verbose=0, callbacks=[LearningRateWarmupCallback(0.1)])
