@@ -1,7 +1,4 @@
-"""Files written in one go or not at all: at once, or while training goes on.
-
-Knows no callbacks and moves nothing between ranks; whoever writes is the root.
-"""
+"""Atomic writes of checkpoint files, synchronous or in a background thread. Local to the root."""
 
 import functools
 import os
@@ -18,39 +15,43 @@ from keras_dist.storage.atomic_write import beside, move
 __all__ = [
     "NEEDS_ROOM",
     "BackgroundWriter",
-    "write_beside",
+    "write_atomically",
 ]
 
 Save = Callable[[str], None]
 
 HDF5 = ".h5"
-#: the remedy where a file cannot be written
-NEEDS_ROOM = "Choose a place that the root can write to and that has room."
+#: remedy of errors about files that cannot be written
+NEEDS_ROOM = "Choose a directory that the root can write to, with enough free space."
 COPY_NBYTES = 2**23
 
 
-def write_beside(save: Save, filepath: str, nbytes: int = 0) -> None:
-    """Saves to an unguessable name in the same directory, then moves the file to its place.
+def write_atomically(save: Save, filepath: str, nbytes: int = 0) -> None:
+    """Saves to a temporary file with a random name in the same directory, then renames it.
 
     Args:
-        save: writes the file of a given path.
-        filepath: the place, with one of the suffixes that Keras knows.
-        nbytes: about how large the file is. HDF5 is not begun where there is less room: on a full
-            disk that library ends the process when it closes its file.
+        save: function that writes a file at a given path.
+        filepath: final path, with a suffix that Keras supports.
+        nbytes: estimated size of the file in bytes. Defaults to 0, unknown. An HDF5 file is not
+            started without that much free space, because the HDF5 library aborts the process
+            when it closes a file on a full disk.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     target = pathlib.Path(filepath)
     with beside(target) as path:
         if target.suffix == HDF5:
-            _try_room(path, nbytes)
+            _check_free_space(path, nbytes)
         save(str(path))
         move(path, target)
 
 
 class BackgroundWriter:
-    """Writes files while training goes on, one at a time.
+    """Writes files in a background thread, one at a time.
 
-    What is to be written is serialised at once, to the directory of temporary files, which is
-    local on most machines; a thread brings it to its place. A failure is told by `wait`.
+    `write` serialises to the directory of temporary files, which is local on most machines; a
+    thread copies the file to its final path. `wait` raises if the copy failed.
     """
 
     def __init__(self) -> None:
@@ -58,29 +59,31 @@ class BackgroundWriter:
         self._failure: tuple[str, Exception] | None = None
 
     def write(self, save: Save, filepath: str, nbytes: int = 0) -> None:
-        """Serialises now and returns; waits for the file before. The arguments: `write_beside`.
+        """Serialises, after the previous file is written; copies in the background.
+
+        The arguments are those of `write_atomically`.
 
         Raises:
-            OSError: this file could not be serialised.
+            OSError: the temporary file cannot be written.
         """
         self._join()
         directory = pathlib.Path(tempfile.gettempdir())
         with beside(directory / f"keras_dist-{pathlib.Path(filepath).name}") as local:
-            write_beside(save, str(local), nbytes)
+            write_atomically(save, str(local), nbytes)
             content = open(local, "rb")  # noqa: SIM115, the thread closes it
-        # The file has lost its name: whatever ends this process, none remains.
+        # The temporary file is unlinked already: no file remains if this process is killed.
         self._thread = threading.Thread(
-            target=self._bring, args=(content, filepath), name="keras_dist checkpoint"
+            target=self._copy_to, args=(content, filepath), name="keras_dist checkpoint"
         )
         self._thread.start()
 
     def wait(self) -> bool:
-        """Waits until the last file is at its place; returns whether there was one on its way.
+        """Waits until the last file is written; returns whether a write was pending.
 
         Raises:
-            CheckpointError: it could not be written; its cause is the error itself.
+            CheckpointError: the file could not be written; its cause is the original error.
         """
-        was_there = self._thread is not None
+        was_pending = self._thread is not None
         self._join()
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -89,18 +92,18 @@ class BackgroundWriter:
             received = f"{type(error).__name__}: {error}"
             text = errors.explain(runtime.where(), expected, received, NEEDS_ROOM)
             raise errors.CheckpointError(text) from error
-        return was_there
+        return was_pending
 
     def _join(self) -> None:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
 
-    def _bring(self, content: BinaryIO, filepath: str) -> None:
+    def _copy_to(self, content: BinaryIO, filepath: str) -> None:
         try:
             with content:
-                write_beside(functools.partial(_copy, content), filepath)
-        except Exception as error:  # whatever it is, it is told in the thread that trains
+                write_atomically(functools.partial(_copy, content), filepath)
+        except Exception as error:  # raised by wait, in the training thread
             self._failure = filepath, error
 
 
@@ -109,8 +112,8 @@ def _copy(content: BinaryIO, path: str) -> None:
         shutil.copyfileobj(content, file, COPY_NBYTES)
 
 
-def _try_room(path: pathlib.Path, nbytes: int) -> None:
-    """Raises where a file of that size has no room."""
+def _check_free_space(path: pathlib.Path, nbytes: int) -> None:
+    """Creates the file and raises `OSError` if there is no space for `nbytes`."""
     with path.open("xb") as file:
-        if nbytes and hasattr(os, "posix_fallocate"):  # macOS has none
+        if nbytes and hasattr(os, "posix_fallocate"):  # not available on macOS
             os.posix_fallocate(file.fileno(), 0, nbytes)

@@ -1,4 +1,4 @@
-"""Ranks that train on the same batches are found before their first step."""
+"""Detection of ranks that train on the same batches, before the first step."""
 
 import collections
 import hashlib
@@ -16,28 +16,31 @@ __all__ = ["VerifyBatches"]
 
 
 class VerifyBatches(keras.callbacks.Callback):
-    """Warns, on the root, where ranks begin a fit with the same batch.
+    """Warns if ranks start `fit` with the same first batch.
 
-    Data that is not shared out trains every rank on the same samples: the job takes as long as one
-    process and learns no more. The ranks compare digests of their first batches, before the first
-    step and in one meeting; later steps cost nothing. It is in `keras_dist.callbacks()`, and leaves
-    data alone that `keras_dist.data` has shared out on all ranks. Sparse and ragged tensors of
-    TensorFlow are not compared.
+    Without sharding every rank trains on the same samples, and the job learns no more than a
+    single process. The ranks compare digests of their first batches in one collective before the
+    first step; later steps have no overhead. Data that `keras_dist.data` shards on all ranks is
+    not compared, nor are sparse and ragged tensors of TensorFlow. `keras_dist.callbacks()`
+    includes this callback.
 
-    Collective: every rank must pass it to `fit`.
+    Collective: every rank must pass the callback to `fit`.
 
     Args:
-        root_rank: the rank that warns. Defaults to 0.
+        root_rank: rank that warns. Defaults to 0.
+
+    Raises:
+        ArgumentError: `root_rank` is not a rank.
     """
 
     def __init__(self, root_rank: int = 0):
         super().__init__()
         runtime.communicator().index_of_root(root_rank)
-        watch_models()  # who has wrapped no optimizer may have shared out no data either
+        watch_models()  # without a distributed optimizer, no other code has called it
         self.root_rank = root_rank
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Makes the first step look at its batch."""
+        """Makes the first step compare its batch with those of other ranks."""
         if runtime.size() == 1 or epochs.is_shared_out_everywhere():
             return
         model = self.model
@@ -66,11 +69,10 @@ class VerifyBatches(keras.callbacks.Callback):
             warnings.warn(
                 errors.explain(
                     comm.where(),
-                    "another first batch on each rank",
-                    f"the same on {' and on '.join(same)}",
-                    "Pass fit what keras_dist.data.shard makes of the data, a part for each rank, "
-                    "or keras_dist.data.sample, which draws for each. If it is meant so, ignore "
-                    "this.",
+                    "a different first batch on each rank",
+                    f"the same batch on {' and on '.join(same)}",
+                    "Shard the data with keras_dist.data.shard, or draw samples for each rank with "
+                    "keras_dist.data.sample. Ignore this warning if equal batches are intended.",
                 ),
                 RuntimeWarning,
                 stacklevel=2,
@@ -80,9 +82,9 @@ class VerifyBatches(keras.callbacks.Callback):
 def _digest(batch: Any) -> bytes | None:
     if batch is None:
         return None
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for leaf in keras.tree.flatten(batch):
         array = as_array(leaf)
-        found.update(f"{array.dtype} {array.shape}".encode())
-        found.update(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes())
-    return found.digest()
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes())
+    return digest.digest()

@@ -1,4 +1,4 @@
-"""Checkpoints: the root writes, in one go or not at all, and all ranks go on together."""
+"""Model checkpoints of distributed training: the root writes each file atomically."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_dist import errors, runtime
 from keras_dist._compat.keras.callbacks import ModelCheckpoint as KerasCheckpoint
-from keras_dist.callbacks.background_writer import NEEDS_ROOM, BackgroundWriter, write_beside
+from keras_dist.callbacks.background_writer import NEEDS_ROOM, BackgroundWriter, write_atomically
 from keras_dist.callbacks.verification import verify_before_writing
 from keras_dist.storage.retry_policy import RetryPolicy
 from keras_dist.storage.root_action import on_root
@@ -17,40 +17,50 @@ from keras_dist.training.model_state import state
 
 __all__ = ["BestModelCheckpoint", "ModelCheckpoint"]
 
-# What HDF5 takes for a variable besides its values, and for itself: an upper bound.
+# Upper bound of the metadata that HDF5 writes per file and per variable.
 HDF5_NBYTES = 8192
 
 
 class ModelCheckpoint(KerasCheckpoint):
-    """Keras' `ModelCheckpoint` for many ranks: only the root writes.
+    """Keras' `ModelCheckpoint` for distributed training: only the root writes.
 
-    The file is written beside its place under another name and then moved there, so a
-    reader never meets half a file and a crash leaves the previous checkpoint whole. All
-    ranks wait until it is written. A disk that is full does not end the training: the root says
-    so, and the checkpoint that is there stays. Nor does any failure after a first write that
-    succeeded; one before it is an error on all ranks. Before each write the replicas are verified,
-    see `VerifyReplicas`, moving statistics having been averaged. A `.keras` file is a zip archive
-    with checksums: `keras_dist.load_model` finds out when it is damaged. Other files have none.
+    The root writes to a temporary file in the same directory and renames it. A reader never sees
+    an incomplete file, and a crash leaves the previous checkpoint intact. All ranks wait until
+    the file is written. If the disk is full, or any write fails after a first successful write,
+    training continues, the root logs a warning and the previous checkpoint stays. A failure of
+    the first write raises on all ranks. Moving statistics are averaged and the replicas verified
+    before each write, see `VerifyReplicas`. A `.keras` file is a zip archive with checksums, from
+    which `keras_dist.load_model` detects damage; other formats have no checksums.
 
-    Where that place is slow, `asynchronous=True` lets training go on meanwhile: the root writes
-    to the directory of temporary files, see `TMPDIR`, and a thread moves the file from there. One
-    file is on its way at a time: the next checkpoint waits for it, and so does the end of `fit`.
+    With `asynchronous=True` training continues while a file is written to slow storage: the root
+    writes to the directory of temporary files (`TMPDIR`), and a background thread copies the file
+    to `filepath`. Only one write is pending at a time: the next checkpoint and the end of `fit`
+    wait for it.
 
-    Collective: every rank must pass it to `fit`, with the same arguments.
+    Collective: every rank must pass the callback to `fit`, with the same arguments.
 
     Args:
-        filepath: as in Keras; a local path that ends in `.keras`, `.h5` or `.weights.h5`.
-        *args: as in Keras.
-        root_rank: the rank that writes. Defaults to 0.
-        asynchronous: whether training goes on while a file is brought to its place; the words of
-            `verbose=1` that saving is finished then come before it is there. Defaults to `False`.
-        **kwargs: as in Keras.
+        filepath: local path that ends in `.keras`, `.h5` or `.weights.h5`; may contain format
+            fields as in Keras.
+        *args: see `keras.callbacks.ModelCheckpoint`.
+        root_rank: rank that writes. Defaults to 0.
+        asynchronous: whether training continues while a file is copied to `filepath`. With
+            `verbose=1`, Keras' message that saving is finished then appears before the file does.
+            Defaults to `False`.
+        **kwargs: see `keras.callbacks.ModelCheckpoint`.
 
     Raises:
-        CheckpointError: the first file could not be written; raised on every rank, by `fit`: at
-            once, or when `asynchronous` at the next checkpoint or the end of training.
+        CheckpointError: the first file cannot be written; raised on every rank, by `fit`, at the
+            write, or with `asynchronous` at the next checkpoint or the end of training.
         MismatchError: the replicas differ; raised on every rank, by `fit`.
         ArgumentError: `root_rank` is not a rank.
+
+    Example:
+
+    ```python
+    checkpoint = keras_dist.callbacks.ModelCheckpoint("best.keras", save_best_only=True)
+    model.fit(dataset, callbacks=keras_dist.callbacks(checkpoint))
+    ```
     """
 
     best: float | None
@@ -66,14 +76,14 @@ class ModelCheckpoint(KerasCheckpoint):
         super().__init__(filepath, *args, **kwargs)
         runtime.communicator().index_of_root(root_rank)
         self.root_rank = root_rank
-        self._behind = BackgroundWriter() if asynchronous else None
+        self._writer = BackgroundWriter() if asynchronous else None
         self._retry_policy = RetryPolicy()
         if runtime.rank() != root_rank:
             self.verbose = 0
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Waits until the last checkpoint is at its place."""
-        if self._behind is not None:
+        """Waits until the last checkpoint is written."""
+        if self._writer is not None:
             self._on_root("the last checkpoint", self._wait, self.filepath)
 
     def _keras_dist_save(self, path: str, save: Callable[[], None]) -> None:
@@ -86,15 +96,15 @@ class ModelCheckpoint(KerasCheckpoint):
         return on_root(self.root_rank, what, work, errors.CheckpointError, expected, NEEDS_ROOM)
 
     def _wait(self) -> None:
-        if self._behind is not None:
-            self._retry_policy.attempt(self._behind.wait, "to write the checkpoint before")
+        if self._writer is not None:
+            self._retry_policy.attempt(self._writer.wait, "to write the previous checkpoint")
 
     def _save_atomically(self, path: str, save: Callable[[], None]) -> float | None:
-        """Lets Keras decide and write; returns the best value so far."""
+        """Lets Keras decide whether to write; returns the best monitored value so far."""
         self._wait()
         best = self.best
         work = functools.partial(self._save, save)
-        # Keras notes the best before it writes.
+        # Keras updates `best` before it writes: a failed write must not count.
         return (
             self.best
             if self._retry_policy.attempt(work, f"to write the checkpoint {path}")
@@ -102,30 +112,30 @@ class ModelCheckpoint(KerasCheckpoint):
         )
 
     def _save(self, save: Callable[[], None]) -> bool:
-        """Returns whether a file has come to its place."""
+        """Returns whether a file was written to its final path."""
         model = self.model
-        write = write_beside if self._behind is None else self._behind.write
+        write = write_atomically if self._writer is None else self._writer.write
         saver = _Saver(model, write)
         self.set_model(saver)
         try:
             save()
         finally:
             self.set_model(model)
-        return saver.has_saved and self._behind is None
+        return saver.has_saved and self._writer is None
 
 
 class BestModelCheckpoint(ModelCheckpoint):
-    """The `ModelCheckpoint` that keeps the best model alone, with Horovod's arguments.
+    """`ModelCheckpoint` with `save_best_only=True` and Horovod's arguments.
 
     Args:
-        monitor: as in Keras, like those that follow. Defaults to `"val_loss"`.
-        verbose: as in Keras. Defaults to 0.
-        save_weights_only: as in Keras. Defaults to `False`.
-        mode: as in Keras. Defaults to `"auto"`.
-        save_freq: as in Keras. Defaults to `"epoch"`.
-        filepath: where to write; the attribute may be set later, too. Defaults to `None`:
-            `best.keras`, or `best.weights.h5` for weights alone.
-        **kwargs: as for `ModelCheckpoint`.
+        monitor: name of the metric to monitor. Defaults to `"val_loss"`.
+        verbose: 1 prints a line per checkpoint, on the root. Defaults to 0.
+        save_weights_only: whether to save weights rather than the model. Defaults to `False`.
+        mode: `"min"`, `"max"` or `"auto"`. Defaults to `"auto"`.
+        save_freq: `"epoch"` or a number of batches. Defaults to `"epoch"`.
+        filepath: path of the file; the attribute may also be set later. Defaults to `None`:
+            `best.keras`, or `best.weights.h5` with `save_weights_only`.
+        **kwargs: see `ModelCheckpoint`.
     """
 
     def __init__(
@@ -143,7 +153,7 @@ class BestModelCheckpoint(ModelCheckpoint):
 
 
 class _Saver:
-    """Stands in for a model while Keras saves it, and hands over how and where to."""
+    """Proxy of a model: passes the method and path that Keras saves with to `write`."""
 
     def __init__(self, model: keras.Model, write: Callable[..., None]):
         self._model, self._write_file = model, write
@@ -157,6 +167,7 @@ class _Saver:
 
     def _write(self, save: Callable[[str], None], filepath: str) -> None:
         variables = state(self._model)
-        nbytes = sum(np.asarray(keras.ops.convert_to_numpy(one)).nbytes for one in variables)
+        arrays = [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables]
+        nbytes = sum(array.nbytes for array in arrays)
         self._write_file(save, filepath, nbytes + HDF5_NBYTES * (1 + len(variables)))
         self.has_saved = True

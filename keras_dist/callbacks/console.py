@@ -1,4 +1,4 @@
-"""The console belongs to the root: progress bars and messages of the others are silenced."""
+"""Console output of the root only."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ __all__ = ["RootConsoleCallback"]
 
 
 class RootConsoleCallback(keras.callbacks.Callback):
-    """Lets only the root print, whatever `verbose` says on the other ranks.
+    """Sets `verbose=0` on all ranks but the root.
 
-    It must stand before Keras' own progress bar, which Keras appends to the list. On the
-    other ranks Keras' interactive logging is switched off, so the messages of other
-    callbacks and of a later `evaluate` are silent as well.
+    The callback must precede Keras' progress bar, which Keras appends to the list. On ranks other
+    than the root Keras' interactive logging is disabled, which also silences other callbacks and
+    later calls of `evaluate`.
 
     Args:
-        root_rank: the rank that prints. Defaults to 0.
+        root_rank: rank that prints. Defaults to 0.
     """
 
     def __init__(self, root_rank: int = 0):
@@ -25,7 +25,7 @@ class RootConsoleCallback(keras.callbacks.Callback):
         self.root_rank = root_rank
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Sets `verbose` to 0 in the parameters, which all callbacks of the list share."""
+        """Sets `verbose` to 0 in the parameters, a dict that all callbacks share."""
         super().set_params(params)
         if runtime.rank() != self.root_rank:
             params["verbose"] = 0

@@ -42,7 +42,7 @@ def test_equal_batches_are_told_by_the_root_and_none_is_lost(steps_per_execution
     for value, expected in zip(weights, plain, strict=True):
         np.testing.assert_array_equal(value, expected)
     ranks = ", ".join(map(str, range(keras_dist.size())))
-    expected = [] if keras_dist.size() == 1 else [[f"the same on ranks {ranks}. Pass fit"]]
+    expected = [] if keras_dist.size() == 1 else [[f"the same batch on ranks {ranks}. Shard"]]
     for [text], [part] in zip(told[: len(expected)], expected, strict=True):
         assert part in text and text.startswith("[rank 0 of ")
     assert not any(told[len(expected) :])

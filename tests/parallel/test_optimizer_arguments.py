@@ -384,7 +384,7 @@ def test_callbacks_warn_of_an_optimizer_that_is_not_wrapped():
     if keras_dist.size() > 1 and keras_dist.rank() == 0:
         plain, same_batches = texts
         assert "to be distributed. Received: a plain SGD" in plain
-        assert "another first batch on each rank" in same_batches
+        assert "a different first batch on each rank" in same_batches
     else:
         assert not texts
 
