@@ -1,4 +1,4 @@
-"""Weights that training does not touch, such as moving statistics, kept equal."""
+"""Averaging of non-trainable weights, such as moving statistics."""
 
 from typing import Any
 
@@ -10,21 +10,21 @@ __all__ = ["AverageStatisticsCallback"]
 
 
 class AverageStatisticsCallback(keras.callbacks.Callback):
-    """Averages the moving statistics of batch normalisation over the ranks.
+    """Averages moving statistics, such as those of batch normalization, over the ranks.
 
-    Each rank normalises by its own batches and so gathers its own statistics. They are
-    averaged before each validation and at the end of each epoch, so every rank validates
-    and saves the same model. Any other weight that is not trained and differs is treated
-    alike, see `keras_dist.training.replicas.average_statistics`.
+    Each rank updates moving statistics from its own batches. The callback averages them before
+    each validation and at the end of each epoch, so that every rank validates and saves the same
+    model. Other non-trainable weights that differ between ranks are averaged as well, see
+    `keras_dist.training.replicas.average_statistics`.
 
-    Collective: every rank must pass it to `fit`.
+    Collective: every rank must pass the callback to `fit`.
     """
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Averages before the model is evaluated."""
+        """Averages before validation."""
         if self.model.built:
             average_statistics(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Averages before the model is saved."""
+        """Averages before callbacks save the model."""
         average_statistics(self.model)

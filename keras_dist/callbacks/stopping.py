@@ -1,4 +1,4 @@
-"""All ranks stop after the same step: any of them may decide it, and then all do."""
+"""Agreement on `stop_training`: all ranks stop after the same step."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -19,27 +19,25 @@ __all__ = [
     "may_stop_at_a_batch",
 ]
 
-# What Keras takes for a stop and what ends no more than an epoch, whose data is out, or a job,
-# which goes on when it is started again.
+# True values of `stop_training` that end only an epoch (out of data) or a job (to be restarted).
 STOPS_EPOCH, STOPS_JOB = "this epoch alone", "this job alone"
 
 BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 
 class AgreeOnStoppingCallback(keras.callbacks.Callback):
-    """Stops all ranks when `model.stop_training` has been set on any of them.
+    """Stops all ranks if `model.stop_training` is set on any rank.
 
-    It must stand behind all that may stop, so that it sees what they have decided;
-    `keras_dist.callbacks()` puts it there, and `fit` puts it behind callbacks that were appended to
-    that list. The ranks agree at the begin and end of every epoch. At
-    batches they do so only where `each_batch` says that a callback may stop there, since it costs a
-    meeting a step. A rank that stopped alone would leave the others with an error.
+    The callback must follow all callbacks that may stop training. `keras_dist.callbacks()` puts it
+    there, and `fit` moves it behind callbacks that are appended to that list. The ranks agree at
+    the beginning and end of every epoch, and with `each_batch` after every batch, which costs a
+    collective per step. Without agreement, the remaining ranks fail when a rank stops alone.
 
-    Collective: every rank must pass it to `fit`.
+    Collective: every rank must pass the callback to `fit`.
 
     Args:
-        each_batch: whether the ranks agree after every batch as well. On JAX and torch Keras
-            then calls all callbacks between the steps, not beside them. Defaults to `False`.
+        each_batch: whether the ranks also agree after every batch. On JAX and torch Keras then
+            calls all callbacks in the training thread, between the steps. Defaults to `False`.
 
     Raises:
         MismatchError: `each_batch` differs between the ranks; raised on every rank, by `fit`.
@@ -49,12 +47,12 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
         super().__init__()
         self.each_batch = each_batch
         if each_batch:
-            # On the instance: a class that has this hook makes Keras call those of all
-            # callbacks in the thread that trains, the only one where ranks may meet.
+            # On the instance, only if needed: the presence of this hook makes Keras call the hooks
+            # of all callbacks in the training thread, the only thread that may run collectives.
             self.on_train_batch_end = self._agree
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Checks that all ranks will meet at the same places."""
+        """Checks that `each_batch` is equal on all ranks."""
         comm = runtime.communicator()
         everyone = _engine.collectives.allgather_object(
             comm, self.each_batch, operation="agreeing on when to agree on stopping"
@@ -66,34 +64,34 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
                     comm.where(),
                     "callbacks that may stop at a batch on every rank or on none",
                     f"some on ranks {ranks} of {comm.size} alone",
-                    "Pass the same callbacks on every rank; put those that are for one rank "
-                    "into keras_dist.callbacks.RootOnly.",
+                    "Pass the same callbacks on every rank. Wrap a callback that acts on one rank "
+                    "in keras_dist.callbacks.RootOnly.",
                 )
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Agrees; Keras then stops after the first batch."""
+        """Agrees on a stop; Keras then stops after the first batch."""
         self._agree()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Agrees on whether this was the last epoch."""
+        """Agrees on whether this epoch is the last."""
         self._agree()
 
     def after_batches(self) -> "AgreeOnStoppingCallback":
-        """Returns such a callback that agrees after every batch as well."""
+        """Returns an equivalent callback that also agrees after every batch."""
         return self if self.each_batch else type(self)(each_batch=True)
 
     @staticmethod  # `fit_plan` asks an instance: it is imported before this package
     def must_ask(callbacks: Iterable[keras.callbacks.Callback]) -> bool:
-        """Tells whether any of some callbacks may stop training after a batch."""
+        """Returns whether any of the callbacks may stop training after a batch."""
         return may_stop_at_a_batch(callbacks)
 
     def _agree(self, batch: int = 0, logs: dict[str, Any] | None = None) -> None:
         model, comm = model_of(self), runtime.communicator()
-        mine = np.array([is_stopped(model)], np.uint8)
+        stopped = np.array([is_stopped(model)], np.uint8)
         (any_rank,) = _engine.collectives.allreduce(
             comm,
-            [mine],
+            [stopped],
             ["the decision to stop"],
             _engine.OpOptions(_engine.ReduceOp.MAX),
             bucket_nbytes(comm),
@@ -103,15 +101,15 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
 
 
 def is_stopped(model: keras.Model) -> bool:
-    """Tells whether training has been stopped for good."""
+    """Returns whether training is stopped, rather than only the epoch or the job."""
     stop = model.stop_training
-    return bool(stop) and all(stop is not one for one in (STOPS_EPOCH, STOPS_JOB))
+    return bool(stop) and stop is not STOPS_EPOCH and stop is not STOPS_JOB
 
 
 def may_stop_at_a_batch(callbacks: Iterable[keras.callbacks.Callback]) -> bool:
-    """Tells whether any of some callbacks has a hook at batches that may stop training.
+    """Returns whether any of the callbacks has a batch hook that may stop training.
 
-    Of Keras' own only `TerminateOnNaN` does; what the hooks of others do cannot be known.
+    Of Keras' callbacks only `TerminateOnNaN` does. User callbacks with batch hooks count.
     """
     return any(
         _may_stop(getattr(_inside(callback), hook))
@@ -126,7 +124,7 @@ def _inside(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
 
 
 def _may_stop(hook: Any) -> bool:
-    # By where it is defined: a class of the user's may inherit the hook of one of Keras'.
+    # The module of the hook, not of the class: a user's class may inherit a hook of Keras.
     module = module_of(hook)
     known = is_part_of_keras(hook) or module.startswith("keras_dist.")
     return not known or module == keras.callbacks.TerminateOnNaN.__module__

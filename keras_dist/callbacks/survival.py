@@ -1,4 +1,4 @@
-"""Training that goes on when ranks die: whose duties, whose data, said by whom."""
+"""Training that continues when ranks die: takes over the root's role and the data of dead ranks."""
 
 import secrets
 from typing import Any
@@ -16,37 +16,37 @@ SHARE_OUT = ("next epoch", "at once")
 
 
 class GoOnWithoutLostRanks(keras.callbacks.Callback):
-    """Lets the other ranks go on when one dies, in place: no step is lost, nothing is rolled back.
+    """Continues training on the remaining ranks when a rank dies, without loss of a step.
 
-    Needs Open MPI 5 or newer, started by `mpiexec --with-ft ulfm`, which
-    `keras-dist run --on-failure continue` does; elsewhere the root says so, and the job ends when a
-    rank dies. The step in which a rank died is reduced among the others, who have their gradients
-    still. From then on:
+    Requires Open MPI 5 or newer, started by `mpiexec --with-ft ulfm`, which
+    `keras-dist run --on-failure continue` does. Otherwise the root logs a warning, and the job ends
+    when a rank dies. The remaining ranks still have their gradients and reduce the step in which a
+    rank died. Afterwards:
 
-    - The others are numbered anew, 0 to `size() - 1`, in their order. If the root died the next
-      rank takes its place: it prints, a line an epoch, and writes checkpoints.
-    - Averages are those of the ranks that are left.
-    - From the next epoch on, arrays that `keras_dist.data.shard` shares out are shared out anew:
-      the number of steps and the samples in a step of all ranks stay, so each rank's batches grow,
-      and the learning rate stays right as it is. What the dead still had to do in the epoch of its
-      death is left out; with `share_out="at once"` the others do it, from the first batch on that
-      no rank has read ahead. Other data is not shared out anew: each rank keeps its part, and the
-      batch of all ranks is smaller by that of the dead.
+    - The remaining ranks are renumbered from 0 to `size() - 1`, in their order. If the root died,
+      the next rank becomes the root: it prints a line per epoch and writes checkpoints.
+    - Averages are over the remaining ranks.
+    - From the next epoch on, arrays of `keras_dist.data.shard` are resharded. The number of steps
+      and the global batch size stay the same, so batches of each rank grow and the learning rate
+      stays right. The rest of the dead rank's data of the current epoch is skipped. With
+      `share_out="at once"` the remaining ranks train on it, starting with the first batch that no
+      rank has prefetched. Other data is not resharded: each rank keeps its shard, and the global
+      batch shrinks by the dead rank's batch.
 
-    A rank that raises is not lost: its error ends the job. So does a death before
-    `keras_dist.init` has returned, where there are process sets, between the end of an uneven
-    epoch's steps and what follows, and under Adasum, unless a power of two of ranks is left.
+    An exception on a rank still ends the job. So does a death before `keras_dist.init` returns,
+    with process sets, between the last step of an uneven epoch and the next collective, and with
+    Adasum unless the number of remaining ranks is a power of two.
 
-    Collective: every rank must pass it to `fit`, behind `MetricAverageCallback`.
+    Collective: every rank must pass the callback to `fit`, behind `MetricAverageCallback`.
 
     Args:
         verbose: whether a rank that becomes the root prints. Defaults to `True`.
-        share_out: `"next epoch"` or `"at once"`. For the latter the ranks ask each other after
-            every batch, which costs a meeting a step, and on JAX and torch Keras calls all
-            callbacks between the steps, not beside them. Defaults to `"next epoch"`.
+        share_out: when the data of a dead rank is taken over: `"next epoch"` or `"at once"`.
+            `"at once"` costs a collective per step, and on JAX and torch Keras calls all callbacks
+            in the training thread, between the steps. Defaults to `"next epoch"`.
 
     Raises:
-        ArgumentError: `share_out` is neither.
+        ArgumentError: `share_out` is unknown.
     """
 
     def __init__(self, verbose: bool = True, share_out: str = "next epoch"):
@@ -57,22 +57,22 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
                     runtime.where(),
                     f"share_out to be one of {', '.join(map(repr, SHARE_OUT))}",
                     repr(share_out),
-                    "'at once' costs a meeting a step.",
+                    "Omit it, or pass 'at once', which costs a collective per step.",
                 )
             )
         runtime.outlive_ranks()
         self.verbose = verbose
         self.share_out = share_out
         if share_out == "at once":
-            # On the instance: a class that has this hook makes Keras call those of all
-            # callbacks in the thread that trains, the only one where ranks may meet.
-            self.on_train_batch_end = self._share_out_at_once
+            # On the instance, only if needed: the presence of this hook makes Keras call the hooks
+            # of all callbacks in the training thread, the only thread that may run collectives.
+            self.on_train_batch_end = self._reshard_epoch
         self._name = secrets.token_hex(8)
         self._was_silent = False
         self._bar: keras.callbacks.Callback | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Notes whether this rank prints already."""
+        """Stores whether this rank prints already."""
         self._bar = None
         is_root = runtime.rank() == 0
         if is_root and self._was_silent:
@@ -81,8 +81,8 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
         self._was_silent |= not is_root
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Shares data and duties out anew, where ranks have died in the last epoch."""
-        # One rank may hear of a death before another. What they gather is the same on all.
+        """Reshards data, and makes rank 0 print, if ranks died in the last epoch."""
+        # Ranks may detect a death at different times; the gathered list is the same on all ranks.
         names = _engine.collectives.allgather_object(
             runtime.communicator(), self._name, operation="counting the ranks"
         )
@@ -97,25 +97,26 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
         if self._bar is not None:
             self._bar.on_epoch_begin(epoch, logs)
 
-    def _share_out_at_once(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Shares out what is left of the epoch, if ranks have died since that was done last."""
+    def _reshard_epoch(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Reshards the rest of the epoch if ranks died since the last resharding."""
         comm = runtime.communicator()
-        mine = [np.array([comm.size != self._count], np.uint8)]
+        changed = [np.array([comm.size != self._count], np.uint8)]
         name = "whether ranks have died"
         options = _engine.OpOptions(_engine.ReduceOp.MAX)
-        (died,) = _engine.collectives.allreduce(comm, mine, [name], options, bucket_nbytes(comm))
-        # A rank that is out of data could not come to what follows.
+        (died,) = _engine.collectives.allreduce(comm, changed, [name], options, bucket_nbytes(comm))
+        # A rank that is out of data cannot take part in the following collective.
         if not died[0] or comm.faults.joined is not None:
             return
         with epochs.held():
-            told = _engine.collectives.allgather_object(
+            gathered = _engine.collectives.allgather_object(
                 comm, (self._name, epochs.positions()), operation="sharing out the epoch"
             )
-            names = [name for name, _ in told]
-            epochs.share_out(names.index(self._name), len(names), [read for _, read in told])
+            names = [name for name, _ in gathered]
+            positions = [position for _, position in gathered]
+            epochs.share_out(names.index(self._name), len(names), positions)
         self._count = len(names)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Prints, as the root that this rank has become."""
+        """Prints the epoch if this rank has become the root."""
         if self._bar is not None:
             self._bar.on_epoch_end(epoch, logs)

@@ -1,4 +1,4 @@
-"""Replicas that have gone apart are found: in training, at its end, before a write."""
+"""Verification that replicas are equal: during training, at its end and before writes."""
 
 import warnings
 from typing import Any
@@ -17,30 +17,29 @@ WRITING, ENDING = "writing", "the end of a fit"
 class VerifyReplicas(keras.callbacks.Callback):
     """Checks that weights and optimizer state are equal on all ranks.
 
-    It does so when a fit has ended, and at the end of epochs where `every` says so. One that
-    checks the end alone is in `keras_dist.callbacks()`; `BackupAndRestore` and `ModelCheckpoint`
-    check before each write in any case. So replicas to be repaired have to be so before: pass
-    `VerifyReplicas(repair=True)` in front of those. At the end of a fit, and before a write,
-    models are left alone whose optimizers do not average over all ranks.
+    The callback checks every `every` epochs and at the end of `fit`. `keras_dist.callbacks()`
+    includes an instance that checks at the end of `fit` only. `BackupAndRestore` and
+    `ModelCheckpoint` check before each write; to repair replicas before they do, pass
+    `VerifyReplicas(repair=True)` in front of them. The checks at the end of `fit` and before
+    writes skip models whose optimizers do not reduce over all ranks.
 
-    Only digests travel, 16 bytes a variable; to compute them takes about 0.2 s for 100 MB of
-    weights and optimizer state. Weights that training does not touch, such as moving statistics,
-    must have been made equal before, so it has to stand behind `AverageStatisticsCallback`, as in
-    `keras_dist.callbacks(VerifyReplicas())`.
+    The ranks exchange digests of 16 bytes per variable. Computing them takes about 0.2 s per
+    100 MB of weights and optimizer state. The callback must follow `AverageStatisticsCallback`,
+    which makes moving statistics equal, as in `keras_dist.callbacks(VerifyReplicas())`.
 
-    Collective: every rank must pass it to `fit`, with the same arguments.
+    Collective: every rank must pass the callback to `fit`, with the same arguments.
 
     Args:
-        every: epochs from one check to the next; `None`: none but that at the end of the fit.
+        every: number of epochs between checks, or `None` to check at the end of `fit` only.
             Defaults to 1.
-        repair: whether replicas that differ receive the root's state, with a warning, rather
-            than ending the training. Defaults to `False`.
-        root_rank: the rank from which they are repaired. Defaults to 0.
+        repair: whether to broadcast the root's state with a warning, rather than to raise, if
+            the replicas differ. Defaults to `False`.
+        root_rank: rank whose state repairs the replicas. Defaults to 0.
 
     Raises:
-        MismatchError: the replicas differ; the text names variables and ranks. Raised on
+        MismatchError: the replicas differ; the message names variables and ranks. Raised on
             every rank, by `fit`.
-        ArgumentError: `every` is not a positive number, or `root_rank` not a rank.
+        ArgumentError: `every` is not a positive integer; `root_rank` is not a rank.
     """
 
     def __init__(self, every: int | None = 1, repair: bool = False, root_rank: int = 0):
@@ -58,12 +57,12 @@ class VerifyReplicas(keras.callbacks.Callback):
         self.root_rank = root_rank
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Checks, and repairs where it is to."""
+        """Checks every `every` epochs."""
         if self.every is not None and (epoch + 1) % self.every == 0:
             self._verify(WRITING)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Checks once more."""
+        """Checks the final replicas."""
         if _are_replicas(self.model):
             self._verify(ENDING)
 
@@ -76,26 +75,27 @@ class VerifyReplicas(keras.callbacks.Callback):
             broadcast_state(self.model, self.root_rank)  # raises where the models differ
             if runtime.rank() == self.root_rank:
                 warnings.warn(
-                    f"{difference} All ranks go on with the state of rank {self.root_rank}.",
+                    f"{difference} All ranks continue with the state of rank {self.root_rank}.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
 
 
 def verify_before_writing(model: keras.Model, moment: str = WRITING) -> None:
-    """Checks replicas before they are written, or what was written is removed.
+    """Checks replicas before a file is written or removed.
 
-    Weights that training does not touch are averaged first. Does nothing where the replicas need
-    not be equal.
+    Averages non-trainable weights first. Does nothing if the optimizers of the model do not
+    reduce over all ranks.
 
     Collective: every rank; blocks.
 
     Args:
         model: a built Keras model.
-        moment: `WRITING` or `ENDING`, at each of which one check is enough.
+        moment: `WRITING` or `ENDING`; a second check at the same moment is skipped. Defaults to
+            `WRITING`.
 
     Raises:
-        MismatchError: they differ; raised on every rank.
+        MismatchError: the replicas differ; raised on every rank.
     """
     if _are_replicas(model):
         average_statistics(model)
@@ -103,7 +103,7 @@ def verify_before_writing(model: keras.Model, moment: str = WRITING) -> None:
 
 
 def _are_replicas(model: keras.Model) -> bool:
-    """Tells whether all optimizers of a model that reduce do so over all ranks."""
+    """Returns whether the distributed optimizers of a model reduce over all ranks."""
     optimizers = distributed_optimizers(model)
     job = runtime.communicator()
-    return bool(optimizers) and all(one._keras_dist.communicator() is job for one in optimizers)
+    return bool(optimizers) and all(o._keras_dist.communicator() is job for o in optimizers)

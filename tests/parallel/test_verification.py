@@ -51,7 +51,7 @@ def test_a_difference_is_repaired_from_the_root_with_a_warning():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, history = fit(Disturb(), VerifyReplicas(repair=True))
-    said = [str(warning.message) for warning in caught if "go on with" in str(warning.message)]
+    said = [str(warning.message) for warning in caught if "continue with" in str(warning.message)]
     assert len(said) == (1 if keras_dist.rank() == 0 else 0)
     assert len(history.epoch) == 3
     keras_dist.verify_replicas(model)
