@@ -14,7 +14,7 @@ import numpy as np
 from keras_dist.data.batches import for_keras
 from keras_dist.data.epochs import Epochs, kind_of
 from keras_dist.data.order import Order
-from keras_dist.data.partition import Plan, Rest, plan_for_fewer, plan_samples
+from keras_dist.data.partition import Plan, Rest, plan_for_fewer
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 __all__ = ["DEFAULT_BATCH_SIZE", "Batches", "IndexedSource", "Rows", "plan_among"]
@@ -52,8 +52,8 @@ class IndexedSource:
 
     Args:
         rows: the samples.
-        terms: the terms on which to share them out.
-        batch_size: samples in each step on a rank, unless the terms say so.
+        options: options of `shard`.
+        batch_size: samples in each step on a rank, unless `options` has a batch size.
         of: what the samples are called, a plural.
 
     Raises:
@@ -65,24 +65,24 @@ class IndexedSource:
     def __init__(
         self,
         rows: Rows,
-        terms: ShardOptions,
+        options: ShardOptions,
         batch_size: int = DEFAULT_BATCH_SIZE,
         of: str = "samples",
     ):
-        batch_size = terms.batch_size or batch_size
-        if terms.draws:
-            plan = _plan_of_draws(rows.total, batch_size, terms, of)
+        batch_size = options.batch_size or batch_size
+        if options.draws:
+            plan = _plan_of_draws(rows.total, batch_size, options, of)
         else:
-            terms.need_samples(rows.total, of)
-            plan = plan_samples(rows.total, terms.size, terms.rank, batch_size, terms.remainder)
-            terms.need_steps(plan.steps)
-            plan = plan.limited(terms.steps or plan.steps)
+            options.need_samples(rows.total, of)
+            plan = options.plan(rows.total, batch_size)
+            options.need_steps(plan.steps)
+            plan = plan.limited(options.steps or plan.steps)
         self.rows = rows
-        self.facts = [*rows.facts, Fact(f"the number of {of}", rows.total, WHOLE), *terms.facts()]
-        order = Order(terms.way, terms.seed, rows.total)
-        may_shrink = terms.may_shrink and not terms.draws
-        among = functools.partial(plan_among, rows.total, terms, batch_size, plan.steps)
-        kind = kind_of(terms.lasting(self.facts))
+        self.facts = [*rows.facts, Fact(f"the number of {of}", rows.total, WHOLE), *options.facts()]
+        order = Order(options.way, options.seed, rows.total)
+        may_shrink = options.may_shrink and not options.draws
+        among = functools.partial(plan_among, rows.total, options, batch_size, plan.steps)
+        kind = kind_of(options.lasting(self.facts))
         self.batches = Batches(rows, plan, order, kind, among if may_shrink else None)
 
     @property
@@ -183,19 +183,20 @@ class Batches:
 
 
 def plan_among(
-    total: int, terms: ShardOptions, batch_size: int, steps: int, rank: int, size: int
+    total: int, options: ShardOptions, batch_size: int, steps: int, rank: int, size: int
 ) -> Plan:
     """Returns the plan of a rank among so many, of which others may have died."""
-    first_rank = rank if size == terms.size else 0
-    first = plan_samples(total, terms.size, first_rank, batch_size, terms.remainder).limited(steps)
-    if size == terms.size:
+    first_rank = rank if size == options.size else 0
+    before = dataclasses.replace(options, rank=first_rank)
+    first = before.plan(total, batch_size).limited(steps)
+    if size == options.size:
         return first
-    return plan_for_fewer(first, total, size, rank, terms.remainder)
+    return plan_for_fewer(first, total, size, rank, options.remainder)
 
 
-def _plan_of_draws(total: int, batch_size: int, terms: ShardOptions, of: str) -> Plan:
+def _plan_of_draws(total: int, batch_size: int, options: ShardOptions, of: str) -> Plan:
     """Returns the plan of a rank that draws from the whole: by default as many as an epoch has."""
     if total == 0:
-        terms.need_samples(total, of)
-    steps = terms.steps or -(-total // (terms.size * batch_size))
-    return Plan(terms.rank, terms.size, total, steps * batch_size, steps, batch_size)
+        options.need_samples(total, of)
+    steps = options.steps or -(-total // (options.size * batch_size))
+    return Plan(options.rank, options.size, total, steps * batch_size, steps, batch_size)

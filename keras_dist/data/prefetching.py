@@ -41,17 +41,17 @@ def prefetch(data: Any, count: int = 2) -> Any:
     train = keras_dist.data.prefetch(keras_dist.data.npz("train/*.npz", x="images", y="labels"))
     ```
     """
-    terms = ShardOptions()
+    options = ShardOptions()
     if not isinstance(count, int) or count < 1:
         raise errors.ArgumentError(
-            terms.explain("count to be at least 1", repr(count), "Leave it out.")
+            options.explain("count to be at least 1", repr(count), "Leave it out.")
         )
     if isinstance(data, keras.utils.PyDataset):
         made: Any = Ahead(data, count, _mover)
     elif hasattr(data, "element_spec"):
         made = _tf_prefetched(data, count)
     else:
-        raise terms.wrong_kind("a tf.data.Dataset or a keras.utils.PyDataset", data)
+        raise options.wrong_kind("a tf.data.Dataset or a keras.utils.PyDataset", data)
     if epochs.is_shared_out(data):
         epochs.note(made, epochs.of(data))
     return made

@@ -17,7 +17,6 @@ from keras_dist.data.epochs import kind_of
 from keras_dist.data.indexed import plan_among
 from keras_dist.data.mpi_readers import CollectiveReader, RemoteReader, open_mpi_file
 from keras_dist.data.nested import leaves, mapped
-from keras_dist.data.partition import plan_samples
 from keras_dist.data.read_method import ReadMethod
 from keras_dist.data.readers import FileReader, Reader
 from keras_dist.data.segments import Column, Segment
@@ -90,7 +89,7 @@ class RowSource:
         total = columns[0].shape[0]
         options.need_samples(total)
         batch_size = options.batch_size or 1
-        plan = plan_samples(total, options.size, options.rank, batch_size, options.remainder)
+        plan = options.plan(total, batch_size)
         options.need_steps(plan.steps)
         plan = plan.limited(options.steps or plan.steps)
         facts = [*self.facts, Fact("lengths", [column.shape for column in columns])]

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from keras_dist import errors, runtime
 from keras_dist.data.order import Shuffle, Way
-from keras_dist.data.partition import Remainder
+from keras_dist.data.partition import Plan, Remainder, plan_samples
 
 __all__ = ["Fact", "ShardOptions"]
 
@@ -106,6 +106,10 @@ class ShardOptions:
         if self.shuffle == "global":
             return "global"
         return None if self.shuffle is False else "rank"
+
+    def plan(self, total: int, batch_size: int) -> Plan:
+        """Returns the plan of this rank for samples, see `plan_samples`."""
+        return plan_samples(total, self.size, self.rank, batch_size, self.remainder)
 
     def facts(self) -> list[Fact]:
         """Returns the arguments on which all ranks must agree."""

@@ -47,7 +47,7 @@ class ShardSource(FileIndex):
     Args:
         files: the kind.
         paths: see `FileIndex`; so are all that follow.
-        terms: see `FileIndex`; with a batch size.
+        options: see `FileIndex`; with a batch size.
         unreadable: see `FileIndex`.
         facts: see `FileIndex`.
         own: see `FileIndex`.
@@ -62,19 +62,19 @@ class ShardSource(FileIndex):
         self,
         files: ShardFiles,
         paths: Sequence[str],
-        terms: ShardOptions,
+        options: ShardOptions,
         unreadable: Unreadable,
         facts: Sequence[Fact],
         own: bool = False,
         visible: bool = True,
     ):
         if own:
-            terms.refuse_global_order("files, of which each rank has its own")
-        super().__init__(files.look, paths, terms, unreadable, facts, own, visible)
+            options.refuse_global_order("files, of which each rank has its own")
+        super().__init__(files.look, paths, options, unreadable, facts, own, visible)
         self._files = files
-        self.epochs = Epochs(kind_of(terms.lasting(self.facts)))
-        if terms.shuffle == "global":
-            self.epochs.global_batch = terms.size * (terms.batch_size or 1)
+        self.epochs = Epochs(kind_of(options.lasting(self.facts)))
+        if options.shuffle == "global":
+            self.epochs.global_batch = options.size * (options.batch_size or 1)
 
     def part(self, held: Sequence[Any]) -> Any:
         """Returns this rank's batches as data for `fit`, given what all ranks have seen."""
@@ -82,9 +82,9 @@ class ShardSource(FileIndex):
 
     def batches(self, held: Sequence[Any]) -> ShardBatches:
         """Returns this rank's batches, given what all ranks have seen."""
-        terms = self.options
+        options = self.options
         by_rank = self.found(held)
-        mine = by_rank[terms.rank if self.own else 0]
+        mine = by_rank[options.rank if self.own else 0]
         places = [
             (Location(number, inner, self.paths[number]), length)
             for number, found in mine.items()
@@ -93,23 +93,25 @@ class ShardSource(FileIndex):
         ]
         lengths = [length for _, length in places]
         if not self.own:
-            terms.need_samples(sum(lengths))
+            options.need_samples(sum(lengths))
         share, plan = self._share(lengths, by_rank)
-        terms.need_steps(plan.steps)
-        plan = plan.limited(terms.steps or plan.steps)
+        options.need_steps(plan.steps)
+        plan = plan.limited(options.steps or plan.steps)
         first = next(found for each in by_rank for found in each.values())
         reader = self._files.reader([place for place, _ in places], first)
-        key = {"rank": (terms.seed, terms.rank), "global": (terms.seed,)}.get(terms.way or "")
+        key = {"rank": (options.seed, options.rank), "global": (options.seed,)}.get(
+            options.way or ""
+        )
         return ShardBatches(reader, share, plan, key, self._files.mixed, self.epochs)
 
     def _share(
         self, lengths: Sequence[int], by_rank: Sequence[dict[int, Found]]
     ) -> tuple[RankShard | GlobalShard, Spread]:
         """Returns the rows of this rank, and the sizes of its batches."""
-        terms, batch_size = self.options, self.options.batch_size or 1
-        rank, size = terms.rank, terms.size
-        if terms.shuffle == "global":
-            plan = plan_samples(sum(lengths), size, rank, batch_size, terms.remainder)
+        options, batch_size = self.options, self.options.batch_size or 1
+        rank, size = options.rank, options.size
+        if options.shuffle == "global":
+            plan = plan_samples(sum(lengths), size, rank, batch_size, options.remainder)
             return GlobalShard(full_shard(lengths), rank, size), Spread(
                 plan.count, tuple(plan.sizes())
             )
@@ -119,4 +121,4 @@ class ShardSource(FileIndex):
         else:
             counts = row_counts(lengths, size)
             share = rank_shard(lengths, rank, size)
-        return share, agreed_spread(counts, batch_size, terms)
+        return share, agreed_spread(counts, batch_size, options)

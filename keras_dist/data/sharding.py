@@ -12,7 +12,7 @@ from keras_dist.data import arrays, consistency, files, samples, streams
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
 from keras_dist.data.kinds import is_a, is_tensor, is_tf_dataset
 from keras_dist.data.order import Shuffle
-from keras_dist.data.partition import Remainder, plan_samples
+from keras_dist.data.partition import Remainder
 from keras_dist.data.shard_options import ShardOptions
 
 __all__ = ["sample", "shard", "steps_per_epoch"]
@@ -141,7 +141,7 @@ def shard(
     """
 
     def make_source() -> consistency.Source:
-        terms = ShardOptions(
+        options = ShardOptions(
             batch_size,
             shuffle,
             seed,
@@ -152,7 +152,7 @@ def shard(
             global_batch_size,
             batched,
         )
-        return _source(data, terms)
+        return _source(data, options)
 
     return consistency.prepare(make_source)
 
@@ -198,16 +198,16 @@ def sample(
     """
 
     def make_source() -> consistency.Source:
-        terms = ShardOptions(
+        options = ShardOptions(
             batch_size,
             seed=seed,
             steps=steps,
             global_batch_size=global_batch_size,
             draws=True,
         )
-        if is_tf_dataset(data) and terms.batch_size is None:
-            terms = dataclasses.replace(terms, batched=False)
-        return _source(data, terms)
+        if is_tf_dataset(data) and options.batch_size is None:
+            options = dataclasses.replace(options, batched=False)
+        return _source(data, options)
 
     return consistency.prepare(make_source)
 
@@ -237,17 +237,17 @@ def steps_per_epoch(
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 10 * steps)
     ```
     """
-    terms = ShardOptions(batch_size, remainder=remainder, global_batch_size=global_batch_size)
-    terms.need_samples(samples)
-    each = terms.batch_size or DEFAULT_BATCH_SIZE
-    return plan_samples(samples, terms.size, terms.rank, each, remainder).steps
+    options = ShardOptions(batch_size, remainder=remainder, global_batch_size=global_batch_size)
+    options.need_samples(samples)
+    each = options.batch_size or DEFAULT_BATCH_SIZE
+    return options.plan(samples, each).steps
 
 
-def _source(data: Any, terms: ShardOptions) -> consistency.Source:
+def _source(data: Any, options: ShardOptions) -> consistency.Source:
     for matches, source_of in KINDS:
         if matches(data):
-            return source_of(data, terms)
-    raise terms.wrong_kind(
+            return source_of(data, options)
+    raise options.wrong_kind(
         "data to be numpy arrays (alone or in tuples, lists and dicts), a tf.data.Dataset, a "
         "PyDataset, a torch Dataset or DataLoader, an object with a length and samples by index, "
         "a function that returns a generator, an iterator, or a list of file names",
@@ -255,16 +255,16 @@ def _source(data: Any, terms: ShardOptions) -> consistency.Source:
     )
 
 
-def _tf_source(data: Any, terms: ShardOptions) -> consistency.Source:
+def _tf_source(data: Any, options: ShardOptions) -> consistency.Source:
     from keras_dist.data.tf_dataset import TfSource
 
-    return TfSource(data, terms)
+    return TfSource(data, options)
 
 
-def _torch_source(data: Any, terms: ShardOptions) -> consistency.Source:
+def _torch_source(data: Any, options: ShardOptions) -> consistency.Source:
     from keras_dist.data.torch_loader import TorchSource
 
-    return TorchSource(data, terms)
+    return TorchSource(data, options)
 
 
 def _is_torch(data: Any) -> bool:

@@ -19,13 +19,13 @@ class StreamBatches:
     """Which elements of a stream make up the batches of this rank.
 
     Args:
-        terms: the terms on which it is shared out.
+        options: options of `shard`.
         batch_size: single samples in each step on a rank; `None`: elements are batches.
         steps: batches in an epoch.
     """
 
-    def __init__(self, terms: ShardOptions, batch_size: int | None, steps: int):
-        self.terms, self.steps = terms, steps
+    def __init__(self, options: ShardOptions, batch_size: int | None, steps: int):
+        self.options, self.steps = options, steps
         self._batch_size = batch_size
 
     def of(self, elements: Iterator[Any]) -> Iterator[Any]:
@@ -40,8 +40,8 @@ class StreamBatches:
             made += 1
         if made < self.steps:
             raise errors.DataError(
-                self.terms.explain(
-                    f"data for {self.steps} steps on each of {self.terms.size} ranks",
+                self.options.explain(
+                    f"data for {self.steps} steps on each of {self.options.size} ranks",
                     f"data that ended after {made}",
                     "Lower steps, or let the generator give as much each time.",
                 )
@@ -49,35 +49,35 @@ class StreamBatches:
 
     def skip(self, elements: Iterator[Any], epochs: int) -> None:
         """Reads over what some epochs have taken."""
-        count = epochs * self.steps * self.terms.size * (self._batch_size or 1)
+        count = epochs * self.steps * self.options.size * (self._batch_size or 1)
         next(itertools.islice(elements, count, count), None)
 
     def _rounds(self, elements: Iterator[Any]) -> Iterator[Round]:
         """Yields the elements of each step of all ranks."""
-        size, width = self.terms.size, self.terms.size * (self._batch_size or 1)
+        size, width = self.options.size, self.options.size * (self._batch_size or 1)
         windows = iter(lambda: list(itertools.islice(elements, width)), [])
-        if self.terms.steps is not None:
+        if self.options.steps is not None:
             # Nothing is read before it is needed: the rest is that of the next epoch.
             yield from itertools.takewhile(lambda each: len(each) == width, windows)
             return
         before: Round = []
         for each in windows:
-            if self.terms.remainder == "drop" and before and len(each) < width:
+            if self.options.remainder == "drop" and before and len(each) < width:
                 break
-            if self.terms.remainder == "uneven" and len(each) < size:
+            if self.options.remainder == "uneven" and len(each) < size:
                 before = before + each
                 break
             if before:
                 yield before
             before = each
-        if self.terms.remainder == "drop":
+        if self.options.remainder == "drop":
             before = before[: len(before) // size * size]
         yield before
 
     def _share(self, each: Round) -> Any:
-        rank, size = self.terms.rank, self.terms.size
+        rank, size = self.options.rank, self.options.size
         mine = each[rank::size]
-        if self.terms.remainder == "pad" and len(mine) < -(-len(each) // size):
+        if self.options.remainder == "pad" and len(mine) < -(-len(each) // size):
             mine = [*mine, each[rank % len(each)]]
         if self._batch_size is not None:
             return stacked(mine)

@@ -9,7 +9,7 @@ from typing import Any
 from keras_dist import errors
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
-from keras_dist.data.partition import plan_deal, plan_samples
+from keras_dist.data.partition import plan_deal
 from keras_dist.data.shard_options import Fact, ShardOptions
 from keras_dist.data.stream_batches import StreamBatches
 
@@ -25,8 +25,7 @@ class StreamSource:
         data: a function without arguments that returns an iterator, the same every time and on
             all ranks; something that can be iterated over again; or an iterator, which is read
             once, epoch after epoch.
-        terms: the terms on which to share it out. With a batch size elements are single samples,
-            else batches.
+        options: options of `shard`. With a batch size elements are samples, else batches.
 
     Raises:
         DataError: it has no elements, or there is no telling how many.
@@ -34,33 +33,33 @@ class StreamSource:
 
     held = None
 
-    def __init__(self, data: Any, terms: ShardOptions):
+    def __init__(self, data: Any, options: ShardOptions):
         remedy = "What is read one after another keeps its order; shuffle it in the generator."
         own = {"shuffle": remedy, "shuffle_buffer": remedy, "reader": "Only files have one."}
         own["draws"] = "To draw at random needs samples by number; draw in the generator."
-        terms.refuse("a generator", own)
-        self._terms = terms
-        self._batch_size = _batch_size(terms)
+        options.refuse("a generator", own)
+        self._options = options
+        self._batch_size = _batch_size(options)
         self._is_one = isinstance(data, Iterator)
         self._open: Callable[[], Any] = data if callable(data) else lambda: data
         total = None
-        if terms.steps is None:
+        if options.steps is None:
             self._need_a_function()
             total = sum(1 for _ in self._opened())
-            terms.need_samples(total, "samples" if self._batch_size else "batches")
-        self._steps = terms.steps or self._steps_of(total or 0)
+            options.need_samples(total, "samples" if self._batch_size else "batches")
+        self._steps = options.steps or self._steps_of(total or 0)
         self.facts = [
             Fact("the kind of data", "a generator", AGAIN),
             Fact("the number of its elements", total, AGAIN),
-            *terms.facts(),
+            *options.facts(),
         ]
         self.epochs = Epochs(repr([(fact.label, fact.value) for fact in self.facts]))
-        self.epochs.global_batch = terms.size * (self._batch_size or 1)
+        self.epochs.global_batch = options.size * (self._batch_size or 1)
 
     def _need_a_function(self) -> None:
         if self._is_one:
             raise errors.DataError(
-                self._terms.explain(
+                self._options.explain(
                     "steps, or a function that makes a generator anew for each epoch",
                     "an iterator that can be read once",
                     "Pass steps, the number of batches in an epoch on each rank, or the function "
@@ -69,30 +68,32 @@ class StreamSource:
             )
 
     def _steps_of(self, total: int) -> int:
-        terms, batch_size = self._terms, self._batch_size
+        options, batch_size = self._options, self._batch_size
         if batch_size is None:
-            return plan_deal(total, terms.size, terms.remainder).steps
-        return plan_samples(total, terms.size, terms.rank, batch_size, terms.remainder).steps
+            return plan_deal(total, options.size, options.remainder).steps
+        return options.plan(total, batch_size).steps
 
     def _opened(self) -> Iterator[Any]:
         made = self._open()
         if not hasattr(made, "__iter__"):
-            raise self._terms.wrong_kind("the function to return a generator", made)
+            raise self._options.wrong_kind("the function to return a generator", made)
         return iter(made)
 
     def part(self, held: Sequence[int | None]) -> Any:
         """Returns this rank's batches as a `keras.utils.PyDataset`."""
         from keras_dist.data.stream_dataset import StreamDataset
 
-        batches = StreamBatches(self._terms, self._batch_size, self._steps)
+        batches = StreamBatches(self._options, self._batch_size, self._steps)
         return StreamDataset(batches, self._opened, self._is_one, self.epochs)
 
 
-def _batch_size(terms: ShardOptions) -> int | None:
-    if terms.batched:
+def _batch_size(options: ShardOptions) -> int | None:
+    if options.batched:
         remedy = "Batches of a generator stay as they are: leave out one of the two."
-        terms.refuse("batches of a generator", {"batch_size": remedy, "global_batch_size": remedy})
+        options.refuse(
+            "batches of a generator", {"batch_size": remedy, "global_batch_size": remedy}
+        )
         return None
-    if terms.batched is False:
-        return terms.batch_size or DEFAULT_BATCH_SIZE
-    return terms.batch_size
+    if options.batched is False:
+        return options.batch_size or DEFAULT_BATCH_SIZE
+    return options.batch_size

@@ -14,7 +14,7 @@ from keras_dist import errors
 from keras_dist.data import tf_order
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
-from keras_dist.data.partition import Plan, Spread, plan_deal, plan_samples
+from keras_dist.data.partition import Spread, plan_deal
 from keras_dist.data.shard_options import Fact, ShardOptions
 from keras_dist.data.tf_remainder import counted, dealt, with_remainder
 from keras_dist.data.tf_shuffle import epochs_of, shuffled
@@ -39,8 +39,8 @@ class TfSource:
     """A tf.data pipeline, the whole data set on every rank.
 
     Args:
-        dataset: of single samples if `terms` has a batch size, else of batches.
-        terms: the terms on which to share it out.
+        dataset: of single samples if `options` has a batch size, else of batches.
+        options: options of `shard`.
 
     Raises:
         ArgumentError: an argument of `shard` has no meaning here.
@@ -50,14 +50,14 @@ class TfSource:
 
     held = None
 
-    def __init__(self, dataset: tf.data.Dataset, terms: ShardOptions):
-        terms.refuse("a tf.data.Dataset", {"reader": "Only a list of files has one."})
-        dataset, terms = _of_samples(dataset, terms)
-        if terms.batch_size is None:
-            _check_batches(dataset, terms)
-        self._terms = terms
-        self._total = _length(dataset, terms)
-        self._dataset = _in_order(dataset, terms)
+    def __init__(self, dataset: tf.data.Dataset, options: ShardOptions):
+        options.refuse("a tf.data.Dataset", {"reader": "Only a list of files has one."})
+        dataset, options = _of_samples(dataset, options)
+        if options.batch_size is None:
+            _check_batches(dataset, options)
+        self._options = options
+        self._total = _length(dataset, options)
+        self._dataset = _in_order(dataset, options)
         if self._total is not None:
             self._check_total(self._total)
         seeds = tf_order.seeds(dataset)
@@ -66,38 +66,38 @@ class TfSource:
             Fact("the number of its elements", self._total, WHOLE),
             Fact("what its elements are", repr(dataset.element_spec), WHOLE),
             Fact("the seeds of its shuffles", seeds, ORDER),
-            *terms.facts(),
+            *options.facts(),
         ]
-        self.epochs = epochs_of(self.facts, terms)
+        self.epochs = epochs_of(self.facts, options)
         if seeds and self.epochs.forgets is None:
             self.epochs.forgets = "a tf.data.Dataset that shuffles before shard() sees it"
 
     def _check_total(self, total: int) -> None:
-        terms = self._terms
-        if terms.batch_size is not None:
-            terms.need_samples(total)
-            terms.need_steps(_plan(total, terms, terms.batch_size).steps)
+        options = self._options
+        if options.batch_size is not None:
+            options.need_samples(total)
+            options.need_steps(options.plan(total, options.batch_size).steps)
             return
-        if total == 0 or (total < terms.size and terms.remainder == "drop"):
-            terms.need_samples(total, "batches")
-        if total < terms.size and terms.remainder == "uneven":
-            terms.need_samples(int(counted(self._dataset.unbatch())))
-        terms.need_steps(plan_deal(total, terms.size, terms.remainder).steps)
+        if total == 0 or (total < options.size and options.remainder == "drop"):
+            options.need_samples(total, "batches")
+        if total < options.size and options.remainder == "uneven":
+            options.need_samples(int(counted(self._dataset.unbatch())))
+        options.need_steps(plan_deal(total, options.size, options.remainder).steps)
 
     def part(self, held: Sequence[int | None]) -> tf.data.Dataset:
         """Returns this rank's batches."""
-        terms, total = self._terms, self._total
-        if terms.batch_size is not None and total is not None:
-            return batches_of_samples(self._dataset, total, terms, self.epochs)
-        if terms.batch_size is not None:
-            return limited_batches(self._dataset, terms, self.epochs)
-        part = self._dataset.shard(terms.size, terms.rank)
+        options, total = self._options, self._total
+        if options.batch_size is not None and total is not None:
+            return batches_of_samples(self._dataset, total, options, self.epochs)
+        if options.batch_size is not None:
+            return limited_batches(self._dataset, options, self.epochs)
+        part = self._dataset.shard(options.size, options.rank)
         if total is None:
-            return _ending_after(part, terms)
-        deal = plan_deal(total, terms.size, terms.remainder)
-        if terms.steps is not None and terms.steps < deal.steps:
-            return _finished(part.take(terms.steps), terms.steps)
-        return _finished(dealt(self._dataset, deal, terms), deal.steps)
+            return _ending_after(part, options)
+        deal = plan_deal(total, options.size, options.remainder)
+        if options.steps is not None and options.steps < deal.steps:
+            return _finished(part.take(options.steps), options.steps)
+        return _finished(dealt(self._dataset, deal, options), deal.steps)
 
 
 def count_elements(dataset: tf.data.Dataset) -> int:
@@ -117,47 +117,49 @@ def with_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def batches_of_samples(
-    dataset: tf.data.Dataset, total: int, terms: ShardOptions, epochs: Epochs
+    dataset: tf.data.Dataset, total: int, options: ShardOptions, epochs: Epochs
 ) -> tf.data.Dataset:
     """Returns this rank's batches of a pipeline of `total` single samples."""
-    batch_size = terms.batch_size or DEFAULT_BATCH_SIZE
-    if terms.draws:
-        steps = terms.steps or -(-total // (terms.size * batch_size))
-        drawn = shuffled(dataset.repeat(), terms, epochs, lambda part: part.batch(batch_size, True))
+    batch_size = options.batch_size or DEFAULT_BATCH_SIZE
+    if options.draws:
+        steps = options.steps or -(-total // (options.size * batch_size))
+        drawn = shuffled(
+            dataset.repeat(), options, epochs, lambda part: part.batch(batch_size, True)
+        )
         return _finished(drawn.take(steps), steps)
-    plan = _plan(total, terms, batch_size)
-    steps = terms.steps or plan.steps
+    plan = options.plan(total, batch_size)
+    steps = options.steps or plan.steps
 
     def batched(part: tf.data.Dataset) -> tf.data.Dataset:
-        if terms.remainder == "drop":
+        if options.remainder == "drop":
             return part.batch(plan.batch_size, drop_remainder=True).take(steps)
         batches = part.batch(plan.batch_size)
         return (with_remainder(batches, plan) if steps == plan.steps else batches).take(steps)
 
-    return _finished(shuffled(dataset, terms, epochs, batched, total, plan.held), steps)
+    return _finished(shuffled(dataset, options, epochs, batched, total, plan.held), steps)
 
 
 def limited_batches(
-    dataset: tf.data.Dataset, terms: ShardOptions, epochs: Epochs, whole: bool = True
+    dataset: tf.data.Dataset, options: ShardOptions, epochs: Epochs, whole: bool = True
 ) -> tf.data.Dataset:
-    """Returns `terms.steps` full batches of a pipeline whose length is not known.
+    """Returns `options.steps` full batches of a pipeline whose length is not known.
 
     Args:
         dataset: the whole of it, or this rank's part.
-        terms: the terms on which it is shared out.
+        options: options of `shard`.
         epochs: its epochs.
         whole: which of the two. Defaults to the whole.
     """
-    batch_size = terms.batch_size or DEFAULT_BATCH_SIZE
+    batch_size = options.batch_size or DEFAULT_BATCH_SIZE
 
     def batched(part: tf.data.Dataset) -> tf.data.Dataset:
         return part.batch(batch_size, drop_remainder=True)
 
-    return _ending_after(shuffled(dataset, terms, epochs, batched, whole=whole), terms)
+    return _ending_after(shuffled(dataset, options, epochs, batched, whole=whole), options)
 
 
 def spread_batches(
-    part: tf.data.Dataset, held: int, spread: Spread, terms: ShardOptions, epochs: Epochs
+    part: tf.data.Dataset, held: int, spread: Spread, options: ShardOptions, epochs: Epochs
 ) -> tf.data.Dataset:
     """Returns batches of the planned sizes of a part with `held` elements."""
     sizes = spread.sizes
@@ -168,41 +170,41 @@ def spread_batches(
         batches = elements.take(spread.count).batch(max(sizes), drop_remainder=even)
         return batches.rebatch(sizes) if any(n < max(sizes) for n in sizes[:-1]) else batches
 
-    return _finished(shuffled(part, terms, epochs, batched, held, whole=False), len(sizes))
+    return _finished(shuffled(part, options, epochs, batched, held, whole=False), len(sizes))
 
 
 # --- What is told, and what can be seen
 
 
 def _of_samples(
-    dataset: tf.data.Dataset, terms: ShardOptions
+    dataset: tf.data.Dataset, options: ShardOptions
 ) -> tuple[tf.data.Dataset, ShardOptions]:
     """Returns the pipeline before it is shuffled and batched, where that can be seen or told."""
-    if terms.batched is False and terms.batch_size is None:
-        terms = dataclasses.replace(terms, batch_size=DEFAULT_BATCH_SIZE)
-    samples = terms.batch_size is not None and not terms.batched
-    seen = tf_order.shuffled_last(dataset) if terms.shuffle is not False else None
+    if options.batched is False and options.batch_size is None:
+        options = dataclasses.replace(options, batch_size=DEFAULT_BATCH_SIZE)
+    samples = options.batch_size is not None and not options.batched
+    seen = tf_order.shuffled_last(dataset) if options.shuffle is not False else None
     if seen is None or (seen.batch_size is None) is not samples:
-        if terms.batched and terms.batch_size is not None:
+        if options.batched and options.batch_size is not None:
             rows = dataset.unbatch()
             finite = dataset.cardinality() != tf.data.INFINITE_CARDINALITY
-            dataset = with_length(rows) if finite and terms.steps is None else rows
-        return dataset, terms
+            dataset = with_length(rows) if finite and options.steps is None else rows
+        return dataset, options
     # What was meant for the whole is the share of a rank.
-    buffer = seen.buffer if terms.shuffle == "global" else -(-seen.buffer // terms.size)
+    buffer = seen.buffer if options.shuffle == "global" else -(-seen.buffer // options.size)
     return seen.source, dataclasses.replace(
-        terms,
-        batch_size=terms.batch_size or seen.batch_size,
-        shuffle_buffer=terms.shuffle_buffer or buffer,
-        remainder="drop" if seen.drops and terms.remainder == "uneven" else terms.remainder,
+        options,
+        batch_size=options.batch_size or seen.batch_size,
+        shuffle_buffer=options.shuffle_buffer or buffer,
+        remainder="drop" if seen.drops and options.remainder == "uneven" else options.remainder,
     )
 
 
 # --- Checks
 
 
-def _check_batches(dataset: tf.data.Dataset, terms: ShardOptions) -> None:
-    terms.refuse(
+def _check_batches(dataset: tf.data.Dataset, options: ShardOptions) -> None:
+    options.refuse(
         "a tf.data.Dataset of batches",
         {
             "draws": "To draw samples, give sample() single samples.",
@@ -213,7 +215,7 @@ def _check_batches(dataset: tf.data.Dataset, terms: ShardOptions) -> None:
     for spec in tf.nest.flatten(dataset.element_spec):
         if getattr(spec, "shape", None) is not None and spec.shape.rank == 0:
             raise errors.DataError(
-                terms.explain(
+                options.explain(
                     "a tf.data.Dataset of batches, as no batch_size was given",
                     f"elements of {dataset.element_spec!r}",
                     "Pass batch_size, and shard() makes the batches.",
@@ -221,12 +223,12 @@ def _check_batches(dataset: tf.data.Dataset, terms: ShardOptions) -> None:
             )
 
 
-def _length(dataset: tf.data.Dataset, terms: ShardOptions) -> int | None:
+def _length(dataset: tf.data.Dataset, options: ShardOptions) -> int | None:
     """Returns the number of elements; `None` when it is not known and `steps` stands in."""
     total = int(dataset.cardinality())
     if total >= 0:
         return total
-    if terms.steps is not None:
+    if options.steps is not None:
         return None
     if total == tf.data.INFINITE_CARDINALITY:
         received, remedy = "a tf.data.Dataset without an end", "Leave out .repeat(), or pass steps."
@@ -236,37 +238,30 @@ def _length(dataset: tf.data.Dataset, terms: ShardOptions) -> int | None:
             "Pass steps, the number of batches per epoch on each rank; or tell the length: "
             "dataset.apply(tf.data.experimental.assert_cardinality(count))."
         )
-    raise errors.DataError(terms.explain("data of a known length, or steps", received, remedy))
+    raise errors.DataError(options.explain("data of a known length, or steps", received, remedy))
 
 
-def _in_order(dataset: tf.data.Dataset, terms: ShardOptions) -> tf.data.Dataset:
+def _in_order(dataset: tf.data.Dataset, options: ShardOptions) -> tf.data.Dataset:
     """Returns the pipeline with the same order on all ranks."""
-    reason = tf_order.unordered(dataset) if terms.size > 1 else None
+    reason = tf_order.unordered(dataset) if options.size > 1 else None
     if reason is not None:
         raise errors.DataError(
-            terms.explain("a tf.data.Dataset with the same order on all ranks", reason, ORDER)
+            options.explain("a tf.data.Dataset with the same order on all ranks", reason, ORDER)
         )
     if dataset.options().deterministic is False:
-        options = tf.data.Options()
-        options.deterministic = True
-        return dataset.with_options(options)
+        tf_options = tf.data.Options()
+        tf_options.deterministic = True
+        return dataset.with_options(tf_options)
     return dataset
-
-
-# --- Single samples
-
-
-def _plan(total: int, terms: ShardOptions, batch_size: int) -> Plan:
-    return plan_samples(total, terms.size, terms.rank, batch_size, terms.remainder)
 
 
 # --- The end of an epoch
 
 
-def _ending_after(batches: tf.data.Dataset, terms: ShardOptions) -> tf.data.Dataset:
-    """Returns the first `terms.steps` batches; iterating raises when there are fewer."""
-    text = terms.explain(
-        f"data for steps={terms.steps} on each of {terms.size} ranks",
+def _ending_after(batches: tf.data.Dataset, options: ShardOptions) -> tf.data.Dataset:
+    """Returns the first `options.steps` batches; iterating raises when there are fewer."""
+    text = options.explain(
+        f"data for steps={options.steps} on each of {options.size} ranks",
         "data that ended before",
         "Lower steps, or add .repeat() to the data.",
     )
@@ -276,7 +271,7 @@ def _ending_after(batches: tf.data.Dataset, terms: ShardOptions) -> tf.data.Data
             return batches.take(0)
 
     failing = tf.data.Dataset.range(1).flat_map(fail)
-    return _finished(batches.concatenate(failing).take(terms.steps), terms.steps)
+    return _finished(batches.concatenate(failing).take(options.steps), options.steps)
 
 
 def _finished(batches: tf.data.Dataset, steps: int | None) -> tf.data.Dataset:

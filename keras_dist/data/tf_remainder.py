@@ -49,34 +49,34 @@ def _with_first_again(rows: Any) -> Any:
 # --- Batches made by the user
 
 
-def dealt(dataset: tf.data.Dataset, deal: Deal, terms: ShardOptions) -> tf.data.Dataset:
+def dealt(dataset: tf.data.Dataset, deal: Deal, options: ShardOptions) -> tf.data.Dataset:
     """Returns this rank's batches; the last step is made of what does not come out even.
 
     A window of batches for each step: a round, and under the last one the pool as well.
     """
     if deal.pooled == deal.lent == 0:
-        return dataset.take(deal.dealt).shard(terms.size, terms.rank)
-    width = deal.pooled or terms.size
-    windows = dataset.window(width, shift=terms.size, drop_remainder=deal.pooled > 0)
+        return dataset.take(deal.dealt).shard(options.size, options.rank)
+    width = deal.pooled or options.size
+    windows = dataset.window(width, shift=options.size, drop_remainder=deal.pooled > 0)
 
     def hand_out(step: tf.Tensor, window: Any) -> tf.data.Dataset:
         batches = tf.data.Dataset.zip(window)
         is_last = step == deal.steps - 1
         if deal.lent:
-            return batches.skip(_either(is_last, terms.rank % deal.lent, terms.rank)).take(1)
-        whole = batches.skip(terms.rank).take(_either(is_last, 0, 1))
-        return whole.concatenate(_share_of_rows(batches, is_last, terms))
+            return batches.skip(_either(is_last, options.rank % deal.lent, options.rank)).take(1)
+        whole = batches.skip(options.rank).take(_either(is_last, 0, 1))
+        return whole.concatenate(_share_of_rows(batches, is_last, options))
 
     return windows.enumerate().flat_map(hand_out)
 
 
 def _share_of_rows(
-    batches: tf.data.Dataset, wanted: tf.Tensor, terms: ShardOptions
+    batches: tf.data.Dataset, wanted: tf.Tensor, options: ShardOptions
 ) -> tf.data.Dataset:
     """Returns one batch of this rank's even share of the rows; none unless it is wanted."""
     rows = batches.unbatch()
     count = tf.cond(wanted, lambda: counted(rows), lambda: np.int64(0))
-    start, stop = count * terms.rank // terms.size, count * (terms.rank + 1) // terms.size
+    start, stop = count * options.rank // options.size, count * (options.rank + 1) // options.size
     return rows.skip(start).take(stop - start).batch(tf.maximum(stop - start, 1))
 
 

@@ -19,17 +19,17 @@ BUFFER_COUNT = 1 << 16
 SAMPLE_NBYTES = 256 << 10  # assumed of samples whose shape is not known
 
 
-def epochs_of(facts: Sequence[Fact], terms: ShardOptions) -> Epochs:
-    """Returns the epochs of a pipeline that is shared out on these terms."""
-    epochs = Epochs(kind_of(terms.lasting(facts)))
-    if terms.way in (None, "global") and terms.batch_size is not None:
-        epochs.global_batch = terms.batch_size * terms.size
+def epochs_of(facts: Sequence[Fact], options: ShardOptions) -> Epochs:
+    """Returns the epochs of a pipeline that is shared out on these options."""
+    epochs = Epochs(kind_of(options.lasting(facts)))
+    if options.way in (None, "global") and options.batch_size is not None:
+        epochs.global_batch = options.batch_size * options.size
     return epochs
 
 
 def shuffled(
     dataset: tf.data.Dataset,
-    terms: ShardOptions,
+    options: ShardOptions,
     epochs: Epochs,
     batched: Callable[[tf.data.Dataset], tf.data.Dataset],
     total: int | None = None,
@@ -40,27 +40,27 @@ def shuffled(
 
     Args:
         dataset: single samples.
-        terms: the terms on which they are shared out.
+        options: the options on which they are shared out.
         epochs: the epochs of the data.
         batched: makes batches of this rank's samples.
         total: number of samples in `dataset`. Defaults to unknown.
         held: how many of these this rank takes. Defaults to all of its own.
         whole: whether `dataset` is that of all ranks, or this rank's part. Defaults to the former.
     """
-    of_all = whole and terms.way in ("global", "draw")
+    of_all = whole and options.way in ("global", "draw")
 
     def mine(samples: tf.data.Dataset) -> tf.data.Dataset:
-        if not whole or terms.way == "draw" or (terms.size == 1 and held in (None, total)):
+        if not whole or options.way == "draw" or (options.size == 1 and held in (None, total)):
             return samples
-        share = samples.shard(terms.size, terms.rank)
+        share = samples.shard(options.size, options.rank)
         return share if held is None else share.take(held)
 
-    if terms.way is None:
+    if options.way is None:
         return batched(mine(dataset))
-    buffer = terms.shuffle_buffer or _buffer_count(dataset.element_spec)
+    buffer = options.shuffle_buffer or _buffer_count(dataset.element_spec)
     count = total if of_all or held is None else held
     buffer = min(buffer, count or buffer)
-    key = [terms.seed] if terms.way == "global" and whole else [terms.seed, terms.rank]
+    key = [options.seed] if options.way == "global" and whole else [options.seed, options.rank]
 
     def begin(_: tf.Tensor) -> tf.Tensor:
         seed = tf.numpy_function(lambda: _seed([*key, epochs.advance()]), [], tf.int64)

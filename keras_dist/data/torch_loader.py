@@ -21,28 +21,30 @@ class TorchSource(IndexedSource):
 
     Args:
         data: the data set or the loader, of the whole on every rank.
-        terms: the terms on which to share it out; what they leave open the loader decides.
+        options: options of `shard`; those that are not set come from the loader.
 
     Raises:
         ArgumentError: the loader has a sampler that shard() does not know.
     """
 
-    def __init__(self, data: Any, terms: ShardOptions):
-        no_reader("a torch Dataset", terms)
-        if terms.batched:
+    def __init__(self, data: Any, options: ShardOptions):
+        no_reader("a torch Dataset", options)
+        if options.batched:
             remedy = "Its elements are single samples; leave it out."
-            terms.refuse("a torch Dataset", {"batched": remedy})
-        self._options: dict[str, Any] = {}
+            options.refuse("a torch Dataset", {"batched": remedy})
+        self._loader_options: dict[str, Any] = {}
         if isinstance(data, DataLoader):
-            terms = _as_loaded(data, terms)
-            self._options = options_of(data)
+            options = _as_loaded(data, options)
+            self._loader_options = options_of(data)
             data = data.dataset
         self._data = data
-        super().__init__(_Samples(data), terms)
+        super().__init__(_Samples(data), options)
 
     def part(self, held: Sequence[int | None]) -> DataLoader:
         """Returns a loader of this rank's batches."""
-        return DataLoader(self._data, batch_sampler=PartSampler(self.batches), **self._options)
+        return DataLoader(
+            self._data, batch_sampler=PartSampler(self.batches), **self._loader_options
+        )
 
 
 class PartSampler(torch.utils.data.Sampler):
@@ -77,8 +79,8 @@ class _Samples:
         raise NotImplementedError("The loader takes samples by their numbers.")
 
 
-def _as_loaded(loader: DataLoader, terms: ShardOptions) -> ShardOptions:
-    """Returns the terms with what the loader says where they are silent."""
+def _as_loaded(loader: DataLoader, options: ShardOptions) -> ShardOptions:
+    """Returns the options, completed by those of the loader."""
     sampler = loader.sampler
     known = isinstance(sampler, SequentialSampler) or (
         isinstance(sampler, RandomSampler) and not draws(sampler)
@@ -86,18 +88,18 @@ def _as_loaded(loader: DataLoader, terms: ShardOptions) -> ShardOptions:
     if loader.batch_size is None or not known:
         own = loader.batch_sampler if loader.batch_size is None else sampler
         raise errors.ArgumentError(
-            terms.explain(
+            options.explain(
                 "a DataLoader that shuffles or keeps the order, with a batch_size",
                 f"one with a {type(own).__name__} of its own",
                 "Leave the sampler out: shard() puts in its own. Or give it the Dataset.",
             )
         )
-    shuffle = isinstance(sampler, RandomSampler) if terms.shuffle is None else terms.shuffle
-    drops = loader.drop_last and terms.remainder == "uneven"
+    shuffle = isinstance(sampler, RandomSampler) if options.shuffle is None else options.shuffle
+    drops = loader.drop_last and options.remainder == "uneven"
     return dataclasses.replace(
-        terms,
-        batch_size=loader.batch_size if terms.batch_size is None else terms.batch_size,
+        options,
+        batch_size=loader.batch_size if options.batch_size is None else options.batch_size,
         global_batch_size=None,
         shuffle=shuffle,
-        remainder="drop" if drops else terms.remainder,
+        remainder="drop" if drops else options.remainder,
     )
