@@ -1,4 +1,4 @@
-"""An epoch that is resumed within: batches that were learnt are read, and no hook is called."""
+"""Resumption within an epoch: batches that were trained on are read, without training or hooks."""
 
 import logging
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ _log = logging.getLogger("keras_dist")
 
 
 def end_at_once(epoch: int, epochs: int) -> int:
-    """Returns the epoch with which a fit begins that trains none, and says so on rank 0.
+    """Returns the initial epoch of a fit that trains no epoch, and logs a warning on rank 0.
 
     Args:
-        epoch: the number of epochs that were trained when a callback stopped training.
-        epochs: up to which one `fit` trains.
+        epoch: number of epochs after which a callback stopped training.
+        epochs: the argument `epochs` of `fit`.
     """
     if runtime.rank() == 0:
         _log.warning(
@@ -37,14 +37,14 @@ def end_at_once(epoch: int, epochs: int) -> int:
 
 
 class ResumedEpoch:
-    """Skips the first batches of a fit: they are read, and not trained on.
+    """Skips the first batches of a fit: reads them without training.
 
     Args:
-        model: the model, which has its train function.
-        fit: the state of the fit, with what a backup holds of it.
-        random: the random numbers of the fit, likewise.
-        found: `step`, the batches that were learnt, and `stopped`, from that backup.
-        callbacks: the list of callbacks; `None` where there is none.
+        model: the model, with its train function.
+        fit: state of the fit, restored from the backup.
+        random: random state of the fit, restored from the backup.
+        found: contents of the backup: `step`, the number of trained batches, and `stopped`.
+        callbacks: list of callbacks of the fit, or `None`.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class ResumedEpoch:
         self._stopped = found["stopped"]
         self._states = fit.ranks()
         self._logs = rank_states.of_rank(self._states)["logs"] if self._states else {}
-        self._at_once = model.steps_per_execution
-        self._executions, again = divmod(found["step"], self._at_once)
-        self._skipped = found["step"] - again
-        if again and runtime.rank() == 0:
+        self._execution_steps = model.steps_per_execution
+        self._executions, repeated = divmod(found["step"], self._execution_steps)
+        self._skipped = found["step"] - repeated
+        if repeated and runtime.rank() == 0:
             _log.warning(
-                "%d batches are learnt twice: the backup was written after %d of an epoch, which "
-                "is no multiple of steps_per_execution=%d.",
-                again,
+                "%d batches are trained on twice: the backup was written after %d batches of an "
+                "epoch, which is no multiple of steps_per_execution=%d.",
+                repeated,
                 found["step"],
-                self._at_once,
+                self._execution_steps,
             )
         self._train_function = model.train_function
         self._wants_metrics = found["step"] > 0 and bool(self._states)
@@ -78,7 +78,7 @@ class ResumedEpoch:
             object.__setattr__(model, SKIPPING, self.end)
 
     def begin(self) -> None:
-        """Restores what callbacks have changed at the begin of the epoch, and starts to skip."""
+        """Reverts changes that callbacks made in `on_epoch_begin`, and starts to skip."""
         self._fit.restore_callbacks()
         if self._stopped:
             self._model.stop_training = True
@@ -88,12 +88,11 @@ class ResumedEpoch:
         if not self._executions:
             self._random.skipped()
         if self._skipped:
-            _engine.progress.progress().step = (
-                self._skipped
-            )  # they count no more as done by this process
+            # Skipped steps do not count as done by this process.
+            _engine.progress.progress().step = self._skipped
 
     def end(self) -> None:
-        """Restores the train function, also where this rank has fewer batches than were skipped."""
+        """Restores the train function, even if this rank had fewer batches than were skipped."""
         if self._model.train_function == self._first_steps:
             self._model.train_function = self._train_function
             if self._executions:
@@ -101,7 +100,7 @@ class ResumedEpoch:
 
     def _first_steps(self, *arguments: Any) -> Any:
         if self._wants_metrics:
-            # TensorFlow makes them with the first step that is traced.
+            # TensorFlow creates metrics when it traces the first step.
             _backends.active().build_from(self._model, arguments[-1])
             self._restore_metrics()
             self._warn_of_other_metrics()
@@ -109,7 +108,7 @@ class ResumedEpoch:
             self.end()
             return self._train_function(*arguments)
         self._executions -= 1
-        logs = _backends.active().skip_batches(self._at_once, self._logs, *arguments)
+        logs = _backends.active().skip_batches(self._execution_steps, self._logs, *arguments)
         if self._executions == 0:
             self._random.skipped()
         return logs
@@ -117,8 +116,8 @@ class ResumedEpoch:
     def _warn_of_other_metrics(self) -> None:
         if self._wants_metrics and runtime.rank() == 0:
             _log.warning(
-                "keras_dist: the backup holds other metrics than this model has. Those of the "
-                "epoch that is resumed count the batches from here on."
+                "keras_dist: the metrics of the backup differ from those of this model. Metrics "
+                "of the resumed epoch include only batches from here on."
             )
         self._wants_metrics = False
 
