@@ -1,7 +1,7 @@
-"""The states of callbacks: what Keras' callbacks and those of users keep from one hook to the next.
+"""States of Keras' and user callbacks, for backups.
 
-Ranks may have different callbacks. A callback is known by its class and by which of that class it
-is in the list; one in `RootOnly` counts as the callback itself, on the rank where it acts.
+Ranks may have different callbacks. Callbacks are matched by class and by position among the
+callbacks of that class. `RootOnly` is transparent: the wrapped callback counts, on its rank.
 """
 
 import collections
@@ -37,7 +37,7 @@ _log = logging.getLogger("keras_dist")
 
 
 def acting(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.callbacks.Callback]:
-    """Returns the callbacks that act on this rank, by the name that they have on every rank."""
+    """Returns the callbacks that act on this rank, by a name that is equal on every rank."""
     seen: collections.Counter[str] = collections.Counter()
     found = {}
     for callback in callbacks:
@@ -50,16 +50,16 @@ def acting(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.cal
 
 
 def keeps_itself(callback: keras.callbacks.Callback) -> bool:
-    """Tells whether a callback offers `state_dict()` and `load_state_dict()`."""
+    """Returns whether a callback has the methods `state_dict` and `load_state_dict`."""
     methods = ("state_dict", "load_state_dict")
     return all(callable(getattr(callback, name, None)) for name in methods)
 
 
 def shared_states(callbacks: Mapping[str, keras.callbacks.Callback]) -> dict[str, State]:
-    """Returns what Keras' callbacks keep, by name, which is alike on all ranks."""
+    """Returns the states of Keras' callbacks by name. They are equal on all ranks."""
     found = {}
     for name, callback in callbacks.items():
-        # Some attributes are not there before the first hook that sets them.
+        # Some attributes do not exist before the first hook that sets them.
         names = sorted(attributes_of(callback) & vars(callback).keys())
         names = [one for one in names if _can_be_kept(callback, one)]
         if names:
@@ -70,10 +70,10 @@ def shared_states(callbacks: Mapping[str, keras.callbacks.Callback]) -> dict[str
 def own_states(
     callbacks: Mapping[str, keras.callbacks.Callback], on_root: Iterable[str]
 ) -> dict[str, State]:
-    """Returns the states that each rank has of its own, by name.
+    """Returns the states that differ between ranks, by name.
 
-    Those are what users' callbacks give, as batches have other logs on each rank, the ends of its
-    files, and the states of callbacks that the root does not have.
+    They are states of user callbacks, sizes of log files, and states of callbacks that the root
+    does not have.
     """
     of_root = set(on_root)
     states = shared_states({n: one for n, one in callbacks.items() if n not in of_root})
@@ -87,16 +87,14 @@ def own_states(
 
 
 def attributes_of(callback: keras.callbacks.Callback) -> set[str]:
-    """Returns the attributes that a class of Keras, of which a callback is one, keeps."""
-    classes = {kind: getattr(keras.callbacks, kind) for kind in STATE_ATTRIBUTES}
-    ours = [
-        names for kind, names in STATE_ATTRIBUTES.items() if isinstance(callback, classes[kind])
-    ]
+    """Returns the names of the attributes in the state of a callback of Keras."""
+    classes = {kind: getattr(keras.callbacks, kind) for kind in KEPT}
+    ours = [names for kind, names in KEPT.items() if isinstance(callback, classes[kind])]
     return {name for names in ours for name in names}
 
 
 def append_to_files(callbacks: Mapping[str, keras.callbacks.Callback]) -> list[Any]:
-    """Keeps `on_train_begin` from emptying files; returns the callbacks that would have."""
+    """Makes loggers append to their files; returns the loggers that would overwrite them."""
     loggers = [one for one in callbacks.values() if isinstance(one, keras.callbacks.CSVLogger)]
     emptying = [one for one in loggers if not one.append]
     for logger in emptying:
@@ -105,7 +103,7 @@ def append_to_files(callbacks: Mapping[str, keras.callbacks.Callback]) -> list[A
 
 
 def restore(callbacks: Mapping[str, keras.callbacks.Callback], states: Mapping[str, State]) -> None:
-    """Gives callbacks their states, those of them that have one."""
+    """Restores the callbacks that have a state."""
     for name, callback in callbacks.items():
         state = states.get(name, {})
         for attribute, value in state.get(ATTRIBUTES, {}).items():
@@ -117,7 +115,7 @@ def restore(callbacks: Mapping[str, keras.callbacks.Callback], states: Mapping[s
 
 
 def with_files_of(states: Mapping[str, State], others: Mapping[str, State]) -> dict[str, State]:
-    """Returns states of callbacks with what other ones say of their files, or nothing of them."""
+    """Returns `states` with file sizes replaced by those of `others`, or without file sizes."""
     files = {name: {FILE: state[FILE]} for name, state in others.items() if FILE in state}
     return {
         name: {key: value for key, value in state.items() if key != FILE} | files.get(name, {})
@@ -126,7 +124,7 @@ def with_files_of(states: Mapping[str, State], others: Mapping[str, State]) -> d
 
 
 def _inside(callback: keras.callbacks.Callback) -> tuple[keras.callbacks.Callback, bool]:
-    """Returns the callback that `RootOnly` holds, or itself, and whether it acts on this rank."""
+    """Returns the callback without `RootOnly`, and whether it acts on this rank."""
     if not isinstance(callback, RootOnly):
         return callback, True
     inner, acts = _inside(callback.callback)
@@ -134,20 +132,20 @@ def _inside(callback: keras.callbacks.Callback) -> tuple[keras.callbacks.Callbac
 
 
 def _can_be_kept(callback: keras.callbacks.Callback, attribute: str) -> bool:
-    """Tells whether a backup can hold an attribute, such as a history of users' logs."""
+    """Returns whether a backup can hold an attribute; a history may contain users' objects."""
     try:
         pack(vars(callback)[attribute], [])
     except TypeError as error:
-        _say_once(type(callback).__name__, attribute, str(error))
+        _warn_once(type(callback).__name__, attribute, str(error))
         return False
     return True
 
 
 @functools.cache
-def _say_once(kind: str, attribute: str, why: str) -> None:
+def _warn_once(kind: str, attribute: str, why: str) -> None:
     _log.warning(
-        "keras_dist: a backup does not hold %s.%s, in which there is %s: it begins anew when "
-        "training is resumed.",
+        "keras_dist: a backup does not hold %s.%s, which contains %s: it restarts when training "
+        "resumes.",
         kind,
         attribute,
         why,
@@ -155,22 +153,22 @@ def _say_once(kind: str, attribute: str, why: str) -> None:
 
 
 def _state_of(callback: Any) -> Any:
-    """Returns what a user's callback gives for a backup.
+    """Returns the state of a user callback.
 
     Raises:
-        CheckpointError: it fails, or gives what a backup cannot hold.
+        CheckpointError: `state_dict` fails, or returns a value that a backup cannot hold.
     """
     try:
         given = callback.state_dict()
         pack(given, [])
-    except Exception as error:  # other ranks wait to hear of it
+    except Exception as error:  # raised on all ranks
         raise errors.CheckpointError(
             errors.explain(
                 runtime.where(),
-                f"{type(callback).__name__}.state_dict() to give JSON values, numpy arrays and "
+                f"{type(callback).__name__}.state_dict() to return JSON values, NumPy arrays and "
                 "tensors, in dicts, lists and tuples",
                 f"{type(error).__name__}: {error}",
-                "Return nothing else from it.",
+                "Return values of these types only.",
             )
         ) from error
     return given
@@ -179,13 +177,13 @@ def _state_of(callback: Any) -> Any:
 def _restore_own(callback: Any, state: Any) -> None:
     try:
         callback.load_state_dict(state)
-    except Exception as error:  # other ranks wait to hear of it
+    except Exception as error:  # raised on all ranks
         raise errors.CheckpointError(
             errors.explain(
                 runtime.where(),
-                f"{type(callback).__name__}.load_state_dict() to take what state_dict() gave",
+                f"{type(callback).__name__}.load_state_dict() to accept the value of state_dict()",
                 f"{type(error).__name__}: {error}",
-                "Make it do so, or remove the backup to begin anew.",
+                "Fix load_state_dict, or remove the backup to train from the start.",
             )
         ) from error
 
@@ -198,7 +196,7 @@ def _nbytes(logger: Any) -> int | None:
 
 
 def _restore_file(logger: Any, keys: list[str] | None, nbytes: int | None) -> None:
-    """Cuts off the rows of epochs that are trained once more."""
+    """Truncates the rows of epochs that are repeated."""
     logger.keys = keys
     found = _nbytes(logger)
     if nbytes is None or found is None:
@@ -207,7 +205,8 @@ def _restore_file(logger: Any, keys: list[str] | None, nbytes: int | None) -> No
         os.truncate(logger.filename, nbytes)
     elif found < nbytes:
         _log.warning(
-            "%s has %d bytes. It had %d when the backup was written: rows are missing.",
+            "keras_dist: %s has %d bytes, fewer than the %d when the backup was written: rows are "
+            "missing.",
             logger.filename,
             found,
             nbytes,

@@ -1,4 +1,4 @@
-"""How far this rank is, noted for those who watch the job."""
+"""Progress of this rank, published to the monitor."""
 
 from typing import Any
 
@@ -11,38 +11,38 @@ __all__ = ["ProgressCallback"]
 
 
 class ProgressCallback(keras.callbacks.Callback):
-    """Notes steps, samples and logs of a fit, which `keras-dist top` and the like show.
+    """Records steps, samples and logs of `fit` for monitors such as `keras-dist top`.
 
-    It costs a few stores a step, no meeting, and reads nothing from the device but, once an
-    epoch, how many samples Keras has weighted the loss by. What it notes of metrics is what the
-    callbacks before it have left in the logs: within an epoch those of this rank, at its end
-    those of all.
+    The overhead is a few assignments per step and no collective. The callback reads one value
+    from the device per epoch, the number of samples of Keras' loss metric. Metrics are recorded as
+    preceding callbacks leave them in the logs: metrics of this rank within an epoch, metrics of all
+    ranks at its end.
     """
 
-    # Its hook at batches may run in any thread, and must not make those of others wait.
+    # The batch hook is thread-safe; Keras may call it asynchronously.
     async_safe = True
 
     def __init__(self) -> None:
         super().__init__()
-        self._counts = False  # whether the samples of this epoch are still to be counted
+        self._counts = False  # whether samples of this epoch are not counted yet
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes how much there is to do, as far as Keras knows."""
+        """Records the numbers of epochs and steps, as far as Keras knows them."""
         noted = _engine.progress.progress()
         noted.step, noted.epochs, noted.steps = 0, self.params["epochs"], self.params["steps"]
         self._counts = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes a step. `self.model` would copy the state of a JAX model at every batch."""
+        """Records a step. Avoids `self.model`, which copies the state of a JAX model."""
         _engine.progress.note_step(batch + 1)
         _engine.progress.progress().logs = logs or {}
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Counts samples, before validation counts its own."""
+        """Counts samples before validation resets the metric."""
         self._count()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts samples, and notes the metrics of the epoch."""
+        """Counts samples and records the metrics of the epoch."""
         self._count()
         _engine.progress.progress().logs = dict(logs or {})
 

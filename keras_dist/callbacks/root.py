@@ -1,4 +1,4 @@
-"""Callbacks that act on the root alone."""
+"""Callbacks that act on the root only."""
 
 import functools
 from typing import Any
@@ -11,26 +11,26 @@ from keras_dist.storage.root_action import on_root
 __all__ = ["RootOnly", "overrides"]
 
 HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith("on_"))
-# Rare enough for a meeting, and every rank of a fit comes to them.
-MEETINGS = ("on_train_begin", "on_epoch_begin", "on_epoch_end", "on_train_end")
+# Hooks that every rank calls, rarely enough for a collective.
+SYNCHRONIZED = ("on_train_begin", "on_epoch_begin", "on_epoch_end", "on_train_end")
 
 
 class RootOnly(keras.callbacks.Callback):
-    """Lets a callback act on the root alone: TensorBoard, CSVLogger or one of the user's own.
+    """Calls a callback on the root only, such as `TensorBoard`, `CSVLogger` or a user callback.
 
-    The other ranks hold the callback as well and never call it. At the begin and end of
-    training and of epochs they hear whether it has failed there; a failure at a batch ends
-    the job like any other exception of one rank.
+    The other ranks have the callback, but do not call it. A failure at the beginning or end of
+    training or of an epoch raises on all ranks; a failure in a batch hook ends the job like any
+    other exception on a rank.
 
-    A stop that it decides upon reaches all ranks through `AgreeOnStoppingCallback`. It must
-    not call collectives, nor change weights, optimizer or learning rate: the other replicas
-    would not follow.
+    If the callback stops training, `AgreeOnStoppingCallback` stops all ranks. The callback must
+    not run collectives or change weights, optimizer or learning rate, because the other replicas
+    would differ.
 
-    Collective: every rank must pass it to `fit`, around the same kind of callback.
+    Collective: every rank must pass it to `fit`, with a callback of the same class.
 
     Args:
-        callback: any Keras callback.
-        root_rank: the rank on which it acts. Defaults to 0.
+        callback: a Keras callback.
+        root_rank: rank on which the callback acts. Defaults to 0.
 
     Raises:
         CallbackError: the callback failed; raised on every rank, by `fit`.
@@ -59,21 +59,21 @@ class RootOnly(keras.callbacks.Callback):
         self.callback = callback
         self.root_rank = root_rank
         self._has_begun = False  # on this rank
-        # Only those that it has: on JAX and torch Keras calls batch hooks in a pool of threads
-        # unless a callback of the list has some.
+        # Overridden hooks only: on JAX and torch Keras calls batch hooks in a thread pool unless a
+        # callback of the list overrides them.
         for hook in HOOKS:
             if overrides(callback, hook):
                 setattr(self, hook, functools.partial(self._act, hook))
 
     def set_model(self, model: keras.Model) -> None:
-        """Hands the model on, on the root."""
+        """Passes the model to the callback, on the root."""
         super().set_model(model)
         if runtime.rank() == self.root_rank:
             self._has_begun = True
             self.callback.set_model(model)
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Hands the parameters on, on the root."""
+        """Passes the parameters to the callback, on the root."""
         super().set_params(params)
         if runtime.rank() == self.root_rank:
             self.callback.set_params(params)
@@ -84,30 +84,30 @@ class RootOnly(keras.callbacks.Callback):
                 self._take_over(hook)
             getattr(self.callback, hook)(*args, **kwargs)
 
-        if hook in MEETINGS:
+        if hook in SYNCHRONIZED:
             on_root(
                 self.root_rank,
                 f"{type(self.callback).__name__}.{hook}",
                 act,
                 errors.CallbackError,
                 f"{type(self.callback).__name__}.{hook} to succeed",
-                "Mend the callback, or leave it out.",
+                "Fix the callback, or remove it.",
             )
         elif runtime.rank() == self.root_rank:
             act()
 
     def _take_over(self, hook: str) -> None:
-        """Begins in the midst of training, where the root has died and this rank has its number."""
+        """Starts the callback during training if this rank replaces a root that died."""
         self._has_begun = True
         self.callback.set_params(self.params)
         self.callback.set_model(self.model)
         if isinstance(self.callback, keras.callbacks.CSVLogger):
-            self.callback.append = True  # what the root before has written stays
+            self.callback.append = True  # keeps the rows of the previous root
         if hook != "on_train_begin":
             self.callback.on_train_begin()
 
 
 def overrides(callback: keras.callbacks.Callback, hook: str) -> bool:
-    """Tells whether a callback has a hook of its own, in its class or set on the instance."""
+    """Returns whether a callback overrides a hook, in its class or on the instance."""
     own = getattr(callback, hook)
     return getattr(own, "__func__", own) is not getattr(keras.callbacks.Callback, hook)

@@ -1,4 +1,4 @@
-"""How many samples all ranks train on in a second, and how long they wait for each other."""
+"""Training throughput of all ranks, and the share of time that ranks wait for each other."""
 
 from time import perf_counter
 from typing import Any
@@ -14,32 +14,31 @@ __all__ = ["Throughput", "count_samples"]
 
 
 class Throughput(keras.callbacks.Callback):
-    """Adds to the logs of an epoch how fast all ranks trained, and how long they waited.
+    """Adds the throughput of all ranks and their waiting time to the logs of an epoch.
 
-    - `samples_per_second`: of all ranks together; images per second where samples are images.
-    - `steps_per_second` in its place, where a `train_step` of one's own does not count samples in
-      the metric that Keras calls `loss`.
-    - `waiting`: from 0 to 1, the share of the time in which a rank waited for another one, or for
-      data on its way between nodes; the mean of all ranks. One slow rank of 4 shows as up to
-      0.75. Waits behind the script's back, for what was queued, count as well.
+    - `samples_per_second`: samples per second of all ranks together.
+    - `steps_per_second`: steps per second, instead of `samples_per_second`, if a custom
+      `train_step` does not count samples in the metric `loss`.
+    - `waiting`: fraction of the time, from 0 to 1, that a rank waits for other ranks or for data
+      between nodes; the mean of all ranks. One slow rank of 4 results in up to 0.75. Waits for
+      queued operations in background threads count as well.
 
-    The time is that from the begin of the epoch to the end of its last step, so without
-    validation and without what other callbacks do at the end of an epoch. The first epoch, on
-    JAX the second as well, contains tracing and compilation.
+    The time is measured from the beginning of the epoch to the end of its last step. It excludes
+    validation and other callbacks at the end of an epoch. The first epoch, and on JAX the second,
+    includes tracing and compilation.
 
-    The progress bar shows them at the end of an epoch, and every callback behind this one sees
-    them: `keras_dist.callbacks(throughput=True)` puts it in front of the user's own, so that
-    `CSVLogger` and the like write them.
+    The values appear in the progress bar at the end of an epoch and in the logs of later callbacks.
+    `keras_dist.callbacks(throughput=True)` puts the callback before user callbacks such as
+    `CSVLogger`.
 
-    While an epoch goes on the progress bar shows what the root knows by itself: its own `waiting`,
-    and, from the second epoch on, the speed of its steps, each with as many samples as the steps
-    of the last epoch had. That costs two looks at clocks a step, no meeting, and nothing is read
-    from the device.
+    During an epoch the progress bar shows values of the root: its `waiting`, and from the second
+    epoch on its speed, based on the samples per step of the previous epoch. The overhead is reading
+    two clocks per step, without collectives or reads from the device.
 
-    Collective: every rank must pass it to `fit`. It costs one small reduction an epoch.
+    Collective: every rank must pass the callback to `fit`. It costs a small allreduce per epoch.
     """
 
-    # Its hook at batches may run in any thread, and must not make those of others wait.
+    # The batch hook is thread-safe; Keras may call it asynchronously.
     async_safe = True
 
     def __init__(self) -> None:
@@ -57,16 +56,16 @@ class Throughput(keras.callbacks.Callback):
         self._began = _clocks()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts the clock anew where an epoch is resumed within."""
+        """Restarts the clock if training resumes within an epoch."""
         if self._awaits_first and batch > 0:
             self._resumed = [count_samples(self.model), batch]
             self._began = _clocks()
         self._awaits_first = False
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts steps, and tells the progress bar of them.
+        """Counts steps and adds the current speed to the logs.
 
-        `self.model` would copy the state of a JAX model at every batch.
+        Avoids `self.model`, which copies the state of a JAX model.
         """
         self._steps = max(self._steps, batch + 1)
         since = self._began
@@ -79,13 +78,13 @@ class Throughput(keras.callbacks.Callback):
         logs["waiting"] = min(waited / seconds, 1.0)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Stops the clock, where validation ends the steps of an epoch."""
+        """Stops the clock before validation."""
         self._stop()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds what all ranks have done to the logs."""
+        """Adds the values of all ranks to the logs."""
         self._stop()
-        # Several steps in one execution: Keras gives the last that it had room for.
+        # With steps_per_execution, Keras passes the last step of a full execution.
         steps = min(self._steps, self.params.get("steps") or self._steps)
         samples, seconds, waited, steps = _sums([*self._counted, steps - self._resumed[1]])
         ranks = runtime.size()
@@ -98,35 +97,35 @@ class Throughput(keras.callbacks.Callback):
             logs.update({name: speed, "waiting": min(waited / seconds, 1.0)})
 
     def _stop(self) -> None:
-        """Reads what this rank has done, once an epoch."""
+        """Stops the clock and counts the samples of this rank, once per epoch."""
         if self._began is None:
             return
-        # The count first: on an accelerator it is there when the steps are done.
+        # The count first: on an accelerator, reading it waits for the steps.
         samples = 0.0 if self._awaits_first else count_samples(self.model)
         self._counted = [samples - self._resumed[0], *_since(self._began)]
         self._began = None
 
 
 def _clocks() -> tuple[float, float]:
-    """Returns the time, and how long this rank has waited for others."""
+    """Returns the time and the time that this rank has waited for others, in seconds."""
     return perf_counter(), _engine.wait.waited_seconds()
 
 
 def _since(earlier: tuple[float, float]) -> tuple[float, float]:
-    """Returns how much both have grown."""
+    """Returns the differences of both clocks to `earlier`, in seconds."""
     seconds, waited = _clocks()
     return seconds - earlier[0], waited - earlier[1]
 
 
 def count_samples(model: keras.Model) -> float:
-    """Returns how many samples Keras has weighted the loss of this epoch by, 0 where by none."""
+    """Returns the number of samples in Keras' loss metric of this epoch, 0 without the metric."""
     loss = next((metric for metric in model.metrics if metric.name == "loss"), None)
     count = samples_weighted(loss)
     return 0.0 if count is None else float(keras.ops.convert_to_numpy(count))
 
 
 def _sums(values: list[float]) -> list[float]:
-    """Adds up numbers of all ranks. Collective."""
+    """Returns the sums of the values of all ranks. Collective."""
     comm = runtime.communicator()
     (sums,) = _engine.collectives.allreduce(
         comm,
