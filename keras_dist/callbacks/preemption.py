@@ -1,4 +1,4 @@
-"""A batch system wants its nodes back: all ranks stop after the same step, write and leave."""
+"""Preemption by a batch system: all ranks stop after the same step, write a backup and exit."""
 
 import logging
 import sys
@@ -24,27 +24,26 @@ _log = logging.getLogger("keras_dist")
 class PreemptionCallback(ListMember, keras.callbacks.Callback):
     """Ends the job with a backup when any rank receives SIGTERM or SIGUSR1 during `fit`.
 
-    These are what batch systems send before they take nodes away. All ranks finish the step, write
-    through `BackupAndRestore` and leave by `SystemExit` with exit code 75, EX_TEMPFAIL: start the
-    job again, and it goes on after that step. Which rank heard what, and what was written, is said
-    by the root. A signal that comes more than two seconds after the first ends its rank at once,
-    and with it the job.
+    Batch systems send these signals before they reclaim nodes. All ranks finish the step, write a
+    backup through `BackupAndRestore` and raise `SystemExit` with exit code 75 (EX_TEMPFAIL). The
+    restarted job resumes after that step. The root logs the signal, its rank and the backup. A
+    signal more than two seconds after the first ends its rank at once, and with it the job.
 
-    The ranks tell each other in the reduction of gradients, so waiting for a signal costs nothing.
-    They also ask each other at the begin and end of every epoch: that is where they stop when a
-    signal comes during validation, or when no optimizer averages over all ranks. Within an
-    execution of several steps, `steps_per_execution`, they stop at its end.
+    Signals travel with the reduction of gradients, without overhead. The ranks also exchange them
+    at the beginning and end of every epoch, and stop there if a signal arrives during validation
+    or no optimizer reduces over all ranks. With `steps_per_execution` they stop at the end of an
+    execution.
 
-    A signal for which the script has a handler of its own is left to it. So are all of them where
-    `fit` does not run in the main thread, and where no optimizer is distributed.
+    The callback does not replace signal handlers of the script. It handles no signals if `fit`
+    does not run in the main thread, or if no optimizer is distributed.
 
-    It must stand last in the list; `keras_dist.callbacks()` puts it there.
+    The callback must be the last of the list; `keras_dist.callbacks()` puts it there.
 
-    Collective: every rank must pass it to `fit`.
+    Collective: every rank must pass the callback to `fit`.
 
     Args:
-        backups: the callbacks that write. Defaults to none: then nothing is written.
-        root_rank: the rank that says what happened. Defaults to 0.
+        backups: callbacks that write the backup. Defaults to `()`, no backup.
+        root_rank: rank that logs the preemption. Defaults to 0.
 
     Raises:
         SystemExit: a rank received a signal; raised on every rank, by `fit`.
@@ -58,13 +57,13 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
         self._signals: Signals | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins to listen."""
+        """Installs the signal handlers."""
         self._told = []
         _engine.piggyback.set_listener(self._hear)
         self._signals = Signals(self._tell)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Asks the other ranks, and prepares to leave within the epoch, where there is no hook."""
+        """Exchanges signals, and prepares to exit after the steps of the epoch, without a hook."""
         self._ask()
         model = self.model
         before = model.__dict__.get(LOGS)
@@ -81,11 +80,11 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
         object.__setattr__(model, LOGS, result)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Asks the other ranks."""
+        """Exchanges signals with the other ranks."""
         self._ask()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Gives the signals back."""
+        """Restores the signal handlers."""
         _engine.piggyback.set_listener(None)
         if self._signals is not None:
             self._signals.close()
@@ -98,7 +97,7 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
             _engine.piggyback.post(text)
 
     def _hear(self, told: list[str]) -> None:
-        # From within the step, in whatever thread.
+        # Called within the step, in any thread.
         self._told = told
         if not model_of(self).stop_training:
             model_of(self).stop_training = STOPS_JOB
@@ -109,7 +108,7 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
         )
         self._told += [text for text in everyone if text is not None]
         if self._told:
-            # A backup holds what callbacks behind this one do in the hook as well.
+            # The backup must include the effects of later callbacks in the current hook.
             self.when_all_have_been_called(self._leave)
 
     def _leave(self) -> None:

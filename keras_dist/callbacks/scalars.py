@@ -1,4 +1,4 @@
-"""What the ranks say of themselves, written for TensorBoard."""
+"""Monitoring values of all ranks as TensorBoard scalars."""
 
 import importlib.util
 import os
@@ -17,22 +17,22 @@ __all__ = ["WriteScalars"]
 
 
 class WriteScalars(keras.callbacks.Callback):
-    """Writes what `keras-dist top` shows as scalars for TensorBoard, while a fit goes on.
+    """Writes the values of `keras-dist top` as TensorBoard scalars during `fit`.
 
-    Of all ranks together `samples_per_second` and what Keras says of metrics, such as `loss`;
-    of each rank `steps_per_second`, `waiting` (a share), `memory_gib`, `gpu_use` and
-    `gpu_memory_gib`, as far as they are known. They stand over the steps that the root has done. A
-    thread of the root writes and asks the others, so training does not wait for it.
+    Scalars of the job are `samples_per_second` and Keras' metrics, such as `loss`. Scalars of each
+    rank are `steps_per_second`, `waiting` (a fraction from 0 to 1), `memory_gib`, `gpu_use` and
+    `gpu_memory_gib`, if available. The TensorBoard step is the number of steps of the root. A
+    background thread of the root collects and writes the values; training does not wait for it.
 
-    Every rank must pass it to `fit`. It needs TensorFlow, which writes the files, on any backend.
+    Every rank must pass the callback to `fit`. It requires TensorFlow on any backend.
 
     Args:
-        directory: of the event files; made where it is missing.
-        seconds: from one write to the next. Defaults to 10. There is one more at the end.
+        directory: directory of the event files; created if it does not exist.
+        seconds: interval between writes in seconds; the callback also writes at the end of
+            training. Defaults to 10.
 
     Raises:
-        ArgumentError: `KERAS_DIST_TOP=0` keeps the job from being watched, or there is no
-            TensorFlow.
+        ArgumentError: monitoring is disabled by `KERAS_DIST_TOP=0`, or TensorFlow is not installed.
 
     Example:
     ```python

@@ -1,4 +1,4 @@
-"""Ranks whose data ends earlier than that of others: nobody waits for them in vain."""
+"""Epochs in which ranks have different numbers of batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,31 +21,31 @@ CHOICES = ("continue", "stop", "error")
 
 
 class UnevenDataCallback(keras.callbacks.Callback):
-    """Lets ranks have different numbers of batches in an epoch.
+    """Allows ranks to have different numbers of batches in an epoch.
 
-    - `"continue"`: the epoch goes on until all ranks are out of data. Gradients are averaged over
-      the ranks that still have some. At the end the others receive weights and optimizer state
-      of a rank that was there to the last step, so that replicas are equal to the bit.
-    - `"stop"`: the epoch ends on all ranks when the first is out of data. The others notice in
-      their next reduction; the step that they have begun is undone on them, by the state of the
-      rank that has not made it. Their metrics have seen its batch.
-    - `"error"`: as `"stop"`, and then a `DataError` on every rank.
+    - `"continue"`: the epoch ends when all ranks are out of data. Gradients are averaged over the
+      ranks that still have data. At the end, weights and optimizer state of a rank that trained
+      the last step are broadcast, so that replicas are bitwise equal.
+    - `"stop"`: the epoch ends on all ranks when the first rank is out of data. The other ranks
+      detect it in their next reduction; the step in progress is reverted by a broadcast from the
+      rank that did not start it. Metrics include its batch.
+    - `"error"`: like `"stop"`, then raises `DataError` on every rank.
 
-    Weights that are not trained keep what each rank has gathered until they are averaged, see
-    `AverageStatisticsCallback`. Under gradient accumulation ranks go on at the place of the one
-    whose state they receive; what a rank has gathered at another place, and not applied, is
-    dropped there. An epoch in which all ranks have as many batches costs two meetings.
+    Non-trainable weights stay different until they are averaged, see `AverageStatisticsCallback`.
+    With gradient accumulation, ranks continue at the accumulation step of the rank whose state they
+    receive; gradients accumulated at a different step are discarded. An epoch with equal numbers of
+    batches costs two collectives.
 
-    While a rank is out of data the others may only reduce: a callback that writes or meets at
-    batches, such as `BackupAndRestore(save_freq=100)`, is an error on every rank.
+    While a rank is out of data, the others may only reduce gradients. A callback that runs other
+    collectives in batch hooks, such as `BackupAndRestore(save_freq=100)`, raises on every rank.
 
-    Collective: every rank must pass it to `fit`, with the same argument.
+    Collective: every rank must pass the callback to `fit`, with the same argument.
 
     Args:
-        uneven: one of the above. Defaults to `"continue"`.
+        uneven: `"continue"`, `"stop"` or `"error"`. Defaults to `"continue"`.
 
     Raises:
-        ArgumentError: `uneven` is none of them.
+        ArgumentError: `uneven` is unknown.
         DataError: ranks have different numbers of batches, with `"error"`; raised on every
             rank, by `fit`.
     """
@@ -58,13 +58,13 @@ class UnevenDataCallback(keras.callbacks.Callback):
                     runtime.where(),
                     f"uneven to be one of {', '.join(CHOICES)}",
                     repr(uneven),
-                    "'continue' goes on until all ranks are out of data.",
+                    "Omit it for 'continue', which trains until all ranks are out of data.",
                 )
             )
         self.uneven = uneven
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Prepares for the end of the steps, which comes before validation and has no hook."""
+        """Prepares the end of the steps, which precedes validation and has no hook."""
         if runtime.size() == 1:
             return
         model = self.model
@@ -79,17 +79,17 @@ class UnevenDataCallback(keras.callbacks.Callback):
             self._end_steps()
             return getattr(model, LOGS)(logs)
 
-        # The first that Keras does on every backend when the steps of an epoch have ended, also
-        # when there were none. On the instance, past Keras' tracking.
+        # Keras calls it first, on every backend, after the steps of an epoch, even without steps.
+        # An instance attribute that bypasses Keras' tracking.
         object.__setattr__(model, LOGS, result)
 
     def _stop(self) -> None:
-        # From within the step, in whatever thread. A stop for good is not to be forgotten.
+        # Called within the step, in any thread. Does not override a permanent stop.
         if not model_of(self).stop_training:
             model_of(self).stop_training = STOPS_EPOCH
 
     def _end_steps(self) -> None:
-        """Waits until all ranks are out of data, and makes the replicas equal again."""
+        """Waits until all ranks are out of data and makes the replicas equal."""
         model, job = self.model, runtime.communicator()
         absences = _engine.collectives.join_all(runtime.communicators())
         for comm in absences:
@@ -111,7 +111,7 @@ class UnevenDataCallback(keras.callbacks.Callback):
             if absences[ranks] is None and len(set(steps)) == 1:
                 continue
             _follow(optimizer, ranks, steps, self._root(absences[ranks], steps))
-            # On TensorFlow a step that finds no data in its iterator may be counted all the same.
+            # On TensorFlow a step that finds no data in its iterator may be counted.
             if _passes(optimizer) > 1:
                 fewest = min(steps)
                 out.update(rank for rank, n in zip(ranks.ranks, steps, strict=True) if n == fewest)
@@ -119,14 +119,14 @@ class UnevenDataCallback(keras.callbacks.Callback):
             self._raise_if(out)
 
     def _root(self, absence: _engine.JoinedRanks | None, steps: Sequence[int]) -> int:
-        """Returns the place of the rank whose state all receive: it made the steps that count."""
+        """Returns the index of the rank whose state is broadcast."""
         everywhere = tuple(range(len(steps)))
         if self.uneven == "continue":
             return max(absence.here if absence else everywhere, key=lambda place: steps[place])
         return min(absence.first_out if absence else everywhere, key=lambda place: steps[place])
 
     def _raise_if(self, out: set[int]) -> None:
-        """Raises where ranks were out of data early: on all, whatever the process sets."""
+        """Raises on all ranks of the job if any rank was out of data early."""
         job = runtime.communicator()
         everyone = _engine.collectives.allgather_object(
             job, out, operation="comparing the lengths of an epoch"
@@ -139,15 +139,15 @@ class UnevenDataCallback(keras.callbacks.Callback):
                 job.where(),
                 "as many batches on every rank, with uneven='error'",
                 f"ranks {ranks} out of data before others",
-                "Share the data out with keras_dist.data.shard, or pass uneven='continue' or "
+                "Shard the data with keras_dist.data.shard, or pass uneven='continue' or "
                 "'stop' to keras_dist.callbacks.",
             )
         )
 
 
 def _steps(optimizer: Any) -> int:
-    """Returns how many batches an optimizer has seen; `iterations` counts the updates alone."""
-    return int(batches_seen(innermost_optimizer(optimizer)))
+    """Returns the number of batches of an optimizer; `iterations` counts updates only."""
+    return int(batches_seen(applying_of(optimizer)))
 
 
 def _passes(optimizer: Any) -> int:
@@ -156,13 +156,13 @@ def _passes(optimizer: Any) -> int:
 
 
 def _follow(optimizer: Any, comm: _engine.Communicator, steps: Sequence[int], root: int) -> None:
-    """Gives all ranks of an optimizer the weights and the state that it has on one of them.
+    """Broadcasts weights and state of an optimizer to its ranks.
 
     Args:
         optimizer: a distributed optimizer.
-        comm: its ranks.
-        steps: how many batches it has seen on each.
-        root: the place of the rank whose state all receive.
+        comm: communicator of the optimizer.
+        steps: number of batches on each rank.
+        root: index in `comm` of the rank whose state is broadcast.
     """
     broadcast_variables(comm, replicated_variables(optimizer), comm.ranks[root])
     if (steps[comm.rank] - steps[root]) % _passes(optimizer):
