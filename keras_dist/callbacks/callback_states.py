@@ -88,9 +88,9 @@ def own_states(
 
 def attributes_of(callback: keras.callbacks.Callback) -> set[str]:
     """Returns the names of the attributes in the state of a callback of Keras."""
-    classes = {kind: getattr(keras.callbacks, kind) for kind in KEPT}
-    ours = [names for kind, names in KEPT.items() if isinstance(callback, classes[kind])]
-    return {name for names in ours for name in names}
+    classes = {kind: getattr(keras.callbacks, kind) for kind in STATE_ATTRIBUTES}
+    kinds = [kind for kind in STATE_ATTRIBUTES if isinstance(callback, classes[kind])]
+    return {name for kind in kinds for name in STATE_ATTRIBUTES[kind]}
 
 
 def append_to_files(callbacks: Mapping[str, keras.callbacks.Callback]) -> list[Any]:

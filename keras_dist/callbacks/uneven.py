@@ -147,7 +147,7 @@ class UnevenDataCallback(keras.callbacks.Callback):
 
 def _steps(optimizer: Any) -> int:
     """Returns the number of batches of an optimizer; `iterations` counts updates only."""
-    return int(batches_seen(applying_of(optimizer)))
+    return int(batches_seen(innermost_optimizer(optimizer)))
 
 
 def _passes(optimizer: Any) -> int:
