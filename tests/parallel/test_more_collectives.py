@@ -316,7 +316,7 @@ def test_adasum_combines_each_value_of_a_group_separately():
 def test_adasum_refuses_integers_and_sizes_not_a_power_of_two():
     if SIZE() & (SIZE() - 1):
         texts = raised(errors.ArgumentError, lambda: keras_dist.allreduce(1.0, "adasum"))
-        assert "a power of two for Adasum. Received: 3 ranks. Take 2 or 4 ranks" in texts[0]
+        assert "a power of two for Adasum. Received: 3 ranks. Start 2 or 4 ranks" in texts[0]
     else:
         texts = raised(errors.ArgumentTypeError, lambda: keras_dist.allreduce(1, "adasum"))
         assert "adasum is defined for. Received: int64" in texts[0]

@@ -435,7 +435,7 @@ def test_deprecated_arguments_are_accepted():
 def test_a_variable_in_two_groups_is_rejected():
     variable = keras.Variable(np.zeros(1))
     message = rejected(errors.ArgumentError, groups=[[variable], [variable]])
-    assert "each variable in one place of groups" in message
+    assert "each variable once in groups" in message
 
 
 def test_incompatible_arguments_are_rejected():

@@ -376,7 +376,7 @@ def test_adasum(some):
     if not some.included():
         outside(lambda: keras_dist.allreduce([2.0, 0.0], "adasum", process_set=some))
     elif some.size() & (some.size() - 1):
-        with pytest.raises(errors.ArgumentError, match=r"Received: 3 ranks\. Take 2 or 4 ranks"):
+        with pytest.raises(errors.ArgumentError, match=r"Received: 3 ranks\. Start 2 or 4 ranks"):
             keras_dist.allreduce([2.0, 0.0], "adasum", process_set=some)
     else:
         result = keras_dist.allreduce([2.0, 0.0], "adasum", process_set=some)
