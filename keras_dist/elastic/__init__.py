@@ -1,4 +1,4 @@
-"""Training that outlives ranks, as scripts for Horovod's `elastic` have it.
+"""Elastic training: it continues after ranks die. The names are those of Horovod's `elastic`.
 
 ```python
 state = keras_dist.elastic.KerasState(model, epoch=0, directory="state")
@@ -13,8 +13,9 @@ def train(state):
 train(state)
 ```
 
-Ranks leave in place, where MPI allows it (`KERAS_DIST_ON_FAILURE=continue`); they join by a new
-start of the job (`keras-dist run --max-restarts`), for which a state is kept in a directory.
+A job continues without ranks that die if MPI allows it (`KERAS_DIST_ON_FAILURE=continue`). Ranks
+join by a restart of the job (`keras-dist run --max-restarts`), which reads the state from a
+directory.
 """
 
 import importlib
@@ -53,7 +54,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ElasticSampler":  # torch alone has it
+    if name == "ElasticSampler":  # needs torch
         return importlib.import_module("keras_dist.elastic.torch_sampler").ElasticSampler
     if name in __all__:
         return getattr(importlib.import_module("keras_dist.elastic.callbacks"), name)

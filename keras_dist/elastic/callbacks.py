@@ -1,4 +1,4 @@
-"""Callbacks that keep an elastic state while Keras trains."""
+"""Callbacks that update and commit an elastic state during `fit`."""
 
 from typing import Any
 
@@ -8,17 +8,18 @@ __all__ = ["CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateC
 
 
 class CommitStateCallback(keras.callbacks.Callback):
-    """Commits a state every so many batches, and at the end of each epoch.
+    """Commits a state after a number of batches, and at the end of each epoch.
 
-    After a loss the weights are those of the last commit, and `fit(initial_epoch=state.epoch)` runs
-    the interrupted epoch again from its first batch: `UpdateBatchStateCallback` says how to skip.
+    After a rank has died, the weights are those of the last commit, and
+    `fit(initial_epoch=state.epoch)` runs the interrupted epoch again from its first batch; see
+    `UpdateBatchStateCallback` to skip batches.
 
-    Collective: every rank must pass it to `fit`, behind the other two, so that it commits what
-    they have noted.
+    Collective: every rank must pass it to `fit`, after the other two callbacks, so that it commits
+    their updates.
 
     Args:
         state: a `State`.
-        batches_per_commit: after how many batches. Defaults to 1.
+        batches_per_commit: number of batches between commits. Defaults to 1.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1):
@@ -28,35 +29,35 @@ class CommitStateCallback(keras.callbacks.Callback):
         self._left = batches_per_commit
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Counts anew."""
+        """Resets the count of batches."""
         self._left = self._every
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Commits where it is time to."""
+        """Commits if enough batches have ended."""
         self._left -= 1
         if self._left == 0:
             self._left = self._every
             self._commit()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Commits."""
+        """Commits the state."""
         self._commit()
 
     def _commit(self) -> None:
-        _ = self.model  # on JAX, Keras puts what has been learnt into the model when it is asked
+        _ = self.model  # on JAX, Keras updates the model when this attribute is read
         self._state.commit()
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Notes in `state.batch` which batch was the last; 0 at the end of an epoch.
+    """Sets `state.batch` to the index of the last batch; 0 at the end of an epoch.
 
-    Nothing uses it by itself: after a loss `fit` runs the interrupted epoch again from its first
-    batch. To skip by hand, call `fit` for one epoch at a time, on data whose order follows from the
-    epoch, such as `keras_dist.data.shard((x, y), seed=state.epoch)`, without its first
-    `state.batch` batches (`skip` of `tf.data`). With other ranks these are other samples.
+    `fit` does not use it: it runs an interrupted epoch again from its first batch. To skip batches,
+    call `fit` for one epoch at a time, on data whose order depends on the epoch, such as
+    `keras_dist.data.shard((x, y), seed=state.epoch)`, without its first `state.batch` batches
+    (`skip` of `tf.data`). With another number of ranks these are other samples.
 
     Args:
-        state: an `ObjectState` with `batch`.
+        state: an `ObjectState` with the value `batch`.
     """
 
     def __init__(self, state: Any):
@@ -64,38 +65,38 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self._state = state
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes the batch."""
+        """Sets the batch."""
         self._state.batch = batch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that there was none yet."""
+        """Sets the batch to 0."""
         self._state.batch = 0
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Notes in `state.epoch` how many epochs have ended, those before this `fit` among them.
+    """Sets `state.epoch` to the number of epochs that have ended, including earlier fits.
 
-    It makes no difference whether a script goes on by `fit(initial_epoch=state.epoch)` or by
+    A script may continue by `fit(initial_epoch=state.epoch)` or by
     `fit(epochs=epochs - state.epoch)`.
 
     Args:
-        state: an `ObjectState` with `epoch`.
+        state: an `ObjectState` with the value `epoch`.
     """
 
     def __init__(self, state: Any):
         super().__init__()
         self._state = state
-        self._before: int | None = None
+        self._offset: int | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Forgets where the last `fit` began."""
-        self._before = None
+        """Resets the offset of the epochs."""
+        self._offset = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sees from the first epoch by how much Keras counts otherwise."""
-        if self._before is None:
-            self._before = self._state.epoch - epoch
+        """Computes the offset of the epochs of Keras from the first one."""
+        if self._offset is None:
+            self._offset = self._state.epoch - epoch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that the epoch has ended."""
-        self._state.epoch = (self._before or 0) + epoch + 1
+        """Sets the epoch."""
+        self._state.epoch = (self._offset or 0) + epoch + 1

@@ -1,4 +1,4 @@
-"""States of models and their optimizers: Keras' on every backend, torch's own."""
+"""Elastic states of models and optimizers: of Keras on every backend, and of torch."""
 
 import copy
 import io
@@ -14,51 +14,51 @@ from keras_dist.elastic.state import ObjectState
 
 __all__ = ["KerasState", "TensorFlowKerasState", "TensorFlowState", "TorchState"]
 
-OPTIMIZERS = "optimizers"  # among the arrays: for which variables each was built
+OPTIMIZERS = "optimizers"  # key of the description of the optimizers
 
 
 class _VariablesState(ObjectState):
-    """A state of variables, whatever their dtypes, and of named values."""
+    """A state of variables of any dtype, and of named values."""
 
     def _variables(self) -> list[Any]:
         raise NotImplementedError
 
     def _own(self) -> list[Any]:
-        """Returns those of the variables that each rank has for itself."""
+        """Returns the variables that are local to each rank."""
         return []
 
     def _without_own(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        own = self._places_of_own()
-        return {place: raw for place, raw in arrays.items() if place not in own}
+        own = self._own_indices()
+        return {index: raw for index, raw in arrays.items() if index not in own}
 
-    def _places_of_own(self) -> set[str]:
-        own = {id(one) for one in self._own()}
-        return {str(place) for place, one in enumerate(self._variables()) if id(one) in own}
+    def _own_indices(self) -> set[str]:
+        own = {id(variable) for variable in self._own()}
+        return {str(index) for index, v in enumerate(self._variables()) if id(v) in own}
 
     def _arrays(self) -> dict[str, np.ndarray]:
         from keras_dist.training.model_state import bytes_of
 
-        return {str(place): bytes_of(one) for place, one in enumerate(self._variables())}
+        return {str(index): bytes_of(v) for index, v in enumerate(self._variables())}
 
     def _put_arrays(self, arrays: dict[str, np.ndarray], of_file: bool = False) -> None:
         from keras_dist.training.model_state import to_numpy
 
-        own = self._places_of_own()
-        for place, one in enumerate(self._variables()):
-            if str(place) in own and str(place) not in arrays:
-                continue  # of another rank, or from a directory
-            raw = np.ascontiguousarray(arrays[str(place)])
-            one.assign(raw.view(to_numpy(one).dtype).reshape(one.shape))
+        own = self._own_indices()
+        for index, variable in enumerate(self._variables()):
+            if str(index) in own and str(index) not in arrays:
+                continue  # the state is of another rank, or from a directory
+            raw = np.ascontiguousarray(arrays[str(index)])
+            variable.assign(raw.view(to_numpy(variable).dtype).reshape(variable.shape))
 
 
 class KerasState(_VariablesState):
     """The weights of a model, the state of its optimizer, and named values.
 
-    Gradients that an optimizer has accumulated and not yet applied are each rank's own: `restore`
-    brings them back, `sync` leaves them as they are, and a directory does not hold them.
+    Accumulated gradients that have not been applied are local to each rank: `restore` restores
+    them, `sync` does not change them, and a directory does not contain them.
 
     Args:
-        model: a Keras model that is built.
+        model: a built Keras model.
         optimizer: the optimizer. Defaults to that of the model.
         directory: as for `ObjectState`.
         **attributes: as for `ObjectState`, such as `epoch=0, batch=0`.
@@ -67,14 +67,14 @@ class KerasState(_VariablesState):
         ArgumentError: the model is not built.
     """
 
-    _described: Any = None  # the optimizers of what is put, while it is
+    _described: Any = None  # the optimizers of a state, while it is restored
 
     def __init__(self, model: Any, optimizer: Any = None, directory: Any = None, **attributes: Any):
         from keras_dist.training.model_state import has_weights
 
         if not has_weights(model):
-            expected, received = "a model that is built", f"{model.name!r}, which is not"
-            remedy = "Call it on one batch, or its build, before its state is made."
+            expected, received = "a built model", f"{model.name!r}, which is not built"
+            remedy = "Call it on a batch, or its build(), before the state is made."
             raise errors.ArgumentError(errors.explain(runtime.where(), expected, received, remedy))
         self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
         if self.optimizer is not None and not self.optimizer.built:
@@ -86,7 +86,7 @@ class KerasState(_VariablesState):
 
         own = [] if self.optimizer is None else self.optimizer.variables
         held = variables_of(self.model, self._described or describe(self.model))
-        return list({id(one): one for one in [*held, *own]}.values())
+        return list({id(variable): variable for variable in [*held, *own]}.values())
 
     def _arrays(self) -> dict[str, np.ndarray]:
         from keras_dist.training.built_optimizers import describe
@@ -112,12 +112,12 @@ class KerasState(_VariablesState):
 
 
 class TensorFlowKerasState(KerasState):
-    """A `KerasState` with Horovod's arguments.
+    """A `KerasState` with the arguments of Horovod.
 
     Args:
-        model: as for `KerasState`, like those that are not named here.
+        model: as for `KerasState`.
         optimizer: as for `KerasState`.
-        backend: ignored, as Keras 3 has one for all models.
+        backend: ignored: Keras 3 has one backend for all models.
         directory: as for `ObjectState`.
         **attributes: as for `ObjectState`.
     """
@@ -134,11 +134,11 @@ class TensorFlowKerasState(KerasState):
 
 
 class TensorFlowState(_VariablesState):
-    """The values of variables of TensorFlow, and named values.
+    """The values of TensorFlow variables, and named values.
 
     Args:
-        variables: in the same order on every rank. Defaults to `None`: none.
-        session: ignored, as there is none since TensorFlow 2.
+        variables: the variables, in the same order on every rank. Defaults to `None`: none.
+        session: ignored: TensorFlow 2 has no sessions.
         directory: as for `ObjectState`.
         **attributes: as for `ObjectState`.
     """
@@ -156,15 +156,15 @@ class TensorFlowState(_VariablesState):
 class TorchState(ObjectState):
     """The state of modules, optimizers and samplers of torch, and named values.
 
-    What has `state_dict` and `load_state_dict` stays the object that it is, and only its state is
-    kept. What ranks know to be processed, of an `ElasticSampler`, is put together at each commit
-    and `sync`: with a sampler a commit blocks.
+    Of an object with `state_dict` and `load_state_dict` only the state is kept. The processed
+    indices of an `ElasticSampler` are merged over the ranks at each commit and `sync`: with a
+    sampler, a commit blocks.
 
     Args:
         model: a module. Defaults to `None`.
         optimizer: an optimizer. Defaults to `None`.
-        directory: as for `ObjectState`; each `state_dict` must then be such as
-            `torch.load(weights_only=True)` reads.
+        directory: as for `ObjectState`; `torch.load(weights_only=True)` must be able to read each
+            `state_dict`.
         **attributes: further modules, optimizers, schedulers and samplers, and values as for
             `ObjectState`.
     """
@@ -186,7 +186,7 @@ class TorchState(ObjectState):
                 done = _engine.collectives.allgather_object(
                     runtime.communicator(), part.processed_indices, operation=f"gathering {name}"
                 )
-                # Not `load_state_dict`: it would share out anew in the middle of an iteration.
+                # Not `load_state_dict`, which would shard again during an iteration.
                 part.processed_indices = set().union(*done)
 
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -197,7 +197,7 @@ class TorchState(ObjectState):
             part = getattr(self, name)
             if part is not None:
                 file = io.BytesIO()
-                torch.save(_with_plain_numbers(part.state_dict()), file)
+                torch.save(_without_numpy_scalars(part.state_dict()), file)
                 found[name] = np.frombuffer(file.getvalue(), np.uint8)
         return found
 
@@ -206,16 +206,16 @@ class TorchState(ObjectState):
             getattr(self, name).load_state_dict(_loaded(raw, of_file))
 
     def _check(self) -> None:
-        if runtime.rank() == 0:  # which writes
+        if runtime.rank() == 0:  # the rank that writes
             for name, raw in self._kept[1].items():
                 _check_part(name, raw)
 
 
 def _loaded(raw: np.ndarray, of_file: bool) -> Any:
-    """Returns a `state_dict`; one from a file executes nothing when it is read."""
+    """Returns a `state_dict`; reading one from a file executes no code."""
     import torch
 
-    # On the root's device it would be in the way there, and there may be none such here.
+    # On the CPU: the device of the root may not exist here.
     return torch.load(io.BytesIO(raw.tobytes()), map_location="cpu", weights_only=of_file)
 
 
@@ -223,10 +223,10 @@ def _check_part(name: str, raw: np.ndarray) -> None:
     try:
         _loaded(raw, of_file=True)
     except pickle.UnpicklingError as error:
-        expected = f"the state_dict of {name} to be what torch.load(weights_only=True) reads, in a "
+        expected = f"torch.load(weights_only=True) to read the state_dict of {name}, in a "
         remedy = (
-            "Keep tensors, numbers, strings and containers of them in it, or allow the class by "
-            "torch.serialization.add_safe_globals."
+            "Keep only tensors, numbers, strings and containers of them in it, or allow the class "
+            "with torch.serialization.add_safe_globals."
         )
         text = errors.explain(
             runtime.where(), f"{expected}state with a directory", _refused(error), remedy
@@ -235,24 +235,24 @@ def _check_part(name: str, raw: np.ndarray) -> None:
 
 
 def _refused(error: pickle.UnpicklingError) -> str:
-    """Returns what torch has refused, out of the page that it says about it."""
+    """Returns the class that torch has refused, from its long message."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     return str(error).partition("\n")[0] if found is None else f"{found[1]} in it"
 
 
-def _with_plain_numbers(value: Any) -> Any:
-    """Returns a `state_dict` with numbers of Python where there are some of numpy.
+def _without_numpy_scalars(value: Any) -> Any:
+    """Returns a `state_dict` with Python numbers instead of numpy scalars.
 
-    A rate that numpy has computed is one, and torch refuses to read it from a file.
+    torch refuses to read numpy scalars, such as a rate computed by numpy, from a file.
     """
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in (list, tuple, set):
-        return type(value)(_with_plain_numbers(one) for one in value)
+        return type(value)(_without_numpy_scalars(item) for item in value)
     if isinstance(value, dict):
-        plain = copy.copy(value)  # with the attributes that torch's have
+        plain = copy.copy(value)  # keeps the attributes of torch's dicts
         plain.clear()
-        for key, one in value.items():
-            plain[_with_plain_numbers(key)] = _with_plain_numbers(one)
+        for key, item in value.items():
+            plain[_without_numpy_scalars(key)] = _without_numpy_scalars(item)
         return plain
     return value

@@ -1,4 +1,4 @@
-"""`run`: a training function that is called again, where ranks have died or all want to go back."""
+"""`run`: calls a training function again after ranks have died, or on request of all ranks."""
 
 import functools
 from collections.abc import Callable
@@ -12,12 +12,12 @@ HorovodInternalError = errors.RankLostError
 
 
 class HostsUpdatedInterrupt(errors.KerasDistError, RuntimeError):
-    """The ranks are others than before: raised on every rank by `State.check_host_updates`.
+    """The ranks have changed; raised on every rank by `State.check_host_updates`.
 
     Args:
-        skip_sync: whether `run` calls the function again with the state of each rank as it is.
-            Defaults to `False`: with that of the root.
-        text: what it says. Defaults to nothing.
+        skip_sync: whether `run` calls the function again without a broadcast of the state of
+            rank 0. Defaults to `False`.
+        text: the message. Defaults to an empty one.
     """
 
     def __init__(self, skip_sync: bool = False, text: str = ""):
@@ -29,20 +29,20 @@ class HostsUpdatedInterrupt(errors.KerasDistError, RuntimeError):
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a training function one that goes on when ranks die.
+    """Decorator: makes a training function continue when ranks die.
 
-    The function begins with the state that was committed last: that of a directory, when the job
-    was started anew, else that of the root. Where MPI allows it (Open MPI 5, `mpiexec --with-ft
-    ulfm`) the other ranks finish the collective in which one died, with nothing lost; at the next
-    commit the reset callbacks of the state are called and the function is called again, so it can
-    share data out anew. Where the ranks cannot go on the error ends the job, and
-    `keras-dist run --max-restarts` starts it anew.
+    The function starts with the last committed state: that of the directory after a restart of the
+    job, otherwise that of rank 0. If MPI allows it (Open MPI 5, `mpiexec --with-ft ulfm`), the
+    other ranks complete the collective in which a rank died, and nothing is lost. At the next
+    commit the reset callbacks of the state are called, and the function is called again: it can
+    shard its data over the remaining ranks. If the ranks cannot continue, the error ends the job,
+    and `keras-dist run --max-restarts` restarts it.
 
-    Where all ranks live, and the function raises `HorovodInternalError` on all of them, as a script
-    does that has seen a loss that is no number, all go back to the last commit, the reset callbacks
-    are called and the function again, as often as it raises it. Where it does on some ranks alone,
-    while others go on, all raise a `MismatchError`, and none is left waiting. In a job with process
-    sets, in which others may wait for each other, the error ends the job.
+    If all ranks are alive and the function raises `HorovodInternalError` on all of them, for
+    example after a loss that is not a number, all restore the last commit, the reset callbacks are
+    called, and the function is called again. If it raises on some ranks only, all ranks raise a
+    `MismatchError`. In a job with process sets the error ends the job, as ranks of a set may wait
+    for each other.
 
     Collective: every rank.
 
@@ -50,7 +50,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
         function: takes a `State` and further arguments.
 
     Returns:
-        The function to call, with the same arguments; it returns what `function` does.
+        Function with the same arguments and result.
     """
 
     @functools.wraps(function)
@@ -66,7 +66,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
                 if not interrupt.skip_sync:
                     state.sync()
             except HorovodInternalError:
-                if not _all_go_back():
+                if not _all_restore():
                     raise
                 state.restore()
                 state.on_reset()
@@ -75,21 +75,21 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     return elastic
 
 
-def _all_go_back() -> bool:
-    """Tells whether all ranks live, when they have come here.
+def _all_restore() -> bool:
+    """Returns whether all ranks are alive and restore the last commit.
 
-    What a rank had that has died by itself, such as a stage of a pipeline, nobody can go back to.
+    State of a dead rank alone, such as a stage of a pipeline, cannot be restored.
 
     Collective: every rank; blocks.
 
     Raises:
-        MismatchError: others do something else; raised on every rank.
+        MismatchError: other ranks call another operation; raised on every rank.
     """
     comm = runtime.communicator()
     if comm.subsets:
-        return False  # in one of them ranks might wait for this one, and never come here
+        return False  # ranks of a set might wait for this one and never arrive
     if not all(map(comm.is_alive, comm.ranks)):
-        return False  # the error ends the job, also where others still wait for the dead
+        return False  # the error ends the job, also while others wait for the dead rank
     losses = comm.faults.losses
-    _engine.collectives.barrier(comm, operation="going back to the last commit")
+    _engine.collectives.barrier(comm, operation="the return to the last commit")
     return comm.faults.losses == losses

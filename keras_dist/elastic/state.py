@@ -26,13 +26,13 @@ ROOM = "Make room on its disk, or name another directory."
 
 
 class State:
-    """The state of a training; `ObjectState`, `KerasState` and `TorchState` say of what.
+    """Base class of states: `ObjectState`, `KerasState`, `TorchState`.
 
-    A class of the user's own has `save`, `restore` and `sync`, and `reset` if it needs it.
+    A custom class defines `save`, `restore` and `sync`, and `reset` if needed.
 
     Args:
-        bcast_object: of Horovod's scripts; ignored.
-        get_rank: of Horovod's scripts; ignored.
+        bcast_object: accepted for scripts of Horovod; ignored.
+        get_rank: accepted for scripts of Horovod; ignored.
     """
 
     def __init__(self, bcast_object: Any = None, get_rank: Any = None) -> None:
@@ -40,7 +40,7 @@ class State:
         self._losses = runtime.communicator().faults.losses
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Adds functions without arguments, called when the ranks are others than before."""
+        """Adds functions without arguments to call when the ranks have changed."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -50,54 +50,54 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Keeps the state as it is, and looks whether the ranks are those from before.
+        """Saves the state, and checks whether ranks have died.
 
-        A disk that is full does not end the training, nor does any failure to write after a first
-        commit that was written: the root says so, and the files that are there stay.
+        A full disk does not end the training, nor does any failure to write after the first
+        successful commit: rank 0 logs a warning, and the existing files stay.
 
-        Collective: every rank, at the same place; blocks where ranks may die, or there is a
-        directory.
+        Collective: every rank; blocks if the job continues without ranks that die, or if there is
+        a directory.
 
         Raises:
             HostsUpdatedInterrupt: ranks have died since the last commit; raised on every rank.
-            CheckpointError: the directory could not be written to at all; raised on every rank.
+            CheckpointError: no commit could be written to the directory; raised on every rank.
         """
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Looks whether ranks have died since this was last asked.
+        """Checks whether ranks have died since the last check.
 
-        Collective: every rank, at the same place; blocks where ranks may die.
+        Collective: every rank; blocks if the job continues without ranks that die.
 
         Raises:
-            HostsUpdatedInterrupt: they have; raised on every rank.
+            HostsUpdatedInterrupt: ranks have died; raised on every rank.
         """
         comm = runtime.communicator()
         if comm.faults.retry is None:
             return
-        # One rank may hear of a death before another; what they gather is the same on all.
-        told = _engine.collectives.allgather_object(
-            comm, comm.faults.losses - self._losses, operation="asking whether ranks have died"
+        # Ranks may notice a death at different times; the gathered values are the same on all.
+        losses = _engine.collectives.allgather_object(
+            comm, comm.faults.losses - self._losses, operation="the check whether ranks have died"
         )
         self._losses = comm.faults.losses
-        if any(told):
-            text = f"{runtime.where()} Ranks have died; {comm.size} go on."
+        if any(losses):
+            text = f"{runtime.where()} Ranks have died; {comm.size} continue."
             raise HostsUpdatedInterrupt(text=text)
 
     def reset(self) -> None:
-        """Does nothing: a class of the user's own prepares itself here for the ranks there are."""
+        """Does nothing. A custom class may adapt to the current ranks here."""
 
     def save(self) -> None:
-        """Keeps the state as it is."""
+        """Saves the state."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Goes back to what was kept last."""
+        """Restores the last saved state."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Gives all ranks the state of the root. Collective: every rank; blocks."""
+        """Broadcasts the state of rank 0. Collective: every rank; blocks."""
         raise NotImplementedError
 
 
@@ -105,16 +105,16 @@ class ObjectState(State):
     """A state of named values, which are its attributes.
 
     Args:
-        bcast_object: of Horovod's scripts; ignored.
-        get_rank: of Horovod's scripts; ignored.
-        directory: where commits are also written, by the root, so that a job that is started anew
-            goes on from the last one. The values must then be such as JSON has: numbers, strings,
-            lists, and dictionaries whose keys are strings; tuples come back as lists, numbers of
-            numpy as Python's. Defaults to `None`: in memory alone.
-        **attributes: the values, by their names.
+        bcast_object: accepted for scripts of Horovod; ignored.
+        get_rank: accepted for scripts of Horovod; ignored.
+        directory: directory to which rank 0 also writes commits, so that a restarted job continues
+            from the last one. The values must be JSON values: numbers, strings, lists, and dicts
+            with string keys; tuples are restored as lists, numpy scalars as Python numbers.
+            Defaults to `None`: memory only.
+        **attributes: initial values, by name.
 
     Raises:
-        ArgumentTypeError: `bcast_object` is no function: what a directory is, has to be named.
+        ArgumentTypeError: `bcast_object` is not a function: pass a directory as `directory=`.
 
     Example:
     ```python
@@ -134,7 +134,7 @@ class ObjectState(State):
         super().__init__()
         if bcast_object is not None and not callable(bcast_object):
             expected = "bcast_object to be a function, as in Horovod's scripts"
-            remedy = "Leave it out; a directory is passed by its name, directory=."
+            remedy = "Leave it out; pass a directory as directory=."
             text = errors.explain(runtime.where(), expected, repr(bcast_object), remedy)
             raise errors.ArgumentTypeError(text)
         self._directory = None if directory is None else pathlib.Path(directory)
@@ -145,12 +145,12 @@ class ObjectState(State):
         self._keep()
 
     def save(self) -> None:
-        """Keeps the state in memory, and in the directory if there is one and it has room.
+        """Saves the state in memory, and to the directory if there is one with free space.
 
         Raises:
-            ArgumentTypeError: a value is none that JSON gives back, or a part of torch is none that
-                can be read without executing anything, and there is a directory.
-            CheckpointError: as of `commit`.
+            ArgumentTypeError: there is a directory, and a value is not a JSON value or a
+                `state_dict` cannot be read without executing code.
+            CheckpointError: as for `commit`.
         """
         self._gather()
         self._keep()
@@ -162,19 +162,18 @@ class ObjectState(State):
             self._on_root(write, WRITE, ROOM)
 
     def restore(self) -> None:
-        """Goes back to the last commit."""
+        """Restores the last commit."""
         self._put(copy.deepcopy(self._kept))
 
     def sync(self) -> None:
-        """Gives all ranks the state of the root: at first what it finds in the directory.
+        """Broadcasts the state of rank 0, at the first call the newest one in the directory.
 
-        A newest file that is damaged is noticed and the one before is used, which the root says.
+        If the newest file is damaged, the one before is used, and rank 0 logs a warning.
 
         Collective: every rank; blocks.
 
         Raises:
-            CheckpointError: what is there cannot be read, or none of it is whole; raised on every
-                rank.
+            CheckpointError: no file can be read, or all are damaged; raised on every rank.
         """
         if self._directory is not None:
             read = functools.partial(self._read, self._directory)
@@ -192,21 +191,21 @@ class ObjectState(State):
         self._keep()
 
     def _gather(self) -> None:
-        """Puts together what each rank knows by itself."""
+        """Merges values that differ between ranks."""
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """Returns what there is besides the attributes."""
+        """Returns the arrays of the state, besides its attributes."""
         return {}
 
     def _without_own(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns those of the arrays that are one for all ranks."""
+        """Returns the arrays that are equal on all ranks."""
         return arrays
 
     def _put_arrays(self, arrays: dict[str, np.ndarray], of_file: bool = False) -> None:
         pass
 
     def _check(self) -> None:
-        """Raises an error where a directory could not give back what `_arrays` were."""
+        """Checks that a directory can restore `_arrays`."""
 
     def _kept_now(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         return {name: getattr(self, name) for name in self._names}, self._arrays()
@@ -222,11 +221,11 @@ class ObjectState(State):
         self._put_arrays(kept[1], of_file)
 
     def _on_root(self, work: Callable[[], Any], what: str, remedy: str) -> None:
-        def quietly() -> None:
+        def run() -> None:
             work()
 
         expected = f"{what} {self._directory}"
-        on_root(0, what, quietly, errors.CheckpointError, expected, remedy)
+        on_root(0, what, run, errors.CheckpointError, expected, remedy)
 
     def _as_json(self) -> str:
         pairs = [f'"{name}": {_json_of(name, value)}' for name, value in self._kept[0].items()]
@@ -245,7 +244,7 @@ class ObjectState(State):
         np.savez(file, **everything)
 
     _directory_is_read = False
-    _whole: pathlib.Path | None = None  # on the root: the last file that is known to be
+    _whole: pathlib.Path | None = None  # on rank 0: the last intact file
 
     def _read(self, directory: pathlib.Path) -> None:
         if self._directory_is_read:
@@ -261,22 +260,22 @@ def _json_of(name: str, value: Any) -> str:
     try:
         return json.dumps(_plain(value))
     except (TypeError, ValueError, RecursionError) as error:
-        expected = f"{name} to be a value that JSON has, in a state with a directory"
-        remedy = "Keep numbers, strings, lists and dictionaries of them, by strings, in it."
+        expected = f"{name} to be a JSON value, in a state with a directory"
+        remedy = "Keep only numbers, strings, lists and dicts with string keys in it."
         raise errors.ArgumentTypeError(
             errors.explain(runtime.where(), expected, str(error), remedy)
         ) from None
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON gives it back; what would become another is refused."""
+    """Returns a value as JSON restores it; refuses values that JSON would change."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     if isinstance(value, dict):
         for key in value:
-            if not isinstance(key, str):  # JSON would make a string of it
+            if not isinstance(key, str):  # JSON would convert it to a string
                 raise TypeError(f"a dictionary with the key {key!r}")
         return {key: _plain(one) for key, one in value.items()}
     if value is None or isinstance(value, str | int | float):

@@ -1,4 +1,4 @@
-"""A sampler that knows which samples of an epoch are done, whatever the number of ranks."""
+"""A sampler that records the processed samples of an epoch, for any number of ranks."""
 
 import random
 from collections.abc import Iterable, Iterator, Sized
@@ -12,21 +12,21 @@ __all__ = ["ElasticSampler"]
 
 
 class ElasticSampler(torch.utils.data.Sampler):
-    """Shares out over the ranks what is left of an epoch.
+    """Distributes the remaining samples of an epoch over the ranks.
 
-    A job that is started anew within an epoch, with more ranks or fewer, goes on with the samples
-    that nobody has processed: tell it of each batch by `record_batch`, keep `state_dict()` with
-    the model, and give it to `load_state_dict`. Every rank gets as many samples; where they do not
-    divide, the first ones are used twice.
+    A job that is restarted within an epoch, with any number of ranks, continues with the samples
+    that have not been processed: call `record_batch` after each batch, save `state_dict()` with
+    the model, and pass it to `load_state_dict`. Every rank gets the same number of samples; if
+    they do not divide evenly, the first ones are used twice.
 
     Args:
-        dataset: what has a length.
-        shuffle: whether samples come in another order in each epoch. Defaults to `True`.
-        seed: of that order, equal on all ranks. Defaults to 0.
+        dataset: a data set with a length.
+        shuffle: whether to shuffle in each epoch. Defaults to `True`.
+        seed: seed of the order, equal on all ranks. Defaults to 0.
 
     Attributes:
-        epoch: the number of the epoch.
-        processed_indices: the samples of it that are done.
+        epoch: number of the epoch.
+        processed_indices: indices of its processed samples.
 
     Example:
     ```python
@@ -53,54 +53,55 @@ class ElasticSampler(torch.utils.data.Sampler):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch, in which nothing is processed yet.
+        """Starts an epoch, without processed samples.
 
         Args:
-            epoch: its number, which decides the order of the samples.
+            epoch: number of the epoch, which determines the order of the samples.
         """
         self.epoch = epoch
         self.processed_indices = set()
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Takes note that a batch of this rank has been processed.
+        """Records a batch of this rank as processed.
 
         Args:
-            batch_idx: the number of the batch since the iteration began.
-            batch_size: samples in each batch of a rank.
+            batch_idx: index of the batch in the iteration.
+            batch_size: number of samples of a batch of a rank.
         """
         self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Takes note that samples have been processed.
+        """Records samples as processed.
 
         Args:
-            indices: their places in the data set.
+            indices: their indices in the data set.
         """
         self.processed_indices.update(indices)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Returns the places, in the data set, of the samples of a batch of this rank."""
+        """Returns the indices of the samples of a batch of this rank."""
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the epoch and the samples that this rank knows to be processed."""
+        """Returns the epoch and the processed indices that this rank has recorded."""
         return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the epoch and what is processed, of all ranks, and shares out the rest.
+        """Restores the epoch and the processed indices, and distributes the other samples.
 
         Args:
-            state_dict: of `state_dict`, with the indices of all ranks put together.
+            state_dict: a result of `state_dict`, with the merged indices of all ranks.
         """
         self.epoch = state_dict["epoch"]
         self.processed_indices = set(state_dict["processed_indices"])
         self.reset()
 
     def reset(self) -> None:
-        """Shares out what is not processed over the ranks that there are now."""
+        """Distributes the samples that have not been processed over the current ranks."""
         self.num_replicas, self.rank = runtime.size(), runtime.rank()
-        left = [place for place in range(len(self.dataset)) if place not in self.processed_indices]
+        count = len(self.dataset)
+        left = [index for index in range(count) if index not in self.processed_indices]
         if self.shuffle:
             random.Random(f"{self.seed} {self.epoch}").shuffle(left)
         self.remaining_indices = left
