@@ -397,7 +397,7 @@ def test_ranks_with_own_images_number_classes_equally(tree):
     epochs = [pairs_of(each) for each in batches]
     assert sorted(pair for epoch in epochs for pair in epoch) == sorted(LABELS.items())
     assert batches[0].plan.steps == batches[1].plan.steps
-    with pytest.raises(errors.ArgumentError, match=r"shuffle='global'.*Give shard\(\) samples"):
+    with pytest.raises(errors.ArgumentError, match=r"shuffle='global'.*Pass samples to shard\(\)"):
         images_of(list(map(str, mine)), 2, own=True, shuffle="global")
 
 
