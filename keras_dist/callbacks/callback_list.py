@@ -1,7 +1,7 @@
-"""The list that a callback of a fit is in: the other callbacks, and the end of each of its hooks.
+"""The list of the callbacks of a fit, and the end of each of its hooks.
 
-Keras gives callbacks the model and the parameters of a fit. A `ListMember` also receives the list,
-before any callback begins to train.
+Keras passes the model and the parameters of a fit to callbacks. A `ListMember` also receives the
+list, before `on_train_begin` of any callback.
 """
 
 import functools
@@ -19,16 +19,16 @@ class SharedCallbackList:
     """The callbacks of one fit.
 
     Args:
-        callbacks: the list that Keras calls.
+        callbacks: the list of Keras.
     """
 
     def __init__(self, callbacks: keras.callbacks.CallbackList):
         self._list = callbacks
         self._waiting: list[Callable[[], None]] = []
         self._skipped = 0
-        #: what the last train function of this epoch returned, before callbacks have added to it
+        #: result of the last train function of this epoch, without additions of callbacks
         self.logs: dict[str, Any] = {}
-        # On the instance, and from the class: a list that is used for a second fit is told anew.
+        # Set on the instance, from the class: a list may be used for a second fit.
         vars(callbacks).update(
             on_epoch_begin=self._followed("on_epoch_begin"),
             on_epoch_end=self._followed("on_epoch_end"),
@@ -37,15 +37,20 @@ class SharedCallbackList:
 
     @property
     def callbacks(self) -> Sequence[keras.callbacks.Callback]:
-        """All callbacks, those that Keras adds among them."""
+        """All callbacks, including those that Keras adds."""
         return self._list.callbacks
 
     def when_all_have_been_called(self, work: Callable[[], None]) -> None:
-        """Runs a function after every callback of the list has received the current hook."""
+        """Runs a function after the current hook of all callbacks of the list."""
         self._waiting.append(work)
 
     def skip(self, batches: int, logs: dict[str, Any]) -> None:
-        """Calls no hook for the first batches of this epoch, the last of which had these logs."""
+        """Skips the hooks of the first batches of this epoch.
+
+        Args:
+            batches: number of batches.
+            logs: logs of the last of them.
+        """
         self._skipped, self.logs = batches, logs
 
     def follow(self) -> None:
@@ -78,12 +83,12 @@ class SharedCallbackList:
 
 
 class ListMember:
-    """What a callback inherits from that acts behind all callbacks of its list."""
+    """Base class of callbacks that act after all callbacks of their list."""
 
     whole_list: SharedCallbackList | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes lists tell their members."""
+        """Patches the lists of Keras, once."""
         _watch_lists()
         return super().__new__(cls)
 
@@ -91,7 +96,7 @@ class ListMember:
         """Receives all callbacks of the list, before `on_train_begin` of any of them."""
 
     def last_logs(self) -> dict[str, Any]:
-        """Returns the logs of the last batch of this epoch, without what callbacks have added."""
+        """Returns the logs of the last batch of this epoch, without additions of callbacks."""
         return {} if self.whole_list is None else self.whole_list.logs
 
     def when_all_have_been_called(self, work: Callable[[], None]) -> None:
@@ -104,7 +109,7 @@ class ListMember:
 
 @functools.cache
 def _watch_lists() -> None:
-    """Makes Keras' lists of callbacks tell their members."""
+    """Patches `keras.callbacks.CallbackList` to pass itself to its members."""
     begin, end = (
         keras.callbacks.CallbackList.on_train_begin,
         keras.callbacks.CallbackList.on_train_end,
@@ -134,4 +139,4 @@ def _watch_lists() -> None:
 
 
 def _members(callbacks: keras.callbacks.CallbackList) -> list[ListMember]:
-    return [one for one in callbacks.callbacks if isinstance(one, ListMember)]
+    return [callback for callback in callbacks.callbacks if isinstance(callback, ListMember)]

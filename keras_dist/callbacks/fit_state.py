@@ -1,4 +1,4 @@
-"""What a backup holds of a fit beside its model: the states of its callbacks and of its ranks."""
+"""The state of a fit in a backup, besides the model: its callbacks and its ranks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from keras_dist.callbacks.nested_values import pack, unpack
 
 __all__ = ["FitState", "Packed", "read", "write"]
 
-# JSON, and the bytes of the arrays in it.
+# JSON, and the bytes of its arrays.
 Packed = tuple[Any, list[np.ndarray]]
 
-# In the JSON of a backup; of the names of its arrays.
+# Key in the JSON of a backup, and names of its arrays.
 FIT, ARRAY = "fit", "fit {part} {number}"
 CALLBACKS = "callbacks"
 
@@ -25,40 +25,40 @@ class FitState:
 
     Args:
         callbacks: all callbacks of the fit.
-        root_rank: the rank whose callbacks count for all.
+        root_rank: the rank whose callback states are used on all ranks.
     """
 
     def __init__(self, callbacks: Iterable[keras.callbacks.Callback], root_rank: int):
         self._every = list(callbacks)
         self._root_rank = root_rank
         self._on_root: list[str] = []
-        self._emptying: list[Any] = []
+        self._appending: list[Any] = []
         self._shared: Packed | None = None
         self._ranks: list[Packed] = []
 
     @property
     def callbacks(self) -> Mapping[str, keras.callbacks.Callback]:
-        """The callbacks that act on this rank, by name; more of them where ranks have died."""
+        """The callbacks that act on this rank, by name; there may be more after ranks have died."""
         return callback_states.acting(self._every)
 
     def agree(self, resumes: bool) -> None:
-        """Learns which callbacks the root has. Collective: every rank.
+        """Broadcasts the names of the callbacks of the root. Collective: every rank; blocks.
 
         Args:
-            resumes: whether there is a backup, so that files are to be kept.
+            resumes: whether there is a backup: callbacks append to their files.
         """
         comm, names = runtime.communicator(), list(self.callbacks)
         self._on_root = _engine.collectives.broadcast_object(
             comm, names, self._root_rank, "the callbacks of the root"
         )
-        self._emptying = callback_states.append_to_files(self.callbacks) if resumes else []
+        self._appending = callback_states.append_to_files(self.callbacks) if resumes else []
 
     def gather(self, model: keras.Model, logs: dict[str, Any]) -> list[Packed]:
         """Returns the states of all ranks. Collective: every rank; blocks.
 
         Raises:
-            CheckpointError: a user's callback fails in `state_dict`, or gives what a backup cannot
-                hold; raised on every rank.
+            CheckpointError: a custom callback fails in `state_dict`, or returns a value that a
+                backup cannot contain; raised on every rank.
         """
 
         def mine() -> Packed:
@@ -73,7 +73,7 @@ class FitState:
         return _packed(callback_states.shared_states(self.callbacks))
 
     def found(self, parts: Sequence[Packed]) -> None:
-        """Notes what `read` has found in a backup, which may be nothing."""
+        """Sets the result of `read`, which may be empty."""
         self._shared, self._ranks = (parts[0], list(parts[1:])) if parts else (None, [])
 
     def ranks(self) -> list[rank_states.RankState]:
@@ -81,12 +81,12 @@ class FitState:
         return [unpack(*packed) for packed in self._ranks]
 
     def restore_callbacks(self) -> None:
-        """Gives callbacks what the backup has of them. Collective: every rank; blocks.
+        """Restores the states of callbacks. Collective: every rank; blocks.
 
         Raises:
-            CheckpointError: a user's callback fails in `load_state_dict`; raised on every rank.
+            CheckpointError: a custom callback fails in `load_state_dict`; raised on every rank.
         """
-        for logger in self._emptying:
+        for logger in self._appending:
             logger.append = False
         if self._shared is not None:
             _together(self._restore, "the states of callbacks from a backup")
@@ -98,18 +98,18 @@ class FitState:
         callback_states.restore(self.callbacks, states)
 
     def _own(self) -> dict[str, Any]:
-        """Returns the states in the backup that are this rank's own."""
+        """Returns the states in the backup that belong to this rank."""
         ranks, rank = self.ranks(), runtime.rank()
         own: dict[str, Any] = rank_states.of_rank(ranks)[CALLBACKS]
         if len(ranks) == runtime.size():
             return own
-        # Where a file ends on one rank says nothing of that of another.
+        # Positions in files differ between ranks.
         mine = ranks[rank][CALLBACKS] if rank < len(ranks) else {}
         return callback_states.with_files_of(own, mine)
 
 
 def write(parts: Sequence[Packed], about: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Adds what has been packed to the JSON and the arrays of a backup."""
+    """Adds packed states to the JSON and the arrays of a backup."""
     about[FIT] = [json for json, _ in parts]
     for part, (_, packed) in enumerate(parts):
         for number, array in enumerate(packed):
@@ -117,7 +117,7 @@ def write(parts: Sequence[Packed], about: dict[str, Any], arrays: dict[str, Any]
 
 
 def read(about: Mapping[str, Any], file: Mapping[str, np.ndarray]) -> list[Packed]:
-    """Returns what `write` has added; nothing from a backup of an earlier version."""
+    """Returns the packed states of `write`; none from a backup of an earlier version."""
     found: list[Packed] = []
     for part, json in enumerate(about.get(FIT, ())):
         arrays: list[np.ndarray] = []
@@ -133,7 +133,7 @@ def _packed(states: Mapping[str, Any]) -> Packed:
 
 
 def _together(work: Callable[[], Any], operation: str) -> list[Any]:
-    """Returns what came of some work on each rank; what fails on one is raised on all."""
+    """Returns the results of all ranks; an error on one rank is raised on all."""
     mine: Any
     try:
         mine = work()
@@ -142,7 +142,7 @@ def _together(work: Callable[[], Any], operation: str) -> list[Any]:
     everyone = _engine.collectives.allgather_object(
         runtime.communicator(), mine, operation=operation
     )
-    failed = [one for one in everyone if isinstance(one, errors.CheckpointError)]
+    failed = [result for result in everyone if isinstance(result, errors.CheckpointError)]
     if failed:
         raise failed[0]
     return everyone

@@ -1,4 +1,4 @@
-"""The variables of a model in a backup: their bytes, and the check that a model has such ones."""
+"""The variables of a model in a backup, and the check that they fit a model."""
 
 import itertools
 import pathlib
@@ -21,11 +21,11 @@ from keras_dist.training.model_state import (
 
 __all__ = ["restore", "write"]
 
-SEED = "seed"  # in the names of arrays; those of other variables are their numbers
+SEED = "seed"  # prefix of the names of random states; other names are indices
 
 
 def write(model: keras.Model, about: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arrays of a model by name, and adds to the JSON of a backup what they are."""
+    """Returns the arrays of a model by name, and adds their description to the JSON."""
     about["optimizers"] = described = built_optimizers.describe(model)
     held = built_optimizers.variables_of(model, described)
     about["variables"] = _describe(held)
@@ -35,16 +35,16 @@ def write(model: keras.Model, about: dict[str, Any]) -> dict[str, Any]:
 def restore(
     model: keras.Model, about: Mapping[str, Any], file: Mapping[str, np.ndarray], path: pathlib.Path
 ) -> None:
-    """Gives a model the values of its variables in a backup, and builds optimizers that have some.
+    """Restores the variables of a model from a backup, and builds its optimizers.
 
     Args:
-        model: the model, which has its weights.
-        about: the JSON of the backup.
-        file: its arrays by name.
-        path: where it is, for messages.
+        model: a built model.
+        about: JSON of the backup.
+        file: arrays of the backup by name.
+        path: path of the backup, for messages.
 
     Raises:
-        CheckpointError: the model is not built, or the backup is of another one.
+        CheckpointError: the model is not built, or the backup is of another model.
     """
     _check_built(model, path)
     described = about.get("optimizers") or built_optimizers.describe(model)
@@ -71,15 +71,15 @@ def _check_built(model: keras.Model, path: pathlib.Path) -> None:
         raise errors.CheckpointError(
             errors.explain(
                 runtime.where(),
-                f"model {model.name!r} to have its weights, to restore {path}",
+                f"model {model.name!r} to be built, to restore {path}",
                 "a model that is not built",
-                "Build it before fit: model.build(input_shape), or call it on one batch.",
+                "Build the model before fit: model.build(input_shape), or call it on a batch.",
             )
         )
 
 
 def _check(mine: Sequence[Any], written: Sequence[Any], path: pathlib.Path) -> None:
-    """Checks that a file was written by a model and optimizers such as these."""
+    """Checks that a backup is of a model and optimizers with the same variables."""
     none: Any = ("none", None, None)
     pairs = itertools.zip_longest(mine, written, fillvalue=none)
     different: Any = next((pair for pair in pairs if list(pair[0][1:]) != list(pair[1][1:])), None)
@@ -92,7 +92,7 @@ def _check(mine: Sequence[Any], written: Sequence[Any], path: pathlib.Path) -> N
             f"the {len(mine)} variables of this model and its optimizer in the backup {path}, "
             f"with {expected!r} of shape {kind[0]} and dtype {kind[1]}",
             f"{len(written)} variables, with {received!r} of shape {other[0]} and dtype "
-            f"{other[1]} in that place",
+            f"{other[1]} instead",
             versioned_backups.REMEDY,
         )
     )
@@ -100,4 +100,4 @@ def _check(mine: Sequence[Any], written: Sequence[Any], path: pathlib.Path) -> N
 
 def _describe(variables: Sequence[Any]) -> list[tuple[str, list[int], str]]:
     """Returns names, shapes and dtypes of variables."""
-    return [(variable_name(one), list(one.shape), str(one.dtype)) for one in variables]
+    return [(variable_name(v), list(v.shape), str(v.dtype)) for v in variables]

@@ -1,4 +1,4 @@
-"""Nested values as JSON and bytes, so that a backup holds nothing that is executed."""
+"""Nested values as JSON and bytes: reading a backup executes no code."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,21 +10,24 @@ from keras_dist.training.model_state import bytes_of
 
 __all__ = ["pack", "unpack"]
 
-# The types themselves: a `numpy.float64` is a `float` as well and must stay what it is.
+# Exact types: a `numpy.float64` is a `float` as well, and must keep its type.
 PLAIN = (type(None), bool, int, float, str)
 LISTS: dict[str, Any] = {"list": list, "tuple": tuple}
 
 
 def pack(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Returns what JSON can hold of a nested value.
+    """Converts a nested value to JSON and bytes.
 
     Args:
         value: `None`, booleans, numbers, strings, numpy arrays and scalars, tensors and variables;
             in lists, tuples and dicts.
-        arrays: receives the bytes of each array, flat.
+        arrays: list to which the bytes of each array are appended.
+
+    Returns:
+        JSON value.
 
     Raises:
-        TypeError: there is something else in it.
+        TypeError: the value contains another type.
     """
     if type(value) in PLAIN:
         return value
@@ -41,7 +44,7 @@ def pack(value: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def unpack(packed: Any, arrays: Sequence[np.ndarray]) -> Any:
-    """Returns the value of which `pack` has made JSON and bytes; variables come back as tensors."""
+    """Returns the value of a result of `pack`; variables become tensors."""
     if not isinstance(packed, dict):
         return packed
     [(kind, content)] = packed.items()
@@ -66,7 +69,7 @@ def _pack_array(kind: str, value: Any, arrays: list[np.ndarray]) -> dict[str, An
     array = np.asarray(value)
     if array.dtype.hasobject or array.dtype.names:
         raise TypeError(f"an array of {array.dtype}")
-    # numpy knows types of other libraries, such as bfloat16, by their names alone.
+    # numpy finds extension dtypes, such as bfloat16, only by name.
     dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
     arrays.append(bytes_of(array))
     return {kind: [len(arrays) - 1, dtype, list(array.shape)]}

@@ -1,8 +1,8 @@
-"""The random numbers of a fit that is resumed: where the generators of each rank were, and when.
+"""The random generators of each rank in a backup.
 
-The order of data is drawn at the begin of an epoch, what a train step draws comes in between. An
-epoch that is resumed within draws its order once more, reads what has been learnt, and then goes
-on where the generators were when the backup was written.
+The order of data is drawn at the start of an epoch, and train steps draw in between. A fit that
+resumes within an epoch draws the order again, skips the batches, and then sets the generators to
+their states when the backup was written.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ States = dict[str, Any]
 
 
 class RandomState:
-    """The generators of this rank, noted for a backup and set to what one holds."""
+    """The states of the generators of this rank."""
 
     def __init__(self) -> None:
         self._at_begin: States = {}
@@ -28,16 +28,16 @@ class RandomState:
         self._skipped: States = {}
 
     def begin_epoch(self) -> None:
-        """Notes from where the order of an epoch is drawn, or goes back there."""
+        """Saves the states from which the order of an epoch is drawn, or restores them."""
         _set(self._resumed)
         self._resumed = {}
         self._at_begin = random_generators.states(_data())
 
     def gather(self, within: bool) -> list[list[States]]:
-        """Returns what a backup keeps of each rank. Collective: every rank; blocks.
+        """Returns the states of all ranks. Collective: every rank; blocks.
 
         Args:
-            within: whether it is written within an epoch.
+            within: whether the backup is written within an epoch.
         """
         now = random_generators.states(_data())
         mine = [self._at_begin, now] if within else [now]
@@ -46,10 +46,10 @@ class RandomState:
         )
 
     def resume(self, found: Sequence[list[States]] | None) -> None:
-        """Sets the generators of this rank to what a backup of as many ranks holds.
+        """Restores the generators of this rank from a backup of the same number of ranks.
 
         Args:
-            found: what `gather` returned, or nothing.
+            found: a result of `gather`, or `None`.
         """
         self._resumed = self._skipped = {}
         if found is None or len(found) != runtime.size():
@@ -60,7 +60,7 @@ class RandomState:
             self._resumed, self._skipped = at_begin, _of_steps(later[0])
 
     def skipped(self) -> None:
-        """Goes on where the generators were when the steps that are skipped had been trained."""
+        """Sets the generators to their states after the skipped steps."""
         _set(self._skipped)
         self._skipped = {}
 
@@ -74,9 +74,9 @@ def _set(states: States) -> None:
 
 
 def _of_steps(states: States) -> States:
-    """Returns those of generators that train steps draw from, as far as that can be told.
+    """Returns the states of generators that train steps use.
 
-    On TensorFlow a thread reads data ahead of training, so what it draws goes on by itself.
+    On TensorFlow a thread reads data ahead of training, so generators of data continue.
     """
     if keras.backend.backend() != "tensorflow":
         return states

@@ -1,7 +1,7 @@
-"""The state that each rank has of its own: random generators, metrics of an epoch, its files.
+"""The state of each rank: random generators and metrics of an epoch.
 
-A backup holds that of all ranks. Ranks of a job of the same size receive their own; in another
-size the totals of metrics stay what they were.
+A backup contains the states of all ranks. In a job of the same size each rank restores its own; in
+another size the totals of metrics are preserved.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ def state(model: keras.Model, logs: dict[str, Any]) -> RankState:
     """Returns the state of this rank.
 
     Args:
-        model: the model that is trained.
-        logs: those of its last batch; only numbers are kept of them.
+        model: the trained model.
+        logs: logs of its last batch; only numbers are saved.
     """
     numbers = {name: to_numpy(value) for name, value in logs.items() if _is_number(value)}
     return {
@@ -35,18 +35,18 @@ def state(model: keras.Model, logs: dict[str, Any]) -> RankState:
 
 
 def of_rank(states: Sequence[RankState]) -> RankState:
-    """Returns the state that belongs to this rank, or, in a job of another size, to rank 0."""
+    """Returns the state of this rank, or of rank 0 in a job of another size."""
     rank = runtime.rank()
     return states[rank] if len(states) == runtime.size() else states[0]
 
 
 def restore_random(model: keras.Model, states: Sequence[RankState], root_rank: int) -> None:
-    """Gives each rank its random generators. Collective: every rank; blocks.
+    """Restores the random generators of each rank. Collective: every rank; blocks.
 
     Args:
-        model: a built model, which has the generators of the root.
-        states: those of all ranks, from a backup.
-        root_rank: the rank that has read it.
+        model: a built model with the generators of the root.
+        states: states of all ranks, from a backup.
+        root_rank: the rank that has read the backup.
     """
     if len(states) != runtime.size():
         separate_seeds(model, root_rank)
@@ -56,7 +56,7 @@ def restore_random(model: keras.Model, states: Sequence[RankState], root_rank: i
 
 
 def restore_metrics(model: keras.Model, states: Sequence[RankState]) -> bool:
-    """Gives each rank its metrics; where ranks are more or fewer, rank 0 has the totals.
+    """Restores the metrics of each rank; in a job of another size, rank 0 gets the totals.
 
     Returns:
         Whether the model has these metrics.

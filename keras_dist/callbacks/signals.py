@@ -1,8 +1,8 @@
-"""The signals by which batch systems say that time is over, heard as soon as they come.
+"""The signals by which batch systems announce the end of a job, received immediately.
 
-Python runs its handlers in the main thread, between two of its instructions. While that thread is
-inside the framework a signal would wait for it, and so would the second one, which is to end the
-process. So a thread of its own hears of them, through a pipe. Knows no ranks and no callbacks.
+Python runs signal handlers in the main thread, between two instructions. While that thread is
+inside the framework, a signal would wait, and so would a second one, which must end the process. So
+a separate thread receives signals, through a pipe. Knows no ranks and no callbacks.
 """
 
 import os
@@ -15,25 +15,25 @@ from types import FrameType
 
 from keras_dist import _engine
 
-__all__ = ["HEARD", "Signals"]
+__all__ = ["HANDLED", "Signals"]
 
-HEARD = (signal.SIGTERM, signal.SIGUSR1)
-# A launcher and a batch system may send the same one to a process, one after the other.
+HANDLED = (signal.SIGTERM, signal.SIGUSR1)
+# A launcher and a batch system may both send the same signal.
 ECHO_SECONDS = 2.0
 
 
 class Signals:
-    """Hears signals during a fit, where the script has no handlers of its own for them.
+    """Receives signals during a fit, unless the script has handlers for them.
 
-    The first is told; one that comes more than two seconds after it ends the process at once.
-    Outside of a fit, as after one that ended by an exception, they do what they always do.
+    The first signal is reported; another one more than two seconds later ends the process. Outside
+    of a fit, also after one that raised, signals have their default action.
 
     Args:
-        tell: is called once with the name of the signal, in another thread.
+        report: called once with the name of the signal, in another thread.
     """
 
-    def __init__(self, tell: Callable[[str], None]):
-        self._tell = tell
+    def __init__(self, report: Callable[[str], None]):
+        self._report = report
         self._ours: list[signal.Signals] = []
         is_main = threading.current_thread() is threading.main_thread()
         self._depth = _engine.progress.progress().tasks.count("fit")
@@ -42,7 +42,7 @@ class Signals:
         for earlier in _installed[::-1]:
             if earlier._depth >= self._depth:
                 earlier.close()  # its fit has failed
-        self._ours = [one for one in HEARD if signal.getsignal(one) is signal.SIG_DFL]
+        self._ours = [s for s in HANDLED if signal.getsignal(s) is signal.SIG_DFL]
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -53,20 +53,22 @@ class Signals:
         _installed.append(self)
 
     def close(self) -> None:
-        """Gives the signals back. In the main thread; does nothing the second time."""
+        """Restores the signals. In the main thread; a second call does nothing."""
         if self not in _installed:
             return
-        self.give_back()
+        self.restore()
         os.write(self._write, b"\0")
         self._thread.join()
         os.close(self._read)
         os.close(self._write)
 
-    def give_back(self) -> None:
-        """Lets signals do what they did before, and leaves the thread alone."""
+    def restore(self) -> None:
+        """Restores the actions of the signals, without stopping the thread."""
         _installed.remove(self)
         for one in self._ours:
-            if signal.getsignal(one) == self._in_main_thread:  # or it is the script's since
+            if (
+                signal.getsignal(one) == self._in_main_thread
+            ):  # else the script has set one
                 signal.signal(one, signal.SIG_DFL)
         now = signal.set_wakeup_fd(self._before)
         if now != self._write:
@@ -85,9 +87,9 @@ class Signals:
             name, now = signal.Signals(number).name, time.monotonic()
             if first is None:
                 first = now
-                self._tell(name)
+                self._report(name)
             elif now - first > ECHO_SECONDS:
-                sys.stderr.write(f"keras_dist: {name} once more: this rank ends at once.\n")
+                sys.stderr.write(f"keras_dist: {name} again: this rank ends now.\n")
                 sys.stderr.flush()
                 os._exit(128 + number)
 
@@ -95,28 +97,28 @@ class Signals:
 _installed: list[Signals] = []
 
 
-def _hold() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+def _block() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
 
 
-def _go_on() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
 
-def _forget() -> None:
+def _restore_in_child() -> None:
     for one in _installed[::-1]:
-        one.give_back()
-        _go_on()
+        one.restore()
+        _unblock()
 
 
 def _if_installed(act: Callable[[], None]) -> Callable[[], None]:
     return lambda: act() if _installed else None
 
 
-# A forked child, such as a worker that loads data, would write into the pipe of its parent. What
-# comes for it before it has given the signals back waits.
+# A forked child, such as a data loading worker, would write to the pipe of its parent. Signals are
+# blocked until the child has restored them.
 os.register_at_fork(
-    before=_if_installed(_hold),
-    after_in_parent=_if_installed(_go_on),
-    after_in_child=_forget,
+    before=_if_installed(_block),
+    after_in_parent=_if_installed(_unblock),
+    after_in_child=_restore_in_child,
 )

@@ -141,7 +141,7 @@ fit(Seen(strike))
 """
     ended = job(2, text, BACKUP=str(tmp_path), KERAS_BACKEND="jax")
     assert ended.returncode not in (0, PREEMPTED_EXIT_CODE)
-    assert "keras_dist: SIGTERM once more: this rank ends at once." in ended.stdout
+    assert "keras_dist: SIGTERM again: this rank ends now." in ended.stdout
 
 
 @pytest.mark.fault(

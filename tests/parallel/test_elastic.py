@@ -369,7 +369,5 @@ def test_a_torch_state_that_a_directory_cannot_keep_is_named(shared_tmp_path):
     state.restore()
     assert module.kind is os.getpid
     state = elastic.TorchState(further=module, directory=shared_tmp_path)
-    with pytest.raises(
-        errors.ArgumentTypeError, match=r"state_dict of further.* posix\.getpid in"
-    ):
+    with pytest.raises(errors.ArgumentTypeError, match=r"state_dict of further.* posix\.getpid in"):
         state.commit()
