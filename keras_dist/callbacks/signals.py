@@ -66,9 +66,7 @@ class Signals:
         """Restores the actions of the signals, without stopping the thread."""
         _installed.remove(self)
         for one in self._ours:
-            if (
-                signal.getsignal(one) == self._in_main_thread
-            ):  # else the script has set one
+            if signal.getsignal(one) == self._in_main_thread:  # else the script has set one
                 signal.signal(one, signal.SIG_DFL)
         now = signal.set_wakeup_fd(self._before)
         if now != self._write:
