@@ -70,7 +70,7 @@ def test_an_epoch_can_be_resumed(form):
     expected = [epoch_of(part) for part in earlier]
     later = make()  # while the earlier data sets are alive
     assert [epoch_of(part) for part in later] != expected
-    epochs.go_on_with(numbers)
+    epochs.restore(numbers)
     assert [epoch_of(part) for part in later] == expected
 
 

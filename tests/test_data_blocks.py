@@ -10,10 +10,10 @@ from keras_dist.data.blocks import (
     BlockShard,
     GlobalBlockShard,
     block_length,
-    left_over,
-    line_of_blocks,
+    ordered_blocks,
+    remaining_shard,
     rows_of,
-    share_of_rest,
+    unread_pieces,
 )
 from keras_dist.data.partition import plan_for_fewer, plan_samples
 
@@ -23,7 +23,7 @@ keys = st.one_of(st.none(), st.tuples(st.integers(0, 9), st.integers(0, 9)))
 
 
 def shares_of(total, size, batch_size, block, align, remainder, key):
-    line = line_of_blocks(total, block * align, align, key)
+    line = ordered_blocks(total, block * align, align, key)
     return [
         BlockShard(line, block * align, plan_samples(total, size, rank, batch_size, remainder), key)
         for rank in range(size)
@@ -33,7 +33,7 @@ def shares_of(total, size, batch_size, block, align, remainder, key):
 def batch(share, step):
     """The rows of a step, in order."""
     return [
-        row for window, places in share.places(step) for row in handed_out(share, window, places)
+        row for window, places in share.positions(step) for row in handed_out(share, window, places)
     ]
 
 
@@ -91,11 +91,11 @@ def test_a_window_is_one_contiguous_block_and_all_ranks_move_on_in_the_same_step
             if key is None:
                 assert rows_of(pieces)[0] == (window * size + share.plan.rank) * block * align
     seen = [
-        [window for s in range(share.plan.steps) for window, _ in share.places(s)]
+        [window for s in range(share.plan.steps) for window, _ in share.positions(s)]
         for share in shares
     ]
     assert all(windows == seen[0] for windows in seen)
-    whole = [p for p in shares[0].line if p[1] - p[0] == block * align]
+    whole = [p for p in shares[0].sequence if p[1] - p[0] == block * align]
     assert all(begin % align == 0 for begin, _ in whole)
 
 
@@ -103,14 +103,16 @@ def test_a_window_is_one_contiguous_block_and_all_ranks_move_on_in_the_same_step
 @given(cases, st.tuples(st.integers(0, 9), st.integers(0, 9)))
 def test_the_order_of_blocks_is_one_for_any_number_of_ranks(case, key):
     total, _, batch_size, block, align = case
-    lines = [shares_of(total, n, batch_size, block, align, "uneven", key)[0].line for n in (1, 4)]
+    lines = [
+        shares_of(total, n, batch_size, block, align, "uneven", key)[0].sequence for n in (1, 4)
+    ]
     assert np.array_equal(*lines)
 
 
 def global_shares_of(total, size, batch_size, block, remainder, key=(1, 2)):
     return [
         GlobalBlockShard(
-            line_of_blocks(total, block, 1, key),
+            ordered_blocks(total, block, 1, key),
             block,
             plan_samples(total, size, rank, batch_size, remainder),
             key,
@@ -137,17 +139,17 @@ def test_a_global_order_is_one_for_any_number_of_ranks(case, remainder, data):
     else:
         assert len(set(flat(steps))) == len(flat(steps))
     # All go through the same windows in the same step: they may read together.
-    windows = [[[w for w, _ in s.places(k)] for k in range(last + 1)] for s in shares]
+    windows = [[[w for w, _ in s.positions(k)] for k in range(last + 1)] for s in shares]
     assert all(each == windows[0] for each in windows)
     # What is left when ranks die goes to the others.
     step = data.draw(st.integers(0, shares[0].plan.steps - 1))
-    line = left_over(shares, step)
+    line = unread_pieces(shares, step)
     left = sorted(rows_of(line))
     if remainder == "uneven":
         assert left == sorted(flat(steps[step:]))
     for fewer in range(1, size):
         if len(left) >= fewer:
-            rest = [share_of_rest(shares[0], line, rank, fewer, step) for rank in range(fewer)]
+            rest = [remaining_shard(shares[0], line, rank, fewer, step) for rank in range(fewer)]
             assert sorted(row for share in rest for row in flat(epoch(share))) == left
 
 
@@ -157,13 +159,13 @@ def test_what_the_dead_have_left_goes_to_those_that_live(case, remainder, key, d
     size = case[1]
     shares = shares_of(*case, remainder, key)
     step = data.draw(st.integers(0, shares[0].plan.steps - 1))
-    line = left_over(shares, step)
+    line = unread_pieces(shares, step)
     read = {row for share in shares for s in range(step) for row in batch(share, s)}
     due = {row for share in shares for row in flat(epoch(share))}
     assert set(rows_of(line).tolist()) == due - read
     assert len(rows_of(line)) == len(set(rows_of(line).tolist()))
     fewer = data.draw(st.integers(1, size))
-    rest = [share_of_rest(shares[0], line, rank, fewer, step) for rank in range(fewer)]
+    rest = [remaining_shard(shares[0], line, rank, fewer, step) for rank in range(fewer)]
     if len(rows_of(line)) < fewer:
         return
     epochs = [epoch(share) for share in rest]
@@ -171,7 +173,7 @@ def test_what_the_dead_have_left_goes_to_those_that_live(case, remainder, key, d
     assert {len(batches) for batches in epochs} == {shares[0].plan.steps - step}
     # And once more, when another dies.
     later = data.draw(st.integers(step, shares[0].plan.steps - 1))
-    again = rows_of(left_over(rest, later)).tolist()
+    again = rows_of(unread_pieces(rest, later)).tolist()
     read = {row for share in rest for s in range(step, later) for row in batch(share, s)}
     assert set(again) == set(rows_of(line).tolist()) - read
 

@@ -16,7 +16,7 @@ from keras_dist import errors
 from keras_dist.data import file_shards
 from keras_dist.data.array_dataset import ArrayDataset
 from keras_dist.data.decoding import Decoder
-from keras_dist.data.epochs import go_on_with, numbers
+from keras_dist.data.epochs import numbers, restore
 from keras_dist.data.image_files import ImageFiles
 from keras_dist.data.image_labels import Classes, labels_of, listed
 from keras_dist.data.npz_files import NpzFiles
@@ -232,7 +232,7 @@ def test_a_resumed_run_continues_within_an_epoch(kind, size, shuffle, write):
     position, rest = numbers(), from_batch(2, parts)
     later = started()
     assert from_batch(2, later) != rest
-    go_on_with({name: position[name] for name in list(position)[:size]})
+    restore({name: position[name] for name in list(position)[:size]})
     assert from_batch(2, later) == rest
 
 

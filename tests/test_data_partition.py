@@ -9,17 +9,9 @@ from hypothesis import strategies as st
 
 from keras_dist.data.indexed import Batches
 from keras_dist.data.order import Order
-from keras_dist.data.partition import (
-    Deal,
-    EvenPlan,
-    Plan,
-    Rest,
-    Spread,
-    plan_deal,
-    plan_for_fewer,
-    plan_samples,
-    plan_spread,
-)
+from keras_dist.data.partition import EvenPlan, Plan, Rest, plan_for_fewer, plan_samples
+from keras_dist.data.round_robin import RoundRobin, plan_round_robin
+from keras_dist.data.spread import Spread, plan_spread
 
 SIZES = range(1, 9)
 batch_sizes = st.integers(1, 40)
@@ -91,7 +83,7 @@ def test_who_has_read_less_reads_on_as_before_up_to_where_the_rest_begins():
         return first if size == 3 else plan_for_fewer(first, 40, size, rank, "uneven")
 
     def batches_of(rank):
-        return Batches(None, part_of(rank, 3), Order("rank", 7, 40), plan_among=part_of)
+        return Batches(None, part_of(rank, 3), Order("rank", 7, 40), plan_for=part_of)
 
     seen = []
     ranks = [batches_of(rank) for rank in range(3)]
@@ -101,11 +93,11 @@ def test_who_has_read_less_reads_on_as_before_up_to_where_the_rest_begins():
     left = [ranks[0], ranks[2]]  # rank 1 dies, and what it should have read before step 4 is lost
     lost = [batches_of(1).indices(0, step) for step in (2, 3)]
     for place, batches in enumerate(left):
-        batches.share_out(place, 2, (0, 4))
+        batches.reshard(place, 2, (0, 4))
     for batches, read in zip(left, (4, 3), strict=True):
         seen += [batches.indices(0, step) for step in range(read, 5)]
     seen.append(ranks[2].indices(0, 5))
-    ranks[0].share_out(0, 1, (0, 6))  # rank 2 dies as well, when rank 0 has read one step less
+    ranks[0].reshard(0, 1, (0, 6))  # rank 2 dies as well, when rank 0 has read one step less
     seen += [ranks[0].indices(0, step) for step in range(5, steps)]
     everything = np.concatenate([*seen, *lost])
     assert sorted(everything) == list(range(40))
@@ -264,7 +256,7 @@ def test_the_rest_of_an_epoch_grows_evenly():
 def test_plans_cannot_be_changed():
     rest = Rest(0, 1, np.arange(1), 0, 1, nothing)
     plan = plan_samples(14, 3, 0, 2, "uneven")
-    things = (plan, EvenPlan(0, 1, 2, 2, 1, 2), rest, Deal(1, 0, 0, 1), Spread(1, (1,)))
+    things = (plan, EvenPlan(0, 1, 2, 2, 1, 2), rest, RoundRobin(1, 0, 0, 1), Spread(1, (1,)))
     for thing in things:
         with pytest.raises(dataclasses.FrozenInstanceError):
             thing.steps = 3
@@ -275,43 +267,43 @@ def test_plans_cannot_be_changed():
 
 def dealt_to(deal, rank, size):
     """The batches that a rank takes whole: of the rounds, and of those lent."""
-    whole = list(range(rank, deal.dealt, size))
-    return whole + ([deal.dealt + rank % deal.lent] if deal.lent else [])
+    whole = list(range(rank, deal.full, size))
+    return whole + ([deal.full + rank % deal.repeated] if deal.repeated else [])
 
 
 @given(st.integers(1, 100), st.sampled_from(SIZES), remainders)
 def test_batches_are_dealt_out_in_equally_many_steps(total, size, remainder):
-    deal = plan_deal(total, size, remainder)
+    deal = plan_round_robin(total, size, remainder)
     for rank in range(size):
         assert len(dealt_to(deal, rank, size)) + (deal.pooled > 0) == deal.steps
     taken = {i for rank in range(size) for i in dealt_to(deal, rank, size)}
-    taken |= set(range(deal.dealt, deal.dealt + deal.pooled))
+    taken |= set(range(deal.full, deal.full + deal.pooled))
     assert taken == set(range(total - total % size if remainder == "drop" else total))
-    assert not (deal.pooled and deal.lent)
+    assert not (deal.pooled and deal.repeated)
 
 
 @pytest.mark.parametrize(
     ("total", "remainder", "expected"),
     [
-        (9, "uneven", Deal(9, 0, 0, 3)),
-        (9, "pad", Deal(9, 0, 0, 3)),
-        (10, "uneven", Deal(6, 4, 0, 3)),
-        (11, "uneven", Deal(6, 5, 0, 3)),
-        (11, "pad", Deal(9, 0, 2, 4)),
-        (11, "drop", Deal(9, 0, 0, 3)),
-        (4, "uneven", Deal(0, 4, 0, 1)),
-        (2, "uneven", Deal(0, 2, 0, 1)),
-        (2, "pad", Deal(0, 0, 2, 1)),
-        (2, "drop", Deal(0, 0, 0, 0)),
+        (9, "uneven", RoundRobin(9, 0, 0, 3)),
+        (9, "pad", RoundRobin(9, 0, 0, 3)),
+        (10, "uneven", RoundRobin(6, 4, 0, 3)),
+        (11, "uneven", RoundRobin(6, 5, 0, 3)),
+        (11, "pad", RoundRobin(9, 0, 2, 4)),
+        (11, "drop", RoundRobin(9, 0, 0, 3)),
+        (4, "uneven", RoundRobin(0, 4, 0, 1)),
+        (2, "uneven", RoundRobin(0, 2, 0, 1)),
+        (2, "pad", RoundRobin(0, 0, 2, 1)),
+        (2, "drop", RoundRobin(0, 0, 0, 0)),
     ],
 )
 def test_batches_for_three_ranks(total, remainder, expected):
-    assert plan_deal(total, 3, remainder) == expected
+    assert plan_round_robin(total, 3, remainder) == expected
 
 
 @given(st.integers(1, 100), st.sampled_from(SIZES))
 def test_the_pool_has_a_batch_for_every_rank_whenever_there_are_enough(total, size):
-    pooled = plan_deal(total, size, "uneven").pooled
+    pooled = plan_round_robin(total, size, "uneven").pooled
     assert pooled == 0 or size < pooled < 2 * size or pooled == total < size
 
 

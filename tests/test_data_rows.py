@@ -109,7 +109,7 @@ def test_a_resumed_run_continues_within_an_epoch(folder, shuffle):
     came_to, rest = epochs.numbers(), from_batch(2, data)
     later = begun()
     assert from_batch(2, later) != rest
-    epochs.go_on_with(came_to)
+    epochs.restore(came_to)
     assert from_batch(2, later) == rest
 
 

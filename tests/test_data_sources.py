@@ -157,7 +157,7 @@ def test_orders_follow_from_seed_and_epoch(kind):
     came_to = epochs.numbers()
     third = epoch_of(part)
     [resumed] = parts_of(SOURCES[kind](40), 1, batch_size=batch_size_of(kind))
-    epochs.go_on_with({name: came_to[name] for name in list(epochs.numbers())[:1]})
+    epochs.restore({name: came_to[name] for name in list(epochs.numbers())[:1]})
     assert epoch_of(resumed) == third
 
 
@@ -242,7 +242,7 @@ def test_an_iterator_continues_across_epochs():
         numbers = flat([epoch_of(part) for part in parts])
         assert sorted(numbers) == list(range(12 * epoch, 12 * epoch + 12))
     later = parts_of(itertools.count(), 2, batch_size=2, steps=3)[0]
-    epochs.go_on_with({next(iter(epochs.numbers())): 2})
+    epochs.restore({next(iter(epochs.numbers())): 2})
     assert epoch_of(later)[0] == [24, 26]
 
 
@@ -362,7 +362,7 @@ def test_each_rank_samples_independently(kind):
         (lambda: 3, {}, errors.ArgumentTypeError, "return a generator"),
         (iter(range(9)), {}, errors.DataError, "Pass steps"),
         (lambda: iter([1]), {"shuffle": True}, errors.ArgumentError, "no shuffle"),
-        (lambda: iter([1]), {"draws": True}, errors.ArgumentError, "samples by number"),
+        (lambda: iter([1]), {"draws": True}, errors.ArgumentError, "random access to samples"),
         (Batches(90), {"batch_size": 3}, errors.ArgumentError, "no batch_size"),
         (Batches(90), {"batched": False}, errors.ArgumentError, "batched=False"),
         (pd.DataFrame({"a": ["x"] * 9, "b": 1}), {}, errors.ArgumentTypeError, "dict(frame)"),

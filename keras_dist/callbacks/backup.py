@@ -139,7 +139,7 @@ class BackupAndRestore(ListMember, KerasBackup):
         initial_epoch_from(self.model, found["epoch"])
         self._written = found["epoch"], found["step"]
         found["step"] = resumed_data.steps_now(found, warns=runtime.rank() == self.root_rank)
-        epochs.go_on_with(found["data"])
+        epochs.restore(found["data"])
         self._random.resume(found.get("random"))
         self.when_all_have_been_called(self._fit.restore_callbacks)
         if found["begun"]:

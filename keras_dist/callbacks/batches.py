@@ -41,7 +41,7 @@ class VerifyBatches(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Makes the first step compare its batch with those of other ranks."""
-        if runtime.size() == 1 or epochs.is_shared_out_everywhere():
+        if runtime.size() == 1 or epochs.is_sharded_everywhere():
             return
         model = self.model
         step = model.train_function

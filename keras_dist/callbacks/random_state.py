@@ -66,7 +66,7 @@ class RandomState:
 
 
 def _data() -> Any:
-    return epochs.trained_with().get("x")
+    return epochs.fit_arguments().get("x")
 
 
 def _set(states: States) -> None:

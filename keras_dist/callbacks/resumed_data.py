@@ -7,7 +7,7 @@ import keras
 
 from keras_dist import runtime
 from keras_dist.data import epochs
-from keras_dist.data.restarted_iterators import begun_anew
+from keras_dist.data.restarted_iterators import restarted
 
 __all__ = ["global_batch", "steps_now", "warn_of_restarting_data"]
 
@@ -16,7 +16,7 @@ _log = logging.getLogger("keras_dist")
 
 def global_batch() -> int | None:
     """Returns the global batch size if the order of samples is independent of `size()`."""
-    data = epochs.trained()
+    data = epochs.current()
     return data.global_batch if data is not None else None
 
 
@@ -53,7 +53,7 @@ def steps_now(about: dict[str, Any], warns: bool) -> int:
 
 def warn_of_restarting_data() -> None:
     """Warns of data whose order cannot be resumed."""
-    found = begun_anew(epochs.trained_with(), keras.backend.backend())
+    found = restarted(epochs.fit_arguments(), keras.backend.backend())
     if found:
         _log.warning(
             "keras_dist: a backup does not keep %s: data restarts when training resumes, which "

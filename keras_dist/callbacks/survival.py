@@ -86,7 +86,7 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
         names = _engine.collectives.allgather_object(
             runtime.communicator(), self._name, operation="counting the ranks"
         )
-        epochs.share_out(names.index(self._name), len(names))
+        epochs.reshard(names.index(self._name), len(names))
         self._count = len(names)
         if self.verbose and runtime.rank() == 0 and not self._prints:
             self._prints = True
@@ -107,13 +107,13 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
         # A rank that is out of data cannot take part in the following collective.
         if not died[0] or comm.faults.joined is not None:
             return
-        with epochs.held():
+        with epochs.locked():
             gathered = _engine.collectives.allgather_object(
                 comm, (self._name, epochs.positions()), operation="sharing out the epoch"
             )
             names = [name for name, _ in gathered]
             positions = [position for _, position in gathered]
-            epochs.share_out(names.index(self._name), len(names), positions)
+            epochs.reshard(names.index(self._name), len(names), positions)
         self._count = len(names)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

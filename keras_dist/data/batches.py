@@ -1,4 +1,4 @@
-"""Batches of a rank in the form that suits the backend of Keras."""
+"""Conversion of the batches of a rank to data for the Keras backend."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ __all__ = ["for_keras"]
 
 
 def for_keras(batches: RankBatches, ahead: bool = True) -> Any:
-    """Returns batches as data for `fit`.
+    """Returns the batches of this rank as data for `fit`.
 
-    A `keras.utils.PyDataset` serves all backends, but on TensorFlow Keras turns it into
-    `Dataset.from_generator`. That sets malloc's trim threshold for the whole process:
-    from then on memory goes back to the kernel between any two steps and is faulted in
-    again, which took 1.7 times the processor time of a small dense model.
+    A `keras.utils.PyDataset` works on all backends, but on TensorFlow Keras turns it into
+    `Dataset.from_generator`, which sets malloc's trim threshold for the whole process: memory is
+    returned to the kernel after every step and faulted in again. A small dense model took 1.7 times
+    the processor time.
 
     Args:
-        batches: those of this rank.
-        ahead: whether batches may be made before training asks for them.
+        batches: the batches of this rank.
+        ahead: whether batches may be prefetched.
     """
     import keras
 

@@ -1,10 +1,10 @@
-"""Rows of a file in blocks: which contiguous pieces each rank reads, and when.
+"""Partition of the rows of files into contiguous blocks. Pure index arithmetic.
 
-An epoch puts blocks of rows in an order. This line of blocks is cut into windows of one block
-each, which go round the ranks; what is left at the end is shared out evenly. A rank reads one
-window at a time and shuffles within it. Where the order of rows is to be one for any number of
-ranks, all go through the same windows, and take turns. Pure arithmetic, as `partition`, whose plans
-say how many rows a rank hands out and in what batches.
+An epoch is a sequence of blocks in shuffled order. The sequence is divided into windows of one
+block each, which are assigned to the ranks in turn; the rest at the end is divided evenly. A rank
+reads one window at a time and shuffles its rows. For an order that is independent of the number of
+ranks, all ranks read all windows and take every n-th row. The plans of `partition` determine the
+number of rows and the sizes of the batches of a rank.
 """
 
 import dataclasses
@@ -20,40 +20,40 @@ __all__ = [
     "GlobalBlockShard",
     "Pieces",
     "block_length",
-    "left_over",
-    "line_of_blocks",
+    "ordered_blocks",
+    "remaining_shard",
     "rows_of",
-    "share_of_rest",
+    "unread_pieces",
 ]
 
-Pieces = np.ndarray  # int64 of shape (count, 2): where each begins and ends
+Pieces = np.ndarray  # int64 of shape (count, 2): first row and end of each piece
 
-WINDOWS = 64  # that a small data set has at least, or its order would hardly be shuffled
+WINDOWS = 64  # smallest number of windows of a data set, for a sufficient shuffle
 
 
 def block_length(total: int, row_nbytes: int, batch_size: int, align: int, nbytes: int) -> int:
-    """Returns how many rows a block has where the user does not say.
+    """Returns the default number of rows of a block.
 
     Args:
         total: number of rows.
-        row_nbytes: bytes of a row.
-        batch_size: rows of a batch; a block is not smaller.
-        align: of how many rows the length must be a multiple.
-        nbytes: how many bytes a block may have, as far as the others allow it.
+        row_nbytes: size of a row in bytes.
+        batch_size: number of rows of a batch; the smallest length of a block.
+        align: the length is a multiple of this number of rows.
+        nbytes: largest size of a block in bytes, unless `batch_size` or `align` need more.
     """
     rows = max(batch_size, min(nbytes // max(1, row_nbytes), total // WINDOWS))
     return -(-rows // align) * align
 
 
-def line_of_blocks(total: int, block: int, align: int, key: Sequence[int] | None) -> Pieces:
-    """Returns the blocks of an epoch in its order, those that are shorter behind the others.
+def ordered_blocks(total: int, block: int, align: int, key: Sequence[int] | None) -> Pieces:
+    """Returns the blocks of an epoch in order; blocks that are not full come last.
 
     Args:
         total: number of rows.
-        block: rows of a block, a multiple of `align`.
-        align: where blocks may begin: at its multiples.
-        key: seed of the order; `None` for that of the file. With one, blocks begin elsewhere in
-            every epoch, so that no two rows always come together.
+        block: number of rows of a block, a multiple of `align`.
+        align: blocks begin at multiples of this number of rows.
+        key: seed of the order; `None` keeps the order of the file. With a seed, blocks begin at
+            other rows in every epoch, so that no two rows are always in the same block.
     """
     random = np.random.default_rng(key) if key is not None else None
     shift = 0 if random is None else int(random.integers(block // align)) * align
@@ -62,60 +62,62 @@ def line_of_blocks(total: int, block: int, align: int, key: Sequence[int] | None
     if random is None:
         return pieces
     pieces = random.permutation(pieces)
-    is_whole = pieces[:, 1] - pieces[:, 0] == block
-    return np.concatenate([pieces[is_whole], pieces[~is_whole]])
+    is_full = pieces[:, 1] - pieces[:, 0] == block
+    return np.concatenate([pieces[is_full], pieces[~is_full]])
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockShard:
-    """One rank's part of an epoch, or of what is left of one.
+    """The shard of a rank in an epoch, or in the rest of an epoch.
 
     Args:
-        line: pieces of rows, in order.
-        block: rows of a window.
-        plan: how many rows this rank hands out, in what batches; its `held` is the length of
-            this part.
-        key: seed of the order within windows; `None` for that of the file.
-        first_step: the step at which it begins.
-        earlier: the part that holds the steps before that: another rank had read further ahead
-            when the rest was shared out.
+        sequence: pieces of the rows of all ranks, in order.
+        block: number of rows of a window.
+        plan: number of rows of this rank and sizes of its batches; `plan.held` is the length of the
+            shard.
+        key: seed of the order within windows; `None` keeps the order of the file.
+        first_step: first step of the shard.
+        previous: the shard with the steps before `first_step`: another rank may have read further
+            ahead when the rest was distributed.
     """
 
-    line: Pieces
+    sequence: Pieces
     block: int
     plan: Plan
     key: tuple[int, ...] | None
     first_step: int = 0
-    earlier: "BlockShard | None" = None
+    previous: "BlockShard | None" = None
 
     def at(self, step: int) -> "BlockShard":
-        """Returns the part that holds a step: this one, or the one before it."""
-        return self if self.earlier is None or step >= self.first_step else self.earlier.at(step)
+        """Returns the shard that has a step: this one or a previous one."""
+        if self.previous is None or step >= self.first_step:
+            return self
+        return self.previous.at(step)
 
     @functools.cached_property
     def _ends(self) -> np.ndarray:
-        return np.cumsum(self.line[:, 1] - self.line[:, 0])
+        return np.cumsum(self.sequence[:, 1] - self.sequence[:, 0])
 
     @property
     def total(self) -> int:
-        """Number of rows in the line."""
+        """Number of rows of all ranks."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     @property
     def rounds(self) -> int:
-        """Number of windows of a whole block that each rank has."""
+        """Number of full windows of each rank."""
         return self.total // (self.block * self.plan.size)
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """Returns where the batch of a step begins and ends among the places of this part."""
+        """Returns the first position and the end of the batch of a step in the shard."""
         return self.plan.bounds(step - self.first_step)
 
-    def window_at(self, place: int) -> int:
-        """Returns the number of the window in which a place lies."""
-        return min(place // self.block, self.rounds)
+    def window_at(self, position: int) -> int:
+        """Returns the number of the window of a position."""
+        return min(position // self.block, self.rounds)
 
     def pieces(self, window: int) -> Pieces:
-        """Returns the rows of a window as pieces, in the order of the file."""
+        """Returns the pieces of a window, in the order of the file."""
         rank, size = self.plan.rank, self.plan.size
         if window < self.rounds:
             start = (window * size + rank) * self.block
@@ -126,35 +128,35 @@ class BlockShard:
         return self._cut(start, start + fewest + (rank < more))
 
     def order(self, window: int) -> np.ndarray | None:
-        """Returns the order in which a window's rows are handed out; `None` for as they are."""
+        """Returns the order of the rows of a window; `None` keeps the order of the file."""
         pieces = self.pieces(window)
         if self.key is None or not len(pieces):
             return None
         count = int((pieces[:, 1] - pieces[:, 0]).sum())
         return np.random.default_rng([*self.key, int(pieces[0, 0])]).permutation(count)
 
-    def places(self, step: int) -> list[tuple[int, np.ndarray]]:
-        """Returns the windows of a batch with the places, in each one's order, of its rows."""
+    def positions(self, step: int) -> list[tuple[int, np.ndarray]]:
+        """Returns the windows of a batch, with the positions of its rows in their order."""
         start, stop = self.bounds(step)
-        # What is handed out a second time, so that batches are equal, is the last row.
-        places = np.minimum(np.arange(start, stop), self.plan.held - 1)
-        windows = np.minimum(places // self.block, self.rounds)
+        # Rows that are repeated for equal batch sizes are the last row.
+        positions = np.minimum(np.arange(start, stop), self.plan.held - 1)
+        windows = np.minimum(positions // self.block, self.rounds)
         return [
-            (int(window), places[windows == window] - window * self.block)
+            (int(window), positions[windows == window] - window * self.block)
             for window in np.unique(windows)
         ]
 
     def last_window(self, step: int) -> int:
-        """Returns the last window of which any rank takes rows in a step."""
+        """Returns the last window that any rank reads in a step."""
         if step - self.first_step < self.plan.steps - 1:
             return self.window_at(self.bounds(step)[1] - 1)
-        # Rank 0 has as many rows as any.
+        # No rank has more rows than rank 0.
         fewest, more = divmod(self.total, self.plan.size)
         most = self.plan.count if self.plan.count < fewest else fewest + (more > 0)
         return self.window_at(most - 1)
 
     def rows_left(self, window: int, step: int) -> Pieces:
-        """Returns the rows of a window that are to be handed out from a step on."""
+        """Returns the rows of a window that belong to a step or to later ones."""
         pieces, order, begin = self.pieces(window), self.order(window), window * self.block
         rows = rows_of(pieces)
         low = max(self.bounds(step)[0] - begin, 0)
@@ -164,54 +166,54 @@ class BlockShard:
         return _as_pieces(np.sort((rows if order is None else rows[order])[low : max(low, high)]))
 
     def _cut(self, start: int, stop: int) -> Pieces:
-        """Returns what of the line lies between two places, sorted."""
+        """Returns the pieces between two positions of the sequence, sorted by row."""
         if start >= stop:
             return np.empty((0, 2), np.int64)
         first = int(np.searchsorted(self._ends, start, side="right"))
         last = int(np.searchsorted(self._ends, stop, side="left"))
-        pieces = self.line[first : last + 1].copy()
+        pieces = self.sequence[first : last + 1].copy()
         pieces[-1, 1] -= self._ends[last] - stop
-        begin = self._ends[first] - (self.line[first, 1] - self.line[first, 0])
+        begin = self._ends[first] - (self.sequence[first, 1] - self.sequence[first, 0])
         pieces[0, 0] += start - begin
         return pieces[np.argsort(pieces[:, 0], kind="stable")]
 
 
 class GlobalBlockShard(BlockShard):
-    """One rank's part of an epoch whose order is the same for any number of ranks.
+    """The shard of a rank in an epoch whose order is independent of the number of ranks.
 
-    The windows follow each other, each shuffled in itself; all ranks go through all of them, and
-    rank r takes what comes at places r, r + size, ...
+    All ranks read all windows, in the same shuffled order, and rank r takes the rows at positions
+    r, r + size, ...
     """
 
     @property
     def rounds(self) -> int:
-        """Number of windows of a whole block."""
+        """Number of full windows."""
         return self.total // self.block
 
-    def window_at(self, place: int) -> int:
-        """Returns the last window in which a place of this part lies for any rank."""
-        return (min((place + 1) * self.plan.size, self.total) - 1) // self.block
+    def window_at(self, position: int) -> int:
+        """Returns the last window in which any rank has this position of its shard."""
+        return (min((position + 1) * self.plan.size, self.total) - 1) // self.block
 
     def pieces(self, window: int) -> Pieces:
-        """Returns the rows of a window as pieces, in the order of the file."""
+        """Returns the pieces of a window, in the order of the file."""
         return self._cut(window * self.block, min((window + 1) * self.block, self.total))
 
-    def places(self, step: int) -> list[tuple[int, np.ndarray]]:
-        """Returns the windows of a step with the places, in each one's order, of this rank's rows.
+    def positions(self, step: int) -> list[tuple[int, np.ndarray]]:
+        """Returns the windows of a step, with the positions of the rows of this rank.
 
-        They are the same windows for all ranks; of some a rank may take nothing.
+        The windows are the same on all ranks; a rank may have no rows in some of them.
         """
         start, stop = self.bounds(step)
         mine = self.plan.rank + self.plan.size * np.arange(start, stop)
-        # What is handed out a second time, so that batches are equal, is the last row.
-        places = np.minimum(mine, self.total - 1)
+        # Rows that are repeated for equal batch sizes are the last row.
+        positions = np.minimum(mine, self.total - 1)
         return [
-            (window, places[places // self.block == window] - window * self.block)
+            (window, positions[positions // self.block == window] - window * self.block)
             for window in range(start * self.plan.size // self.block, self.last_window(step) + 1)
         ]
 
     def rows_left(self, window: int, step: int) -> Pieces:
-        """Returns the rows of a window that this rank is to hand out from a step on."""
+        """Returns the rows of a window that belong to this rank from a step on."""
         rows, order = rows_of(self.pieces(window)), self.order(window)
         turns, ranks = divmod(window * self.block + np.arange(len(rows)), self.plan.size)
         mine = (ranks == self.plan.rank) & (turns >= self.bounds(step)[0])
@@ -220,47 +222,51 @@ class GlobalBlockShard(BlockShard):
 
 
 def rows_of(pieces: Pieces) -> np.ndarray:
-    """Returns the numbers of the rows in pieces."""
+    """Returns the row numbers of pieces."""
     return np.concatenate([np.empty(0, np.int64), *(np.arange(*piece) for piece in pieces)])
 
 
-def left_over(shares: Sequence[BlockShard], step: int) -> Pieces:
-    """Returns the rows that nobody has handed out before a step, as a line of pieces.
+def unread_pieces(shares: Sequence[BlockShard], step: int) -> Pieces:
+    """Returns the pieces that no rank has read before a step, in order.
 
     Args:
-        shares: those of all ranks, the dead among them.
-        step: the first step that nobody has taken.
+        shares: the shards of all ranks, dead ranks included.
+        step: the first step that no rank has taken.
     """
     windows = range(max(share.rounds for share in shares) + 1)
-    return np.concatenate([piece for window in windows for piece in _left_of(window, shares, step)])
+    return np.concatenate(
+        [piece for window in windows for piece in _unread_of(window, shares, step)]
+    )
 
 
-def _left_of(window: int, shares: Sequence[BlockShard], step: int) -> list[Pieces]:
+def _unread_of(window: int, shares: Sequence[BlockShard], step: int) -> list[Pieces]:
     left = [share.rows_left(window, step) for share in shares]
-    # What ranks took turns in lies side by side.
-    together = isinstance(shares[0], GlobalBlockShard)
-    return [_as_pieces(np.sort(rows_of(np.concatenate(left))))] if together else left
+    # The rows of the ranks alternate in a window.
+    interleaved = isinstance(shares[0], GlobalBlockShard)
+    return [_as_pieces(np.sort(rows_of(np.concatenate(left))))] if interleaved else left
 
 
-def share_of_rest(last: BlockShard, line: Pieces, rank: int, size: int, step: int) -> BlockShard:
-    """Returns a rank's part of what is left of an epoch, in the steps that are left.
+def remaining_shard(
+    last: BlockShard, sequence: Pieces, rank: int, size: int, step: int
+) -> BlockShard:
+    """Returns the shard of a rank in the rest of an epoch.
 
     Args:
-        last: a part of the epoch so far.
-        line: what is left.
-        rank: whose part is wanted, by its number now.
-        size: number of ranks now.
-        step: the first step that nobody has taken.
+        last: a shard of the epoch until now.
+        sequence: the unread pieces.
+        rank: number of the rank among the remaining ranks.
+        size: number of remaining ranks.
+        step: the first step that no rank has taken.
     """
-    fewest, more = divmod(len(rows_of(line)), size)
+    fewest, more = divmod(len(rows_of(sequence)), size)
     count = fewest + (rank < more)
     steps = last.first_step + last.plan.steps - step
     plan = EvenPlan(rank, size, count, count, steps, last.plan.batch_size)
-    return dataclasses.replace(last, line=line, plan=plan, first_step=step)
+    return dataclasses.replace(last, sequence=sequence, plan=plan, first_step=step)
 
 
 def _as_pieces(rows: np.ndarray) -> Pieces:
-    """Returns ascending numbers of rows as pieces."""
+    """Returns the pieces of ascending row numbers."""
     if not len(rows):
         return np.empty((0, 2), np.int64)
     cuts = np.flatnonzero(np.diff(rows) != 1)

@@ -58,7 +58,7 @@ def prepare(make_source: Callable[[], Source]) -> Any:
     if source is None:
         raise errors.DataError("There is no data.")
     part = source.part([held for _, held, _ in reports])
-    epochs.note(part, getattr(source, "epochs", None))
+    epochs.register(part, getattr(source, "epochs", None))
     # `fit` shuffles arrays only and warns for all other data, on every rank and in every call; this
     # data has been shuffled as requested.
     warnings.filterwarnings("ignore", "`shuffle=True` was passed, but will be ignored")

@@ -1,9 +1,9 @@
-"""In which epoch is the data of this process? All that resumed training needs to know of it.
+"""The epoch of each data set of this process, which resumed training restores.
 
-The order of an epoch follows from its number. Keras does not tell callbacks which data they
-train on, so the numbers of all data sets that live are kept: each known by what it is, and
-among equal ones by which was made last. A later process that runs the same script finds the
-same names.
+The order of an epoch is a function of its number. Keras does not tell callbacks which data they
+train on, so this module keeps the epochs of all live data sets. A data set is identified by a
+digest of its properties and, among data sets with the same digest, by the order of creation, latest
+first. A later process that runs the same script therefore finds the same names.
 """
 
 import collections
@@ -17,178 +17,178 @@ from typing import Any, Protocol
 
 __all__ = [
     "Epochs",
-    "Shared",
-    "go_on_with",
-    "held",
-    "is_shared_out",
-    "is_shared_out_everywhere",
+    "Reshardable",
+    "current",
+    "fit_arguments",
+    "is_sharded",
+    "is_sharded_everywhere",
     "kind_of",
-    "note",
+    "locked",
     "numbers",
     "of",
     "positions",
-    "share_out",
-    "trained",
-    "trained_with",
+    "register",
+    "reshard",
+    "restore",
     "training_on",
 ]
 
 
-class Shared(Protocol):
-    """Data that can be shared out anew when ranks have died."""
+class Reshardable(Protocol):
+    """Data that can be distributed again after ranks have died."""
 
-    lock: threading.RLock  # who reads a batch holds it
+    lock: threading.RLock  # held while a batch is read
 
     @property
     def position(self) -> tuple[int, int]:
-        """Epoch and step of the first batch that nobody has asked for on this rank."""
+        """Epoch and step of the first batch that this rank has not requested."""
 
-    def share_out(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
-        """Shares the data out among fewer ranks, see `epochs.share_out`."""
+    def reshard(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
+        """Distributes the data over fewer ranks, see `epochs.reshard`."""
 
 
 class Epochs:
-    """The epochs of one data set, counted.
+    """The number of the current epoch of a data set.
 
     Args:
-        kind: what the data set is, the same on all ranks and in every run.
-        data: what can be shared out among fewer ranks. Defaults to none: each keeps its part.
+        kind: digest of the properties of the data set, the same on all ranks and in every run.
+        data: the data, if it can be distributed over fewer ranks. Defaults to none.
     """
 
-    def __init__(self, kind: str, data: Shared | None = None):
+    def __init__(self, kind: str, data: Reshardable | None = None):
         self.kind = kind
         self.number = 0
-        # Samples in a step of all ranks, where their order is one for any number of ranks.
+        # Samples of all ranks in a step, if the order does not depend on the number of ranks.
         self.global_batch: int | None = None
-        # What a later run cannot find again of the order, in words.
-        self.forgets: str | None = None
-        # Weakly, or data would wait for the garbage collector.
+        # Which part of the order a later run cannot restore, in words.
+        self.not_restored: str | None = None
+        # A strong reference would keep data alive until the garbage collector runs.
         self._data = weakref.ref(data) if data is not None else lambda: None
         self._lock = threading.Lock()
-        _living[next(_serials)] = self
+        _live[next(_serials)] = self
 
     def advance(self) -> int:
-        """Goes on to the next epoch; returns the number of the one before it."""
+        """Advances to the next epoch; returns the number of the previous one."""
         with self._lock:
             self.number += 1
             return self.number - 1
 
-    def data(self) -> Shared | None:
-        """Returns the data, while it lives and where it can be shared out anew."""
+    def data(self) -> Reshardable | None:
+        """Returns the data if it is alive and can be distributed again."""
         return self._data()
 
 
 def kind_of(facts: Sequence[object]) -> str:
-    """Returns in one word what is known of a data set, the same in every run."""
+    """Returns a digest of the properties of a data set, the same in every run."""
     return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
 
 _serials = itertools.count()
-_living: weakref.WeakValueDictionary[int, Epochs] = weakref.WeakValueDictionary()
-_parts: weakref.WeakKeyDictionary[Any, Epochs | None] = weakref.WeakKeyDictionary()
-_trained_with: Mapping[str, Any] = {}
+_live: weakref.WeakValueDictionary[int, Epochs] = weakref.WeakValueDictionary()
+_sharded: weakref.WeakKeyDictionary[Any, Epochs | None] = weakref.WeakKeyDictionary()
+_fit_arguments: Mapping[str, Any] = {}
 _everywhere = True
 
 
-def note(part: Any, epochs: Epochs | None) -> None:
-    """Notes that data has been shared out, and its epochs, where they are counted."""
-    with contextlib.suppress(TypeError):  # a list of names, which no training takes
-        _parts[part] = epochs
+def register(part: Any, epochs: Epochs | None) -> None:
+    """Registers the shard of a data set, and its epochs if they are counted."""
+    with contextlib.suppress(TypeError):  # a list of names, which nothing trains on
+        _sharded[part] = epochs
 
 
-def is_shared_out(data: Any) -> bool:
-    """Tells whether this is what `keras_dist.data` has made."""
+def is_sharded(data: Any) -> bool:
+    """Returns whether `keras_dist.data` made this data set."""
     try:
-        return data in _parts
+        return data in _sharded
     except TypeError:
         return False
 
 
 @contextlib.contextmanager
 def training_on(arguments: Mapping[str, Any], everywhere: bool) -> Iterator[None]:
-    """Notes which data a fit trains on, as long as it lasts.
+    """Records which data a fit trains on, while it runs.
 
     Args:
-        arguments: those of the fit on this rank, of which `x` is the data.
-        everywhere: whether the data of all ranks has been shared out.
+        arguments: arguments of the fit on this rank; `x` is the data.
+        everywhere: whether `keras_dist.data` made the data of all ranks.
     """
-    global _trained_with, _everywhere
-    before = _trained_with, _everywhere
-    _trained_with, _everywhere = arguments, everywhere
+    global _fit_arguments, _everywhere
+    before = _fit_arguments, _everywhere
+    _fit_arguments, _everywhere = arguments, everywhere
     try:
         yield
     finally:
-        _trained_with, _everywhere = before
+        _fit_arguments, _everywhere = before
 
 
-def is_shared_out_everywhere() -> bool:
-    """Tells whether `keras_dist.data` has made what is trained on, on all ranks."""
+def is_sharded_everywhere() -> bool:
+    """Returns whether `keras_dist.data` made the training data of all ranks."""
     return _everywhere
 
 
 def of(data: Any) -> Epochs | None:
-    """Returns the epochs of data, where they are counted."""
-    return _parts.get(data) if is_shared_out(data) else None
+    """Returns the epochs of a data set, if they are counted."""
+    return _sharded.get(data) if is_sharded(data) else None
 
 
-def trained() -> Epochs | None:
-    """Returns the epochs of the data that is trained on, where they are counted."""
-    return of(_trained_with.get("x"))
+def current() -> Epochs | None:
+    """Returns the epochs of the training data, if they are counted."""
+    return of(_fit_arguments.get("x"))
 
 
-def trained_with() -> Mapping[str, Any]:
-    """Returns the arguments of the fit that is going on, by name; none where there is none."""
-    return _trained_with
+def fit_arguments() -> Mapping[str, Any]:
+    """Returns the arguments of the running fit, by name; empty outside of a fit."""
+    return _fit_arguments
 
 
 def numbers() -> dict[str, int]:
-    """Returns the epoch of each data set that lives; between epochs, the one to come."""
+    """Returns the epoch of each live data set; between epochs, the next one."""
     return {name: epochs.number for name, epochs in _named()}
 
 
-def go_on_with(epoch_by_name: Mapping[str, int]) -> None:
-    """Sets the epochs of the data sets that live, as `numbers` gave them in an earlier run."""
+def restore(number_by_name: Mapping[str, int]) -> None:
+    """Sets the epochs of the live data sets to what `numbers` returned in an earlier run."""
     for name, epochs in _named():
-        epochs.number = epoch_by_name.get(name, epochs.number)
+        epochs.number = number_by_name.get(name, epochs.number)
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
-    """Keeps everybody from reading what can be shared out anew."""
+def locked() -> Iterator[None]:
+    """Blocks reads of all data that can be distributed again."""
     with contextlib.ExitStack() as stack:
-        for _, data in _shared():
+        for _, data in _reshardable():
             stack.enter_context(data.lock)
         yield
 
 
 def positions() -> dict[str, tuple[int, int]]:
-    """Returns how far data that can be shared out anew has been read, by name: epoch and step."""
-    return {name: data.position for name, data in _shared()}
+    """Returns the next epoch and step of all data that can be distributed again, by name."""
+    return {name: data.position for name, data in _reshardable()}
 
 
-def share_out(rank: int, size: int, read: Sequence[Mapping[str, tuple[int, int]]] = ()) -> None:
-    """Shares the data sets that live, as far as they can be, out among fewer ranks.
+def reshard(rank: int, size: int, read: Sequence[Mapping[str, tuple[int, int]]] = ()) -> None:
+    """Distributes all live data sets that support it over fewer ranks.
 
     Args:
-        rank: the number of this rank among them.
-        size: how many ranks there are.
-        read: the `positions` of all of them: what lies behind is shared out at once. Defaults to
-            none: data is shared out from the next epoch on.
+        rank: number of this rank among the remaining ranks.
+        size: number of remaining ranks.
+        read: `positions` of all remaining ranks: the rest of the epoch is distributed at once.
+            Defaults to none: the data is distributed from the next epoch on.
     """
-    for name, data in _shared():
-        known = [each[name] for each in read if name in each]
-        data.share_out(rank, size, max(known, default=None))
+    for name, data in _reshardable():
+        known = [positions[name] for positions in read if name in positions]
+        data.reshard(rank, size, max(known, default=None))
 
 
-def _shared() -> Iterator[tuple[str, Shared]]:
+def _reshardable() -> Iterator[tuple[str, Reshardable]]:
     for name, epochs in _named():
         if (data := epochs.data()) is not None:
             yield name, data
 
 
 def _named() -> Iterator[tuple[str, Epochs]]:
-    # From the last made: what an earlier try in this process has left comes behind.
+    # Latest first: data sets of an earlier attempt in this process come last.
     seen: collections.Counter[str] = collections.Counter()
-    for _, epochs in sorted(_living.items(), reverse=True):
+    for _, epochs in sorted(_live.items(), reverse=True):
         yield f"{epochs.kind} {seen[epochs.kind]}", epochs
         seen[epochs.kind] += 1

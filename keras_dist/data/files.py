@@ -10,8 +10,8 @@ from typing import Any
 from keras_dist import errors
 from keras_dist.data.consistency import Source
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
-from keras_dist.data.partition import Spread, plan_spread
 from keras_dist.data.shard_options import Fact, ShardOptions
+from keras_dist.data.spread import Spread, plan_spread
 
 __all__ = [
     "FileNames",

@@ -1,25 +1,22 @@
-"""Partition of samples and batches over ranks. Pure index arithmetic.
+"""Partition of samples over ranks. Pure index arithmetic.
 
 Callers have checked that there is at least one sample for every rank.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 
 __all__ = [
-    "Deal",
     "EvenPlan",
     "Plan",
+    "PlanFor",
     "Remainder",
     "Rest",
-    "Spread",
-    "plan_deal",
     "plan_for_fewer",
     "plan_samples",
-    "plan_spread",
 ]
 
 Remainder = Literal["uneven", "pad", "drop"]
@@ -84,6 +81,9 @@ class Plan:
         return self.rank + self.size * positions[: self.count]
 
 
+PlanFor = Callable[[int, int], Plan]  # from a rank and the number of ranks
+
+
 def plan_samples(total: int, size: int, rank: int, batch_size: int, remainder: Remainder) -> Plan:
     """Returns the plan of a rank for a data set of samples.
 
@@ -97,12 +97,12 @@ def plan_samples(total: int, size: int, rank: int, batch_size: int, remainder: R
             largest count repeat one sample, so batches of a step are equal on all ranks.
             `"drop"`: all batches have `batch_size` samples, or as many as every rank has.
     """
-    fewest, left_over = divmod(total, size)
-    held = fewest + (rank < left_over)
+    fewest, leftover = divmod(total, size)
+    held = fewest + (rank < leftover)
     if remainder == "uneven":
         return Plan(rank, size, held, held, _ceil(fewest, batch_size), batch_size)
     if remainder == "pad":
-        most = fewest + (left_over > 0)
+        most = fewest + (leftover > 0)
         return Plan(rank, size, held, most, _ceil(most, batch_size), batch_size)
     batch_size = min(batch_size, fewest)
     steps = fewest // batch_size
@@ -151,7 +151,7 @@ class Rest:
             for each rank and step.
         first_step: first step of the rest.
         steps: number of batches in the whole epoch.
-        earlier: returns the indices of the samples of this rank in an earlier step: another rank
+        previous: returns the indices of the samples of this rank in an earlier step: another rank
             may have read further ahead when the rest was distributed.
     """
 
@@ -160,7 +160,7 @@ class Rest:
     indices: np.ndarray
     first_step: int
     steps: int
-    earlier: Callable[[int], np.ndarray]
+    previous: Callable[[int], np.ndarray]
 
     def left(self, first_step: int) -> np.ndarray:
         """Returns the indices of the samples of this rank from a step on, in order."""
@@ -170,99 +170,12 @@ class Rest:
     def batch(self, step: int) -> np.ndarray:
         """Returns the indices of the samples of a step."""
         if step < self.first_step:
-            return self.earlier(step)
+            return self.previous(step)
         mine = self.indices[self.rank :: self.size]
         return mine[self._start(step, len(mine)) : self._start(step + 1, len(mine))]
 
     def _start(self, step: int, count: int) -> int:
         return (step - self.first_step) * count // (self.steps - self.first_step)
-
-
-@dataclasses.dataclass(frozen=True)
-class Deal:
-    """The distribution of ready-made batches: batch i to rank `i % size`, then the remainder.
-
-    Args:
-        dealt: number of batches that are distributed in turn; a multiple of the ranks.
-        pooled: number of following batches whose rows are distributed evenly, in one step.
-        lent: number of following batches for one step in which the first ranks get them and the
-            others repeat them. Never with `pooled`.
-        steps: number of steps of every rank.
-    """
-
-    dealt: int
-    pooled: int
-    lent: int
-    steps: int
-
-
-def plan_deal(total: int, size: int, remainder: Remainder) -> Deal:
-    """Returns the distribution of `total` ready-made batches over `size` ranks.
-
-    Under `"uneven"` the remaining batches are pooled with the last full round, as their rows alone
-    might be fewer than the ranks.
-    """
-    rounds, left_over = divmod(total, size)
-    if left_over == 0 or remainder == "drop":
-        return Deal(rounds * size, 0, 0, rounds)
-    if remainder == "pad":
-        return Deal(rounds * size, 0, left_over, rounds + 1)
-    dealt = max(0, rounds - 1) * size
-    return Deal(dealt, total - dealt, 0, max(1, rounds))
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """The batches of a rank, where ranks have different numbers of elements.
-
-    Args:
-        count: number of elements of this rank in an epoch.
-        sizes: number of elements of each batch.
-    """
-
-    count: int
-    sizes: tuple[int, ...]
-
-    @property
-    def steps(self) -> int:
-        """Number of batches in an epoch."""
-        return len(self.sizes)
-
-    def limited(self, steps: int) -> "Spread":
-        """Returns the plan that ends after its first `steps` batches."""
-        return Spread(sum(self.sizes[:steps]), self.sizes[:steps])
-
-
-def plan_spread(
-    counts: Sequence[int], rank: int, batch_size: int, remainder: Remainder
-) -> Spread | None:
-    """Returns the batches of a rank from the numbers of elements of all ranks.
-
-    Args:
-        counts: number of elements of each rank.
-        rank: the rank.
-        batch_size: largest number of elements of a rank in a step.
-        remainder: `"uneven"`: each element once; the rank with most determines the number of steps,
-            and the others use smaller batches. `"pad"`: all repeat elements up to the number of the
-            rank with most. `"drop"`: only full batches, as many as the rank with fewest has.
-
-    Returns:
-        The plan, or `None` if a rank has fewer elements than steps.
-    """
-    fewest, most = min(counts), max(counts)
-    if fewest == 0:
-        return None
-    if remainder == "drop":
-        batch_size = min(batch_size, fewest)
-        steps = fewest // batch_size
-        return Spread(steps * batch_size, (batch_size,) * steps)
-    steps = _ceil(most, batch_size)
-    if remainder == "pad":
-        return Spread(most, (batch_size,) * (steps - 1) + (most - (steps - 1) * batch_size,))
-    if fewest < steps:
-        return None
-    small, larger = divmod(counts[rank], steps)
-    return Spread(counts[rank], (small + 1,) * larger + (small,) * (steps - larger))
 
 
 def _ceil(count: int, batch_size: int) -> int:

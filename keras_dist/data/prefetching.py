@@ -52,8 +52,8 @@ def prefetch(data: Any, count: int = 2) -> Any:
         made = _tf_prefetched(data, count)
     else:
         raise options.wrong_kind("a tf.data.Dataset or a keras.utils.PyDataset", data)
-    if epochs.is_shared_out(data):
-        epochs.note(made, epochs.of(data))
+    if epochs.is_sharded(data):
+        epochs.register(made, epochs.of(data))
     return made
 
 

@@ -1,32 +1,33 @@
-"""What a source makes of its data: one rank's batches, by epoch and step."""
+"""The protocol of the batches of a rank, by epoch and step."""
 
 from typing import Any, Protocol
 
 from keras_dist.data.epochs import Epochs
-from keras_dist.data.partition import Plan, Spread
+from keras_dist.data.partition import Plan
+from keras_dist.data.spread import Spread
 
 __all__ = ["RankBatches"]
 
 
 class RankBatches(Protocol):
-    """One rank's batches, for any epoch."""
+    """The batches of a rank in any epoch."""
 
     epochs: Epochs
 
     @property
     def plan(self) -> Plan | Spread:
-        """How many steps an epoch has, and what they take."""
+        """Number and sizes of the batches of an epoch."""
 
     @property
     def example(self) -> Any:
-        """What has the dtypes of a batch and its shapes but for the first axis, nested like it.
+        """Arrays in the structure of a batch, with its dtypes and shapes except the first axis.
 
-        `None` where batches may differ in them.
+        `None` if batches may differ in them.
         """
 
     @property
     def sizes(self) -> set[int]:
-        """The numbers of samples that batches may have; none where they may change."""
+        """The possible numbers of samples of a batch; empty if they may change."""
 
     def batch(self, epoch: int, step: int) -> Any:
-        """Returns new arrays with the samples of a step, nested like the data."""
+        """Returns new arrays with the samples of a step, in the structure of the data."""

@@ -1,8 +1,8 @@
-"""What of the data of a fit a resumed run begins anew, and cannot find again.
+"""Detection of data whose order or position a resumed run cannot restore.
 
-Looks at the arguments of `fit`, never at samples. What Python, numpy and torch draw in this
-process is found again by the states of their generators, see `generators`; what is named here is
-kept inside TensorFlow, or in objects of the user's own.
+The arguments of `fit` are examined, never samples. A backup restores the random states of Python,
+numpy and torch, see `callbacks.random_state`; the states detected here are inside TensorFlow or in
+objects of the user.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,38 +11,38 @@ from typing import Any
 from keras_dist.data import epochs
 from keras_dist.data.kinds import is_a, is_tf_dataset
 
-__all__ = ["begun_anew"]
+__all__ = ["restarted"]
 
 
-def begun_anew(arguments: Mapping[str, Any], backend: str) -> list[str]:
-    """Returns, in words, what begins anew when a fit is resumed; mostly nothing.
+def restarted(arguments: Mapping[str, Any], backend: str) -> list[str]:
+    """Returns descriptions of the states that restart when a fit is resumed; usually none.
 
     Args:
-        arguments: those of `fit`, by name; none where nothing is known of it.
-        backend: the name of the backend.
+        arguments: arguments of `fit`, by name; empty if they are not known.
+        backend: name of the Keras backend.
     """
     data = arguments.get("x")
     if data is None:
         return []
     steps = arguments.get("steps_per_epoch")
-    return [*_orders(data, arguments, backend), *_parts(data, arguments, backend, steps)]
+    return [*_orders(data, arguments, backend), *_positions(data, arguments, backend, steps)]
 
 
 def _orders(data: Any, arguments: Mapping[str, Any], backend: str) -> Iterator[str]:
     if is_a(data, "keras", "PyDataset") and arguments.get("shuffle") and _has_workers(data):
         yield "the order in which Keras shuffles a PyDataset with workers"
     if (counted := epochs.of(data)) is not None:
-        if counted.forgets is not None:
-            yield f"the order of {counted.forgets}"
-    elif epochs.is_shared_out(data):
+        if counted.not_restored is not None:
+            yield f"the order of {counted.not_restored}"
+    elif epochs.is_sharded(data):
         return
     elif is_tf_dataset(data):
-        from keras_dist.data.tf_order import forgotten
+        from keras_dist.data.tf_order import not_restored
 
-        if (what := forgotten(data)) is not None:
+        if (what := not_restored(data)) is not None:
             yield f"the order of a tf.data.Dataset, {what}"
     elif hasattr(data, "__next__"):
-        yield "a generator, which is read from its begin"
+        yield "a generator, which is read from the start"
     elif is_a(data, "keras", "PyDataset"):
         if _has_hooks(data):
             yield "what a PyDataset does in its own on_epoch_begin or on_epoch_end"
@@ -53,32 +53,32 @@ def _orders(data: Any, arguments: Mapping[str, Any], backend: str) -> Iterator[s
             yield "the order in which TensorFlow shuffles arrays without a seed"
 
 
-def _parts(
+def _positions(
     data: Any, arguments: Mapping[str, Any], backend: str, steps: int | None
 ) -> Iterator[str]:
     if steps is None or hasattr(data, "__next__"):
         return
     whole = _count(data, arguments, steps) == steps
-    # torch draws the seed of a loader when the epoch before ends.
+    # torch draws the seed of a loader when the previous epoch ends.
     if not whole or (backend == "torch" and arguments.get("shuffle") and not is_tf_dataset(data)):
-        yield f"the place in data of which steps_per_epoch={steps} takes a part at a time"
+        yield f"the position in data of which an epoch of steps_per_epoch={steps} reads a part"
 
 
 def _count(data: Any, arguments: Mapping[str, Any], steps: int) -> int | None:
-    """Returns the number of batches in data, where it is known."""
+    """Returns the number of batches of a data set, if it is known."""
     if is_a(data, "keras", "PyDataset"):
         return data.num_batches
-    if epochs.is_shared_out(data) or is_tf_dataset(data) or _is_loader(data):
+    if epochs.is_sharded(data) or is_tf_dataset(data) or _is_loader(data):
         try:
             return len(data)
-        except TypeError:  # it has no end, or none that is known
+        except TypeError:  # infinite or unknown
             return None
     rows, size = _rows(data), arguments.get("batch_size")
     return -(-rows // size) if rows is not None and size else steps
 
 
 def _rows(data: Any) -> int | None:
-    """Returns the number of samples in arrays; `None` of anything else."""
+    """Returns the number of samples of arrays; `None` for anything else."""
     while isinstance(data, dict | list | tuple) and data:
         data = next(iter(data.values() if isinstance(data, dict) else data))
     shape = getattr(data, "shape", None)
@@ -90,17 +90,17 @@ def _is_loader(data: Any) -> bool:
 
 
 def _has_workers(data: Any) -> bool:
-    """Tells whether others than the thread that trains ask a `PyDataset` for batches.
+    """Returns whether worker threads or processes request batches of a `PyDataset`.
 
-    Keras begins that before a fit, and its first epoch has batches of this begin. Of what
-    `keras_dist.data` shares out the order is Keras' in worker processes alone.
+    Keras starts workers before a fit, so the first epoch has batches in the order at that time. For
+    data sets of `keras_dist.data`, Keras determines the order only with worker processes.
     """
-    several = data.workers > 1 and not epochs.is_shared_out(data)
+    several = data.workers > 1 and not epochs.is_sharded(data)
     return bool(several or data.use_multiprocessing)
 
 
 def _has_hooks(data: Any) -> bool:
-    """Tells whether a `PyDataset` changes at the begin or end of an epoch."""
+    """Returns whether a `PyDataset` overrides a hook at the start or end of an epoch."""
     return any(
         not getattr(type(data), name).__module__.startswith("keras.")
         for name in ("on_epoch_begin", "on_epoch_end")

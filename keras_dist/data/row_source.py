@@ -14,7 +14,7 @@ from keras_dist.data.batches import for_keras
 from keras_dist.data.block_batches import BlockBatches, Cut
 from keras_dist.data.blocks import block_length
 from keras_dist.data.epochs import kind_of
-from keras_dist.data.indexed import plan_among
+from keras_dist.data.indexed import plan_for
 from keras_dist.data.mpi_readers import CollectiveReader, RemoteReader, open_mpi_file
 from keras_dist.data.nested import leaves, mapped
 from keras_dist.data.read_method import ReadMethod
@@ -93,7 +93,7 @@ class RowSource:
         options.need_steps(plan.steps)
         plan = plan.limited(options.steps or plan.steps)
         facts = [*self.facts, Fact("lengths", [column.shape for column in columns])]
-        among = functools.partial(plan_among, total, options, batch_size, plan.steps)
+        plan_of = functools.partial(plan_for, total, options, batch_size, plan.steps)
         each = iter(columns)
         batches = BlockBatches(
             mapped(lambda _: next(each), self._data),
@@ -101,7 +101,7 @@ class RowSource:
             self._cut(columns),
             plan,
             kind_of(options.lasting(facts)),
-            among if options.may_shrink else None,
+            plan_of if options.may_shrink else None,
         )
         self.epochs = batches.epochs
         return for_keras(batches, ahead=method.mpi_io != "collective")

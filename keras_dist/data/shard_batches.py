@@ -1,4 +1,4 @@
-"""One rank's batches of rows that lie in pieces of files."""
+"""The batches of a rank from rows of file pieces."""
 
 import itertools
 import threading
@@ -9,32 +9,36 @@ import numpy as np
 
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.file_shards import GlobalShard, RankShard
-from keras_dist.data.partition import Spread
+from keras_dist.data.spread import Spread
 
 __all__ = ["ShardBatches", "ShardReader"]
 
 
 class ShardReader(Protocol):
-    """Reads rows of pieces."""
+    """Reads rows of file pieces."""
 
     @property
     def example(self) -> Any:
-        """What has the dtypes of a batch and its shapes but for the first axis, nested like it."""
+        """Arrays in the structure of a batch, with its dtypes and shapes except the first axis."""
 
     def read(self, pieces: np.ndarray, rows: np.ndarray) -> Any:
-        """Returns new arrays with a row of a piece for each, nested like the data."""
+        """Returns new arrays with the given rows, in the structure of the data.
+
+        Args:
+            pieces: int64 array of shape `(count,)`, the piece of each row.
+            rows: int64 array of shape `(count,)`, the number of each row in its piece.
+        """
 
 
 class ShardBatches:
-    """One rank's batches, for any epoch.
+    """The batches of a rank in any epoch.
 
     Args:
         reader: reads the rows.
         share: the rows of this rank.
-        plan: the sizes of its batches.
-        key: whole numbers from which, with the epoch, the orders follow; `None` keeps that of the
-            files.
-        mixed: how many pieces are shuffled together.
+        plan: the sizes of the batches.
+        key: integers that, with the epoch, seed the order; `None` keeps the order of the files.
+        mixed: number of pieces that are shuffled together.
         epochs: the epochs of the data.
     """
 
@@ -51,11 +55,11 @@ class ShardBatches:
         self.lock = threading.RLock()
         self._reader, self._share, self._key, self._mixed = reader, share, key, mixed
         self._begins = [0, *itertools.accumulate(plan.sizes)]
-        self._latest = (0, self._order_of(0))
+        self._cached = (0, self._order_of(0))
 
     @property
     def sizes(self) -> set[int]:
-        """The numbers of samples that batches may have."""
+        """The possible numbers of samples of a batch."""
         return set(self.plan.sizes)
 
     def batch(self, epoch: int, step: int) -> Any:
@@ -66,12 +70,12 @@ class ShardBatches:
         return self._reader.read(pieces[mine], rows[mine])
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        if self._latest[0] != epoch and self._key is not None:
-            self._latest = (epoch, self._order_of(epoch))
-        return self._latest[1]
+        if self._cached[0] != epoch and self._key is not None:
+            self._cached = (epoch, self._order_of(epoch))
+        return self._cached[1]
 
     def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         key = None if self._key is None else [*self._key, epoch]
         pieces, rows = self._share.order(key, self._mixed)
-        # Under "pad" a rank begins anew with what it has.
+        # With "pad" a rank repeats its first rows.
         return np.resize(pieces, self.plan.count), np.resize(rows, self.plan.count)

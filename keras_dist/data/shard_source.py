@@ -1,4 +1,4 @@
-"""Files that are shared out by pieces."""
+"""Sharding of files by pieces."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -8,20 +8,21 @@ from keras_dist.data.epochs import Epochs, kind_of
 from keras_dist.data.file_index import FileIndex, Found, Unreadable
 from keras_dist.data.file_shards import GlobalShard, RankShard, full_shard, rank_shard, row_counts
 from keras_dist.data.files import agreed_spread
-from keras_dist.data.partition import Spread, plan_samples
+from keras_dist.data.partition import plan_samples
 from keras_dist.data.shard_batches import ShardBatches, ShardReader
 from keras_dist.data.shard_options import Fact, ShardOptions
+from keras_dist.data.spread import Spread
 
 __all__ = ["Location", "ShardFiles", "ShardSource"]
 
 
 class Location(NamedTuple):
-    """Where a piece lies.
+    """The location of a piece.
 
     Args:
-        file: the number of its file.
-        inner: its number there.
-        path: the path of its file.
+        file: number of the file.
+        inner: number of the piece in the file.
+        path: path of the file.
     """
 
     file: int
@@ -30,23 +31,23 @@ class Location(NamedTuple):
 
 
 class ShardFiles(Protocol):
-    """A kind of files."""
+    """A file format."""
 
-    mixed: int  # how many pieces are shuffled together
+    mixed: int  # number of pieces that are shuffled together
 
     def look(self, path: str) -> Found:
-        """Looks into a file; raises whatever it may when the file is damaged."""
+        """Inspects a file; may raise any exception if the file is damaged."""
 
-    def reader(self, places: Sequence[Location], found: Found) -> ShardReader:
-        """Returns what reads the pieces."""
+    def reader(self, locations: Sequence[Location], found: Found) -> ShardReader:
+        """Returns a reader of the pieces."""
 
 
 class ShardSource(FileIndex):
-    """Files of one kind, shared out by pieces.
+    """Files of one format, sharded by pieces.
 
     Args:
-        files: the kind.
-        paths: see `FileIndex`; so are all that follow.
+        files: the file format.
+        paths: see `FileIndex`.
         options: see `FileIndex`; with a batch size.
         unreadable: see `FileIndex`.
         facts: see `FileIndex`.
@@ -54,7 +55,7 @@ class ShardSource(FileIndex):
         visible: see `FileIndex`.
 
     Raises:
-        ArgumentError: one order of the whole was asked for, and ranks have files of their own.
+        ArgumentError: a global order was requested, and each rank has its own files.
         DataError: see `FileIndex`.
     """
 
@@ -69,7 +70,7 @@ class ShardSource(FileIndex):
         visible: bool = True,
     ):
         if own:
-            options.refuse_global_order("files, of which each rank has its own")
+            options.refuse_global_order("files, where each rank has its own")
         super().__init__(files.look, paths, options, unreadable, facts, own, visible)
         self._files = files
         self.epochs = Epochs(kind_of(options.lasting(self.facts)))
@@ -77,28 +78,28 @@ class ShardSource(FileIndex):
             self.epochs.global_batch = options.size * (options.batch_size or 1)
 
     def part(self, held: Sequence[Any]) -> Any:
-        """Returns this rank's batches as data for `fit`, given what all ranks have seen."""
+        """Returns the batches of this rank as data for `fit`, given all file indexes."""
         return for_keras(self.batches(held))
 
     def batches(self, held: Sequence[Any]) -> ShardBatches:
-        """Returns this rank's batches, given what all ranks have seen."""
+        """Returns the batches of this rank, given the file indexes of all ranks."""
         options = self.options
         by_rank = self.found(held)
         mine = by_rank[options.rank if self.own else 0]
-        places = [
+        locations = [
             (Location(number, inner, self.paths[number]), length)
             for number, found in mine.items()
             for inner, length in enumerate(found.lengths)
             if length
         ]
-        lengths = [length for _, length in places]
+        lengths = [length for _, length in locations]
         if not self.own:
             options.need_samples(sum(lengths))
         share, plan = self._share(lengths, by_rank)
         options.need_steps(plan.steps)
         plan = plan.limited(options.steps or plan.steps)
-        first = next(found for each in by_rank for found in each.values())
-        reader = self._files.reader([place for place, _ in places], first)
+        first = next(found for files in by_rank for found in files.values())
+        reader = self._files.reader([location for location, _ in locations], first)
         key = {"rank": (options.seed, options.rank), "global": (options.seed,)}.get(
             options.way or ""
         )
@@ -107,7 +108,7 @@ class ShardSource(FileIndex):
     def _share(
         self, lengths: Sequence[int], by_rank: Sequence[dict[int, Found]]
     ) -> tuple[RankShard | GlobalShard, Spread]:
-        """Returns the rows of this rank, and the sizes of its batches."""
+        """Returns the rows of this rank and the sizes of its batches."""
         options, batch_size = self.options, self.options.batch_size or 1
         rank, size = options.rank, options.size
         if options.shuffle == "global":
@@ -116,7 +117,7 @@ class ShardSource(FileIndex):
                 plan.count, tuple(plan.sizes())
             )
         if self.own:
-            counts = [sum(sum(found.lengths) for found in each.values()) for each in by_rank]
+            counts = [sum(sum(found.lengths) for found in files.values()) for files in by_rank]
             share = full_shard(lengths)
         else:
             counts = row_counts(lengths, size)

@@ -1,4 +1,4 @@
-"""Which elements of a stream make up the batches of one rank."""
+"""Selection of the elements of a stream that form the batches of a rank."""
 
 import itertools
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from keras_dist.data.shard_options import ShardOptions
 
 __all__ = ["StreamBatches"]
 
-Round = list[Any]  # elements that follow each other, for one step of all ranks
+Round = list[Any]  # consecutive elements for one step of all ranks
 
 
 class StreamBatches:
-    """Which elements of a stream make up the batches of this rank.
+    """Selects the elements of a stream that form the batches of this rank.
 
     Args:
         options: options of `shard`.
-        batch_size: single samples in each step on a rank; `None`: elements are batches.
-        steps: batches in an epoch.
+        batch_size: number of samples of a rank in a step; `None` if elements are batches.
+        steps: number of batches in an epoch.
     """
 
     def __init__(self, options: ShardOptions, batch_size: int | None, steps: int):
@@ -32,23 +32,23 @@ class StreamBatches:
         """Yields the batches of an epoch.
 
         Raises:
-            DataError: the stream has ended before.
+            DataError: the stream ends before the epoch.
         """
         made = 0
-        for each in itertools.islice(self._rounds(elements), self.steps):
-            yield self._share(each)
+        for elements_of_step in itertools.islice(self._rounds(elements), self.steps):
+            yield self._share(elements_of_step)
             made += 1
         if made < self.steps:
             raise errors.DataError(
                 self.options.explain(
                     f"data for {self.steps} steps on each of {self.options.size} ranks",
                     f"data that ended after {made}",
-                    "Lower steps, or let the generator give as much each time.",
+                    "Lower steps, or make the generator yield as many elements each time.",
                 )
             )
 
     def skip(self, elements: Iterator[Any], epochs: int) -> None:
-        """Reads over what some epochs have taken."""
+        """Skips the elements of a number of epochs."""
         count = epochs * self.steps * self.options.size * (self._batch_size or 1)
         next(itertools.islice(elements, count, count), None)
 
@@ -57,32 +57,33 @@ class StreamBatches:
         size, width = self.options.size, self.options.size * (self._batch_size or 1)
         windows = iter(lambda: list(itertools.islice(elements, width)), [])
         if self.options.steps is not None:
-            # Nothing is read before it is needed: the rest is that of the next epoch.
-            yield from itertools.takewhile(lambda each: len(each) == width, windows)
+            # Nothing is read in advance: the rest belongs to the next epoch.
+            yield from itertools.takewhile(lambda window: len(window) == width, windows)
             return
-        before: Round = []
-        for each in windows:
-            if self.options.remainder == "drop" and before and len(each) < width:
+        previous: Round = []
+        for window in windows:
+            if self.options.remainder == "drop" and previous and len(window) < width:
                 break
-            if self.options.remainder == "uneven" and len(each) < size:
-                before = before + each
+            if self.options.remainder == "uneven" and len(window) < size:
+                previous = previous + window
                 break
-            if before:
-                yield before
-            before = each
+            if previous:
+                yield previous
+            previous = window
         if self.options.remainder == "drop":
-            before = before[: len(before) // size * size]
-        yield before
+            previous = previous[: len(previous) // size * size]
+        yield previous
 
-    def _share(self, each: Round) -> Any:
+    def _share(self, elements: Round) -> Any:
+        """Returns the batch of this rank from the elements of a step of all ranks."""
         rank, size = self.options.rank, self.options.size
-        mine = each[rank::size]
-        if self.options.remainder == "pad" and len(mine) < -(-len(each) // size):
-            mine = [*mine, each[rank % len(each)]]
+        mine = elements[rank::size]
+        if self.options.remainder == "pad" and len(mine) < -(-len(elements) // size):
+            mine = [*mine, elements[rank % len(elements)]]
         if self._batch_size is not None:
             return stacked(mine)
-        if len(each) > size:
-            return _share_of_rows(each, rank, size)
+        if len(elements) > size:
+            return _share_of_rows(elements, rank, size)
         return mapped(as_array, mine[0])
 
 

@@ -1,4 +1,4 @@
-"""This rank's batches of a stream as a data set that Keras takes on every backend."""
+"""A `keras.utils.PyDataset` of the batches of a rank from a stream."""
 
 import collections
 from collections.abc import Callable, Iterator
@@ -12,30 +12,30 @@ __all__ = ["StreamDataset"]
 
 
 class StreamDataset(InOrder):
-    """One rank's part of what is read one element after another.
+    """The batches of a rank from a stream.
 
-    Keras looks at batches before an epoch begins, to learn their shapes: those that have been read
-    and not been handed out within the epoch are kept until then.
+    Keras requests batches before an epoch begins, to infer their shapes. They are kept, and
+    returned again within the epoch.
 
     Args:
-        batches: which elements make up the batches of this rank.
-        opened: makes the stream anew for each epoch, or returns the one that there is.
-        is_one: whether there is but one.
-        epochs: the epochs of this data.
+        batches: selects the elements of this rank.
+        iterate: returns an iterator for an epoch.
+        reads_once: whether `iterate` returns the same iterator each time.
+        epochs: the epochs of the data.
     """
 
     def __init__(
         self,
         batches: StreamBatches,
-        opened: Callable[[], Iterator[Any]],
-        is_one: bool,
+        iterate: Callable[[], Iterator[Any]],
+        reads_once: bool,
         epochs: Epochs,
     ):
         super().__init__()
-        self._batches, self._opened, self._is_one = batches, opened, is_one
+        self._batches, self._iterate, self._reads_once = batches, iterate, reads_once
         self._epochs = epochs
-        self._passed = 0  # epochs that have been read of the one stream
-        self._running: Iterator[Any] | None = None
+        self._epochs_read = 0  # of an iterator that is read once
+        self._iterator: Iterator[Any] | None = None
         self._kept: dict[int, Any] = {}
         self._read = 0
 
@@ -43,31 +43,32 @@ class StreamDataset(InOrder):
         return self._batches.steps
 
     def __getitem__(self, index: int) -> Any:
-        within = self._positions is not None
-        place = self.position(index)
+        in_epoch = self._positions is not None
+        position = self.position(index)
         with self._lock:
-            if self._running is None or (place < self._read and place not in self._kept):
-                self._running = self._begun()
-            while self._read <= place:
-                self._kept[self._read] = next(self._running)
+            if self._iterator is None or (position < self._read and position not in self._kept):
+                self._iterator = self._start()
+            while self._read <= position:
+                self._kept[self._read] = next(self._iterator)
                 self._read += 1
-            return self._kept.pop(place) if within else self._kept[place]
+            return self._kept.pop(position) if in_epoch else self._kept[position]
 
     def on_epoch_end(self) -> None:
-        """Goes on to the next epoch."""
+        """Advances to the next epoch."""
         super().on_epoch_end()
         with self._lock:
-            if self._read > len(self._kept):  # what has only been looked at is not over
-                if self._is_one:  # of which all ranks read as much, also of an epoch
-                    collections.deque(self._running or (), maxlen=0)  # that was left early
-                self._running = None
+            if self._read > len(self._kept):  # the epoch has returned batches
+                if self._reads_once:
+                    # An epoch may end early; all ranks read the same number of elements.
+                    collections.deque(self._iterator or (), maxlen=0)
+                self._iterator = None
                 self._read = 0
                 self._epochs.advance()
 
-    def _begun(self) -> Iterator[Any]:
+    def _start(self) -> Iterator[Any]:
         self._kept, self._read = {}, 0
-        elements = self._opened()
-        if self._is_one:
-            self._batches.skip(elements, self._epochs.number - self._passed)
-            self._passed = self._epochs.number + 1
+        elements = self._iterate()
+        if self._reads_once:
+            self._batches.skip(elements, self._epochs.number - self._epochs_read)
+            self._epochs_read = self._epochs.number + 1
         return self._batches.of(elements)

@@ -1,7 +1,4 @@
-"""Data that can only be read one element after another: every n-th element is this rank's.
-
-Each rank reads all of it. Generators, and whatever else gives an iterator.
-"""
+"""Sharding of iterables such as generators: every rank reads all, and keeps every n-th element."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,59 +6,59 @@ from typing import Any
 from keras_dist import errors
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
-from keras_dist.data.partition import plan_deal
+from keras_dist.data.round_robin import plan_round_robin
 from keras_dist.data.shard_options import Fact, ShardOptions
 from keras_dist.data.stream_batches import StreamBatches
 
 __all__ = ["StreamSource"]
 
-AGAIN = "Give shard() a function that makes the same generator on every rank."
+SAME = "Pass shard() a function that makes the same generator on every rank."
 
 
 class StreamSource:
     """An iterator, or a function that makes one for each epoch.
 
     Args:
-        data: a function without arguments that returns an iterator, the same every time and on
-            all ranks; something that can be iterated over again; or an iterator, which is read
-            once, epoch after epoch.
-        options: options of `shard`. With a batch size elements are samples, else batches.
+        data: a function without arguments that returns an iterator over the same elements each
+            time and on all ranks; an iterable that can be iterated repeatedly; or an iterator,
+            which is read once, epoch after epoch.
+        options: options of `shard`. With a batch size, elements are samples; otherwise batches.
 
     Raises:
-        DataError: it has no elements, or there is no telling how many.
+        DataError: the data has no elements, or their number cannot be determined.
     """
 
     held = None
 
     def __init__(self, data: Any, options: ShardOptions):
-        remedy = "What is read one after another keeps its order; shuffle it in the generator."
-        own = {"shuffle": remedy, "shuffle_buffer": remedy, "reader": "Only files have one."}
-        own["draws"] = "To draw at random needs samples by number; draw in the generator."
+        remedy = "A generator keeps its order; shuffle in the generator."
+        own = {"shuffle": remedy, "shuffle_buffer": remedy, "reader": "Only files have a reader."}
+        own["draws"] = "Draws need random access to samples; draw in the generator."
         options.refuse("a generator", own)
         self._options = options
         self._batch_size = _batch_size(options)
-        self._is_one = isinstance(data, Iterator)
+        self._reads_once = isinstance(data, Iterator)
         self._open: Callable[[], Any] = data if callable(data) else lambda: data
         total = None
         if options.steps is None:
-            self._need_a_function()
-            total = sum(1 for _ in self._opened())
+            self._require_repeatable()
+            total = sum(1 for _ in self._iterate())
             options.need_samples(total, "samples" if self._batch_size else "batches")
         self._steps = options.steps or self._steps_of(total or 0)
         self.facts = [
-            Fact("the kind of data", "a generator", AGAIN),
-            Fact("the number of its elements", total, AGAIN),
+            Fact("the kind of data", "a generator", SAME),
+            Fact("the number of its elements", total, SAME),
             *options.facts(),
         ]
         self.epochs = Epochs(repr([(fact.label, fact.value) for fact in self.facts]))
         self.epochs.global_batch = options.size * (self._batch_size or 1)
 
-    def _need_a_function(self) -> None:
-        if self._is_one:
+    def _require_repeatable(self) -> None:
+        if self._reads_once:
             raise errors.DataError(
                 self._options.explain(
-                    "steps, or a function that makes a generator anew for each epoch",
-                    "an iterator that can be read once",
+                    "steps, or a function that makes a generator for each epoch",
+                    "an iterator, which can be read only once",
                     "Pass steps, the number of batches in an epoch on each rank, or the function "
                     "itself, without calling it.",
                 )
@@ -70,26 +67,26 @@ class StreamSource:
     def _steps_of(self, total: int) -> int:
         options, batch_size = self._options, self._batch_size
         if batch_size is None:
-            return plan_deal(total, options.size, options.remainder).steps
+            return plan_round_robin(total, options.size, options.remainder).steps
         return options.plan(total, batch_size).steps
 
-    def _opened(self) -> Iterator[Any]:
-        made = self._open()
-        if not hasattr(made, "__iter__"):
-            raise self._options.wrong_kind("the function to return a generator", made)
-        return iter(made)
+    def _iterate(self) -> Iterator[Any]:
+        iterable = self._open()
+        if not hasattr(iterable, "__iter__"):
+            raise self._options.wrong_kind("the function to return a generator", iterable)
+        return iter(iterable)
 
     def part(self, held: Sequence[int | None]) -> Any:
-        """Returns this rank's batches as a `keras.utils.PyDataset`."""
+        """Returns the batches of this rank as a `keras.utils.PyDataset`."""
         from keras_dist.data.stream_dataset import StreamDataset
 
         batches = StreamBatches(self._options, self._batch_size, self._steps)
-        return StreamDataset(batches, self._opened, self._is_one, self.epochs)
+        return StreamDataset(batches, self._iterate, self._reads_once, self.epochs)
 
 
 def _batch_size(options: ShardOptions) -> int | None:
     if options.batched:
-        remedy = "Batches of a generator stay as they are: leave out one of the two."
+        remedy = "Batches of a generator are not split; leave out one of the two arguments."
         options.refuse(
             "batches of a generator", {"batch_size": remedy, "global_batch_size": remedy}
         )

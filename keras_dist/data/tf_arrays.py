@@ -1,4 +1,4 @@
-"""This rank's batches as a tf.data pipeline."""
+"""A tf.data pipeline of the batches of a rank."""
 
 import weakref
 from typing import Any, cast
@@ -14,12 +14,12 @@ __all__ = ["pipeline_of"]
 def pipeline_of(batches: RankBatches, ahead: bool = True) -> tf.data.Dataset:
     """Returns a pipeline of the batches; each iteration over it is the next epoch.
 
-    The batches are gathered by numpy: arrays that lie in a file are read as they are needed,
-    and none is copied into TensorFlow as a whole.
+    Numpy gathers the batches: memory-mapped arrays are read on demand, and no array is copied into
+    TensorFlow as a whole.
 
     Args:
-        batches: those of this rank.
-        ahead: whether batches may be made before training asks for them.
+        batches: the batches of this rank.
+        ahead: whether batches may be prefetched.
     """
     epochs = batches.epochs
     steps = batches.plan.steps
@@ -28,11 +28,11 @@ def pipeline_of(batches: RankBatches, ahead: bool = True) -> tf.data.Dataset:
     arrays = tf.nest.flatten(batches.example)
     dtypes = [tf.as_dtype(array.dtype) for array in arrays]
 
-    # TensorFlow keeps such functions as long as the process lives; iterators keep the pipeline.
-    held = weakref.ref(batches)
+    # TensorFlow keeps the functions of `numpy_function` until the process ends.
+    reference = weakref.ref(batches)
 
     def gather(epoch: np.int64, step: np.int64) -> Any:
-        return tf.nest.flatten(cast(RankBatches, held()).batch(int(epoch), int(step)))
+        return tf.nest.flatten(cast(RankBatches, reference()).batch(int(epoch), int(step)))
 
     def load(epoch: tf.Tensor, step: tf.Tensor) -> Any:
         tensors = tf.numpy_function(gather, [epoch, step], dtypes)
@@ -52,12 +52,12 @@ def pipeline_of(batches: RankBatches, ahead: bool = True) -> tf.data.Dataset:
     loaded.batches = batches
     known = loaded.apply(tf.data.experimental.assert_cardinality(steps))
     options = tf.data.Options()
-    # There is nothing to tune, and TensorFlow's tuner does not always hear that its iterator goes,
-    # as at the end of an epoch: then all wait for its next turn, which may be in a minute.
+    # Destroying an iterator joins its tuner thread, which may miss the cancellation and sleep for
+    # up to a minute. There is nothing to tune here.
     options.autotune.enabled = False
     if ahead:
         known = known.prefetch(tf.data.AUTOTUNE)
     else:
-        # It would prefetch by itself.
+        # TensorFlow prefetches by default.
         options.experimental_optimization.inject_prefetch = False
     return known.with_options(options)

@@ -1,8 +1,8 @@
-"""tf.data pipelines: of single samples, or of batches made by the user.
+"""Sharding of tf.data pipelines, of samples or of batches.
 
-Every rank reads the whole pipeline once an epoch and keeps its part. It must be once, also
-for a remainder: a second pass over a pipeline that shuffles has another order, and would
-shift this rank's order of the next epoch against that of the others.
+Every rank reads the whole pipeline exactly once per epoch and keeps its shard. A second pass, for
+example for the remainder, would advance the shuffle state of a pipeline and give this rank another
+order than the other ranks.
 """
 
 import dataclasses
@@ -13,10 +13,11 @@ import tensorflow as tf
 from keras_dist import errors
 from keras_dist.data import tf_order
 from keras_dist.data.epochs import Epochs
-from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
-from keras_dist.data.partition import Spread, plan_deal
+from keras_dist.data.indexed import DEFAULT_BATCH_SIZE, WHOLE
+from keras_dist.data.round_robin import plan_round_robin
 from keras_dist.data.shard_options import Fact, ShardOptions
-from keras_dist.data.tf_remainder import counted, dealt, with_remainder
+from keras_dist.data.spread import Spread
+from keras_dist.data.tf_remainder import counted, in_round_robin, with_remainder
 from keras_dist.data.tf_shuffle import epochs_of, shuffled
 
 __all__ = [
@@ -28,10 +29,10 @@ __all__ = [
     "with_length",
 ]
 
-WHOLE = "Give shard() the same whole data set on every rank: it takes the part itself."
 ORDER = (
-    "Give shard() the data before it is shuffled: it shuffles each rank's part itself. Or "
-    "shuffle with the same fixed seed, and keep map() and interleave() deterministic."
+    "Pass shard() the data before it is shuffled: it shuffles the shard of each rank. Or "
+    "shuffle with a fixed seed, the same on all ranks, and keep map() and interleave() "
+    "deterministic."
 )
 
 
@@ -43,15 +44,14 @@ class TfSource:
         options: options of `shard`.
 
     Raises:
-        ArgumentError: an argument of `shard` has no meaning here.
-        DataError: its length is not known, too small, or its order is not that of the
-            other ranks.
+        ArgumentError: an argument of `shard` does not apply to a tf.data.Dataset.
+        DataError: the length is unknown or too small, or the order may differ between ranks.
     """
 
     held = None
 
     def __init__(self, dataset: tf.data.Dataset, options: ShardOptions):
-        options.refuse("a tf.data.Dataset", {"reader": "Only a list of files has one."})
+        options.refuse("a tf.data.Dataset", {"reader": "Only a list of files has a reader."})
         dataset, options = _of_samples(dataset, options)
         if options.batch_size is None:
             _check_batches(dataset, options)
@@ -64,13 +64,13 @@ class TfSource:
         self.facts = [
             Fact("the kind of data", "a tf.data.Dataset", WHOLE),
             Fact("the number of its elements", self._total, WHOLE),
-            Fact("what its elements are", repr(dataset.element_spec), WHOLE),
+            Fact("the specification of its elements", repr(dataset.element_spec), WHOLE),
             Fact("the seeds of its shuffles", seeds, ORDER),
             *options.facts(),
         ]
         self.epochs = epochs_of(self.facts, options)
-        if seeds and self.epochs.forgets is None:
-            self.epochs.forgets = "a tf.data.Dataset that shuffles before shard() sees it"
+        if seeds and self.epochs.not_restored is None:
+            self.epochs.not_restored = "a tf.data.Dataset that shuffles before shard() sees it"
 
     def _check_total(self, total: int) -> None:
         options = self._options
@@ -82,10 +82,10 @@ class TfSource:
             options.need_samples(total, "batches")
         if total < options.size and options.remainder == "uneven":
             options.need_samples(int(counted(self._dataset.unbatch())))
-        options.need_steps(plan_deal(total, options.size, options.remainder).steps)
+        options.need_steps(plan_round_robin(total, options.size, options.remainder).steps)
 
     def part(self, held: Sequence[int | None]) -> tf.data.Dataset:
-        """Returns this rank's batches."""
+        """Returns the batches of this rank."""
         options, total = self._options, self._total
         if options.batch_size is not None and total is not None:
             return batches_of_samples(self._dataset, total, options, self.epochs)
@@ -93,17 +93,17 @@ class TfSource:
             return limited_batches(self._dataset, options, self.epochs)
         part = self._dataset.shard(options.size, options.rank)
         if total is None:
-            return _ending_after(part, options)
-        deal = plan_deal(total, options.size, options.remainder)
-        if options.steps is not None and options.steps < deal.steps:
-            return _finished(part.take(options.steps), options.steps)
-        return _finished(dealt(self._dataset, deal, options), deal.steps)
+            return _first_steps(part, options)
+        plan = plan_round_robin(total, options.size, options.remainder)
+        if options.steps is not None and options.steps < plan.steps:
+            return _with_cardinality(part.take(options.steps), options.steps)
+        return _with_cardinality(in_round_robin(self._dataset, plan, options), plan.steps)
 
 
 def count_elements(dataset: tf.data.Dataset) -> int:
-    """Returns the number of elements, counted by reading them all where it is not known.
+    """Returns the number of elements; reads all of them if it is unknown.
 
-    Negative when the pipeline has no end.
+    Negative if the pipeline is infinite.
     """
     known = int(dataset.cardinality())
     if known == tf.data.UNKNOWN_CARDINALITY:
@@ -112,21 +112,21 @@ def count_elements(dataset: tf.data.Dataset) -> int:
 
 
 def with_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the pipeline with its number of elements known, counted where it was not."""
+    """Returns the pipeline with a known cardinality; reads all elements if it is unknown."""
     return dataset.apply(tf.data.experimental.assert_cardinality(count_elements(dataset)))
 
 
 def batches_of_samples(
     dataset: tf.data.Dataset, total: int, options: ShardOptions, epochs: Epochs
 ) -> tf.data.Dataset:
-    """Returns this rank's batches of a pipeline of `total` single samples."""
+    """Returns the batches of this rank from a pipeline of `total` samples."""
     batch_size = options.batch_size or DEFAULT_BATCH_SIZE
     if options.draws:
         steps = options.steps or -(-total // (options.size * batch_size))
         drawn = shuffled(
             dataset.repeat(), options, epochs, lambda part: part.batch(batch_size, True)
         )
-        return _finished(drawn.take(steps), steps)
+        return _with_cardinality(drawn.take(steps), steps)
     plan = options.plan(total, batch_size)
     steps = options.steps or plan.steps
 
@@ -136,32 +136,32 @@ def batches_of_samples(
         batches = part.batch(plan.batch_size)
         return (with_remainder(batches, plan) if steps == plan.steps else batches).take(steps)
 
-    return _finished(shuffled(dataset, options, epochs, batched, total, plan.held), steps)
+    return _with_cardinality(shuffled(dataset, options, epochs, batched, total, plan.held), steps)
 
 
 def limited_batches(
     dataset: tf.data.Dataset, options: ShardOptions, epochs: Epochs, whole: bool = True
 ) -> tf.data.Dataset:
-    """Returns `options.steps` full batches of a pipeline whose length is not known.
+    """Returns `options.steps` full batches of a pipeline of unknown length.
 
     Args:
-        dataset: the whole of it, or this rank's part.
+        dataset: samples of all ranks, or the shard of this rank.
         options: options of `shard`.
-        epochs: its epochs.
-        whole: which of the two. Defaults to the whole.
+        epochs: the epochs of the data.
+        whole: whether `dataset` has the samples of all ranks. Defaults to `True`.
     """
     batch_size = options.batch_size or DEFAULT_BATCH_SIZE
 
     def batched(part: tf.data.Dataset) -> tf.data.Dataset:
         return part.batch(batch_size, drop_remainder=True)
 
-    return _ending_after(shuffled(dataset, options, epochs, batched, whole=whole), options)
+    return _first_steps(shuffled(dataset, options, epochs, batched, whole=whole), options)
 
 
 def spread_batches(
     part: tf.data.Dataset, held: int, spread: Spread, options: ShardOptions, epochs: Epochs
 ) -> tf.data.Dataset:
-    """Returns batches of the planned sizes of a part with `held` elements."""
+    """Returns batches of the planned sizes from a shard of `held` elements."""
     sizes = spread.sizes
 
     def batched(part: tf.data.Dataset) -> tf.data.Dataset:
@@ -170,33 +170,35 @@ def spread_batches(
         batches = elements.take(spread.count).batch(max(sizes), drop_remainder=even)
         return batches.rebatch(sizes) if any(n < max(sizes) for n in sizes[:-1]) else batches
 
-    return _finished(shuffled(part, options, epochs, batched, held, whole=False), len(sizes))
+    return _with_cardinality(
+        shuffled(part, options, epochs, batched, held, whole=False), len(sizes)
+    )
 
 
-# --- What is told, and what can be seen
+# --- Unpacking of shuffle and batch
 
 
 def _of_samples(
     dataset: tf.data.Dataset, options: ShardOptions
 ) -> tuple[tf.data.Dataset, ShardOptions]:
-    """Returns the pipeline before it is shuffled and batched, where that can be seen or told."""
+    """Returns the pipeline before its final shuffle and batch, and the options they imply."""
     if options.batched is False and options.batch_size is None:
         options = dataclasses.replace(options, batch_size=DEFAULT_BATCH_SIZE)
     samples = options.batch_size is not None and not options.batched
-    seen = tf_order.shuffled_last(dataset) if options.shuffle is not False else None
-    if seen is None or (seen.batch_size is None) is not samples:
+    found = tf_order.shuffled_last(dataset) if options.shuffle is not False else None
+    if found is None or (found.batch_size is None) is not samples:
         if options.batched and options.batch_size is not None:
             rows = dataset.unbatch()
             finite = dataset.cardinality() != tf.data.INFINITE_CARDINALITY
             dataset = with_length(rows) if finite and options.steps is None else rows
         return dataset, options
-    # What was meant for the whole is the share of a rank.
-    buffer = seen.buffer if options.shuffle == "global" else -(-seen.buffer // options.size)
-    return seen.source, dataclasses.replace(
+    # The buffer of the whole data set is divided among the ranks.
+    buffer = found.buffer if options.shuffle == "global" else -(-found.buffer // options.size)
+    return found.source, dataclasses.replace(
         options,
-        batch_size=options.batch_size or seen.batch_size,
+        batch_size=options.batch_size or found.batch_size,
         shuffle_buffer=options.shuffle_buffer or buffer,
-        remainder="drop" if seen.drops and options.remainder == "uneven" else options.remainder,
+        remainder="drop" if found.drops and options.remainder == "uneven" else options.remainder,
     )
 
 
@@ -204,45 +206,41 @@ def _of_samples(
 
 
 def _check_batches(dataset: tf.data.Dataset, options: ShardOptions) -> None:
-    options.refuse(
-        "a tf.data.Dataset of batches",
-        {
-            "draws": "To draw samples, give sample() single samples.",
-            "shuffle": "To shuffle samples, give shard() single samples and a batch_size.",
-            "shuffle_buffer": "To shuffle samples, give shard() single samples and a batch_size.",
-        },
-    )
+    remedy = "To shuffle samples, pass shard() a data set of samples and a batch_size."
+    draw_remedy = "To draw samples, pass sample() a data set of samples."
+    remedies = {"draws": draw_remedy, "shuffle": remedy, "shuffle_buffer": remedy}
+    options.refuse("a tf.data.Dataset of batches", remedies)
     for spec in tf.nest.flatten(dataset.element_spec):
         if getattr(spec, "shape", None) is not None and spec.shape.rank == 0:
             raise errors.DataError(
                 options.explain(
-                    "a tf.data.Dataset of batches, as no batch_size was given",
+                    "a tf.data.Dataset of batches, because no batch_size was passed",
                     f"elements of {dataset.element_spec!r}",
-                    "Pass batch_size, and shard() makes the batches.",
+                    "Pass batch_size, so that shard() makes the batches.",
                 )
             )
 
 
 def _length(dataset: tf.data.Dataset, options: ShardOptions) -> int | None:
-    """Returns the number of elements; `None` when it is not known and `steps` stands in."""
+    """Returns the number of elements; `None` if it is unknown and `steps` is set."""
     total = int(dataset.cardinality())
     if total >= 0:
         return total
     if options.steps is not None:
         return None
     if total == tf.data.INFINITE_CARDINALITY:
-        received, remedy = "a tf.data.Dataset without an end", "Leave out .repeat(), or pass steps."
+        received, remedy = "an infinite tf.data.Dataset", "Leave out .repeat(), or pass steps."
     else:
-        received = "a tf.data.Dataset that does not know its length"
+        received = "a tf.data.Dataset of unknown length"
         remedy = (
-            "Pass steps, the number of batches per epoch on each rank; or tell the length: "
+            "Pass steps, the number of batches per epoch on each rank; or set the length: "
             "dataset.apply(tf.data.experimental.assert_cardinality(count))."
         )
     raise errors.DataError(options.explain("data of a known length, or steps", received, remedy))
 
 
 def _in_order(dataset: tf.data.Dataset, options: ShardOptions) -> tf.data.Dataset:
-    """Returns the pipeline with the same order on all ranks."""
+    """Returns the pipeline with deterministic order; raises if its order may differ."""
     reason = tf_order.unordered(dataset) if options.size > 1 else None
     if reason is not None:
         raise errors.DataError(
@@ -258,11 +256,11 @@ def _in_order(dataset: tf.data.Dataset, options: ShardOptions) -> tf.data.Datase
 # --- The end of an epoch
 
 
-def _ending_after(batches: tf.data.Dataset, options: ShardOptions) -> tf.data.Dataset:
-    """Returns the first `options.steps` batches; iterating raises when there are fewer."""
+def _first_steps(batches: tf.data.Dataset, options: ShardOptions) -> tf.data.Dataset:
+    """Returns the first `options.steps` batches; iteration raises if there are fewer."""
     text = options.explain(
         f"data for steps={options.steps} on each of {options.size} ranks",
-        "data that ended before",
+        "data that ended earlier",
         "Lower steps, or add .repeat() to the data.",
     )
 
@@ -271,10 +269,10 @@ def _ending_after(batches: tf.data.Dataset, options: ShardOptions) -> tf.data.Da
             return batches.take(0)
 
     failing = tf.data.Dataset.range(1).flat_map(fail)
-    return _finished(batches.concatenate(failing).take(options.steps), options.steps)
+    return _with_cardinality(batches.concatenate(failing).take(options.steps), options.steps)
 
 
-def _finished(batches: tf.data.Dataset, steps: int | None) -> tf.data.Dataset:
-    """Returns the batches with their number noted, which Keras asks for, made in advance."""
+def _with_cardinality(batches: tf.data.Dataset, steps: int | None) -> tf.data.Dataset:
+    """Returns the batches with a known cardinality, which Keras reads, prefetched."""
     known = batches.apply(tf.data.experimental.assert_cardinality(steps))
     return known.prefetch(tf.data.AUTOTUNE)

@@ -1,26 +1,27 @@
-"""What does not come out even in tf.data: last batches of samples, the last round of batches."""
+"""The remainder of a tf.data pipeline: last batches of samples, last round of batches."""
 
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data.partition import Deal, Plan
+from keras_dist.data.partition import Plan
+from keras_dist.data.round_robin import RoundRobin
 from keras_dist.data.shard_options import ShardOptions
 
-__all__ = ["counted", "dealt", "with_remainder"]
+__all__ = ["counted", "in_round_robin", "with_remainder"]
 
 
 def counted(dataset: tf.data.Dataset) -> tf.Tensor:
-    """Returns the number of elements, counted by reading them all."""
+    """Returns the number of elements; reads all of them."""
     return dataset.reduce(np.int64(0), lambda count, *_: count + 1)
 
 
-# --- Single samples
+# --- Samples
 
 
 def with_remainder(batches: tf.data.Dataset, plan: Plan) -> tf.data.Dataset:
-    """Returns batches of the planned sizes, from the plain batches of all samples held."""
+    """Returns batches of the planned sizes from batches of all samples of the shard."""
     if plan.extra:
         last = -(-plan.held // plan.batch_size) - 1
         batches = batches.enumerate().map(
@@ -34,7 +35,7 @@ def with_remainder(batches: tf.data.Dataset, plan: Plan) -> tf.data.Dataset:
 
 
 def _longer(batch: Any) -> Any:
-    """Returns a batch with its first sample once more at the end."""
+    """Returns a batch with its first sample repeated at the end."""
     return tf.nest.map_structure(_with_first_again, batch)
 
 
@@ -49,36 +50,40 @@ def _with_first_again(rows: Any) -> Any:
 # --- Batches made by the user
 
 
-def dealt(dataset: tf.data.Dataset, deal: Deal, options: ShardOptions) -> tf.data.Dataset:
-    """Returns this rank's batches; the last step is made of what does not come out even.
+def in_round_robin(
+    dataset: tf.data.Dataset, plan: RoundRobin, options: ShardOptions
+) -> tf.data.Dataset:
+    """Returns the batches of this rank; the last step has the remainder.
 
-    A window of batches for each step: a round, and under the last one the pool as well.
+    A window has the batches of a step: one per rank, and in the last step also the pooled ones.
     """
-    if deal.pooled == deal.lent == 0:
-        return dataset.take(deal.dealt).shard(options.size, options.rank)
-    width = deal.pooled or options.size
-    windows = dataset.window(width, shift=options.size, drop_remainder=deal.pooled > 0)
+    if plan.pooled == plan.repeated == 0:
+        return dataset.take(plan.full).shard(options.size, options.rank)
+    width = plan.pooled or options.size
+    windows = dataset.window(width, shift=options.size, drop_remainder=plan.pooled > 0)
 
-    def hand_out(step: tf.Tensor, window: Any) -> tf.data.Dataset:
+    def select(step: tf.Tensor, window: Any) -> tf.data.Dataset:
         batches = tf.data.Dataset.zip(window)
-        is_last = step == deal.steps - 1
-        if deal.lent:
-            return batches.skip(_either(is_last, options.rank % deal.lent, options.rank)).take(1)
-        whole = batches.skip(options.rank).take(_either(is_last, 0, 1))
+        is_last = step == plan.steps - 1
+        if plan.repeated:
+            return batches.skip(_select(is_last, options.rank % plan.repeated, options.rank)).take(
+                1
+            )
+        whole = batches.skip(options.rank).take(_select(is_last, 0, 1))
         return whole.concatenate(_share_of_rows(batches, is_last, options))
 
-    return windows.enumerate().flat_map(hand_out)
+    return windows.enumerate().flat_map(select)
 
 
 def _share_of_rows(
     batches: tf.data.Dataset, wanted: tf.Tensor, options: ShardOptions
 ) -> tf.data.Dataset:
-    """Returns one batch of this rank's even share of the rows; none unless it is wanted."""
+    """Returns a batch of an even share of the rows for this rank; none unless `wanted`."""
     rows = batches.unbatch()
     count = tf.cond(wanted, lambda: counted(rows), lambda: np.int64(0))
     start, stop = count * options.rank // options.size, count * (options.rank + 1) // options.size
     return rows.skip(start).take(stop - start).batch(tf.maximum(stop - start, 1))
 
 
-def _either(condition: tf.Tensor, count: int, otherwise: int) -> tf.Tensor:
+def _select(condition: tf.Tensor, count: int, otherwise: int) -> tf.Tensor:
     return tf.where(condition, np.int64(count), np.int64(otherwise))

@@ -1,6 +1,6 @@
-"""Shuffling a tf.data pipeline so that the order of an epoch follows from seed and epoch.
+"""Shuffling of tf.data pipelines in an order that is a function of the seed and the epoch.
 
-tf.data's own reshuffling keeps its state to itself: a run that is resumed would begin anew.
+The state of tf.data's reshuffling cannot be saved, so a resumed run would restart it.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ __all__ = ["epochs_of", "shuffled"]
 
 BUFFER_NBYTES = 256 << 20
 BUFFER_COUNT = 1 << 16
-SAMPLE_NBYTES = 256 << 10  # assumed of samples whose shape is not known
+SAMPLE_NBYTES = 256 << 10  # assumed for samples of unknown shape
 
 
 def epochs_of(facts: Sequence[Fact], options: ShardOptions) -> Epochs:
-    """Returns the epochs of a pipeline that is shared out on these options."""
+    """Returns the epochs of a pipeline that is sharded with these options."""
     epochs = Epochs(kind_of(options.lasting(facts)))
     if options.way in (None, "global") and options.batch_size is not None:
         epochs.global_batch = options.batch_size * options.size
@@ -39,13 +39,13 @@ def shuffled(
     """Returns the batches of this rank; each iteration over them is the next epoch.
 
     Args:
-        dataset: single samples.
-        options: the options on which they are shared out.
+        dataset: samples.
+        options: options of `shard`.
         epochs: the epochs of the data.
-        batched: makes batches of this rank's samples.
+        batched: makes batches from the samples of this rank.
         total: number of samples in `dataset`. Defaults to unknown.
-        held: how many of these this rank takes. Defaults to all of its own.
-        whole: whether `dataset` is that of all ranks, or this rank's part. Defaults to the former.
+        held: number of samples of the shard of this rank. Defaults to all.
+        whole: whether `dataset` has the samples of all ranks. Defaults to `True`.
     """
     of_all = whole and options.way in ("global", "draw")
 
@@ -67,14 +67,14 @@ def shuffled(
         return tf.ensure_shape(seed, ())
 
     def of_epoch(seed: tf.Tensor) -> tf.data.Dataset:
-        tf.random.set_seed(1)  # that of this function alone, in place of the user's for TensorFlow
+        tf.random.set_seed(1)  # affects only this function; the user's seed would change the order
         if of_all:
             return batched(mine(dataset.shuffle(buffer, seed)))
         return batched(mine(dataset).shuffle(buffer, seed))
 
-    # Options of a pipeline within a function go unnoticed.
-    made = tf.data.Dataset.range(1).map(begin).flat_map(of_epoch)
-    return made.with_options(dataset.options())
+    # TensorFlow ignores the options of a pipeline inside a function.
+    epoch = tf.data.Dataset.range(1).map(begin).flat_map(of_epoch)
+    return epoch.with_options(dataset.options())
 
 
 def _seed(key: Sequence[int]) -> np.int64:
@@ -82,7 +82,7 @@ def _seed(key: Sequence[int]) -> np.int64:
 
 
 def _buffer_count(element_spec: Any) -> int:
-    """Returns how many samples to shuffle among: as many as fit into the memory for it."""
+    """Returns the buffer size in samples, limited by `BUFFER_NBYTES`."""
     nbytes = sum(map(_nbytes, tf.nest.flatten(element_spec)))
     return max(1, min(BUFFER_COUNT, BUFFER_NBYTES // max(1, nbytes)))
 

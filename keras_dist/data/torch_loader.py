@@ -1,4 +1,4 @@
-"""torch's data sets and loaders: a loader whose sampler knows rank and epoch."""
+"""Sharding of torch data sets and loaders by a sampler."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -17,20 +17,20 @@ __all__ = ["PartSampler", "TorchSource"]
 
 
 class TorchSource(IndexedSource):
-    """A torch `Dataset` with a length, alone or in a `DataLoader`, whose options are kept.
+    """A torch `Dataset` with a length, or a `DataLoader` of one, whose settings are kept.
 
     Args:
-        data: the data set or the loader, of the whole on every rank.
-        options: options of `shard`; those that are not set come from the loader.
+        data: the data set or the loader, with all samples on every rank.
+        options: options of `shard`; the settings of the loader are their defaults.
 
     Raises:
-        ArgumentError: the loader has a sampler that shard() does not know.
+        ArgumentError: the loader has an unsupported sampler.
     """
 
     def __init__(self, data: Any, options: ShardOptions):
         no_reader("a torch Dataset", options)
         if options.batched:
-            remedy = "Its elements are single samples; leave it out."
+            remedy = "Its elements are samples; leave out batched."
             options.refuse("a torch Dataset", {"batched": remedy})
         self._loader_options: dict[str, Any] = {}
         if isinstance(data, DataLoader):
@@ -41,14 +41,14 @@ class TorchSource(IndexedSource):
         super().__init__(_Samples(data), options)
 
     def part(self, held: Sequence[int | None]) -> DataLoader:
-        """Returns a loader of this rank's batches."""
+        """Returns a loader of the batches of this rank."""
         return DataLoader(
             self._data, batch_sampler=PartSampler(self.batches), **self._loader_options
         )
 
 
 class PartSampler(torch.utils.data.Sampler):
-    """Gives the numbers of the samples of each step; every iteration is the next epoch.
+    """Yields the indices of the samples of each step; every iteration is the next epoch.
 
     Args:
         batches: the batches of this rank.
@@ -67,7 +67,7 @@ class PartSampler(torch.utils.data.Sampler):
 
 
 class _Samples:
-    """The samples of a torch data set, which the loader itself takes."""
+    """The samples of a torch data set; the loader reads them."""
 
     example = None
 
@@ -76,11 +76,11 @@ class _Samples:
         self.facts = [Fact("the kind of data", f"torch {type(data).__name__}", WHOLE)]
 
     def take(self, indices: Any) -> Any:
-        raise NotImplementedError("The loader takes samples by their numbers.")
+        raise NotImplementedError("The loader reads the samples.")
 
 
 def _as_loaded(loader: DataLoader, options: ShardOptions) -> ShardOptions:
-    """Returns the options, completed by those of the loader."""
+    """Returns the options, completed with the settings of the loader."""
     sampler = loader.sampler
     known = isinstance(sampler, SequentialSampler) or (
         isinstance(sampler, RandomSampler) and not draws(sampler)
@@ -90,8 +90,8 @@ def _as_loaded(loader: DataLoader, options: ShardOptions) -> ShardOptions:
         raise errors.ArgumentError(
             options.explain(
                 "a DataLoader that shuffles or keeps the order, with a batch_size",
-                f"one with a {type(own).__name__} of its own",
-                "Leave the sampler out: shard() puts in its own. Or give it the Dataset.",
+                f"a DataLoader with a {type(own).__name__}",
+                "Leave out the sampler, which shard() replaces, or pass the Dataset.",
             )
         )
     shuffle = isinstance(sampler, RandomSampler) if options.shuffle is None else options.shuffle

@@ -46,7 +46,7 @@ def agree_on_fit(arguments: dict[str, Any]) -> bool:
     if not ours or runtime.size() == 1:
         return True
     comm = runtime.communicator()
-    mine = _plan(arguments, ours), epochs.is_shared_out(arguments["x"]), _put_in_order(arguments)
+    mine = _plan(arguments, ours), epochs.is_sharded(arguments["x"]), _put_in_order(arguments)
     gathered = _engine.collectives.allgather_object(comm, mine, operation=OPERATION)
     plans = [plan for plan, _, _ in gathered]
     for rank, plan in enumerate(plans):

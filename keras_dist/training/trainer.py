@@ -113,7 +113,7 @@ def _checked(fit: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        if epochs.is_shared_out(bound.arguments["x"]) and runtime.size() > 1:
+        if epochs.is_sharded(bound.arguments["x"]) and runtime.size() > 1:
             check_undistributed("data that keras_dist alone shares out over the ranks")
         everywhere = agree_on_fit(bound.arguments)
         # Arguments except callbacks are passed as given: other code may have wrapped `fit`.

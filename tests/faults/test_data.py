@@ -23,8 +23,8 @@ for step in range(data.plan.steps):
         if rank == 1:  # the other ranks read it after the resharding
             prefetched[8] = data.batch(0, 8).tolist()
         read = keras_dist.allgather_object(epochs.positions())
-        with epochs.held():
-            epochs.share_out(runtime.rank(), runtime.size(), read)
+        with epochs.locked():
+            epochs.reshard(runtime.rank(), runtime.size(), read)
 rows = [row for part in keras_dist.allgather_object(rows) for row in part]
 print(f"rows {len(rows)} {len(set(rows))}", flush=True)
 """

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data.restarted_iterators import begun_anew
+from keras_dist.data.restarted_iterators import restarted
 
 X = np.zeros((8, 2), "float32")
 
@@ -37,7 +37,7 @@ def noisy(seed=None):
 
 def named(x, backend="tensorflow", shuffle=True, steps_per_epoch=None, batch_size=4):
     arguments = {"x": x, "shuffle": shuffle, "steps_per_epoch": steps_per_epoch}
-    return begun_anew({**arguments, "batch_size": batch_size}, backend)
+    return restarted({**arguments, "batch_size": batch_size}, backend)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,11 @@ def no_seed():
         (lambda: X, {"shuffle": False, "steps_per_epoch": 1}, "steps_per_epoch=1"),
         (lambda: X, {"backend": "torch", "steps_per_epoch": 2}, "steps_per_epoch=2"),
         (lambda: pipeline().shuffle(8).batch(4), {}, "shuffled without a seed"),
-        (lambda: pipeline().shuffle(8, seed=1).batch(4), {"backend": "jax"}, "anew for each epoch"),
+        (
+            lambda: pipeline().shuffle(8, seed=1).batch(4),
+            {"backend": "jax"},
+            "reshuffled in each epoch",
+        ),
         (lambda: pipeline().batch(4).repeat(), {"steps_per_epoch": 2}, "steps_per_epoch=2"),
         (lambda: noisy().batch(4), {}, "random numbers without a seed"),
         (lambda: iter([X]), {"steps_per_epoch": 1}, "a generator"),
