@@ -1,4 +1,4 @@
-"""What pure tests use to start a job of their own."""
+"""Fixtures of tests that start jobs."""
 
 import subprocess
 import sys
@@ -7,9 +7,9 @@ import hypothesis
 import pytest
 from jobs import launcher
 
-# A busy machine may take its time over an example.
+# An example may take long on a busy machine.
 hypothesis.settings.register_profile("patient", deadline=None)
-# The same examples each time, and none is made smaller: a mutant is to be found, not understood.
+# Mutation tests use the same examples each time and do not shrink them.
 hypothesis.settings.register_profile(
     "mutants",
     deadline=None,
@@ -22,7 +22,7 @@ hypothesis.settings.load_profile("patient")
 
 @pytest.fixture
 def run_ranks():
-    """A function that runs Python with some arguments on n ranks, and returns how it ended."""
+    """A function that runs Python with arguments on n ranks and returns the completed process."""
 
     def run(ranks, *arguments, timeout=120, **options):
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""How tests start jobs of their own: the launcher, and scripts that need no framework."""
+"""Helpers to start jobs: the launcher, and scripts without a framework."""
 
 import os
 import re
@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-# What Open MPI's mpiexec says where it fails before any rank, as it does now and then.
+# Printed by Open MPI's mpiexec when it fails before it starts a rank, which happens rarely.
 NOT_STARTED = "PMIx server's listener thread failed"
 
-# Without a framework: the engine is enough to tell how a job starts, stands still and ends.
+# Without a framework: the engine suffices to test how a job starts, stalls and ends.
 BARE = """
 from keras_dist import _backends, runtime
 class Nothing:
@@ -21,9 +21,9 @@ _backends.active = lambda: Nothing
 
 
 def lean(*needed, **variables):
-    """Returns the environment of a job that imports no more of others than what is `needed`."""
+    """Returns the environment of a job that imports only the `needed` optional packages."""
     environment = {**os.environ, **variables}
-    # TensorFlow imports JAX where it is, and Keras TensorFlow on all backends.
+    # TensorFlow imports JAX if it is installed, and Keras imports TensorFlow on all backends.
     used = {*needed, environment.get("KERAS_BACKEND", "tensorflow")}
     folders = [str(Path(__file__).with_name("lean")), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
@@ -31,24 +31,24 @@ def lean(*needed, **variables):
 
 
 def script(text):
-    """Returns the command that runs a text with `runtime` imported, and no framework."""
+    """Returns the command that runs a script with `runtime` imported and no framework."""
     return [sys.executable, "-c", BARE + text]
 
 
 def launcher():
-    """Returns the mpiexec beside this Python, with what it needs to run anywhere."""
+    """Returns the mpiexec of this environment, with the options that it needs on any machine."""
     mpiexec = Path(sys.executable).with_name("mpiexec")
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
     if "Open MPI" in version:
-        # It would refuse to run as root and to start more ranks than there are cores.
+        # By default it refuses to run as root, and to start more ranks than cores.
         return [mpiexec, "--allow-run-as-root", "--oversubscribe"]
     return [mpiexec]
 
 
 def told(job, pattern):
-    """Returns the match of the one line that a job, which has ended well, printed so.
+    """Returns the match of the only line of a successful job that matches the pattern.
 
-    It need not be the last: warnings of the ranks come by another way.
+    It need not be the last line: warnings of the ranks may follow it.
     """
     assert job.returncode == 0, job.stdout
     found = [*filter(None, (re.fullmatch(pattern, line) for line in job.stdout.splitlines()))]
@@ -57,12 +57,12 @@ def told(job, pattern):
 
 
 def pids(folder):
-    """Returns the processes of a job, each of which has left a file `pid-N` there."""
+    """Returns the processes of a job, each of which wrote a file `pid-N`."""
     return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
 
 
 def is_alive(pid):
-    """Tells whether a process runs, or is stopped; what has ended may still have a number."""
+    """Returns whether a process is running or stopped; a zombie is neither."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -70,6 +70,6 @@ def is_alive(pid):
 
 
 def made_by(found):
-    """Returns what processes have made in /dev/shm and is there still."""
+    """Returns the files that processes left in /dev/shm."""
     made = Path("/dev/shm").glob("keras_dist-*")
     return {str(path) for path in made if int(path.name.split("-")[2]) in found}

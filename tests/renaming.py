@@ -1,11 +1,11 @@
-"""Renames private names of frameworks, as another version of them may."""
+"""Renames private names of frameworks, as another version may do."""
 
 import inspect
 import types
 
 
 def rename(monkeypatch, owner, name):
-    """Renames a name where a module or a class has it, and wherever that class uses it."""
+    """Renames a name of a module or class, and its uses in the class."""
     holders = list(owner.__mro__) if inspect.isclass(owner) else [owner]
     for holder in holders:
         for member in list(vars(holder).values()):

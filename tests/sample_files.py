@@ -1,4 +1,4 @@
-"""Files of samples that the code on the pages reads."""
+"""Sample files that the code on the pages reads."""
 
 import io
 import tarfile
@@ -13,7 +13,7 @@ import keras_dist
 
 
 def write(x, y):
-    """Writes a directory `train` with files of each kind, on the root; all ranks wait for it."""
+    """Writes a directory `train` with files of each format on rank 0; all ranks wait for it."""
     if keras_dist.rank() == 0:
         folder = Path("train")
         folder.mkdir(exist_ok=True)

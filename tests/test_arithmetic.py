@@ -178,7 +178,7 @@ def test_accumulators_have_these_dtypes(name):
     assert tuple(accumulator(dtype, op) for op in ops) == tuple(map(np.dtype, ACCUMULATORS[name]))
 
 
-# --- Which op has a meaning for which dtype
+# --- Valid pairs of op and dtype
 
 NUMBERS = {"average", "sum", "min", "max", "product"}
 MEANINGS = {

@@ -1,4 +1,4 @@
-"""The benchmarks run and say what they found; how fast anything is depends on the machine."""
+"""The benchmarks run and print their results; speed depends on the machine and is not tested."""
 
 import re
 import runpy
@@ -15,7 +15,7 @@ COMMANDS = [path for path in sorted(FOLDER.glob("*.py")) if "def main():" in pat
 
 @pytest.fixture(params=COMMANDS, ids=lambda path: path.stem)
 def run(request, monkeypatch):
-    """A function that calls a benchmark with some options, which has to end by itself at once."""
+    """A function that runs a benchmark with options and the smallest workload."""
 
     def call(*options):
         monkeypatch.syspath_prepend(FOLDER)

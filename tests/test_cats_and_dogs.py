@@ -1,4 +1,4 @@
-"""The pictures of examples/cats_vs_dogs: drawings, and archives that are not to be trusted."""
+"""The images of examples/cats_vs_dogs: drawings, and untrusted archives."""
 
 import csv
 import io
@@ -140,7 +140,7 @@ def test_training_on_an_archive_with_a_damaged_picture(run_ranks, tmp_path):
     assert {row["category"] for row in predicted} == {"cat", "dog"}
 
 
-# What the public archive and the weights are without a network, and with one that has both.
+# Simulates the public archive and the weights, without and with a network.
 FETCHES = """
 import functools, hashlib, http.server, os, pathlib, sys, threading
 served, example = pathlib.Path(sys.argv[1]), sys.argv[2]

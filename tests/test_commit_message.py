@@ -1,4 +1,4 @@
-"""`scripts/check-commit-message`: what CONTRIBUTING.md asks of the message of a commit."""
+"""`scripts/check-commit-message`: the rules of CONTRIBUTING.md for commit messages."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "check-commit-message"
 BODY = "\n\nWithout it the ranks differ.\n"
-# No settings of whoever runs the tests.
+# Independent of the user's settings.
 GIT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("GIT_")},
     "GIT_CONFIG_GLOBAL": os.devnull,
@@ -23,7 +23,7 @@ GIT = {
 
 
 def check(*arguments, cwd=None):
-    """Returns the exit status and what was printed."""
+    """Returns exit status and output."""
     ended = subprocess.run(
         [sys.executable, SCRIPT, *arguments],
         cwd=cwd,

@@ -120,7 +120,7 @@ def test_a_name_in_a_missing_module_is_reported():
     assert "No module named 'keras.src.gone'" in fault
 
 
-# Scripts that need no private module that is hidden.
+# Scripts that do not need the hidden private module.
 IMPORT = "import keras_dist; print('done')"
 TRAIN = """
 import numpy as np, keras_dist
@@ -147,7 +147,7 @@ SEEDS = "from keras_dist.training import random_generators as r; r.restore(r.sta
 MASKS = "from keras_dist._compat.keras import models; models.has_mask(keras.Input((2,)))"
 OUTPUTS = "from keras_dist._compat.keras import models; models.outputs_of(model)"
 
-# Of each module: the backend, a script that does not need it, what needs it and the name there.
+# For each module: the backend, a script that does not need it, one that does, and the name used.
 HIDDEN = {
     "tensorflow.python.eager.record": ("tensorflow", TRAIN, ALLREDUCE, "could_possibly_record()"),
     "tensorflow.python.data.ops.batch_op": ("tensorflow", TRAIN, TF_DATA, "_batch_size"),

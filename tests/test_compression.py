@@ -1,4 +1,4 @@
-"""Compression by itself: what it does to numbers, and what a wrong one is told."""
+"""Compression: rounding of values, and errors of invalid compressors."""
 
 import sys
 

@@ -44,7 +44,7 @@ def test_a_mapping_shows_writes_of_others_except_in_pages_it_has_written(handle)
 def test_no_mapping_where_writes_cannot_be_detected(handle, monkeypatch):
     cow_mapping._is_supported.cache_clear()
     with monkeypatch.context() as patched:
-        patched.setattr(cow_mapping.os, "preadv", lambda *_: 0)  # tells nothing of the pages
+        patched.setattr(cow_mapping.os, "preadv", lambda *_: 0)  # reports no pages
         assert map_private(handle, 4 * PAGE) is None
         cow_mapping._is_supported.cache_clear()
         patched.setattr(cow_mapping, "_pagemap", lambda: os.open("/proc/self/nothing", os.O_RDONLY))

@@ -1,4 +1,4 @@
-"""Blocks of rows over ranks: the index arithmetic alone."""
+"""Partition of blocks of rows over ranks: the index arithmetic."""
 
 import dataclasses
 
@@ -138,10 +138,10 @@ def test_a_global_order_is_one_for_any_number_of_ranks(case, remainder, data):
         assert len(flat(steps)) == (total if remainder == "uneven" else -(-total // size) * size)
     else:
         assert len(set(flat(steps))) == len(flat(steps))
-    # All go through the same windows in the same step: they may read together.
+    # All ranks read the same windows in a step, so collective reads are possible.
     windows = [[[w for w, _ in s.positions(k)] for k in range(last + 1)] for s in shares]
     assert all(each == windows[0] for each in windows)
-    # What is left when ranks die goes to the others.
+    # The rest of dead ranks goes to the remaining ranks.
     step = data.draw(st.integers(0, shares[0].plan.steps - 1))
     line = unread_pieces(shares, step)
     left = sorted(rows_of(line))
@@ -171,7 +171,7 @@ def test_what_the_dead_have_left_goes_to_those_that_live(case, remainder, key, d
     epochs = [epoch(share) for share in rest]
     assert sorted(row for batches in epochs for row in flat(batches)) == sorted(rows_of(line))
     assert {len(batches) for batches in epochs} == {shares[0].plan.steps - step}
-    # And once more, when another dies.
+    # And again when another rank dies.
     later = data.draw(st.integers(step, shares[0].plan.steps - 1))
     again = rows_of(unread_pieces(rest, later)).tolist()
     read = {row for share in rest for s in range(step, later) for row in batch(share, s)}

@@ -1,4 +1,4 @@
-"""In which order samples come: exactly, and as another run finds it again."""
+"""The exact order of samples, and its reproduction in another run."""
 
 import dataclasses
 

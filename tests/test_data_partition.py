@@ -1,4 +1,4 @@
-"""Who takes which samples: complete, without overlap, and in equally many steps."""
+"""Partition of samples over ranks: complete, disjoint, and with equal numbers of steps."""
 
 import dataclasses
 
@@ -90,20 +90,20 @@ def test_who_has_read_less_reads_on_as_before_up_to_where_the_rest_begins():
     steps = ranks[0].plan.steps
     for batches, read in zip(ranks, (4, 2, 3), strict=True):
         seen += [batches.indices(0, step) for step in range(read)]
-    left = [ranks[0], ranks[2]]  # rank 1 dies, and what it should have read before step 4 is lost
+    left = [ranks[0], ranks[2]]  # rank 1 dies; its samples before step 4 are lost
     lost = [batches_of(1).indices(0, step) for step in (2, 3)]
     for place, batches in enumerate(left):
         batches.reshard(place, 2, (0, 4))
     for batches, read in zip(left, (4, 3), strict=True):
         seen += [batches.indices(0, step) for step in range(read, 5)]
     seen.append(ranks[2].indices(0, 5))
-    ranks[0].reshard(0, 1, (0, 6))  # rank 2 dies as well, when rank 0 has read one step less
+    ranks[0].reshard(0, 1, (0, 6))  # rank 2 dies as well; rank 0 has read one step less
     seen += [ranks[0].indices(0, step) for step in range(5, steps)]
     everything = np.concatenate([*seen, *lost])
     assert sorted(everything) == list(range(40))
 
 
-# --- Single samples
+# --- Samples
 
 
 @given(totals_and_sizes(), batch_sizes, remainders)
@@ -262,11 +262,11 @@ def test_plans_cannot_be_changed():
             thing.steps = 3
 
 
-# --- Batches of the user
+# --- Batches
 
 
 def dealt_to(deal, rank, size):
-    """The batches that a rank takes whole: of the rounds, and of those lent."""
+    """The batches that a rank takes whole: of full rounds, and repeated ones."""
     whole = list(range(rank, deal.full, size))
     return whole + ([deal.full + rank % deal.repeated] if deal.repeated else [])
 
@@ -307,7 +307,7 @@ def test_the_pool_has_a_batch_for_every_rank_whenever_there_are_enough(total, si
     assert pooled == 0 or size < pooled < 2 * size or pooled == total < size
 
 
-# --- Ranks that hold different numbers of elements
+# --- Ranks with different numbers of elements
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=8), batch_sizes, remainders)

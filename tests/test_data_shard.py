@@ -1,4 +1,4 @@
-"""`shard` itself: which kind of data goes where, its arguments, and what it imports."""
+"""`shard`: supported kinds of data, arguments, and imports."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""tf.data pipelines shared out: of single samples and of batches, over any number of ranks."""
+"""Sharded tf.data pipelines of samples and of batches, for any number of ranks."""
 
 import numpy as np
 import pytest
@@ -21,13 +21,13 @@ def terms_of(rank, size, arguments):
 
 
 def parts_of(dataset, size, **arguments):
-    """The parts that the ranks of a job would get."""
+    """The shards of the ranks of a job."""
     sources = [TfSource(dataset, terms_of(rank, size, arguments)) for rank in range(size)]
     return [source.part([None] * size) for source in sources]
 
 
 def parts_of_own(make, size, **arguments):
-    """The same, each of a pipeline of its own, as in processes of their own."""
+    """The shards of the ranks, each of a pipeline of its own, as in separate processes."""
     return [
         TfSource(make(), terms_of(rank, size, arguments)).part([None] * size)
         for rank in range(size)
@@ -35,7 +35,7 @@ def parts_of_own(make, size, **arguments):
 
 
 def epoch_of(part):
-    """The samples of one epoch, batch by batch; checks the number of steps Keras is told."""
+    """The samples of one epoch by batch; checks the cardinality."""
     batches = [batch.tolist() for batch in part.as_numpy_iterator()]
     assert len(batches) == int(part.cardinality())
     return batches
@@ -49,7 +49,7 @@ def flat(epochs):
     return sorted(number for epoch in epochs for batch in epoch for number in batch)
 
 
-# --- Single samples
+# --- Samples
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -136,7 +136,7 @@ def test_the_shuffle_buffer_can_be_set():
     assert epoch_of(part) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
-# --- Batches of the user
+# --- Batches
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -191,7 +191,7 @@ def test_the_last_round_of_nested_sparse_and_ragged_rows(remainder):
 @pytest.mark.parametrize("remainder", ["uneven", "pad", "drop"])
 @pytest.mark.parametrize("batched", [True, False])
 def test_a_seeded_shuffle_upstream_stays_in_step_over_epochs(remainder, batched):
-    """A rank that read its pipeline more often than the others would fall out of step."""
+    """A rank that read its pipeline more often than the others would get another order."""
 
     def make():
         dataset = numbers(22).shuffle(22, seed=5)

@@ -1,4 +1,4 @@
-"""The code on the pages runs, and the pages of the API have every public name."""
+"""The code on the pages runs, and the API pages have every public name."""
 
 import ast
 import re
@@ -92,7 +92,7 @@ def test_every_public_name_is_on_a_page_of_the_api():
 
 
 def public_names():
-    """Yields the dotted names that users may use; a name's own page makes it a link."""
+    """Yields the dotted public names, which API pages link."""
     package = ROOT / "keras_dist"
     for name in names_in(package / "__init__.py"):
         yield f"keras_dist.{name}"

@@ -1,7 +1,7 @@
-"""Commands on the pages: their options exist, and so do the files, scripts and extras they name.
+"""Commands on the pages: their options, files, scripts and extras exist.
 
-`keras-dist run` says what it would start; of other commands of keras-dist options are read alone,
-and nothing of others is started.
+`keras-dist run` prints the command that it would start. Other commands of keras-dist only parse
+their options, and other programs are not started.
 """
 
 import argparse
@@ -18,15 +18,15 @@ from keras_dist.launch.cli import main
 ROOT = pages.ROOT
 SHELL = ("sh", "bash")
 OURS = re.compile(r"(\./)?(scripts|examples|benchmarks|tests)/")
-# Options of launchers, and how many words each takes.
+# Options of launchers, with their number of arguments.
 LAUNCHERS = {"mpiexec", "mpirun", "srun"}
 OPTIONS = {"-n": 1, "-np": 1, "--ppn": 1, "--map-by": 1, "--with-ft": 1, "--mpi=pmix": 0}
-# They are the shell's, and those of clusters.
+# Commands of the shell and of clusters.
 OTHERS = {"[", "cd", "curl", "module", "scontrol", "scp", "ssh", "trap", "wait"}
 
 
 def commands():
-    """Yields the place and the words of each command."""
+    """Yields file, line and words of each command."""
     for path in pages.pages():
         text, name = path.read_text(), path.relative_to(ROOT)
         for first, code in pages.blocks(text, *SHELL):
@@ -38,7 +38,7 @@ def commands():
 
 
 def split(line):
-    """Returns the commands of a line, without the variables that are set for them."""
+    """Returns the commands of a line, without variable assignments."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;")
     lexer.whitespace_split = True
     found = [[]]
@@ -75,7 +75,7 @@ def check(words):
 def check_ours(words):
     try:
         code = main(["run", "--dry-run", *words[1:]] if words[0] == "run" else words)
-    except SystemExit as end:  # of argparse
+    except SystemExit as end:  # from argparse
         code = end.code
     assert code == 0
 
@@ -99,7 +99,7 @@ def check_extras(wanted):
 
 @pytest.fixture
 def there(tmp_path, monkeypatch):
-    """What commands name; and no command but `run` does more than read its options."""
+    """Checks the names in commands; commands other than `run` only parse their options."""
     (tmp_path / "train.py").touch()
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)

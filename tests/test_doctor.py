@@ -1,4 +1,4 @@
-"""`keras-dist doctor` and `keras-dist bench`: what they find, and what they say is missing."""
+"""`keras-dist doctor` and `keras-dist bench`: results and missing requirements."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
 
 
 def found(capsys, *words, code=0):
-    """Returns the texts and remedies of doctor by what they are of, as JSON says them."""
+    """Returns the texts and remedies of `doctor --json`, by check."""
     assert main(["doctor", "--json", *words]) == code
     told = json.loads(capsys.readouterr().out)
     assert told["is_well"] == (code == 0)

@@ -15,13 +15,13 @@ MNIST = EXAMPLES / "mnist"
 
 @pytest.fixture(autouse=True)
 def without_network(monkeypatch, tmp_path_factory):
-    """Has scikit-learn's few digits taken on every machine, where MNIST would take minutes."""
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody is there
+    """Uses scikit-learn's small data set on every machine; MNIST would take minutes."""
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # a port without a server
     monkeypatch.setenv("KERAS_HOME", str(tmp_path_factory.mktemp("keras")))
 
 
 def keras_dist(*words):
-    """Runs the command line in a process of its own."""
+    """Runs the command line in a separate process."""
     return subprocess.run(
         [sys.executable, "-m", "keras_dist.launch.cli", *map(str, words)],
         stdin=subprocess.DEVNULL,
@@ -45,7 +45,7 @@ def test_mnist(tmp_path, ranks):
         r"test accuracy (\d+\.\d)%, all replicas are equal\.",
     )
     assert int(said[1]) == ranks
-    assert float(said[2]) > 25  # two epochs of scikit-learn's few digits; chance is 10
+    assert float(said[2]) > 25  # percent, after two epochs of scikit-learn's digits; chance is 10
     assert job.stdout.count("Epoch 2/2") == 1
     assert sorted(tmp_path.iterdir()) == [checkpoint, timeline]
     reduced = traces.bars(traces.load(timeline), "the reduction of gradients")
@@ -119,7 +119,7 @@ def test_counts_of_the_synthetic_benchmarks_are_1_or_more(monkeypatch, capsys, o
         assert f"argument {option}: {said}" in capsys.readouterr().err
 
 
-# No backend of this name: whoever imports Keras fails.
+# No such backend: importing Keras fails.
 WITHOUT_KERAS = lean("sklearn", KERAS_BACKEND="none")
 
 
@@ -182,13 +182,13 @@ def test_hdf5():
 
 
 def test_a_model_on_several_ranks(run_ranks):
-    jax = lean(KERAS_BACKEND="jax")  # which starts soonest
+    jax = lean(KERAS_BACKEND="jax")  # which starts fastest
     products = run_ranks(3, str(EXAMPLES / "model_parallel" / "products.py"), env=jax)
     told(products, r"Weights found by 3 ranks: 1\.000 2\.000 3\.000")
     mlp = run_ranks(
         2,
         str(EXAMPLES / "model_parallel" / "mlp.py"),
-        # Of 1024, 4 are left, too few to cut.
+        # 4 of 1024 are left, too few to split.
         *("--epochs", "2", "--batch-size", "60", "--lr", "0.03"),
         env=jax,
     )
@@ -227,7 +227,7 @@ def test_crops_of_the_imagenet_style_tree_hold_a_part_of_the_box(tmp_path, monke
         samples = list(read(paths).as_numpy_iterator())
         assert sorted(int(label) for _, label in samples) == [0, 0, 0, 1, 1, 1]
         assert all(image.shape == (8, 8, 3) and image.min() >= -1 for image, _ in samples)
-        # Each class has a colour, red or green, of which a crop around its box is full.
+        # Each class has a colour, red or green, which fills a crop around its box.
         if not training:
             assert all(
                 image[..., label].mean() > image[..., 1 - label].mean() for image, label in samples

@@ -1,4 +1,4 @@
-"""Scripts for Horovod run with their import changed and nothing else."""
+"""Horovod scripts run after one changed import."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which hosts `keras-dist run` uses: those that are named, or those of a batch system."""
+"""The hosts of `keras-dist run`: given by options or by a batch system."""
 
 import argparse
 import re
@@ -21,7 +21,7 @@ INTEL = mpiexec.Library("Intel MPI", (2021, 14), "Intel(R) MPI Library 2021.14")
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    """A function that returns the command for some options, a library and an environment."""
+    """A function that returns the command for options, an MPI library and an environment."""
     says = {"Open MPI": "mpiexec (Open MPI) 5.0.8", "MPICH": "HYDRA", "Intel MPI": "Intel(R) MPI"}
     for library, text in says.items():
         folder = tmp_path / "bin" / library
@@ -58,11 +58,11 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_N
 def test_an_allocation_of_slurm_is_used(command):
     tasks = {**SLURM, "SLURM_NTASKS": "10"}
     assert command(OPEN_MPI, **tasks) == "-n 10 --host n1:4,n2:4,n3:2 --bind-to none true"
-    assert command(MPICH, **tasks) == "-n 10 true"  # Hydra asks Slurm itself
+    assert command(MPICH, **tasks) == "-n 10 true"  # Hydra queries Slurm itself
     assert command(OPEN_MPI, "-n 4 -H n1:4", **tasks) == "-n 4 --host n1:4 --bind-to none true"
     with pytest.raises(errors.ArgumentError, match=r"that Slurm has given \(n1:4, n2:4, n3:2\)"):
         command(OPEN_MPI, "-n 11", **tasks)
-    unknown = {**tasks, "SLURM_JOB_NODELIST": "-x"}  # then mpiexec has to know
+    unknown = {**tasks, "SLURM_JOB_NODELIST": "-x"}  # then mpiexec needs the hosts
     assert command(OPEN_MPI, **unknown) == "-n 10 --bind-to none true"
 
 
@@ -71,7 +71,7 @@ def test_an_allocation_of_pbs_is_used(command, tmp_path):
     nodes.write_text("n1.example.org\nn1.example.org\nn2.example.org\nn2.example.org\n")
     hosts = "--host n1.example.org:2,n2.example.org:2"
     assert f"-n 4 {hosts} " in command(OPEN_MPI, PBS_NODEFILE=str(nodes))
-    nodes.write_text("n1\nn2\n")  # which nodes, and not how many ranks each is to have
+    nodes.write_text("n1\nn2\n")  # nodes without numbers of ranks
     assert "-n 7 --host n1:4,n2:4 " in command(OPEN_MPI, "-n 7", PBS_NODEFILE=str(nodes))
     with pytest.raises(errors.ArgumentError, match="Expected the number of ranks"):
         command(OPEN_MPI, PBS_NODEFILE=str(nodes))
@@ -138,7 +138,7 @@ def test_a_host_that_nobody_knows_is_named_before_the_start(monkeypatch):
 
 @pytest.fixture
 def asked(monkeypatch, tmp_path):
-    """A function that returns the hosts of a script that has an answer for each time."""
+    """A function that returns the hosts of a discovery script with one answer per call."""
     monkeypatch.setattr(discovery, "PAUSE_SECONDS", 0.0)
     script = tmp_path / "hosts.sh"
     script.write_text('#!/bin/sh\ncd "${0%/*}" || exit 9\ncat next\nmv then next\ntrue\n')

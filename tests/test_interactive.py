@@ -1,4 +1,4 @@
-"""`keras_dist.run`: from a Jupyter kernel, from Python, in a terminal, and what goes wrong."""
+"""`keras_dist.run` in a Jupyter kernel, in Python and in a terminal, and its errors."""
 
 import contextlib
 import io
@@ -28,7 +28,7 @@ from keras_dist.runtime import launch_environment
 OPEN_MPI = Path(__file__).parents[1] / ".venv-openmpi" / "bin" / "python"
 
 
-# --- From a Jupyter kernel
+# --- In a Jupyter kernel
 
 CELLS = [
     """
@@ -108,14 +108,14 @@ def test_from_a_notebook(tmp_path):
     assert all("returned" in line and "GiB" in line for line in lines[1:])
     printed = "".join(stream.text for stream in streams)
     assert printed == "\r0 of 3 on 0\r1 of 3 on 0\r2 of 3 on 0\n"
-    assert len(streams) > 1  # as it came
+    assert len(streams) > 1  # unchanged
     assert book.cells[2].outputs[0].text == "raised here\n"
     assert book.cells[3].outputs[-1].text == "interrupted\n"
     assert book.cells[4].outputs == []
     assert book.cells[5].outputs[-1].ename == "RankError"
 
 
-# --- From plain Python
+# --- In Python
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def stay():
     time.sleep(1000)
 keras_dist.run(stay, verbose=False)
 """
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # nobody is left to remove it
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # no process is left to remove it
     command = [sys.executable, "-c", text]
     with subprocess.Popen(command, cwd=tmp_path, env=environment) as caller:
         assert comes_true(lambda: len(pids(tmp_path)) == 2)
@@ -244,7 +244,7 @@ def comes_true(condition):
 
 
 def test_hosts_are_those_that_are_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # which all nodes share: that is where ranks and caller meet
+    monkeypatch.chdir(tmp_path)  # shared by all nodes: ranks and caller exchange files there
     values = keras_dist.run(os.listdir, (".",), num_proc=2, hosts="localhost:2", verbose=False)
     assert [name.startswith(".keras_dist-") for name in values[0]] == [True]
     assert values[0] == values[1]

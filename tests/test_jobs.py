@@ -1,4 +1,4 @@
-"""examples/jobs: what can be known of scripts for batch systems without one."""
+"""examples/jobs: scripts for batch systems, tested without a batch system."""
 
 import argparse
 import re
@@ -23,19 +23,19 @@ SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 def test_the_shell_understands_it(script):
     assert len(SCRIPTS) == 5
     checks = [["bash", "-n", script], [SHELLCHECK, "--exclude=SC1091", script]]
-    for command in checks:  # SC1091: the environment it activates is not here
+    for command in checks:  # SC1091: the environment that it activates does not exist here
         ended = subprocess.run(command, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-# What the batch system's commands and the job say; `code` is how the job ends.
+# Output of the batch system's commands and of the job; `code` is the job's exit code.
 SAYS = '#!/bin/sh\necho "$(basename "$0") $*"\n'
 JOB = "srun mpiexec keras-dist".split()
 
 
 @pytest.fixture
 def submit(tmp_path):
-    """A function that runs a script with stand-ins for all that it calls."""
+    """A function that runs a script with stand-ins for all commands that it calls."""
 
     def run(name, code=0, **environment):
         stands_in = tmp_path / "bin"
@@ -55,7 +55,7 @@ def submit(tmp_path):
         )
         assert not ended.stderr
         assert ended.returncode == code
-        return ended.stdout.splitlines()[1:]  # behind module
+        return ended.stdout.splitlines()[1:]  # after module
 
     return run
 

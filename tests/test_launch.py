@@ -1,4 +1,4 @@
-"""How jobs start and end: real processes, their exit codes, what they say, and how soon."""
+"""Start and end of jobs: real processes, exit codes, messages and times."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
 
 
 def run(command, environment=None, timeout=60):
-    """Runs a command without the variables of any launcher around the tests."""
+    """Runs a command without the variables of a launcher around the tests."""
     names = ("OMPI_", "PMI", "PMIX_", "SLURM_", "MPI_", "HYDRA", "PRTE", "KERAS_DIST_")
     clean = {name: text for name, text in os.environ.items() if not name.startswith(names)}
     return subprocess.run(
@@ -33,7 +33,7 @@ def run(command, environment=None, timeout=60):
     )
 
 
-# --- A launcher and a library that do not belong together
+# --- A launcher and an MPI library that do not match
 
 
 def test_mpirun_of_open_mpi_with_the_library_of_mpich():
@@ -67,7 +67,7 @@ def test_mpiexec_of_mpich_with_the_library_of_open_mpi():
     "variables",
     [
         {"OMPI_COMM_WORLD_SIZE": "4"},
-        {"PMIX_RANK": "3", **WITHOUT_MPI},  # MPICH itself fails on a PMIx that does not answer
+        {"PMIX_RANK": "3", **WITHOUT_MPI},  # MPICH itself fails if PMIx does not answer
         {"SLURM_NTASKS": "4"},
     ],
     ids=str,
@@ -122,7 +122,7 @@ def test_several_ranks_without_mpi_are_refused():
     assert "Received: no MPI library" in job.stdout
 
 
-# --- Hosts that differ
+# --- Different hosts
 
 
 def test_hosts_with_another_version_are_named(run_ranks):
@@ -146,7 +146,7 @@ except errors.MismatchError as error:
         assert job.stdout.count(words) == 2, job.stdout
 
 
-# --- Ranks that end well
+# --- Ranks that succeed
 
 
 SETS = """
@@ -205,7 +205,7 @@ def test_ranks_that_end_at_different_times_end_well(run_ranks):
     assert (job.returncode, job.stdout) == (0, "")
 
 
-# --- Operations that are queued
+# --- Queued operations
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -1,4 +1,4 @@
-"""What launchers say through the environment."""
+"""The environment variables of launchers."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""docs/launching.md tells the options that there are.
+"""docs/launching.md lists the existing options.
 
-python tests/test_launching.py writes its table.
+python tests/test_launching.py writes the table.
 """
 
 import re
@@ -13,7 +13,7 @@ from keras_dist.launch.cli.options import OPTIONS
 DOCUMENT = Path(__file__).parents[1] / "docs" / "launching.md"
 BEGIN, END = "<!-- made by tests/test_launching.py -->\n", "<!-- end -->\n"
 
-# As horovodrun's own help lists them, of version 0.28.
+# As listed by `horovodrun --help` of version 0.28.
 HOROVODRUN = set(
     "-v --version -np --num-proc -cb --check-build --disable-cache --start-timeout "
     "--network-interfaces --network-interface --output-filename --verbose --config-file "
@@ -35,7 +35,7 @@ HOROVODRUN = set(
 
 
 def table():
-    """Returns what stands between the marks."""
+    """Returns the text between the markers."""
     rows = ["| option | meaning | environment variable | horovodrun |", "|---|---|---|---|"]
     for option in OPTIONS:
         value = f" {option.metavar}" if option.metavar else ""
@@ -52,7 +52,7 @@ def table():
 
 
 def written():
-    """Returns the document with the table in its place."""
+    """Returns the document with the current table."""
     head, _, tail = re.split(f"{BEGIN}|{END}", DOCUMENT.read_text())
     return f"{head}{BEGIN}{table()}{END}{tail}"
 

@@ -1,4 +1,4 @@
-"""Rates and velocities as callbacks set them, without training: `tests/parallel` has that."""
+"""Learning rates and velocities set by callbacks, without training."""
 
 from types import SimpleNamespace
 
@@ -18,14 +18,14 @@ RANKS = 4
 
 @pytest.fixture(autouse=True)
 def some_ranks(monkeypatch):
-    """As many ranks as a formula is to be computed for."""
+    """The number of ranks for which a formula is computed."""
     root = SimpleNamespace(size=lambda: RANKS, rank=lambda: 0, where=lambda: "[here]")
     monkeypatch.setattr(learning_rate, "runtime", root)
     return root
 
 
 def begun(callback, optimizer=None, steps=5):
-    """A callback at the begin of a fit, whose model has that optimizer."""
+    """A callback at the start of a fit with the given optimizer."""
     callback.set_model(SimpleNamespace(optimizer=optimizer or keras.optimizers.SGD(0.5)))
     callback.set_params({"steps": steps})
     callback.on_train_begin()
@@ -37,7 +37,7 @@ def rate_of(callback):
 
 
 def rates(callback, epochs, steps=5, **options):
-    """The rate of each batch of each epoch, and what the logs say at the end of it."""
+    """The rate of each batch of each epoch, and the logged rate of each epoch."""
     begun(callback, steps=steps, **options)
     found, logged = [], []
     for epoch in epochs:
@@ -72,7 +72,7 @@ def test_a_staircase_asks_once_an_epoch_for_a_whole_number():
     schedule = LearningRateScheduleCallback(2.0, lambda epoch: asked.append(epoch) or epoch + 1.0)
     found, _ = rates(schedule, [0, 2])
     assert (found, asked) == (near([2.0] * 5 + [6.0] * 5), [0, 2])
-    begun(schedule).on_train_batch_begin(1)  # in the midst of epoch 2
+    begun(schedule).on_train_batch_begin(1)  # in the middle of epoch 2
     assert rate_of(schedule) == near(0.5)
 
 
@@ -131,7 +131,7 @@ def test_a_velocity_is_scaled_as_its_rate():
     assert velocity_after(2.0, momentum()) == [4.0, 4.0]
     assert velocity_after(0.5, momentum()) == [1.0, 1.0]
     assert velocity_after(0.25, momentum(), momentum_correction=False) == [1.0, 1.0]
-    assert velocity_after(0.25, momentum(rate=0.0)) == [1.0, 1.0]  # gathered with no rate
+    assert velocity_after(0.25, momentum(rate=0.0)) == [1.0, 1.0]  # accumulated with rate 0
 
 
 def test_a_velocity_counts_from_the_last_rate_that_was_not_0():
@@ -215,7 +215,7 @@ def test_a_warmup_takes_what_a_schedule_takes():
     assert LearningRateWarmupCallback(0.4, momentum_correction=False).momentum_correction is False
 
 
-# --- What is refused
+# --- Errors
 
 
 def test_rates_that_cannot_be_set_are_refused():

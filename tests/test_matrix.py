@@ -1,4 +1,4 @@
-"""`scripts/matrix`: what is installed, and what may be claimed after the tests have passed."""
+"""`scripts/matrix`: installed versions, and the claims that passed tests allow."""
 
 import re
 import tomllib
@@ -97,7 +97,7 @@ def test_bounds_that_have_passed_are_no_fault():
             ],
         ),
         (
-            # Keras 3.8 has passed, but not with this extra.
+            # Keras 3.8 passed, but not with this extra.
             [*ON_TENSORFLOW, ran("jax", "jax", "FAILED", jax="0.8.0", keras="3.12.0")],
             [
                 "setup.cfg: rich has no lower bound; the oldest that passed is 13",
@@ -144,7 +144,7 @@ def description():
 
 def test_the_readme_and_setup_cfg_agree_on_the_oldest_versions():
     claims = matrix.claims_of((ROOT / "setup.cfg").read_text())
-    exceptions = {("numpy", "JAX"): "2.0"}  # which JAX itself requires
+    exceptions = {("numpy", "JAX"): "2.0"}  # required by JAX
     for package, column, cell in matrix.versions_table((ROOT / "README.md").read_text()):
         backend = BACKENDS[column]
         name = backend if package == "the backend" else package.lower()

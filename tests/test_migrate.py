@@ -1,4 +1,4 @@
-"""`keras-dist migrate`: made scripts, what is proposed for them, and what is said."""
+"""`keras-dist migrate`: proposed changes and messages for sample scripts."""
 
 import os
 import subprocess
@@ -198,7 +198,7 @@ def test_modules_that_there_are_not_are_left_and_named(migrate, line):
     ("call", "note"),
     [
         ('importlib.import_module("horovod.torch")', "horovod.torch is called keras_dist.torch"),
-        ("import_module(('horovod.'\n'ray'))", None),  # nobody reads more than a word
+        ("import_module(('horovod.'\n'ray'))", None),  # the reader closes after one word
         ("pytest.importorskip('horovod.ray')", "keras_dist has nothing for Ray"),
         ('getLogger("horovod.torch")', None),
         ("find_spec()", None),

@@ -1,4 +1,4 @@
-"""Two nodes that talk by TCP: two network namespaces of this machine, joined by a cable."""
+"""Two nodes connected by TCP: two network namespaces of this machine, joined by a veth pair."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
-# What MPICH's transports are told, so that they take the cable and nothing shorter.
+# Settings that make MPICH use the veth pair and no shared memory.
 OVER_TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "cable", "FI_TCP_IFACE": "cable"}
 # A rank that fails while it starts leaves the other node waiting; mpiexec then ends the job.
 LIMIT = {"MPIEXEC_TIMEOUT": "60"}
@@ -55,7 +55,7 @@ SCRIPT = """
 @contextlib.contextmanager
 def namespace():
     """The process that holds a network namespace; it ends with its standard input."""
-    # UCX looks for devices in /sys, which is that of the namespace in which it is mounted.
+    # UCX finds devices in /sys, which shows the namespace in which it was mounted.
     script = "mount -t sysfs sysfs /sys && echo ready && exec cat"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     command = ["unshare", "--net", "--mount", "sh", "-c", script]
@@ -82,7 +82,7 @@ def run(*command):
 
 @pytest.fixture
 def two_nodes():
-    """The commands that enter two namespaces which are joined by a pair of devices."""
+    """The commands that enter two namespaces joined by a veth pair."""
     missing = [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"network namespaces need {' and '.join(missing)}")
@@ -94,7 +94,7 @@ def two_nodes():
             run(*node, *f"ip address add {address}/24 dev cable".split())
             run(*node, *"ip link set cable up".split())
         for node in (first, second):
-            # It is some moments until the kernel says that a cable is plugged in.
+            # The kernel reports the link as up after a short time.
             run(*node, "sh", "-c", f"timeout 10 sh -c 'until {PLUGGED_IN}; do sleep 0.1; done'")
         yield first, second
 
@@ -104,7 +104,7 @@ def test_nodes_reduce_over_tcp(two_nodes, tmp_path):
     if "HYDRA" not in subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout:
         pytest.skip("only MPICH's mpiexec is told how to reach the other node")
     here, there = two_nodes
-    # In place of ssh: options, the host, and the command for a shell there.
+    # Instead of ssh: options, the host, and a shell command.
     reach = tmp_path / "reach"
     skip_options = 'while [ "${1#-}" != "$1" ]; do shift; done; shift'
     reach.write_text(f'#!/bin/sh\n{skip_options}\nexec {" ".join(there)} sh -c "$*"\n')
@@ -126,6 +126,6 @@ def test_nodes_reduce_over_tcp(two_nodes, tmp_path):
     told = re.findall(r"(\w+): 2 of 4 ranks on a node, right=True, nbytes=(\d+)", ended.stdout)
     nbytes = {name: int(count) for name, count in told}
     assert set(nbytes) == {"none", "fp16"}, ended.stdout
-    # A node sends half of its sum and half of the result, and what TCP adds.
+    # A node sends half of its sum and half of the result, plus TCP headers.
     assert 4e6 <= nbytes["none"] < 4.4e6
     assert 2e6 <= nbytes["fp16"] < 2.2e6

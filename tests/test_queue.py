@@ -21,7 +21,7 @@ def queue():
 
 
 def stand(queue, done, label):
-    """Starts a thread that takes its turn; returns once it stands in the queue."""
+    """Starts a thread that queues an operation; returns once it is queued."""
 
     def take():
         with queue, queue:  # a collective within a collective
@@ -108,7 +108,7 @@ def test_a_reordered_operation_is_not_a_lost_rank():
         raise Reordered("b")
 
     with pytest.raises(Reordered):
-        Retry(Communicator()).run(work)  # without MPI nobody can be asked who has died
+        Retry(Communicator()).run(work)  # without MPI dead ranks cannot be detected
 
 
 def test_an_interrupted_call_does_not_block_the_queue(queue, monkeypatch):
@@ -153,7 +153,7 @@ def test_results_and_values_are_released(queue):
     gone = weakref.ref(handle)
     del handle
     queue.drain()
-    for _ in range(1000):  # the thread may still be letting go of it
+    for _ in range(1000):  # the thread may still hold a reference
         if there() or gone():
             time.sleep(0.005)
     assert (there(), gone()) == (None, None)

@@ -1,4 +1,4 @@
-"""What `keras-dist run` makes of its ranks: whose line is whose, and which cores."""
+"""The rank wrapper of `keras-dist run`: output prefixes and core binding."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ print("the end", end="")
 
 
 def start(*words, **options):
-    """Runs the command line in a process of its own."""
+    """Runs the command line in a separate process."""
     return subprocess.run(
         [sys.executable, "-m", "keras_dist.launch.cli", *words],
         stdin=subprocess.DEVNULL,
@@ -99,7 +99,7 @@ def test_in_a_terminal_the_bar_of_the_root_is_live(tmp_path):
     ) as job:
         os.close(ours)
         printed = b""
-        with contextlib.suppress(OSError):  # how a terminal says that the other end is closed
+        with contextlib.suppress(OSError):  # the error of a terminal whose other end is closed
             while chunk := os.read(theirs, 1000):
                 printed += chunk
         os.close(theirs)
@@ -111,7 +111,7 @@ def test_in_a_terminal_the_bar_of_the_root_is_live(tmp_path):
 
 @pytest.fixture
 def stream(tmp_path):
-    """A function that returns what comes of some chunks of output of rank 1, not in a terminal."""
+    """A function that returns what is printed for chunks of output of rank 1."""
     with open(tmp_path / "out", "w+b", buffering=0) as file:
         passed_on = rank_wrapper._Stream(file.fileno(), b"[1] ", live=False, log=None)
 

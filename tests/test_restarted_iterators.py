@@ -1,4 +1,4 @@
-"""What a resumed fit cannot find again is named, and nothing else."""
+"""Detection of data that a resumed fit cannot restore."""
 
 import keras
 import numpy as np
@@ -21,7 +21,7 @@ class Plain(keras.utils.PyDataset):
 
 
 class Changing(Plain):
-    """Two batches that are others in each epoch."""
+    """Two batches that change in each epoch."""
 
     def on_epoch_end(self):
         self.epoch = 1

@@ -1,4 +1,4 @@
-"""A job that is interrupted goes on with another number of ranks, with the next unseen sample."""
+"""An interrupted job resumes with another number of ranks at the next unseen sample."""
 
 import json
 import os
@@ -57,8 +57,8 @@ def test_four_ranks_and_then_two(run_ranks, tmp_path):
         assert len(lines) == 2, ended.stdout
         return [json.loads(line.removeprefix("SEEN")) for line in lines]
 
-    # 8 samples a step, 15 steps an epoch: the last backup is that of step 6 of the second.
-    # 4 samples a step: those of 6 steps are those of 12.
+    # 8 samples per step, 15 steps per epoch: the last backup is after step 6 of the second epoch.
+    # 4 samples per step: 12 steps have the samples of 6.
     for before, after in zip(run(4, 2, stop=22), run(2, 2, stop=0), strict=True):
         first, second = before[:15], before[15:21]
         assert numbers(first) == list(range(120)) and first[0] != second[0]

@@ -1,7 +1,7 @@
-"""The rules of the house, held by reading the sources of keras_dist.
+"""Rules for the sources of keras_dist, checked on their syntax trees.
 
-Each rule is a function that takes a module's syntax tree and its dotted name, and yields the
-line and the text of every violation. Each is shown to find a planted one.
+Each rule is a function of the syntax tree and the dotted name of a module that yields the line and
+the text of every violation. Each rule is tested with a planted violation.
 """
 
 import ast
@@ -34,8 +34,8 @@ LAYERS = [
     "",
 ]
 
-# Libraries that a package imports at the top of a module, and those that only functions import, so
-# that they cost nothing until they are used. Further rows are for modules whose names begin so.
+# Libraries that a package imports at the top of a module, and libraries that only its functions
+# import, so that they cost nothing until they are used. Further rows are for prefixes of modules.
 LIBRARIES = {
     "": ("lazy_loader", ""),
     "runtime": ("lazy_loader numpy", ""),
@@ -79,7 +79,7 @@ LIBRARIES = {
     "launch.notebook": ("IPython nbformat traitlets", ""),
 }
 
-# The packages and modules of the engine, lowest first; those of one line are not ordered.
+# The packages and modules of the engine, lowest first; modules of one line are not ordered.
 ENGINE_LAYERS = [
     "arithmetic compression buckets signature",
     "tracing options",
@@ -93,7 +93,7 @@ ENGINE_LAYERS = [
     "",
 ]
 
-# Modules of a package that modules outside of it do not import: its face alone.
+# Packages whose modules are private: other packages import only the names of the package.
 FACES = ["_engine"]
 
 COLLECTIVES = set(
@@ -114,7 +114,7 @@ RANKS = {"rank", "local_rank", "cross_rank", "root", "is_root"}
 
 
 def sources():
-    """Returns the path of every module of keras_dist by its dotted name, `.` for the face."""
+    """Returns the path of every module of keras_dist by dotted name; `.` is the package itself."""
     found = {}
     for path in sorted((ROOT / "keras_dist").rglob("*.py")):
         parts = path.relative_to(ROOT / "keras_dist").with_suffix("").parts
@@ -151,7 +151,7 @@ def floor(module):
 
 
 def arrow_up(module, imported, in_function=False):
-    """Returns why one module of keras_dist may not import another; `None` where it may."""
+    """Returns why a module of keras_dist may not import another; `None` if it may."""
     package, other = module.partition(".")[0], imported.partition(".")[0]
     if package == other:
         return arrow_up_in_engine(module, imported) if package == "_engine" else None
@@ -169,7 +169,7 @@ def arrow_up(module, imported, in_function=False):
 
 
 def arrow_up_in_engine(module, imported):
-    """Returns why one module of the engine may not import another; `None` where it may."""
+    """Returns why a module of the engine may not import another; `None` if it may."""
     own, other = (f"{name}.".split(".")[1] for name in (module, imported))
     floors = [
         next((n for n, row in enumerate(ENGINE_LAYERS) if name in row.split(" ")), -1)
@@ -192,7 +192,7 @@ def is_row_of(name, module):
 
 
 def imports(node, module, in_function=False):
-    """Yields line, name and whether it waits until a function runs, of every import."""
+    """Yields line and name of every import, and whether it is inside a function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for alias in child.names:
@@ -208,7 +208,7 @@ def imports(node, module, in_function=False):
 
 
 def room(name):
-    """Returns how the table spells an absolute name: own modules by path, others by package."""
+    """Returns the spelling of a name in the table: own modules by path, others by package."""
     package, _, rest = name.partition(".")
     return f".{rest}" if package == "keras_dist" else package
 
@@ -235,7 +235,7 @@ def own_imports(module):
 
 
 def circle(graph):
-    """Returns modules of which each imports the next, and the last the first; or none."""
+    """Returns a cycle of modules, each of which imports the next; empty if there is none."""
     left = dict(graph)
     while True:
         leaves = {module for module, names in left.items() if not names & left.keys()}
@@ -317,7 +317,7 @@ def check_no_branch_on_rank(tree, module):
 
 
 def branches(tree):
-    """Yields every condition and the nodes that run, or do not, because of it."""
+    """Yields every condition and the nodes that depend on it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If | ast.While):
             yield node.test, node.body + node.orelse
@@ -331,7 +331,7 @@ def branches(tree):
 
 
 def early_exits(block):
-    """Yields the conditions under which a block is left early, each with what follows."""
+    """Yields the conditions of early exits from a block, each with the following nodes."""
     for index, statement in enumerate(block):
         if isinstance(statement, ast.If) and isinstance(
             statement.body[-1], ast.Return | ast.Continue | ast.Break
@@ -358,7 +358,7 @@ OURS, COMPAT = "_keras_dist", "keras_dist._compat."
 # Attributes of Python that begin with an underscore and are documented.
 DOCUMENTED = {"os._exit", "sys._current_frames"}
 PRIVATE_MODULES = ("keras.src", "jax._src", "jaxlib", "tensorflow.python", "tf.python")
-# Attributes of objects that need not have them: why their absence is no fault of a framework.
+# Optional attributes of objects: the reason why their absence is not an error.
 OPTIONAL = {
     "MAP_POPULATE": "of Linux alone",
     "buckets": "of plans of ours",
@@ -410,7 +410,7 @@ def check_private_names(tree, module):
 
 
 def absolute_imports(tree):
-    """Yields the line and the dotted name of everything that a module imports."""
+    """Yields line and dotted name of every import of a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
             origin = getattr(node, "module", None) or ""
@@ -465,7 +465,7 @@ def is_underscored(name):
 
 
 def with_classes(node, owner=None):
-    """Yields every node, with the name of the class that it is in."""
+    """Yields every node with the name of its class."""
     for child in ast.iter_child_nodes(node):
         inner = child.name if isinstance(child, ast.ClassDef) else owner
         yield child, owner
@@ -488,7 +488,7 @@ def is_own_attribute(node):
 
 
 def private_names():
-    """Returns what _compat touches that is private."""
+    """Returns the private names that _compat uses."""
     for module, path in SOURCES.items():
         if module.startswith("._compat."):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -527,7 +527,7 @@ for _module, _path in SOURCES.items():
 ALL_DEFINED = set().union(*DEFINED.values())
 
 
-# --- The rules hold
+# --- The rules on keras_dist
 
 
 RULES = [
@@ -549,7 +549,7 @@ def test_rule_holds(rule):
     assert not violations, "\n" + "\n".join(violations)
 
 
-# --- The rules can see
+# --- The rules on planted violations
 
 
 def violations(rule, module, source):

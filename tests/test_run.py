@@ -1,4 +1,4 @@
-"""`keras-dist run`: what it makes of its options, and of options that make no sense."""
+"""`keras-dist run`: the command of its options, and invalid options."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ NOTEBOOK = [sys.executable, "-m", "keras_dist.launch.cli", "run-notebook"]
 
 @pytest.fixture
 def dry_run(capsys, monkeypatch):
-    """A function that returns the words of the command that some options stand for."""
+    """A function that returns the words of the command for options."""
     for name in [name for name in os.environ if name.startswith(("KERAS_", "SLURM_"))]:
         monkeypatch.delenv(name)
 
@@ -36,12 +36,12 @@ def dry_run(capsys, monkeypatch):
 
 @pytest.fixture
 def refuse(capsys):
-    """A function that returns what is said about options that are refused."""
+    """A function that returns the error message for options."""
 
     def run(*words):
         try:
             code = main(["run", "--dry-run", *words])
-        except SystemExit as ended:  # argparse
+        except SystemExit as ended:  # exit of argparse
             code = ended.code
         assert code == 2
         return capsys.readouterr().err
@@ -83,7 +83,7 @@ def test_open_mpi_is_told_what_it_wants_and_others_nothing(dry_run, monkeypatch)
     passed = "--bind-to none -x KERAS_BACKEND -x KERAS_DIST_RESTART"
     assert shlex.join(few).endswith(f"{passed} {shlex.join(LAUNCHED)} {sys.executable} {HERE}")
     assert "--bind-to" not in dry_run("-n", "1", "--bind", "mpiexec", HERE)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")  # which says how many slots there are
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # which has the number of slots
     assert "--oversubscribe" not in dry_run("-n", "4000", HERE)
 
 
@@ -161,7 +161,7 @@ def test_the_waiting_for_hosts_counts_as_time_of_the_job(capsys, tmp_path):
     script = tmp_path / "hosts.sh"
     script.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\nsleep 100\n")
     script.chmod(0o755)
-    for asked in (str(script), "echo h1:1"):  # it does not answer, or always with too little
+    for asked in (str(script), "echo h1:1"):  # it does not answer, or always with too few hosts
         words = ["--host-discovery-script", asked, "--min-np", "2", "--timeout", "1", "true"]
         began = time.monotonic()
         assert main(["run", *words]) == 124
@@ -170,7 +170,7 @@ def test_the_waiting_for_hosts_counts_as_time_of_the_job(capsys, tmp_path):
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
-# --- A file with options
+# --- Options in a file
 
 
 def test_a_file_gives_options_and_the_command_line_wins(dry_run, tmp_path):

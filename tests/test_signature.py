@@ -1,4 +1,4 @@
-"""Differences between ranks, described for the user."""
+"""Descriptions of differences between ranks."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The timeline without a job: traces made of parts, what they tell, and files that are damaged."""
+"""Timelines without a job: merged traces, reports, and damaged files."""
 
 import json
 import os
@@ -20,7 +20,7 @@ QUEUED = 2  # the lane of queued operations
 
 
 def two_ranks(path, **options):
-    """Writes the parts of two ranks: a step of 10 ms each, to which rank 1 comes 3 ms late.
+    """Writes the traces of two ranks: a step of 10 ms each; rank 1 is 3 ms late.
 
     The clock of rank 1 is 5 s ahead.
     """
@@ -64,7 +64,7 @@ def test_a_link_where_files_are_made_is_not_followed(tmp_path):
     other, path = tmp_path / "other", tmp_path / "t.json"
     other.write_text("mine")
     part = tmp_path / "t.json.rank0.part"
-    for link in (part, tmp_path / f"t.json.{os.getpid()}.tmp"):  # names that can be guessed
+    for link in (part, tmp_path / f"t.json.{os.getpid()}.tmp"):  # predictable names
         link.symlink_to(other)
     begin_trace(str(path), "j")
     os.close(_engine.tracing.open_trace(str(part)))
@@ -157,7 +157,7 @@ def test_the_part_of_a_killed_rank_may_end_anywhere(tmp_path):
         assert [said["rank"] for said in about] == ([0, 1] if cut >= head else [0])
         assert not any(said["ended"] for said in about)
     assert part.exists()  # the job may still be running
-    # Its epoch has begun and not ended.
+    # Its epoch has not ended.
     part.write_bytes(whole[: whole.rindex(b"[1, 0, 1")])
     complete(str(path), "j")
     (epoch,) = bars(traces.load(path), "epoch", rank=1)

@@ -1,4 +1,4 @@
-"""`keras-dist top` and the other ways to watch a job, on jobs that run."""
+"""`keras-dist top` and other ways to watch running jobs."""
 
 import contextlib
 import os
@@ -66,7 +66,7 @@ if keras_dist.rank() == 0:
 
 @pytest.fixture
 def runtime_directory(monkeypatch):
-    """Where the sockets of this test are; their paths may not be long. Others' may be in /tmp."""
+    """A directory for the sockets of this test, with a short path."""
     with tempfile.TemporaryDirectory(prefix="top-") as path:
         monkeypatch.setenv("XDG_RUNTIME_DIR", path)
         yield Path(path)
@@ -74,7 +74,7 @@ def runtime_directory(monkeypatch):
 
 @pytest.fixture
 def begin(runtime_directory, tmp_path):
-    """A function that starts a job and returns it, its folder and what it prints."""
+    """A function that starts a job; returns the job, its folder and its output."""
     with contextlib.ExitStack() as jobs:
 
         def begin(name, command, **variables):
@@ -106,20 +106,20 @@ def top(*options):
 
 
 def seen(*options):
-    """Returns the jobs that `keras-dist top` sees now, by the process of the root."""
+    """Returns the jobs that `keras-dist top` finds, by process id of rank 0."""
     jobs = map(Job.from_json, top("--once", "--json", *options).stdout.splitlines())
     return {job.pid: job for job in jobs}
 
 
 def pids(folder, number):
-    """Returns the processes of the ranks of a job, once they are all there."""
+    """Returns the processes of the ranks of a job once all have started."""
     paths = [folder / f"rank-{rank}" for rank in range(number)]
     wait_until(lambda: all(path.exists() and path.read_text() for path in paths), folder)
     return [int(path.read_text()) for path in paths]
 
 
 def wait_until(what, folder):
-    """Waits until something is true and returns it; shows what the job has printed if it is not."""
+    """Waits for a true value and returns it; shows the output of the job after a timeout."""
     end = time.monotonic() + 120
     while not (found := what()):
         printed = (folder / "printed").read_text()
@@ -143,7 +143,7 @@ def get(url, **headers):
 
 
 def samples(text):
-    """Returns the samples of Prometheus' text format, by name and rank; checks its rules."""
+    """Returns the samples of Prometheus' text format by name and rank, and checks the format."""
     found, kinds = {}, {}
     for line in text.splitlines():
         if line.startswith("#"):
@@ -167,10 +167,10 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
     ports = {"KERAS_DIST_PROMETHEUS_PORT": str(metrics), "KERAS_DIST_TOP_PORT": str(port)}
     pair, folder = begin("pair", ranks(2, LOOP), **ports)
     root, second = pids(folder, 2)
-    single, other = begin("single", script(LOOP), **ports)  # its ports are taken
+    single, other = begin("single", script(LOOP), **ports)  # its ports are in use
     (alone,) = pids(other, 1)
 
-    # Both jobs, with who waits for whom. A rank that started first waited for the other before.
+    # Both jobs, with waits. A rank that started first also waited for the other.
     def slow():
         found = seen()
         return found[root].slowest == 1 and found
@@ -184,13 +184,13 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
     drawn = top("--once", str(root)).stdout
     assert "2 ranks on 1 node" in drawn and "slowest: rank 1" in drawn and "waiting" in drawn
 
-    # The files are this user's alone.
+    # The files are private to the user.
     directory = runtime_directory / "keras_dist"
     modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
     assert modes == {".socket": 0o600, ".token": 0o600, "": 0o600}
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
-    # By the port and with its token alone; the second job did without.
+    # Only by the port and with its token; the second job has no port.
     address = ("--address", f"127.0.0.1:{port}", "--token-file")
     (token,) = directory.glob("*.token")
     assert set(seen(*address, str(token))) == {root}
@@ -203,7 +203,7 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
     assert f"KERAS_DIST_PROMETHEUS_PORT=127.0.0.1:{metrics} cannot be used" in said
     assert said.count("Training continues.") == 2
 
-    # Prometheus, by a token that stays.
+    # Prometheus, with a fixed token.
     kept = directory / "prometheus-token"
     url = f"http://127.0.0.1:{metrics}/metrics"
     opened = f"keras_dist: Prometheus can scrape {url} with the token in {kept}.\n"
@@ -217,7 +217,7 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
     assert found["keras_dist_waited_seconds_total", "0"] > 0
     assert found["keras_dist_memory_bytes", "1"] > 2**20
 
-    # A rank that does not answer is shown with what it said last.
+    # A rank that does not answer is shown with its last state.
     os.kill(second, signal.SIGSTOP)
 
     def silent():
@@ -227,7 +227,7 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
     wait_until(silent, folder)
     os.kill(second, signal.SIGCONT)
 
-    # A root that is killed leaves nothing that is in the way.
+    # A killed rank 0 leaves nothing that disturbs the next job.
     os.kill(root, signal.SIGKILL)
     pair.wait()
     jobs = seen()

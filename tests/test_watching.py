@@ -1,4 +1,4 @@
-"""Watching a job: what a rank says of itself, how it is drawn, served and found."""
+"""Watching a job: the state of a rank, its display, server and discovery."""
 
 import contextlib
 import http.client
@@ -34,7 +34,7 @@ def test_a_report_is_a_line_of_json_that_any_reader_takes():
     again = Report.from_json(line)
     assert math.isnan(again.logs.pop("loss"))
     assert again.gpu == device and again.step == 3 and again.logs == {"a": 0.5}
-    # One that a later version has sent.
+    # Sent by a later version.
     assert Report.from_json(line[:-1] + ', "new": 1}').rank == 1
 
 
@@ -48,7 +48,7 @@ def test_gpus_are_those_that_cuda_sees():
     assert (seen("2,0"), seen(""), seen("GPU-b,1"), seen("1,7,0")) == ([2, 0], [], [2, 1], [1])
 
 
-# --- Those who connect and say nothing
+# --- Silent clients
 
 
 def a_job():
@@ -63,8 +63,8 @@ def free_port():
 
 @contextlib.contextmanager
 def crowd(port, number):
-    """Connects silent clients; yields them once each is served or refused, with the threads."""
-    before = set(threading.enumerate())  # one of an earlier test may still end
+    """Connects silent clients; yields them once each is accepted or rejected, with the threads."""
+    before = set(threading.enumerate())  # a thread of an earlier test may still end
 
     def serving():
         return len(set(threading.enumerate()) - before)
@@ -89,7 +89,7 @@ def test_strangers_at_the_port_are_so_many_and_no_more(free_port, monkeypatch, t
     token = published.file.read_text().strip()
     try:
         known = jobs_at("127.0.0.1", free_port, token)
-        assert next(known).name == "train.py"  # who is known takes nobody's place
+        assert next(known).name == "train.py"  # an authenticated client does not count
         with crowd(free_port, 20) as (strangers, threads):
             assert threads == 16
             turned_away = strangers[16:]
@@ -183,7 +183,7 @@ def test_a_request_that_comes_byte_by_byte_is_broken_off(endpoint, free_port, mo
         socket.create_connection(address, 20) as slow,
         pytest.raises(OSError, match=r"Broken pipe|reset by peer"),
     ):
-        for _ in range(600):  # for a minute, unless it is broken off
+        for _ in range(600):  # for a minute, unless it is interrupted
             slow.sendall(b"x")
             time.sleep(0.1)
 

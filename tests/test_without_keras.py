@@ -1,4 +1,4 @@
-"""Packages that scripts without Keras use do not import Keras."""
+"""Packages for scripts without Keras do not import Keras."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def test_elastic_has_the_module_path_of_horovod():
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_an_elastic_state_imports_no_keras(run_ranks, tmp_path, framework):
-    # There is no such backend: importing Keras fails.
+    # No such backend: importing Keras fails.
     env = lean(framework, KERAS_BACKEND="none")
     text = COMMITS.format(framework=framework)
     job = run_ranks(2, "-c", text, str(tmp_path / "state"), env=env)

@@ -1,4 +1,4 @@
-"""The rules of the trace event format, and parts of ranks made by hand."""
+"""The rules of the trace event format, and sample traces of ranks."""
 
 import json
 import numbers
@@ -9,14 +9,14 @@ METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_in
 
 
 def load(path):
-    """Returns a trace that keeps all rules."""
+    """Returns a valid trace."""
     trace = json.loads(path.read_text())
     check(trace)
     return trace
 
 
 def check(trace):
-    """Fails where a trace breaks a rule of the format, or a viewer would draw nonsense."""
+    """Fails if a trace violates the format, or a viewer could not draw it."""
     assert set(trace) <= {"traceEvents", "displayTimeUnit", "otherData"}
     lanes, asynchronous = {}, {}
     for event in trace["traceEvents"]:
@@ -43,7 +43,7 @@ def check(trace):
 
 
 def check_nesting(bars):
-    """Fails where two bars of a lane overlap and neither is within the other; times in ns."""
+    """Fails if two bars of a lane overlap without nesting; times in ns."""
     outer = []
     times = [(round(bar["ts"] * 1e3), round(bar["dur"] * 1e3), bar) for bar in bars]
     for low, nanoseconds, bar in sorted(times, key=lambda one: (one[0], -one[1])):
@@ -55,7 +55,7 @@ def check_nesting(bars):
 
 
 def bars(trace, name=None, rank=None):
-    """Returns the bars of a trace, in the order of their begin."""
+    """Returns the bars of a trace, by start time."""
     found = [
         event
         for event in trace["traceEvents"]
@@ -76,16 +76,17 @@ GRADIENTS = 5
 
 
 def write_part(path, rank, records, offset=0, end=True, clock=(0, 3000), name="gradients"):
-    """Writes what a rank might have recorded.
+    """Writes a sample trace of a rank.
 
     Args:
         path: the trace.
         rank: its number.
-        records: lists as the engine writes them; lane 0 trains, 1 communicates, 2 does so behind.
-        offset: how far its clock is ahead, in ns.
-        end: whether the rank has come to the end.
-        clock: when it was looked at, at the begin and at the end, by that of the root.
-        name: what the operations are called.
+        records: lists as the engine writes them; lane 0 is training, 1 communication, 2 queued
+            operations.
+        offset: offset of its clock in ns.
+        end: whether the rank finished its trace.
+        clock: times of the clock measurements at the start and the end, on the clock of rank 0.
+        name: name of the operations.
     """
     head = {"job": "j", "rank": rank, "host": f"node{rank}", "pid": 7, "started": 0.0}
     head["clock"] = [clock[0] + offset, offset, 100]
@@ -102,6 +103,6 @@ def write_part(path, rank, records, offset=0, end=True, clock=(0, 3000), name="g
 
 
 def operation(came, began, ended, arrived, met, lane=1, meeting=1):
-    """Returns an operation as the engine writes it, with a wait and a copy before it."""
+    """Returns an operation as the engine writes it, after a wait and a copy."""
     phases = [COPY, began, arrived, 0, WAIT, arrived, met, meeting]
     return [0, lane, GRADIENTS, came, began, ended, *phases]

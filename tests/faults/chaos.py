@@ -1,13 +1,13 @@
-"""Random faults in training, and what came of it: nothing may hang, be lost or go wrong.
+"""Random faults in training: no job may hang, lose state or compute wrong weights.
 
     python tests/faults/chaos.py --seeds 20              seeds 0 to 19
-    python tests/faults/chaos.py --seed 7 --minutes 30   seeds 7, 8, ... as long as there is time
+    python tests/faults/chaos.py --seed 7 --minutes 30   seeds 7, 8, ... until the time is up
 
-Each seed draws a job: ranks, backend, MPI, what happens where and when (ranks that are killed,
-stopped, delayed, that raise or have more data), and what is to be done about it: `stop`, the job
-ends; `restart`, `keras-dist run --max-restarts` starts it anew; `continue`, the others go on. Then
-it checks: it ended as promised and in time, nothing is left over, and weights are right. After a
-restart they must be those of a run that nothing happened to, to the bit.
+Each seed draws a job: number of ranks, backend, MPI library, a fault with its rank and time (a rank
+is killed, stopped, delayed, raises, or has more data), and the reaction: `stop` ends the job,
+`restart` uses `keras-dist run --max-restarts`, `continue` trains on with the remaining ranks. The
+job must end as documented and in time, leave no processes or files, and have the right weights.
+After a restart the weights must equal those of an uninterrupted run bit for bit.
 """
 
 import argparse
@@ -31,10 +31,12 @@ TRAINING = Path(__file__).with_name("chaos_training.py")
 LAUNCHER = "import sys; from keras_dist.launch.cli import main; sys.exit(main())"
 EPOCHS = 3
 LIMIT_SECONDS = 150
-END_SECONDS = 20  # from the fault to the end of a job that is to end
+END_SECONDS = 20  # seconds from the fault to the end of a job that must end
 STALL_SECONDS = 6
-KILL_AND_STOP = "kill and stop"  # the others go on, but for one that does not come: the job ends
-LINES = 25  # of what a job has printed, where something is wrong
+KILL_AND_STOP = (
+    "kill and stop"  # the remaining ranks continue, unless one is stopped: then the job ends
+)
+LINES = 25  # characters of the output that are shown after a failure
 
 
 def main(arguments=None):
@@ -111,7 +113,7 @@ def describe(plan):
 
 
 def run(plan, folder, known):
-    """Runs a job; returns what is wrong with how it ended, or `None`."""
+    """Runs a job; returns a description of what went wrong, or `None`."""
     code, printed = start(plan, folder)
     if NOT_STARTED in printed:
         code, printed = start(plan, folder)
@@ -131,7 +133,7 @@ def run(plan, folder, known):
     end = folder / "end.json"
     if must_end:
         struck_at = float(struck.read_text())
-        # A fault some milliseconds late may come when only the end of the script is left.
+        # A fault that is some milliseconds late may happen after training.
         if code == 0 or (end.exists() and end.stat().st_mtime > struck_at + 1):
             return f"it went on, exit code {code}\n{printed}"
         late = gone_at - struck_at
@@ -150,7 +152,7 @@ def run(plan, folder, known):
 
 
 def undisturbed(plan, known):
-    """Returns the weights of such a job to which nothing happens; it runs once."""
+    """Returns the weights of the same job without a fault; it runs once."""
     key = plan["ranks"], plan["backend"]
     if key not in known:
         with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +163,7 @@ def undisturbed(plan, known):
 
 
 def start(plan, folder):
-    """Runs a job by the launcher; returns exit code and output, no code if it did not end."""
+    """Runs a job with the launcher; returns exit code, `None` if it did not end, and output."""
     (folder / "plan.json").write_text(json.dumps({**plan, "folder": str(folder)}))
     python = OPEN_MPI if plan["open_mpi"] else sys.executable
     command = [python, "-c", LAUNCHER, "run", "-np", str(plan["ranks"])]
@@ -199,7 +201,7 @@ def start(plan, folder):
 
 
 def leftovers(folder):
-    """Returns processes and shared memory that a job has left."""
+    """Returns processes and shared memory that a job left behind."""
     time.sleep(0.5)
     found = pids(folder)
     return [pid for pid in found if is_alive(pid)] + sorted(made_by(found))

@@ -1,4 +1,4 @@
-"""What the ranks of tests/faults/chaos.py run: digits are learned until something goes wrong.
+"""The script of the ranks of tests/faults/chaos.py: training on digits, with a fault.
 
 python tests/faults/chaos_training.py PLAN.json
 """
@@ -27,7 +27,7 @@ keras.utils.set_random_seed(7)
 
 
 def strike(kind):
-    """Brings about what is to happen on this rank."""
+    """Causes the fault of this rank."""
     (folder / "fault").write_text(str(time.time()))
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -40,7 +40,7 @@ def strike(kind):
 
 
 class Fault(keras.callbacks.Callback):
-    """Waits for the chosen update; a kill or stop comes some milliseconds later, wherever."""
+    """Waits for the chosen update; a kill or stop happens some milliseconds later."""
 
     def __init__(self, kind, update, milliseconds):
         super().__init__()
@@ -50,7 +50,7 @@ class Fault(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         self.updates += 1
         mark = folder / f"done-{me}"
-        if self.updates != self.update or mark.exists():  # once, whatever is started anew
+        if self.updates != self.update or mark.exists():  # once, also after a restart
             return
         mark.touch()
         if self.kind in ("kill", "stop"):
@@ -79,7 +79,7 @@ model = keras.Sequential(
 model.compile(
     keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)), "sparse_categorical_crossentropy"
 )
-# Behind the others, where the ranks need not agree at every batch that it stops nothing.
+# The last callback, because the ranks then need not agree on stopping at every batch.
 mine = [Fault(*fault) for rank, *fault in plan["faults"] if rank == me]
 backup = keras_dist.callbacks.BackupAndRestore(folder / "backup")
 options = {"on_failure": "continue"} if plan["mode"] == "continue" else {}

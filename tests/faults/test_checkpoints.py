@@ -1,4 +1,4 @@
-"""Checkpoints survive: a writer that is killed, a disk that is full, bytes that change."""
+"""Checkpoints survive a killed writer, a full disk and corrupted bytes."""
 
 import pytest
 
@@ -136,7 +136,7 @@ except errors.CheckpointError as error:
     within=60,
 )
 def test_no_room(job, tmp_path):
-    # A limit on the size of files: what a full disk looks like to those who write, for any user.
+    # A file size limit fails writes as a full disk does, and needs no privileges.
     text = f"""{TRAIN}
 def contents():
     return {{path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}}
@@ -171,7 +171,7 @@ if rank == 0:
     ended = job(2, text, FOLDER=str(tmp_path / "out"), KERAS_BACKEND="jax")
     assert ended.returncode == 0, ended.stdout
     lines = [line for line in ended.stdout.splitlines() if "Training continues" in line]
-    # Two epochs without room, four writes in each.
+    # Two epochs without space, with four writes each.
     assert len(lines) == 8 and all("File too large" in line for line in lines), ended.stdout
 
 

@@ -1,4 +1,4 @@
-"""Ranks die, and the others go on in place: Open MPI 5 with its ULFM."""
+"""Training continues with the remaining ranks: Open MPI 5 with ULFM."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def die():
 
 @pytest.fixture
 def go_on(job, open_mpi):
-    """A function that runs a bare text on n ranks that go on where one dies; see `job`."""
+    """A function that runs a bare script on n ranks that continue after a rank dies; see `job`."""
 
     def run(ranks, text, **variables):
         environment = {**GO_ON, **variables}
@@ -27,7 +27,7 @@ def go_on(job, open_mpi):
     return run
 
 
-# Each rank brings a power of two, so a sum says whose part is in it.
+# Each rank contributes a power of two, so a sum shows which ranks contributed.
 STEPS = """
 kills = {1: 4, 2: 9}
 sums = []
@@ -60,8 +60,8 @@ def test_two_of_four_die(go_on, way):
     assert "keras_dist: rank 1 has died. 2 of 3 ranks continue" in ended.stdout
 
 
-# One rank keeps a result of step 2, in shared memory, and says so at the first rendezvous of
-# step 4. Another dies at a rendezvous from step 3 on, or when it should send its signature.
+# One rank keeps a result of step 2 in shared memory and announces it at the first rendezvous of
+# step 4. Another dies at a rendezvous from step 3 on, or instead of sending its signature.
 KEEPS = """
 from keras_dist import _engine
 from keras_dist._engine.mpi.digests import DigestExchange

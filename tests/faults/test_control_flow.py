@@ -1,4 +1,4 @@
-"""Ranks whose control flow differs in `fit`: they agree, or all get an error."""
+"""Ranks with different control flow in `fit` agree, or all raise an error."""
 
 import pytest
 from test_mismatch import assert_all_told
@@ -38,7 +38,7 @@ for name, options in cases.items():
 @pytest.mark.fault(
     "`fit` with `keras_dist.callbacks()` on one rank, without on another",
     "an error on every rank that names the rank",
-    within=20,  # that rank compiles its step first
+    within=20,  # this rank compiles its step first
 )
 def test_different_arguments_of_fit(job):
     text = f"""{TRAINING}{DISAGREE}

@@ -1,4 +1,4 @@
-"""Ranks that read for other ranks, and fail."""
+"""Failures of ranks that read for other ranks."""
 
 import numpy as np
 import pytest

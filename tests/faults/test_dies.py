@@ -1,4 +1,4 @@
-"""A rank dies without a word: all others end, and nothing is left."""
+"""A rank dies without an error: all other ranks end, and nothing is left behind."""
 
 import pytest
 from test_raises import TRAINING
@@ -7,7 +7,7 @@ ENDS = "all ranks end, exit code not 0"
 
 
 def dying(text):
-    """A text in which rank 1 dies while the others wait for it, again and again."""
+    """A script in which rank 1 dies while the others wait for it in a loop."""
     return f"""
 import ctypes, signal
 from keras_dist import ops
@@ -97,7 +97,7 @@ def test_an_abort(job):
     within=5,
 )
 def test_a_rank_leaves_without_a_word(job):
-    # The others would reduce for ever: that they are gone is all there is to see.
+    # The other ranks would reduce forever; only their end is checked.
     assert job(3, dying("os._exit(0)"), bare=True).seconds < 5
 
 
@@ -114,7 +114,7 @@ FIND_MPIEXEC = """
 
 
 def telling_mpiexec(name):
-    """A text in which mpiexec gets a signal while the ranks wait for each other now and then."""
+    """A script in which mpiexec gets a signal while the ranks communicate."""
     return f"""
 import signal
 from keras_dist import ops
@@ -146,7 +146,7 @@ def test_a_killed_mpiexec(job):
     within=10,
 )
 def test_a_killed_mpiexec_under_open_mpi(job, open_mpi):
-    periods = {"KERAS_DIST_STALL_SECONDS": "4"}  # it looks four times as often
+    periods = {"KERAS_DIST_STALL_SECONDS": "4"}  # it checks four times as often
     text = telling_mpiexec("SIGKILL")
     ended = job(2, text, bare=True, python=open_mpi, leaves="sm_segment", **periods)
     assert ended.returncode != 0

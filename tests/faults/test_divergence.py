@@ -1,4 +1,4 @@
-"""Divergent replicas: found at the end of a fit and before a checkpoint is written."""
+"""Divergent replicas are detected at the end of a fit and before a checkpoint is written."""
 
 import pytest
 

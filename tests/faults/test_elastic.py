@@ -1,4 +1,4 @@
-"""`keras_dist.elastic`: a state that outlives ranks, in place and by a new start of the job."""
+"""`keras_dist.elastic`: a state survives the loss of ranks, in place and after a restart."""
 
 import subprocess
 import sys
@@ -109,7 +109,7 @@ except errors.CheckpointError as error:
     within=30,
 )
 def test_a_commit_without_room(job, tmp_path):
-    # A limit on the size of files: what a full disk looks like to those who write, for any user.
+    # A file size limit fails writes as a full disk does, and needs no privileges.
     text = f"""{KEPT}
 def limit(nbytes):
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
@@ -172,7 +172,7 @@ assert (state.step, state.sizes) == (4, [1, 1, 2, 2]), vars(state)  # one step w
 def test_a_restart_takes_the_hosts_that_there_are_then(tmp_path):
     answers, script = tmp_path / "answers", tmp_path / "hosts.sh"
     answers.write_text("localhost:1\nlocalhost:2\n")
-    # Each time it is asked it gives the next line.
+    # Each run prints the next line.
     script.write_text('#!/bin/sh\nhead -n 1 "$1" && sed -i 1d "$1"\n')
     script.chmod(0o755)
     asks = ["--host-discovery-script", f"{script} {answers}"]

@@ -1,4 +1,4 @@
-"""Others on the node who want to look at a job."""
+"""Other users of the node cannot watch a job."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Forks, threads, the end of the interpreter: nothing hangs, and no child is taken for a rank."""
+"""Forks, threads and interpreter shutdown: nothing hangs, and no child acts as a rank."""
 
 import os
 
@@ -10,7 +10,7 @@ NO_RANK = "the child is told that it is no rank; the job goes on and ends well"
 
 
 def assert_fine(ended, ranks):
-    """Checks that all ranks came to the end of their scripts, and the job ended well."""
+    """Checks that all ranks finished their scripts and the job succeeded."""
     assert (ended.returncode, ended.stdout.count("fine")) == (0, ranks), ended.stdout
 
 
@@ -83,7 +83,7 @@ if __name__ == "__main__":
     ops.barrier()
     {FINE}
 """)
-    # As a file: what is given by -c is not run again.
+    # A file, because a script passed by -c is not run again.
     text = f"import runpy, sys\nsys.path.insert(0, {str(tmp_path)!r})\nfault()\n"
     text += f"os.execv(sys.executable, [sys.executable, {str(script)!r}])"
     path = f"{os.path.dirname(__file__)}/..{os.pathsep}{os.environ.get('PYTHONPATH', '')}"

@@ -1,4 +1,4 @@
-"""Ranks that make different calls: an error on all of them instead of a deadlock."""
+"""Ranks that make different calls all raise an error instead of a deadlock."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Two of the ranks pass something on, and one of them does something else, or dies."""
+"""Point-to-point messages between two ranks, one of which makes another call or dies."""
 
 import pytest
 

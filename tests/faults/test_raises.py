@@ -8,7 +8,7 @@ ENDS = "the traceback once, marked with the rank; all ranks end, exit code not 0
 
 
 def assert_told_once(ended, rank, words):
-    """Checks that the job failed, and that the words stand in one rank's traceback alone."""
+    """Checks that the job failed, and that the text is in the traceback of one rank only."""
     assert ended.returncode != 0
     lines = [line for line in ended.stdout.splitlines() if words in line]
     last = [line for line in lines if re.match(r"\[\d+\] [\w.]*(Error|Interrupt)\b", line)]
@@ -16,7 +16,7 @@ def assert_told_once(ended, rank, words):
 
 
 def on_rank_1(text):
-    """A text in which rank 1 does something while the others wait in a collective."""
+    """A script in which rank 1 runs some code while the others wait in a collective."""
     return f"""
 import signal
 from keras_dist import ops

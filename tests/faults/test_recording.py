@@ -1,4 +1,4 @@
-"""A timeline of a job in which something goes wrong, and of one that is started anew."""
+"""Timelines of jobs that fail or are restarted."""
 
 import pytest
 import traces
@@ -6,7 +6,7 @@ from test_continue import GO_ON, ULFM
 
 from keras_dist.launch.cli import main
 
-# The ranks reduce until one of them dies, at a moment that nobody has chosen.
+# The ranks reduce until one of them dies at an arbitrary time.
 KILLED = """
 import random, signal, threading
 import numpy as np
@@ -38,7 +38,7 @@ def test_a_trace_is_whole_after_a_kill_at_any_moment(job, tmp_path, capsys):
         assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
 
 
-# Ranks whose directories are not the same, as on nodes that share no file system.
+# Ranks with different directories, as on nodes without a shared file system.
 APART = """
 import numpy as np
 from keras_dist import ops

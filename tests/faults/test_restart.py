@@ -1,4 +1,4 @@
-"""`keras-dist run`: a failed job is started anew, one that is told to end leaves nothing."""
+"""`keras-dist run`: a failed job is restarted; a job that is terminated leaves nothing behind."""
 
 import signal
 import subprocess
@@ -20,7 +20,7 @@ RUN = [
 
 @pytest.fixture
 def start(tmp_path):
-    """A function that starts the launcher with some options and a text for the ranks."""
+    """A function that starts the launcher with options and a script for the ranks."""
     started = []
 
     def run(*options, text):
@@ -43,7 +43,7 @@ def start(tmp_path):
 
 
 def end_of(job, folder, timeout=60):
-    """Waits for a job, checks that nothing of it is left, and returns what it printed."""
+    """Waits for a job, checks that nothing of it is left, and returns its output."""
     printed, _ = job.communicate(timeout=timeout)
     all_gone(folder, printed)
     assert not left_in_shared_memory(folder)
@@ -149,7 +149,7 @@ def test_a_launcher_that_is_told_to_end_before_a_restart_says_that_another_may_g
     job = start("-np", "1", "--max-restarts", "2", text="raise SystemExit(7)")
     while "Restart 1 of 2 in 1 s." not in (line := job.stdout.readline()):
         assert line, "the job ended"
-    job.send_signal(signal.SIGUSR2)  # means something to ranks alone
+    job.send_signal(signal.SIGUSR2)  # has a meaning on ranks only
     time.sleep(0.1)
     job.send_signal(getattr(signal, name))
     printed, _ = job.communicate(timeout=20)
@@ -207,7 +207,7 @@ def test_a_second_interrupt_kills(start, tmp_path):
 
 
 def wait_until_ready(job):
-    """Reads what a job prints until both ranks wait."""
+    """Reads the output of a job until both ranks wait."""
     ready = 0
     while ready < 2:
         line = job.stdout.readline()

@@ -1,4 +1,4 @@
-"""A training that is killed goes on to the same bits: optimizers built late, random numbers."""
+"""Killed training resumes bit for bit: optimizers that are built late, random numbers."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A job that is killed within an epoch and started anew ends as one that nothing interrupted."""
+"""A job that is killed within an epoch and restarted ends like an uninterrupted one."""
 
 import pytest
 import resume
@@ -18,7 +18,7 @@ AS_UNINTERRUPTED = "of a run that nothing interrupted, to the bit"
     within=120,
 )
 def test_a_fit_goes_on_within_an_epoch():
-    expected = resume.run("jax", 2, "epoch")  # which starts soonest
+    expected = resume.run("jax", 2, "epoch")  # which starts fastest
     assert {"best.weights.h5", "log.csv"} < expected["files"].keys()
     found = resume.run("jax", 2, "2", (1, 3, 1), (3, 0, 0))
     assert found == expected

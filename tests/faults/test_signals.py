@@ -1,4 +1,4 @@
-"""Signals of batch systems: all ranks stop after the same step, write, and say so by exit code."""
+"""Signals of batch systems: all ranks stop after the same step, save, and set the exit code."""
 
 import json
 
@@ -81,7 +81,7 @@ finally:
     first, second = (json.loads((tmp_path / f"steps-{rank}").read_text()) for rank in (0, 1))
     assert first == second
     epoch, batch = first[-1]
-    assert (epoch, batch) in [(1, 5), (1, 6)]  # 10 batches to an epoch
+    assert (epoch, batch) in [(1, 5), (1, 6)]  # 10 batches per epoch
     said = f"keras_dist: SIGTERM on rank 1: {SAID.format(2, batch + 1, backup)}"
     assert ended.stdout.count(said) == 1, ended.stdout
     assert "Traceback" not in ended.stdout

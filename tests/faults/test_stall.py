@@ -1,4 +1,4 @@
-"""Ranks that do not come: what is said about them, how soon, and how the job ends."""
+"""Stalled ranks: the report, its time, and the end of the job."""
 
 import re
 import time
@@ -21,7 +21,7 @@ GOES_ON = "after `KERAS_DIST_STALL_SECONDS` (here 1) it is named, {}; the job go
 
 @pytest.fixture
 def run_watched(job):
-    """A function that runs a text on n ranks with short periods; returns its end and seconds."""
+    """A function that runs a script on n ranks with short periods; returns its end and seconds."""
 
     def run(ranks, text, period=1, limit=3, begin=BEGIN, **options):
         periods = {
@@ -333,7 +333,7 @@ if rank == 1:
     assert "no answer, the process is stopped" in job.stdout
 
 
-# --- Where a rank is in training
+# --- The state of a rank in training
 
 
 def test_a_difference_names_the_places_in_training(run_watched):

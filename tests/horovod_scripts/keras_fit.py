@@ -1,4 +1,4 @@
-"""A script for Horovod and Keras' fit, put together from lines of tutorials."""
+"""A Horovod script with Keras' fit, in the style of tutorials."""
 
 import sys
 

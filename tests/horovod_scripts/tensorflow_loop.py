@@ -1,4 +1,4 @@
-"""A training loop for Horovod and TensorFlow, put together from lines of workshops and talks."""
+"""A Horovod training loop with TensorFlow, in the style of workshops."""
 
 import sys
 

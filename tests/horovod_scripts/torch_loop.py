@@ -1,4 +1,4 @@
-"""A training loop for Horovod and torch, put together from lines of workshops and talks."""
+"""A Horovod training loop with torch, in the style of workshops."""
 
 import argparse
 from dataclasses import dataclass

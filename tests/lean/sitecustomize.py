@@ -1,8 +1,8 @@
-"""Makes jobs of tests start and end sooner: Python runs this before anything else.
+"""Makes the jobs of tests start and end faster; Python imports this module at startup.
 
-It leaves modules out, as if they were not installed: Keras imports these where they are, which
-takes half of the time in which a job starts. And the garbage collector passes frameworks over:
-to search them when the interpreter ends takes half as long as to import them.
+Optional packages are hidden as if they were not installed: Keras imports them if it finds them,
+which takes half of the startup time. The garbage collector ignores the objects of frameworks: a
+collection at interpreter shutdown takes half as long as the imports.
 """
 
 import atexit
@@ -15,7 +15,7 @@ LEFT_OUT = {"IPython", "matplotlib", "pandas", *os.environ["LEFT_OUT"].split()}
 
 
 class Finder(PathFinder):
-    """Finds all other modules."""
+    """Finds all modules that are not hidden."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
@@ -25,12 +25,12 @@ class Finder(PathFinder):
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 
 
-@atexit.register  # before all others, so it is called after them
+@atexit.register  # registered first, so it is called last
 def leave_garbage():
-    """Jobs without Keras end as ever: what the end of a job has to clean up is shown by those."""
+    """Jobs without Keras end as usual, so that they test the cleanup at the end."""
     if "keras" in sys.modules:
         gc.freeze()
 
 
-# A framework is made of objects that stay: there is little to find while it is imported.
+# The objects of a framework live until exit; collections during its import find little.
 gc.set_threshold(100_000, 50, 100)

@@ -1,4 +1,4 @@
-"""How tests compare large results of the ranks to the bit."""
+"""Bitwise comparison of large results between ranks."""
 
 import hashlib
 
@@ -6,6 +6,6 @@ import keras_dist
 
 
 def equal_on_all(*results):
-    """Returns whether results, as bytes, are the same on all ranks: their digests travel."""
+    """Returns whether the bytes of results are equal on all ranks, by their digests."""
     digests = tuple(hashlib.blake2b(result).digest() for result in results)
     return len(set(keras_dist.allgather_object(digests))) == 1

@@ -1,8 +1,8 @@
-"""Lets the ranks of one job run the same tests and agree on how each ended.
+"""Runs the same tests on all ranks of a job, which agree on the outcome of each.
 
 Every rank runs its own pytest: `mpiexec -n 3 python -m pytest tests/parallel`. Rank 0 writes
-the report. A test that fails on one rank fails on all; a test that does not end is ended by
-its time limit, after every rank has shown where it stands.
+the report. A test that fails on one rank fails on all. A test that does not end is aborted
+after its time limit, with the stacks of all ranks.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ import pytest
 from mpi4py import MPI
 
 LIMIT_SECONDS = 120.0
-# How long a rank waits for the last words of the others before it ends the job.
+# Seconds a rank waits for the reports of the others before it aborts the job.
 GRACE_SECONDS = 2.0
 
-# Verdicts travel on their own communicator, apart from the messages under test.
+# Outcomes use a communicator of their own, separate from the messages under test.
 world = MPI.COMM_WORLD.Dup()
 rank, size = world.Get_rank(), world.Get_size()
 where = f"[rank {rank} of {size}]"
 
-# Examples drawn at random would differ between the ranks.
+# Random examples would differ between ranks.
 hypothesis.settings.register_profile("ranks", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("ranks")
 
@@ -46,11 +46,11 @@ unshared_failure = ""
 outcomes_by_row = {}
 
 
-# --- What the ranks tell each other
+# --- Agreement of the ranks
 
 
 def exchange(place, value):
-    """Returns every rank's value; ends the job when the ranks are not at the same place."""
+    """Returns the values of all ranks; aborts the job if the ranks run different tests."""
     if all_say(repr((place, value))):
         return (value,) * size
     places, values = zip(*world.allgather((place, value)), strict=True)
@@ -60,12 +60,12 @@ def exchange(place, value):
 
 
 def all_say(text):
-    """Returns whether this text is that of every rank, which it is at nearly all times."""
+    """Returns whether the text is equal on all ranks, which it almost always is."""
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
     least = np.empty(2, np.int64)
     arrived = world.Iallreduce(np.array([digest, -digest]), least, MPI.MIN)
     while not arrived.Test():
-        time.sleep(0.001)  # a blocking call would take the cores from ranks still at work
+        time.sleep(0.001)  # a blocking call would use the cores of ranks that still work
     return least[0] == -least[1]
 
 
@@ -86,7 +86,7 @@ def agree(report):
 
 
 def account(report):
-    """Returns what one rank has to say about a phase: the traceback and what was printed."""
+    """Returns the traceback and output of a rank in a phase."""
     if report.passed:
         return ""
     printed = [f"{title}:\n{text}" for title, text in report.sections]
@@ -94,7 +94,7 @@ def account(report):
 
 
 def merge(verdicts):
-    """Returns one text for all ranks; ranks with the same to say share a paragraph."""
+    """Returns one text for all ranks; ranks with equal texts share a paragraph."""
     ranks_by_verdict = {}
     for number, verdict in enumerate(verdicts):
         ranks_by_verdict.setdefault(verdict, []).append(str(number))
@@ -110,11 +110,11 @@ def merge(verdicts):
 
 @contextlib.contextmanager
 def limit(what, seconds):
-    """Ends the job when the block takes longer than `seconds`."""
+    """Aborts the job if the block takes longer than `seconds`."""
     timer = threading.Timer(seconds, give_up, (what, seconds))
-    timer.name = "keras_dist tests"  # no thread of a script: it will call no operation
+    timer.name = "keras_dist tests"  # not a thread of a script: it calls no operations
     timer.daemon = True
-    # For a rank that never lets go of the interpreter, whose timer thread therefore cannot run.
+    # For a rank that never releases the interpreter lock, so that its timer thread cannot run.
     faulthandler.dump_traceback_later(seconds + 5 * GRACE_SECONDS, exit=True, file=uncaptured)
     timer.start()
     try:
@@ -130,7 +130,7 @@ def give_up(what, seconds):
 
 
 def stacks():
-    """Returns where every thread but this one stands, without the frames of pytest itself."""
+    """Returns the stacks of all other threads, without the frames of pytest."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
@@ -148,11 +148,11 @@ def end_job(last_words):
     MPI.COMM_WORLD.Abort(1)
 
 
-# --- What each backend has shown: records for tests/parity.py
+# --- Outcomes for each backend: records for tests/parity.py
 
 
 def note(item, report):
-    """Books how a test ended under the rows of docs/backends.md that it is marked with."""
+    """Records the outcome of a test under its rows of docs/backends.md."""
     for marker in item.iter_markers("parity"):
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         outcomes = outcomes_by_row.setdefault(marker.args[0].format(**parameters), {})
@@ -163,7 +163,7 @@ def note(item, report):
 
 
 def write_record(folder):
-    """Writes what was booked to a new file in a folder."""
+    """Writes the records to a new file in a folder."""
     keras = sys.modules.get("keras")
     if outcomes_by_row and keras:
         backend = keras.backend.backend()
@@ -172,7 +172,7 @@ def write_record(folder):
         path.write_text(json.dumps(record))
 
 
-# --- pytest's hooks, in the order in which they are called
+# --- pytest's hooks, in call order
 
 
 @pytest.hookimpl(trylast=True)
@@ -208,11 +208,11 @@ def pytest_collection_finish(session):
     found = exchange("the end of collection", (tests, collection_errors))
     if any(other != found[0] for other in found):
         pytest.exit(f"The ranks have collected different tests.\n{differences(found)}", 1)
-    gc.freeze()  # frameworks stay: a collection need not look through them
+    gc.freeze()  # frameworks live until exit: the garbage collector can ignore them
 
 
 def differences(found):
-    """Returns what each rank collected and the others did not, and its errors."""
+    """Returns the tests that only some ranks collected, and collection errors."""
     common = set.intersection(*(set(tests) for tests, _ in found))
     return "\n".join(
         "\n".join([f"[rank {number} of {size}]", *(set(tests) - common), *errors])
@@ -252,7 +252,7 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.fixture(autouse=True)
 def same_seed():
-    """Starts every test from the same random state on every rank."""
+    """Starts every test from the same random state on all ranks."""
     random.seed(0)
     np.random.seed(0)
     if "keras" in sys.modules:
@@ -261,9 +261,9 @@ def same_seed():
 
 @pytest.fixture(autouse=True)
 def untuned_pipelines(request, monkeypatch):
-    """Makes pipelines of TensorFlow do without its tuner, for which who lets go of them may wait.
+    """Disables TensorFlow's autotuning, whose thread may delay the destruction of a pipeline.
 
-    Users have it, as have tests marked `tuned`; `keras_dist.data.tf_arrays` says more.
+    Tests marked `tuned` keep it; see `keras_dist.data.tf_arrays`.
     """
     if "tensorflow" in sys.modules and not request.node.get_closest_marker("tuned"):
         leave_untuned(monkeypatch)
@@ -285,10 +285,10 @@ def leave_untuned(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def unoptimized_graphs(request):
-    """Makes TensorFlow run graphs as they were traced, but in tests of graphs that users trace.
+    """Disables TensorFlow's graph optimization, except in tests of graphs that users trace.
 
-    It optimizes each before its first step, which takes longer than the steps. On other numbers of
-    ranks graphs are those that users have.
+    The optimization before the first step takes longer than the steps. It is enabled for other
+    numbers of ranks.
     """
     by_hand = ("test_tensorflow_ops", "test_tensorflow_tape", "test_xla")
     if "tensorflow" in sys.modules and size == 2:
@@ -299,10 +299,10 @@ def unoptimized_graphs(request):
 
 @pytest.fixture(autouse=True)
 def untranslated_graphs(monkeypatch):
-    """Makes `torch.compile` run the graphs that it finds, without a C++ compiler.
+    """Makes `torch.compile` run its graphs eagerly, without a C++ compiler.
 
-    Where a step is cut, and what runs in between, is the same; each graph would take the compiler
-    seconds.
+    The graph breaks and the code between them are the same; compilation would take seconds for each
+    graph.
     """
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
@@ -311,7 +311,7 @@ def untranslated_graphs(monkeypatch):
 
 @pytest.fixture
 def shared_tmp_path():
-    """One empty directory for all ranks, removed when the last of them is done with it."""
+    """An empty directory for all ranks, removed when all have finished the test."""
     path = Path(world.bcast(tempfile.mkdtemp() if rank == 0 else None))
     yield path
     world.Barrier()

@@ -1,4 +1,4 @@
-"""A GAN as users write it: its own train step, two optimizers built at their first steps."""
+"""A GAN with its own train step and two optimizers that are built at their first steps."""
 
 from itertools import chain
 
@@ -11,12 +11,12 @@ BACKEND = keras.backend.backend()
 
 
 class TwoOptimizers(keras.Model):
-    """Two networks against each other, each with an optimizer that `compile` is given.
+    """A generator and a discriminator, each with an optimizer passed to `compile`.
 
     Args:
-        patience: steps of the judge before the maker makes its first; a model with some has to
-            run eagerly.
-        seed: that of the judge's dropout.
+        patience: steps of the discriminator before the first step of the generator; requires
+            eager execution if not 0.
+        seed: seed of the discriminator's dropout.
     """
 
     def __init__(self, patience=0, seed=5):
@@ -28,7 +28,7 @@ class TwoOptimizers(keras.Model):
         self.seeds = keras.random.SeedGenerator(11)
         self.patience = patience
         self.d_optimizer = self.g_optimizer = None
-        self.built = BACKEND != "tensorflow" or patience > 0  # it takes a model that is not
+        self.built = BACKEND != "tensorflow" or patience > 0  # which requires an unbuilt model
 
     def compile(self, d_optimizer, g_optimizer, **options):
         super().compile(**options)
@@ -39,7 +39,7 @@ class TwoOptimizers(keras.Model):
         found = super().non_trainable_variables
         if BACKEND != "jax" or self.d_optimizer is None:
             return found
-        # A step of JAX is given all state: it asks for it here, before its first.
+        # A JAX step receives all state, requested here before the first step.
         for _, optimizer, network in self.turns(None):
             if not optimizer.built:
                 optimizer.build(network.trainable_variables)

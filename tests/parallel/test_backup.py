@@ -1,4 +1,4 @@
-"""Training that is interrupted goes on as if it had not been."""
+"""Interrupted training resumes and ends like uninterrupted training."""
 
 import keras
 import pytest
@@ -24,11 +24,11 @@ from keras_dist.training import model_state
 
 
 class Interrupted(Exception):
-    """What ends a training in these tests."""
+    """Ends the training in these tests."""
 
 
 class Interrupt(ListMember, keras.callbacks.Callback):
-    """Ends the training at the begin of an epoch or after a step, behind its backup."""
+    """Ends the training at the start of an epoch or after a step, after its backup."""
 
     def __init__(self, epoch, batch=None):
         super().__init__()
@@ -83,7 +83,7 @@ def value_of(variable):
 
 @pytest.fixture
 def directory(shared_tmp_path):
-    """A directory for the backup, which removes it at the end of training."""
+    """A directory for the backup, which is removed at the end of training."""
     return shared_tmp_path / "backup"
 
 
@@ -143,7 +143,7 @@ def test_gradients_that_are_gathered_are_lost_on_every_rank(directory):
         train(BackupAndRestore(directory), Interrupt(1))  # after 2 of 3 passes
     keras_dist.barrier()
     model = train(BackupAndRestore(directory))
-    # The third pass alone makes the step.
+    # Only the third pass applies the gradients.
     plain = make_model()
     plain.train_on_batch(x[:4], y[:4])
     assert_close(weights_of(model), weights_of(plain))
@@ -159,7 +159,7 @@ def test_shuffled_arrays_go_on_in_the_order_of_the_epoch(directory):
     def fit_arrays(*callbacks):
         for variable, value in zip(variables, start, strict=True):
             variable.assign(value)
-        # Both of one kind, so that only their turn tells them apart.
+        # Of the same type, so that only their order distinguishes them.
         train, other = (keras_dist.data.shard(arrays, batch_size=4) for _ in range(2))
         _, trained = fit(*callbacks, model=model, x=train, epochs=4)
         came_to = list(epochs.numbers().values())[:2]
@@ -172,7 +172,7 @@ def test_shuffled_arrays_go_on_in_the_order_of_the_epoch(directory):
     keras_dist.barrier()
     assert fit_arrays(BackupAndRestore(directory)) == (expected, [2, 3], came_to)
     keras_dist.barrier()
-    # Within an epoch as well, but for moving statistics: those were averaged for the backup.
+    # Within an epoch moving statistics differ: they were averaged for the backup.
     learnt = [value_of(variable) for variable in model_state.replicated_variables(model.optimizer)]
     with pytest.raises(Interrupted):
         fit_arrays(BackupAndRestore(directory, save_freq=1), Interrupt(2, batch=0))
@@ -203,7 +203,7 @@ def test_a_backup_after_the_last_batch_leaves_the_end_of_the_epoch(directory):
 
 @pytest.mark.parametrize("other", ["optimizer", "smaller model"])
 def test_a_backup_of_another_model_is_an_error_on_every_rank(other, directory):
-    # A step of SGD keeps nothing for each variable: Keras would not notice a smaller model.
+    # SGD has no state for each variable, so Keras would not detect a smaller model.
     interrupted = new_model(keras.optimizers.SGD(0.1), run_eagerly=True)
     with pytest.raises(Interrupted):
         fit(BackupAndRestore(directory), Interrupt(1), model=interrupted)

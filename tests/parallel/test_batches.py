@@ -1,4 +1,4 @@
-"""Ranks that train on the same batches are told so, and lose none for it."""
+"""A warning about ranks with equal batches, which consumes no data."""
 
 import warnings
 
@@ -12,7 +12,7 @@ from keras_dist.callbacks import VerifyBatches
 
 
 def told_by(fit):
-    """What the root of a fit warns of, about batches."""
+    """The warnings of rank 0 about batches in a fit."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit()
@@ -21,7 +21,7 @@ def told_by(fit):
 
 
 def trained(x, y=None, verified=True, **options):
-    """The weights after a fit, with or without the callback, and what was told."""
+    """The weights after a fit with or without the callback, and the warnings."""
     model = distributed(steps_per_execution=options.pop("steps_per_execution", 1))
     callbacks = [
         one for one in keras_dist.callbacks() if verified or not isinstance(one, VerifyBatches)
@@ -33,7 +33,7 @@ def trained(x, y=None, verified=True, **options):
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_equal_batches_are_told_by_the_root_and_none_is_lost(steps_per_execution):
     if keras.backend.backend() == "torch":
-        steps_per_execution = 1  # the only number that Keras allows there
+        steps_per_execution = 1  # the only number that Keras accepts here
     x, y = make_data(5 * BATCH)
     options = {"batch_size": BATCH, "shuffle": False, "epochs": 2}
     options["steps_per_execution"] = steps_per_execution

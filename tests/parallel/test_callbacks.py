@@ -22,7 +22,7 @@ from keras_dist.callbacks import (
 
 
 def part(*arrays):
-    """This rank's part, ranks with a lower number having one row more where it is uneven."""
+    """The rows of this rank; lower ranks have one more if the division is uneven."""
     return tuple(array[keras_dist.rank() :: keras_dist.size()] for array in arrays)
 
 
@@ -175,7 +175,7 @@ METRICS = [
 
 
 def test_every_metric_is_exact_with_weights_of_samples_and_classes():
-    batch = 10  # equal ones everywhere, so that each step is compiled once
+    batch = 10  # equal on all ranks, so that each step is compiled once
     x, labels = make_data(batch * keras_dist.size())
     y = np.eye(CLASSES, dtype="float32")[labels]
     by_class = {0: 1.0, 1: 3.0, 2: 0.25}
@@ -187,7 +187,7 @@ def test_every_metric_is_exact_with_weights_of_samples_and_classes():
         "categorical_crossentropy",
         metrics=[make() for make in METRICS],
         weighted_metrics=[make(name=f"weighted_{make.__name__}") for make in WEIGHTED],
-        # TensorFlow would trace all of them four times; the test above has graphs.
+        # TensorFlow would trace each step four times; the test above uses graphs.
         run_eagerly=keras.backend.backend() == "tensorflow",
     )
     options = {"verbose": 0, "return_dict": True}
@@ -239,7 +239,7 @@ def test_evaluate_alone_is_local_also_after_a_fit_that_failed():
     fail()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # The next fit ends what listens for signals of one that failed.
+    # The next fit ends the signal listener of a failed fit.
     assert [thread.name for thread in threading.enumerate()].count("keras_dist signals") == 1
     if keras_dist.rank() == 0:
         model.evaluate(x, y, verbose=0)
@@ -303,7 +303,7 @@ def test_a_metric_that_cannot_be_added_is_equal_on_all_ranks():
     expected = pytest.approx(np.mean([rank % CLASSES for rank in range(keras_dist.size())]))
     assert [*history["largest"], *history["val_largest"], result["largest"]] == [expected] * 5
     texts = [str(one.message) for one in caught if one.category is RuntimeWarning]
-    # Once a fit and once an evaluate, by the root.
+    # Once per fit and once per evaluate, on rank 0.
     assert len(texts) == (2 if keras_dist.rank() == root > 0 else 0)
     assert all("Received: largest ('none'); they are averaged. If" in text for text in texts)
 

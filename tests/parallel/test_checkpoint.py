@@ -1,4 +1,4 @@
-"""Checkpoints: written by the root, whole or not at all, at once or while training goes on."""
+"""Checkpoints: written by rank 0, atomically, synchronously or during training."""
 
 import os
 import stat
@@ -48,7 +48,7 @@ def test_the_best_is_kept_and_weights_alone_can_be_written(shared_tmp_path, make
     path = shared_tmp_path / "best.weights.h5"
     checkpoint = make(path)
     x, y = make_data(8)
-    # In the same order, as another one may round to a loss that is better in the last bit.
+    # In the same order, because another order may round to a slightly lower loss.
     model.fit(x, y, shuffle=False, verbose=0, callbacks=keras_dist.callbacks(checkpoint))
     first = path.stat().st_mtime_ns
     keras_dist.barrier()
@@ -145,11 +145,11 @@ def test_options_of_keras_mean_what_they_do_there(options, written, shared_tmp_p
     assert saved == (len(written) if keras_dist.rank() == 0 else 0), printed
 
 
-# --- Checkpoints that are written while training goes on
+# --- Checkpoints that are written during training
 
 
 class Release(keras.callbacks.Callback):
-    """Lets a copy that waits go on, when the second epoch has begun."""
+    """Releases a waiting copy when the second epoch starts."""
 
     def __init__(self):
         super().__init__()
@@ -169,7 +169,7 @@ def fit_behind(checkpoint, *others, epochs=2):
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
-    """The directory of temporary files, this rank's own."""
+    """The directory of temporary files of this rank."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -186,7 +186,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(shared_tmp_path, tempora
     path = shared_tmp_path / "{epoch}.keras"
     model = fit_behind(ModelCheckpoint(path, asynchronous=True), release)
     keras_dist.barrier()
-    # The second epoch began while the first checkpoint was not there yet, and both are there now.
+    # The second epoch started before the first checkpoint existed; both exist now.
     assert waited == ([True, True] if keras_dist.rank() == 0 else [])
     assert sorted(entry.name for entry in shared_tmp_path.iterdir()) == ["1.keras", "2.keras"]
     assert list(temporary.glob("keras_dist*")) == []

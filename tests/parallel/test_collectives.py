@@ -22,7 +22,7 @@ INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int6
 
 
 def contribution(rank, shape, dtype):
-    """What a rank brings: whole numbers, so that every dtype can hold every result."""
+    """The input of a rank: integers, which every dtype represents exactly."""
     return np.random.default_rng([rank, *shape]).integers(0, 4, shape).astype(dtype)
 
 
@@ -167,17 +167,17 @@ def test_results_are_aligned_for_frameworks(count):
 def test_barrier_waits_for_the_last():
     if keras_dist.rank() == keras_dist.size() - 1:
         time.sleep(0.3)
-    came = time.monotonic()  # one clock for all processes of a machine
+    came = time.monotonic()  # the same clock for all processes of a machine
     keras_dist.barrier()
     left = time.monotonic()
     assert left >= max(keras_dist.allgather_object(came))
 
 
-# --- Bad input: the same error on every rank, and the job goes on
+# --- Bad input: the same error on every rank, after which the job continues
 
 
 def raised(kind, action):
-    """Returns the text of the error that `action` raises; fails when ranks see others."""
+    """Returns the message of the error of `action`; fails if it differs between ranks."""
     with pytest.raises(kind) as caught:
         action()
     texts = keras_dist.allgather_object(str(caught.value))
@@ -270,7 +270,7 @@ def test_bad_arguments_say_where_what_and_the_remedy(kind, action, text):
 
 
 class Unreadable:
-    """A value that cannot be made an array, as a tensor on a GPU cannot."""
+    """A value that cannot be converted to an array, like a tensor on a GPU."""
 
     def __array__(self, *_, **__):
         raise TypeError("it is elsewhere")

@@ -1,4 +1,4 @@
-"""`shard` on real ranks: the parts are the whole, in equally many steps, or all refuse."""
+"""`shard` on several ranks: shards cover the data in equal numbers of steps, or all ranks raise."""
 
 import itertools
 
@@ -20,12 +20,12 @@ def size():
 
 
 def total():
-    """A number of samples that leaves some over on every number of ranks but one."""
+    """A number of samples with a remainder for every number of ranks except one."""
     return 12 * size() * BATCH + size() - 1
 
 
 def epoch_of(part):
-    """The numbers of the samples of one epoch, batch by batch."""
+    """The sample numbers of one epoch, by batch."""
     return [np.asarray(batch).astype(int).tolist() for batch in part]
 
 
@@ -39,7 +39,7 @@ def flat(epochs):
 
 
 def raised_everywhere(error, culprit, call):
-    """Checks that a call raises, on every rank, an error that says where and what."""
+    """Checks that a call raises an error with the rank and the text on every rank."""
     with pytest.raises(error, match=r"^\[rank \d of \d\] Expected .* Received: ") as caught:
         call()
     assert culprit in str(caught.value)
@@ -51,7 +51,7 @@ def numbers(count):
 
 
 def shuffled_before(count, **options):
-    """Numbers whose shuffle does not stand last, so that shard() cannot do it itself."""
+    """Numbers that are shuffled before a map, so that shard() cannot replace the shuffle."""
     return numbers(count).shuffle(9, **options).map(lambda number: number)
 
 
@@ -62,7 +62,7 @@ SOURCES = {
 }
 
 
-# --- The parts are the whole
+# --- Coverage
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -135,7 +135,7 @@ def test_a_seeded_shuffle_stays_in_step(remainder, batched):
 
 @pytest.fixture
 def files(shared_tmp_path):
-    """A function that writes files with so many numbered lines each, once for all ranks."""
+    """A function that writes files with the given numbers of lines, once for all ranks."""
 
     def write(*lengths):
         paths = [shared_tmp_path / f"{index}.txt" for index in range(len(lengths))]
@@ -197,7 +197,7 @@ def test_files_of_unequal_length(files):
 
 
 class Numbers(keras.metrics.Sum):
-    """The sum of the numbers of the samples seen."""
+    """The sum of the sample numbers."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         return super().update_state(y_true)
@@ -237,7 +237,7 @@ def test_fit_takes_the_same_steps_on_every_rank(kind):
     assert steps == list(range(12)) * 2
 
 
-# --- Refused on every rank
+# --- Errors on every rank
 
 
 def endless(batch_size):

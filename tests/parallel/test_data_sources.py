@@ -1,6 +1,6 @@
-"""Data in files, on real ranks and through `fit`: the parts are the whole, failures everyone's.
+"""Data in files on several ranks and in `fit`: shards cover the data, and errors reach all ranks.
 
-An epoch that was interrupted goes on with the next unseen sample.
+An interrupted epoch resumes with the next unseen sample.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ COUNT = 29
 
 @pytest.fixture
 def folder(tmp_path):
-    """A directory of the root that all ranks see."""
+    """A directory of rank 0 that is visible to all ranks."""
     return keras_dist.broadcast_object(tmp_path)
 
 
 def write(folder):
-    """Writes COUNT samples, each as its number, into three files of each kind and into images."""
+    """Writes the numbers of COUNT samples to three files of each format and to images."""
     for name, numbers in enumerate(np.array_split(np.arange(COUNT), 3)):
         x, y = numbers[:, None].astype("float32"), numbers.astype("float32")
         np.savez(folder / f"{name}.npz", x=x, y=y)
@@ -76,7 +76,7 @@ SOURCES = {
 
 
 class Sum(keras.layers.Layer):
-    """Adds up what it sees; the numbers of an epoch are told apart by their squares."""
+    """Sums sample numbers and their squares, which identify the samples of an epoch."""
 
     def build(self, shape):
         self.seen = self.add_weight(shape=(2,), trainable=False, initializer="zeros")
@@ -125,7 +125,7 @@ def raised_everywhere(error, culprit, call):
     with pytest.raises(error, match=r"^\[rank \d of \d\] Expected .* Received: ") as caught:
         call()
     said = keras_dist.allgather_object(str(caught.value))
-    # Where two ranks see a bad file each, each of them names its own.
+    # If two ranks read a bad file each, each names its own.
     assert culprit in said[0] and len(set(said)) <= 2
 
 
@@ -168,15 +168,15 @@ def test_failures_are_those_of_all_ranks(folder, caplog):
         )
 
 
-# --- Runs that are interrupted
+# --- Interrupted runs
 
 
 class Interrupted(Exception):
-    """What ends a training in these tests."""
+    """Ends the training in these tests."""
 
 
 class Seen(keras.Sequential):
-    """Notes the samples of each step and learns nothing; may be interrupted after some steps."""
+    """Records the samples of each step without learning; can be interrupted after some steps."""
 
     def __init__(self, steps=None):
         super().__init__([keras.Input((1,)), keras.layers.Dense(1)])
@@ -191,7 +191,7 @@ class Seen(keras.Sequential):
         return {"loss": keras.ops.zeros(())}
 
     def fit(self, part, *callbacks):
-        # A backup is written behind all callbacks of a batch's end.
+        # A backup is written after all callbacks of the end of a batch.
         end = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda *_, **__: self.interrupt())
         callbacks = keras_dist.callbacks(*callbacks, end)
         with contextlib.suppress(Interrupted):

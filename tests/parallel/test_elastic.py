@@ -1,4 +1,4 @@
-"""States of an elastic training on ranks that all live."""
+"""Elastic states without a failure."""
 
 import os
 
@@ -41,7 +41,7 @@ def test_a_keras_state_is_synchronised_and_restored():
     state.restore()
     assert state.epoch == 0
     assert all((a == b).all() for a, b in zip(values_of(model), synced, strict=True))
-    # Whether Keras counts epochs on or anew.
+    # Whether Keras continues to count epochs or restarts.
     commit = elastic.CommitStateCallback(state, batches_per_commit=3)
     for options in ({"initial_epoch": 0, "epochs": 1}, {"epochs": 2}):
         model.fit(x, x[:, :1], batch_size=2, verbose=0, callbacks=[*callbacks, commit], **options)
@@ -123,7 +123,7 @@ def test_what_horovods_states_take():
     assert state.epoch == 0
 
     class Counting(elastic.State):
-        """Knows how often it was synchronised."""
+        """Counts its synchronisations."""
 
         def __init__(self):
             super().__init__(bcast_object=keras_dist.broadcast_object, get_rank=keras_dist.rank)
@@ -148,7 +148,7 @@ def test_what_horovods_states_take():
     state = Counting()
     assert train(state) == 2
     assert state.begun_anew == ["reset", "callback"] * 2
-    elastic.ObjectState(epoch=0).on_reset()  # which has none of its own
+    elastic.ObjectState(epoch=0).on_reset()  # which has no state of its own
 
 
 def test_an_error_of_all_ranks_goes_back_to_the_last_commit():
@@ -242,7 +242,7 @@ def test_a_torch_state_keeps_its_sampler_in_place(shared_tmp_path):
     sampler.record_batch(0, 2)
     state.commit()
     done = set().union(*keras_dist.allgather_object(share[:2]))
-    assert list(sampler) == share  # shared out anew by restore and sync alone
+    assert list(sampler) == share  # only restore and sync reshard
     sampler.record_batch(1, 2)
     state.restore()
     assert state.sampler is sampler
@@ -313,7 +313,7 @@ def test_a_torch_state_goes_back_between_backward_and_step():
 def test_a_torch_state_is_read_without_the_device_of_the_root(shared_tmp_path, monkeypatch):
     import torch
 
-    # As a root writes it whose module is on its GPU.
+    # As written by a rank 0 whose module is on a GPU.
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
     module = torch.nn.Linear(2, 1)
     state = elastic.TorchState(module, directory=shared_tmp_path)
@@ -355,7 +355,7 @@ def test_a_torch_state_that_a_directory_cannot_keep_is_named(shared_tmp_path):
     import torch
 
     class Timed(torch.nn.Linear):
-        """Has a state that is no tensor."""
+        """Has a state that is not a tensor."""
 
         def get_extra_state(self):
             return {"kind": os.getpid}

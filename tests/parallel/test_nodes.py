@@ -1,6 +1,6 @@
 """Several nodes: emulated by MPICH, `MPIR_CVAR_NUM_CLIQUES=2 mpiexec -n 4`.
 
-MPICH then tells two halves of the ranks that they share no memory with the other half.
+MPICH then reports that the two halves of the ranks share no memory.
 """
 
 import itertools
@@ -55,8 +55,8 @@ def test_ranks_of_even_nodes_share_memory():
     )
 
 
-# Of those that are large each operation and each dtype, not each pair of them: how a pair is
-# computed does not depend on where its arrays lie.
+# Large arrays are tested with each operation and each dtype, not with all pairs: the computation
+# of a pair does not depend on the location of the arrays.
 @pytest.mark.parametrize(
     ("op", "dtype", "count"),
     [(*pair, count) for pair in PAIRS for count in (10, 50_000)]
@@ -89,7 +89,7 @@ def test_a_bucket_is_reduced_on_the_nodes_first(way):
     for _ in range(3):
         results = fused(arrays)
     assert fused.lends and fused.nbytes > 2 * 4 * LARGE
-    if comm.rank == comm.size - 1:  # it keeps what others, of its node too, would write to
+    if comm.rank == comm.size - 1:  # it keeps memory that other ranks of its node would write to
         kept = results, [result.copy() for result in results]
     for _ in range(4):
         del results
@@ -166,7 +166,7 @@ def rounded(array, compression):
 
 
 def travelled(rows, compression, divisor):
-    """What becomes of one row a rank: added up by node, and rounded before or after that."""
+    """The expected sum of one row per rank: by node, rounded before or after that."""
     comm = runtime.communicator()
     first_added = comm.node is not None and rows[0].nbytes > bucket_reduction.SMALL_NBYTES
     if not first_added:
@@ -188,7 +188,7 @@ def added(rows):
 @pytest.mark.parametrize("op", ["average", "sum", "product"])
 @pytest.mark.parametrize("way", ["copy", "mpi"])
 def test_bits_do_not_depend_on_bucket_sizes_or_transports(op, way):
-    """Small buckets go through MPI at once, large ones node by node."""
+    """Small buckets are reduced by MPI directly, large ones by node."""
     comm = _engine.Communicator(runtime.communicator().mpi, None, way)
     arrays = [
         contribution(keras_dist.rank(), count, np.float32) for count in (9_000, 1, 17_000) * 3
@@ -216,7 +216,7 @@ def test_compressed_results_are_rounded_once(dtype, compression, count):
     assert result.tobytes() == expected.tobytes()
     assert equal_on_all(result.tobytes())
     if compression != "none":
-        # Of the size that rounding has: not as they are, nor further off.
+        # Different by rounding errors only, but not equal.
         exact = np.mean(rows, axis=0, dtype=np.float64)
         off = np.abs(result - exact).max() / np.abs(rows).max()
         assert 2**-14 < off < 2**-6

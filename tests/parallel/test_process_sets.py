@@ -1,4 +1,4 @@
-"""Process sets: some ranks among themselves, and all ranks agreeing on which."""
+"""Process sets: creation, collectives of their ranks, and training."""
 
 import itertools
 import threading
@@ -29,7 +29,7 @@ def fresh():
 
 @pytest.fixture
 def add():
-    """`add_process_set`, which removes the sets after the test."""
+    """`add_process_set`; the sets are removed after the test."""
     added = []
 
     def add(ranks):
@@ -47,14 +47,14 @@ def several(count=2):
 
 
 def subsets():
-    """Sets of 1 to all but one rank: the first ones, the last ones, every other one."""
+    """Sets of 1 to size - 1 ranks: the first, the last, every other rank."""
     size = world.size
     found = [range(n) for n in range(1, size)] + [range(n, size) for n in range(1, size)]
     return sorted({tuple(ranks) for ranks in [*found, range(0, size, 2)] if len(ranks) < size})
 
 
 def raised_on_all(kind, call):
-    """Calls; checks that every rank gets that error, and that the ranks can go on."""
+    """Checks that a call raises an error on every rank, and that the job continues."""
     with pytest.raises(kind) as caught:
         call()
     texts = keras_dist.allgather_object(str(caught.value))
@@ -62,7 +62,7 @@ def raised_on_all(kind, call):
     return texts
 
 
-# --- What a set is
+# --- Properties of sets
 
 
 def test_the_set_of_all_ranks():
@@ -320,7 +320,7 @@ def some(request, add):
 
 
 def outside(call):
-    """Checks that a rank outside a set is told so."""
+    """Checks the error on a rank outside of a set."""
     with pytest.raises(errors.ArgumentError, match=r"to be in the process set, rank"):
         call()
 
@@ -456,7 +456,7 @@ def test_a_difference_within_a_set_names_ranks_of_the_job(some):
     assert keras_dist.allreduce(1, "sum") == SIZE()
 
 
-# --- Sets beside each other
+# --- Concurrent sets
 
 
 def test_overlapping_sets_one_after_the_other(add):
@@ -486,7 +486,7 @@ def test_overlapping_sets_from_several_threads(add):
             for count in (1, LARGE) * 5
         ]
 
-    # Started in different orders on different ranks: none may wait for another set's turn.
+    # Started in different orders on different ranks: no set may wait for another one.
     threads = [threading.Thread(target=work, args=(one,)) for one in mine[:: 1 - 2 * (RANK() % 2)]]
     for thread in threads:
         thread.start()
@@ -501,7 +501,7 @@ def test_overlapping_sets_from_several_threads(add):
 
 
 def gradients_of(rank, model):
-    """One step's gradients of a rank, for each weight of a model."""
+    """The gradients of a rank in a step, one for each weight of a model."""
     return [
         np.random.default_rng([rank, i]).standard_normal(w.shape).astype("f4")
         for i, w in enumerate(model.trainable_weights)
@@ -515,7 +515,7 @@ def test_an_optimizer_averages_over_its_set_alone(some):
     before = weights_of(model)
     gradients = [keras.ops.convert_to_tensor(g) for g in gradients_of(RANK(), model)]
     model.optimizer.apply(gradients, model.trainable_weights)
-    ranks = some.ranks if some.included() else [RANK()]  # the others step alone
+    ranks = some.ranks if some.included() else [RANK()]  # the other ranks train alone
     means = [
         np.mean([gradients_of(r, model)[i] for r in ranks], axis=0, dtype="f8")
         for i in range(len(before))
@@ -538,11 +538,11 @@ def test_rows_of_a_gradient_are_averaged_over_the_set_alone(add):
     rows = tf.IndexedSlices(tf.ones((2, 2)), places, shape)
     wrapped = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=some)
     wrapped.apply([rows], [table])
-    # Who reduces with ranks that are not in the set meets them here.
+    # A reduction with ranks outside of the set would match this one.
     tables = keras_dist.allgather_object(np.array(table))
     own = np.zeros((SIZE() + 1, 2))
     own[[0, 1]] = -1
-    np.testing.assert_array_equal(tables[0], own)  # steps alone
+    np.testing.assert_array_equal(tables[0], own)  # trains alone
     for one in tables[1:]:
         np.testing.assert_allclose(one[0], -1)
         np.testing.assert_array_equal(one[1], 0)

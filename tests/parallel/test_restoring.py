@@ -1,4 +1,4 @@
-"""Training goes on with optimizers that are built late, and with the same random numbers."""
+"""Training resumes with optimizers that are built late, and with the same random numbers."""
 
 import random
 import sys
@@ -20,7 +20,7 @@ Adam, SGD = keras.optimizers.Adam, keras.optimizers.SGD
 
 @pytest.fixture
 def directory(shared_tmp_path):
-    """A directory for the backup, which removes it at the end of training."""
+    """A directory for the backup, which is removed at the end of training."""
     return shared_tmp_path / "backup"
 
 
@@ -65,7 +65,7 @@ def test_only_one_optimizer_has_made_a_step_when_the_backup_is_written(directory
 
     expected = train(gan())
     interrupted, built = gan(), gan()
-    interrupt(interrupted, directory, 1, batch=2)  # where the second has made two steps
+    interrupt(interrupted, directory, 1, batch=2)  # after two steps of the second
     built.g_optimizer.build(built.maker.trainable_variables)
     for model in (gan(), built, interrupted):
         with pytest.raises(Interrupted):
@@ -92,7 +92,7 @@ def test_an_elastic_state_of_optimizers_that_are_built_after_it(directory):
     assert all((a == b).all() for a, b in zip(start, model.get_weights(), strict=True))
     assert all(int(one.iterations) == 0 for one in (model.d_optimizer, model.g_optimizer))
     assert not any(np.any(one) for one in model.g_optimizer.momentums)
-    assert train(model) != expected  # its dropout has gone on
+    assert train(model) != expected  # its dropout has advanced
     state.save()
     expected = everything_of(model)
     keras_dist.barrier()
@@ -102,7 +102,7 @@ def test_an_elastic_state_of_optimizers_that_are_built_after_it(directory):
 
 
 class Shuffled(keras.utils.PyDataset):
-    """Batches that Keras shuffles; with noise of numpy's where the thread that trains reads."""
+    """Batches that Keras shuffles; with numpy noise if the training thread reads them."""
 
     def __init__(self, x, y):
         super().__init__()
@@ -138,7 +138,7 @@ def data_of(kind):
 
 
 def train_on(kind, start, *callbacks):
-    """Trains with generators that begin differently on each rank, and in each process."""
+    """Trains with random generators that differ on each rank and in each process."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     layers = [
@@ -147,7 +147,7 @@ def train_on(kind, start, *callbacks):
         keras.layers.Dense(CLASSES, activation="softmax"),
     ]
     optimizer = keras_dist.DistributedOptimizer(SGD(0.1, momentum=0.9))
-    # What is restored is the same however a step runs, and tracing it takes longest.
+    # Tracing takes longest, and restoring does not depend on it.
     model = compiled(keras.Sequential(layers), optimizer, run_eagerly=BACKEND == "tensorflow")
     random.seed(start + keras_dist.rank())
     np.random.seed(start + keras_dist.rank())

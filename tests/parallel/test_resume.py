@@ -1,4 +1,4 @@
-"""A resumed fit: callbacks, metrics and rates go on as if nothing had interrupted it."""
+"""A resumed fit: callbacks, metrics and learning rates continue as without an interruption."""
 
 import datetime
 import logging
@@ -24,7 +24,7 @@ STEPS = 3
 
 
 class Values(keras.callbacks.Callback):
-    """Puts a value of its own into the logs of each epoch."""
+    """Adds a value to the logs of each epoch."""
 
     def __init__(self, *values):
         super().__init__()
@@ -35,7 +35,7 @@ class Values(keras.callbacks.Callback):
 
 
 class Counts(keras.callbacks.Callback):
-    """Keeps a state, which it offers."""
+    """Has `state_dict` and `load_state_dict`."""
 
     def __init__(self):
         super().__init__()
@@ -53,14 +53,14 @@ class Counts(keras.callbacks.Callback):
 
 
 def new_model(optimizer=None, graph=False):
-    """A model whose steps TensorFlow traces only where that is what is tested: it takes longest."""
+    """A model that runs eagerly on TensorFlow, unless tracing is tested: tracing takes longest."""
     optimizer = optimizer or keras.optimizers.SGD(0.1, momentum=0.9)
     eagerly = not graph and keras.backend.backend() == "tensorflow"
     return distributed(optimizer, metrics=["accuracy"], run_eagerly=eagerly)
 
 
 def fit(*callbacks, behind=(), epochs=2, optimizer=None, model=None, graph=False, **options):
-    """Trains on other samples on each rank; returns the model and its history."""
+    """Trains on different samples on each rank; returns the model and its history."""
     model = model or new_model(optimizer, graph)
     x, y = make_data(STEPS * BATCH, seed=keras_dist.rank())
     callbacks = [*keras_dist.callbacks(*callbacks), *behind]
@@ -71,7 +71,7 @@ def fit(*callbacks, behind=(), epochs=2, optimizer=None, model=None, graph=False
 
 
 def resumed(directory, epoch, batch, make, save_freq=1, **options):
-    """The same, interrupted once; `make` makes the callbacks of each try."""
+    """The same, interrupted once; `make` makes the callbacks of each attempt."""
     with pytest.raises(Interrupted):
         backup = BackupAndRestore(directory, save_freq=save_freq)
         fit(backup, *make(), Interrupt(epoch, batch), **options)
@@ -143,7 +143,7 @@ def test_every_batch_of_an_epoch_resumes_to_the_bit(shared_tmp_path):
 
     def make():
         made[:] = [Counts()]
-        # From 0, where a velocity that follows the rate would end.
+        # From 0, which would zero a velocity that is scaled with the rate.
         ramp = LearningRateScheduleCallback(
             0.2, lambda epoch: abs(epoch - 1), staircase=False, steps_per_epoch=STEPS
         )

@@ -1,4 +1,4 @@
-"""A callback that acts on the root alone, and what the others hear of it."""
+"""`RootOnly`: a callback that acts on rank 0 only, and its effects on the other ranks."""
 
 import csv
 from pathlib import Path
@@ -13,7 +13,7 @@ from keras_dist.callbacks import RootOnly
 
 
 class Recorder(keras.callbacks.Callback):
-    """Writes down every hook that is called."""
+    """Records every hook call."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +86,7 @@ def test_tensorboard_is_written_once(shared_tmp_path):
 
 
 def steps_of(tag, path):
-    """Returns the steps for which a file of TensorBoard's holds a value."""
+    """Returns the steps of a value in a TensorBoard file."""
     import tensorflow as tf
 
     events = tf.compat.v1.train.summary_iterator(str(path))
@@ -96,7 +96,7 @@ def steps_of(tag, path):
 @pytest.mark.parametrize("hook", ["on_train_begin", "on_epoch_begin", "on_epoch_end"])
 def test_a_failure_is_raised_on_every_rank(hook):
     class Failing(keras.callbacks.Callback):
-        """Fails at one hook, on the rank on which it is called."""
+        """Raises in one hook."""
 
     def fail(self, *args):
         raise OSError(28, "No space left", Path("log"))

@@ -167,6 +167,6 @@ def test_each_of_two_optimizers_under_a_loss_scale_skips_its_own_steps():
     plain.fit(real, noise, batch_size=BATCH * n, shuffle=False, verbose=0)
     fit_rows(model, rows_of_rank(real, BATCH), rows_of_rank(noise, BATCH))
     keras_dist.verify_replicas(model)
-    for one in (plain, model):  # only the judge's loss overflows
+    for one in (plain, model):  # only the discriminator's loss overflows
         assert (int(one.judging.iterations), int(one.optimizer.iterations)) == (STEPS - 1, STEPS)
     assert_close(weights_of(model), weights_of(plain))

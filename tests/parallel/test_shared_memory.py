@@ -1,4 +1,4 @@
-"""Reductions in shared memory: every transport gives the same bits, and no file is left."""
+"""Reductions in shared memory: every transport gives equal bits, and no file is left."""
 
 import errno
 import gc
@@ -23,7 +23,7 @@ from keras_dist._engine.shm import cow_mapping, idle_memory, segments
 
 WAYS = ("copy", "read", "mpi")
 DTYPES = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16, np.int8, np.int64, np.complex64]
-# Around the sizes at which the way changes, in float32: small, then in place.
+# Around the sizes at which the method changes, in float32: small, then in place.
 COUNTS = [0, 1, 17, limits.SMALL_NBYTES // 4, limits.SMALL_NBYTES // 4 + 1, limits.READ_NBYTES // 4]
 
 
@@ -66,7 +66,7 @@ def assert_same_bits(comms, arrays, op, bucket_nbytes=2**23):
 
 def test_transports_are_those_of_their_names(comms):
     several()
-    assert comms["read"].node.may_read  # these machines allow it between one user's processes
+    assert comms["read"].node.may_read  # these machines allow it between processes of a user
     assert not comms["copy"].node.may_read
     assert comms["mpi"].node is None
 
@@ -92,7 +92,7 @@ def test_every_op_gives_the_same_bits(comms, op):
     st.sampled_from([2**8, 2**16]),
 )
 def test_lists_of_any_shapes_give_the_same_bits(comms, shapes, bucket_nbytes, limit):
-    # Low limits, so that small arrays take every way and chunks hold several of them.
+    # Low limits, so that small arrays use every method and chunks hold several arrays.
     names = ("SMALL_NBYTES", "READ_NBYTES", "CHUNK_NBYTES", "WHOLE_NBYTES")
     before = {name: getattr(limits, name) for name in names}
     limits.SMALL_NBYTES, limits.READ_NBYTES, limits.CHUNK_NBYTES = limit // 4, limit, 4096
@@ -119,7 +119,7 @@ def test_lent_results_are_in_shared_memory_which_is_reused(comms, way):
     last, places = None, []
     for number in range(7):
         result = fused([mine + number])[0]
-        if last is not None:  # it holds until the second call from its own
+        if last is not None:  # valid until the second call after its own
             assert (last == total + (number - 1) * keras_dist.size()).all()
         assert (result == total + number * keras_dist.size()).all()
         places.append(result.ctypes.data)
@@ -134,7 +134,7 @@ def test_lent_results_are_in_shared_memory_which_is_reused(comms, way):
 def test_a_kept_lent_result_does_not_change(comms, way, keeper):
     several()
     size = keras_dist.size()
-    # Two buckets and a small one; it is a part of one result that is kept, on one rank or on all.
+    # Two buckets and a small one; a part of one result is kept, on one rank or on all.
     arrays = [np.full(count, keras_dist.rank(), np.float32) for count in (2**20, 2**18, 2**20, 3)]
     fused = reduced(comms[way], arrays, ReduceOp.SUM, 5 * 2**20, lend=True)
     assert len(fused.buckets) == 2
@@ -149,12 +149,12 @@ def test_a_kept_lent_result_does_not_change(comms, way, keeper):
         if number == 3:
             assert fused.lends
             lent = results[0].ctypes.data
-        if number == 4:  # all ranks have heard of it
+        if number == 4:  # all ranks know of it
             assert not fused.lends
         del results, result
     for number, part in kept:
         assert (part == total + number * size).all()
-    # What has been copied since is the callers' own, and was never at the old place.
+    # Results that were copied since then are the callers' own, at other addresses.
     own = fused(arrays)[0]
     assert own.ctypes.data != lent or not keeps
     own += 1
@@ -182,7 +182,7 @@ def test_a_write_to_a_lent_result_is_private(comms, way):
                 expected[-1] = -1
             np.testing.assert_array_equal(result, expected)
         del results, result
-    # Who has written gets copies, from the next use of that memory on; the others go on.
+    # A rank that wrote gets copies from the next use of the memory on; other ranks do not.
     lent = set(places[:3])
     assert places[3:5] == places[:2]
     copied = [place not in lent for place in places[5:]]
@@ -199,7 +199,7 @@ def test_nothing_is_lent_where_writes_cannot_be_detected(monkeypatch):
         fused = reduced(comm, [mine], ReduceOp.SUM, lend=True)
         results = [fused([mine])[0] for _ in range(2)]
     if keras_dist.rank() == 0:
-        results[0] += 1  # the caller's own
+        results[0] += 1  # owned by the caller
         results[0] -= 1
     assert fused.lends
     for _ in range(4):
@@ -282,7 +282,7 @@ def refused(*_):
 def test_a_freed_communicator_frees_its_memory():
     several()
     mine = np.zeros(2**20, np.float32)
-    gc.disable()  # no garbage: nothing waits for a collection
+    gc.disable()  # no reference cycles: nothing waits for the garbage collector
     try:
         before = shared_nbytes()
         for _ in range(3):
@@ -307,7 +307,7 @@ def test_idle_plans_free_their_memory(monkeypatch):
     peak = 0
     before = shared_nbytes()
     for used in itertools.pairwise(plans):
-        for plan in 3 * used:  # two that take turns, and then others
+        for plan in 3 * used:  # two in turn, then others
             mine = np.full(plan.call.entries[0].shape, keras_dist.rank(), np.float32)
             assert plan([mine])[0][0] == sum(range(keras_dist.size()))
         peak = max(peak, shared_nbytes() - before)
@@ -359,7 +359,7 @@ def test_a_difference_is_an_error_on_every_rank_and_turns_stay_in_step(comms, wa
             assert (plan([mine[:count]])[0] == total).all()
 
 
-# --- What is left over, and what is missing
+# --- Leftover files and missing memory
 
 
 def entries():
@@ -376,7 +376,7 @@ def test_no_file_is_left_while_the_job_runs(comms):
 
 
 def seen_while_mapping(monkeypatch):
-    """Returns a list to which is added which of our files have a name when memory is mapped."""
+    """Returns a list that records the names of our files whenever memory is mapped."""
     seen = []
     map_it = segments.Segment.__init__
 
@@ -402,7 +402,7 @@ def no_such_files(monkeypatch):
 
 
 def hidden_processes(monkeypatch):
-    """Lets each rank find another file under /proc, or none, as in a container of its own."""
+    """Makes each rank find another file, or none, under /proc, as in separate containers."""
     nameless = segments._create_nameless
 
     def create(nbytes):
@@ -444,7 +444,7 @@ def test_files_of_a_dead_job_are_removed():
 
 @pytest.fixture
 def little_room():
-    """Lets no file of this process grow beyond 64 KiB, as a full /dev/shm would not."""
+    """Limits the files of this process to 64 KiB, like a full /dev/shm."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, hard))
     yield
@@ -454,7 +454,7 @@ def little_room():
 def test_data_goes_through_mpi_where_shared_memory_is_full(comms, little_room, caplog):
     several()
     comm = _engine.Communicator(MPI)
-    assert comm.node is not None  # a meeting place is small enough
+    assert comm.node is not None  # the segment of a barrier is small enough
     mine = np.full(200_000, keras_dist.rank(), np.float32)
     total = keras_dist.size() * (keras_dist.size() - 1) / 2
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Ten thousand operations of every kind, blocking and queued: all right, and nothing piles up."""
+"""Ten thousand operations of every kind, blocking and queued: correct results and no leaks."""
 
 import ctypes
 import gc
@@ -16,21 +16,21 @@ import keras_dist
 from keras_dist import runtime
 
 OPERATIONS = 10_000
-WARM = 3_000  # by then every pool has its size
-OWN_NBYTES = 16 * 2**20  # comes and goes; 3 KiB left behind by each operation would be more
+WARM = 3_000  # every pool has its final size by then
+OWN_NBYTES = 16 * 2**20  # normal variation; a leak of 3 KiB per operation would exceed it
 SHARED_NBYTES = 2**20
 
 DTYPES = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16, np.int8, np.uint16, np.int64]
 REDUCTIONS = {"sum": np.sum, "min": np.min, "max": np.max, "product": np.prod}
-# From a handful to one that is reduced by slices in shared memory.
+# From a few elements to an array that is reduced in slices in shared memory.
 LENGTHS = [0, 5, 700, 20_000]
 
 
-# --- What an operation takes and gives, computed by every rank for all of them
+# --- Inputs and outputs of an operation, computed by every rank for all ranks
 
 
 class Draw:
-    """One operation's random numbers: the same on every rank, but for what a rank brings."""
+    """The random numbers of an operation: equal on all ranks, except for the inputs."""
 
     def __init__(self, turn):
         self.rng = np.random.default_rng(turn)
@@ -41,7 +41,7 @@ class Draw:
         return int(self.rng.choice(LENGTHS)), DTYPES[self.rng.integers(len(DTYPES))]
 
     def arrays(self, length, dtype):
-        """What each rank brings: whole numbers so small that every dtype holds every result."""
+        """The input of each rank: integers so small that every dtype represents every result."""
         lengths = length if isinstance(length, list) else [length] * self.size
         return [
             ((np.arange(n) * 7 + self.turn + rank) % 3).astype(dtype)
@@ -125,7 +125,7 @@ def sparse_allreduce(draw):
     length, dtype = draw.spec()
     lengths = draw.own_lengths(min(length, 700))
     arrays = draw.arrays(lengths, dtype)
-    # An index occurs twice on a rank at most: sums stay small.
+    # An index occurs at most twice on a rank, so sums stay small.
     indices = [np.arange(n) // 2 + rank for rank, n in enumerate(lengths)]
     places = np.unique(np.concatenate(indices))
     table = np.zeros(800, np.float64)
@@ -174,15 +174,15 @@ def assert_equal(result, expected):
         assert result == expected
 
 
-# --- What must not grow
+# --- Resources that must not grow
 
 
 def state():
     """Returns file descriptors, threads, and the bytes of own and of shared memory."""
-    keras_dist.barrier()  # what was queued and dropped has run
-    runtime.communicator().plans.clear()  # how much the kept ones take depends on which they are
+    keras_dist.barrier()  # dropped queued operations have run
+    runtime.communicator().plans.clear()  # the size of the kept results depends on which are kept
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # gives back what is free but was kept
+    ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the system
     with open("/proc/self/status") as file:
         fields = dict(line.split(":", 1) for line in file)
     anon, shared = (int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
@@ -194,7 +194,7 @@ def state():
 def test_ten_thousand_operations_are_right_and_leave_nothing_behind():
     if keras_dist.size() != 3 or MPI.get_vendor()[0] != "MPICH":
         pytest.skip("takes a minute: run on 3 ranks, under the library with the shorter waits")
-    late = np.random.default_rng(keras_dist.rank())  # each rank in its own time
+    late = np.random.default_rng(keras_dist.rank())  # ranks drop results at different times
     waiting, before = [], None
 
     def catch_up():
@@ -214,7 +214,7 @@ def test_ten_thousand_operations_are_right_and_leave_nothing_behind():
             time.sleep(late.uniform(0, 0.003))
         if kind in QUEUED and draw.rng.random() < 0.5:
             handle = getattr(keras_dist, f"{kind.__name__}_async")(*arguments)
-            if late.random() < 0.9:  # the others are dropped: they run all the same
+            if late.random() < 0.9:  # the others are dropped, but still run
                 waiting.append((handle, expected))
             del handle
         else:

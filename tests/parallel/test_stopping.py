@@ -1,4 +1,4 @@
-"""Whoever stops training, all ranks stop after the same step."""
+"""All ranks stop training after the same step, whichever rank stops."""
 
 import keras
 import numpy as np
@@ -11,7 +11,7 @@ from keras_dist.callbacks import AgreeOnStoppingCallback, RootOnly
 
 
 class Steps(keras.callbacks.Callback):
-    """Counts the steps of a fit without making Keras call hooks one after the other."""
+    """Counts the steps of a fit without making Keras call batch hooks synchronously."""
 
     async_safe = True
 
@@ -24,7 +24,7 @@ class Steps(keras.callbacks.Callback):
 
 
 class StopAt(keras.callbacks.Callback):
-    """Stops at one hook of one rank, the `at`th time that it is called."""
+    """Stops at the `at`th call of one hook on one rank."""
 
     def __init__(self, hook, at, rank):
         super().__init__()
@@ -95,11 +95,11 @@ def test_what_the_roots_callback_decides_all_do():
 
 def test_ranks_meet_after_batches_only_where_a_callback_may_stop_there():
     class Quiet(keras.callbacks.ModelCheckpoint):
-        """Has Keras' hook at batches, which does not stop."""
+        """Has the batch hook of Keras, which does not stop."""
 
     class Watchful(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            """May do anything."""
+            """Has an unknown batch hook."""
 
     nothing = keras.callbacks.LambdaCallback(on_epoch_end=print)
     something = keras.callbacks.LambdaCallback(on_train_batch_end=print)
@@ -133,5 +133,5 @@ def test_evaluation_alone_does_not_meet():
     model = make_model()
     if keras_dist.rank() == 0:
         model.evaluate(*make_data(8), verbose=0, callbacks=[AgreeOnStoppingCallback(True)])
-    # A rank that had met would be one meeting ahead.
+    # A rank that had communicated would be one operation ahead.
     assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()

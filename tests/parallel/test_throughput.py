@@ -1,4 +1,4 @@
-"""How fast all ranks train, and how long they wait for each other."""
+"""Throughput of all ranks, and the time they wait for each other."""
 
 import time
 
@@ -17,7 +17,7 @@ SAMPLES, BATCH, STEPS = 10, 4, 3  # the last batch has 2
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A callback for the list: every epoch lasts two seconds, all of them before its steps."""
+    """A callback that makes every epoch last two seconds, all before its steps."""
     now = {"seconds": 0.0, "waited": 0.0}
     monkeypatch.setattr(throughput, "perf_counter", lambda: now["seconds"])
     monkeypatch.setattr(_engine.wait, "waited_seconds", lambda: now["waited"])
@@ -46,7 +46,7 @@ def test_samples_of_all_ranks_and_the_mean_of_their_waiting(clock, shared_tmp_pa
     n = keras_dist.size()
     path = shared_tmp_path / "log.csv"
     logger = keras_dist.callbacks.RootOnly(keras.callbacks.CSVLogger(str(path)))
-    # Validation in the second epoch alone resets what the epoch has counted.
+    # Validation in the second epoch only, which resets the counters of the epoch.
     x, y = make_data(7)
     history = fit(distributed(), clock, logger, validation_data=(x, y), validation_freq=2)
     assert history["samples_per_second"] == [SAMPLES * n / EPOCH_SECONDS] * 2
@@ -72,7 +72,7 @@ def test_a_step_of_ones_own_that_counts_no_samples(clock):
 
 
 class Shown(keras.callbacks.Callback):
-    """Keeps what the progress bar is given at batches, but for metrics."""
+    """Records the logs of batches that the progress bar shows, except metrics."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self.logs = []
@@ -84,7 +84,7 @@ class Shown(keras.callbacks.Callback):
 def test_the_progress_bar_shows_the_speed_of_this_ranks_steps(clock):
     shown = Shown()
     fit(distributed(), clock, shown)
-    # Of the steps of the epoch before, each had so many samples.
+    # Each step of the previous epoch had this number of samples.
     speed = SAMPLES * keras_dist.size() / STEPS / EPOCH_SECONDS
     waiting = min(0.5 * (keras_dist.rank() + 1) / EPOCH_SECONDS, 1.0)
     assert shown.logs == [
@@ -94,7 +94,7 @@ def test_the_progress_bar_shows_the_speed_of_this_ranks_steps(clock):
 
 
 class Late(keras.callbacks.Callback):
-    """Brings rank 0 late to the third epoch: JAX compiles in the second as well."""
+    """Delays rank 0 in the third epoch; JAX also compiles in the second."""
 
     def on_train_batch_begin(self, batch, logs=None):
         if self.epoch == 2 and batch == 0 and keras_dist.rank() == 0:
@@ -119,7 +119,7 @@ def test_one_that_is_late_lets_the_others_wait(capsys):
     history = fit(distributed(), Late(), epochs=3, verbose=2)
     assert agreed(history)
     assert np.isfinite(history["samples_per_second"]).all()
-    # Rank 0 does not wait for itself, and steps that have been traced take no time.
+    # Rank 0 does not wait for itself, and traced steps take almost no time.
     assert 0.3 * (n - 1) / n <= history["waiting"][2] <= (n - 1) / n + 0.1
     if keras_dist.rank() == 0:
         assert f"waiting: {history['waiting'][2]:.4f}" in capsys.readouterr().out

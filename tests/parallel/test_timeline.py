@@ -1,4 +1,4 @@
-"""The timeline of training and of collectives by hand, as every rank has recorded it."""
+"""The timeline of training and of collectives, as recorded by every rank."""
 
 import collections
 
@@ -13,14 +13,14 @@ from keras_dist import errors
 
 @pytest.fixture
 def record(shared_tmp_path):
-    """A function that records while a function runs, and returns the trace on every rank."""
+    """A function that records while another runs, and returns the trace on every rank."""
 
     def run(work, name="t.json", **options):
         path = shared_tmp_path / name
         keras_dist.start_timeline(path, **options)
         work()
         keras_dist.stop_timeline()
-        keras_dist.barrier()  # the root has written it
+        keras_dist.barrier()  # rank 0 has written it
         assert [file.name for file in shared_tmp_path.glob(f"{name}*")] == [name]
         return traces.load(path)
 
@@ -128,7 +128,7 @@ def test_a_limit_of_size_ends_it_and_says_so(record, shared_tmp_path, caplog):
 
 def test_starting_again_writes_the_first(shared_tmp_path):
     first, second = shared_tmp_path / "1.json", shared_tmp_path / "2.json"
-    keras_dist.stop_timeline()  # nothing is recorded: nothing happens
+    keras_dist.stop_timeline()  # no effect without a recording
     keras_dist.start_timeline(first)
     keras_dist.start_timeline(second, mark_cycles=True)
     keras_dist.barrier()

@@ -1,4 +1,4 @@
-"""Bytes through MPI: cut at its limits and into pieces, they are the same bytes."""
+"""Messages that exceed the limits of MPI are sent in pieces without changes."""
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +29,7 @@ def draw(rank, shape, dtype):
 
 
 def everything(comm, dtype):
-    """Every collective on arrays of a few kilobytes; returns the bits of all results."""
+    """Runs every collective on arrays of a few kilobytes; returns the bytes of all results."""
     rank, size = comm.rank, comm.size
     rows = draw(rank, (100 + 50 * rank, 3), dtype)
     even = draw(rank, (40 * size, 9), dtype)
@@ -56,7 +56,7 @@ def everything(comm, dtype):
 
 
 class Limited:
-    """A communicator of MPI that takes no larger buffers."""
+    """An MPI communicator that limits the size of buffers."""
 
     def __init__(self, world, limit):
         self._world, self._limit = world, limit

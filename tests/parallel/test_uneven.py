@@ -1,4 +1,4 @@
-"""Ranks whose data ends earlier than that of others: `join`, and what `fit` does with it."""
+"""Ranks whose data ends earlier: `join`, and its use in `fit`."""
 
 import functools
 
@@ -18,11 +18,11 @@ backend = keras.backend.backend()
 on_tensorflow = pytest.mark.skipif(backend != "tensorflow", reason="of TensorFlow alone")
 
 
-# --- join by hand
+# --- join in scripts
 
 
 def on_ranks_with_steps(counts, step):
-    """Calls `step(number, here)` so often on each rank; returns what `join` says."""
+    """Calls `step(number, here)` `counts[rank]` times on a rank; returns the result of `join`."""
     mine = counts[keras_dist.rank()]
     for number in range(mine):
         step(number, [rank for rank, count in enumerate(counts) if count > number])
@@ -30,7 +30,7 @@ def on_ranks_with_steps(counts, step):
 
 
 def counts_of(case):
-    """So many batches for each rank: the first ranks or the last have more than the others."""
+    """Batches for each rank: the first or the last ranks have more than the others."""
     n = keras_dist.size()
     return {
         "even": [3] * n,
@@ -60,7 +60,7 @@ def test_reductions_are_among_the_ranks_that_have_not_joined(case, count):
     counts = counts_of(case)
     operations = [("average", "float32"), ("sum", "int64"), ("min", "float64"), ("average", "int8")]
     operations += [("product", "float32"), ("max", "bool"), ("average", ml_dtypes.bfloat16)]
-    # The first has its memory before any joins, the others are met while some have.
+    # The first has its memory before any rank joins, the others do not.
     keras_dist.allreduce(value_of(keras_dist.rank(), 0, "float32", count))
 
     def step(number, here):
@@ -83,7 +83,7 @@ def test_reductions_are_among_the_ranks_that_have_not_joined(case, count):
 
     last = on_ranks_with_steps(counts, step)
     assert last == max(range(len(counts)), key=lambda rank: (counts[rank], rank))
-    # And all are back.
+    # All ranks participate again.
     for _ in range(4):
         total = keras_dist.allreduce(value_of(keras_dist.rank(), 0, "float32", count), "sum")
         wanted = sum(value_of(rank, 0, "float32", count) for rank in range(keras_dist.size()))
@@ -195,7 +195,7 @@ def data_of(rank, count):
 
 @functools.cache
 def trained_once(optimizer, predivide=1.0, passes=None, **options):
-    """A compiled model, made once as it is compiled for seconds, and its first state."""
+    """A compiled model and its initial state; made once, because it takes seconds to compile."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     momentum = {"momentum": MOMENTUM} if optimizer == "SGD" else {}
@@ -220,7 +220,7 @@ def model_of(optimizer="SGD", **options):
 
 
 def by_hand(model, counts_by_epoch):
-    """The weights after steps that are averaged over the ranks that have data."""
+    """The weights after steps that are averaged over the ranks with data."""
     weights = [w.astype("float64") for w in model.get_weights()]
     moments = [np.zeros_like(w) for w in weights]
     for counts in counts_by_epoch:
@@ -284,7 +284,7 @@ def test_generators_of_unknown_length_under_adam():
     with pytest.warns(UserWarning, match="ran out of data"):
         model.fit(batches(), verbose=0, callbacks=keras_dist.callbacks())
     keras_dist.verify_replicas(model)
-    # On TensorFlow Keras may count the step that finds no data.
+    # On TensorFlow, Keras may count the step that has no data.
     assert int(model.optimizer.iterations) - max(counts) in (
         [0, 1] if backend == "tensorflow" else [0]
     )
@@ -300,7 +300,7 @@ def test_all_stop_when_the_first_is_out_of_data():
 
 
 class StopAt(keras.callbacks.Callback):
-    """Stops at a batch of rank 0; its hook makes ranks agree after every batch."""
+    """Stops at a batch of rank 0; with its hook ranks agree after every batch."""
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 4 and keras_dist.rank() == 0:
@@ -310,7 +310,7 @@ class StopAt(keras.callbacks.Callback):
 @pytest.mark.parametrize(("uneven", "epochs"), [("continue", 1), ("stop", 3)])
 def test_a_stop_while_others_are_out_of_data_stops_all(uneven, epochs):
     counts = counts_of("many more on the first")
-    epochs = 1 if keras_dist.size() == 1 else epochs  # the shortest is then long enough
+    epochs = 1 if keras_dist.size() == 1 else epochs  # then the shortest has enough
     model = model_of()
     history = fit(model, counts, StopAt(), uneven=uneven, epochs=3)
     assert len(history.epoch) == epochs
@@ -338,14 +338,14 @@ def test_ranks_that_would_end_differently_are_told_so():
 
 @pytest.mark.parametrize(("others", "last"), [(2, 3), (3, 4)])
 def test_gradients_that_wait_for_an_update(others, last):
-    """Of two batches each: some ranks have one of them when they are out of data."""
+    """Epochs of two batches; some ranks run out of data after one."""
     n = keras_dist.size()
     counts = [others] * (n - 1) + [last]
     model = model_of("Adam", passes=2)
     fit(model, counts, epochs=3)
     assert int(model.optimizer._iterations) == 3 * max(counts)
     own = [np.abs(keras.ops.convert_to_numpy(v)).sum() for v in state_of(model)[-2:]]
-    # Who is elsewhere than the last rank begins its next update anew, beside it.
+    # A rank at another step than the last rank starts its next update with it.
     waits = last == 3 and keras_dist.rank() == n - 1
     assert all(each > 0 for each in own) if waits else not any(own)
 

@@ -1,4 +1,4 @@
-"""What the training tests share: small models, the same data cut for any number of ranks."""
+"""Helpers of the training tests: small models, and the same data for any number of ranks."""
 
 import keras
 import numpy as np
@@ -20,7 +20,7 @@ def make_model(optimizer=None, regularised=False, **options):
 
 
 def distributed(optimizer=None, **options):
-    """The same classifier, with an optimizer that is distributed."""
+    """The same classifier with a distributed optimizer."""
     wrapped = keras_dist.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.1))
     return make_model(optimizer=wrapped, **options)
 
@@ -32,12 +32,12 @@ def compiled(model, optimizer=None, **options):
 
 
 def with_logs(change):
-    """A class of models whose train step returns what `change` makes of its logs."""
+    """A model class whose train step returns its logs changed by `change`."""
 
     class Custom(keras.Model):
         def train_step(self, *arguments):
             found = super().train_step(*arguments)
-            if keras.backend.backend() == "jax":  # a step of JAX gives its new state as well
+            if keras.backend.backend() == "jax":  # a JAX step also returns its new state
                 return change(found[0]), found[1]
             return change(found)
 
@@ -52,12 +52,12 @@ def make_data(samples, seed=0):
 
 
 def global_data():
-    """The data of all ranks together: so many steps of a batch on each."""
+    """The data of all ranks: a batch for each rank and step."""
     return make_data(STEPS * BATCH * keras_dist.size())
 
 
 def rows_of_rank(array, batch):
-    """The rows that this rank takes when each global batch is dealt out over the ranks."""
+    """The rows of this rank if each global batch is distributed over the ranks."""
     n = keras_dist.size()
     steps = len(array) // (n * batch)
     dealt = array[: steps * n * batch].reshape(steps, n, batch, *array.shape[1:])
@@ -65,7 +65,7 @@ def rows_of_rank(array, batch):
 
 
 def fit_rows(model, x, y):
-    """Trains for an epoch on what `rows_of_rank` gives."""
+    """Trains for an epoch on the rows of `rows_of_rank`."""
     callbacks = keras_dist.callbacks()
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
 
@@ -77,8 +77,8 @@ def weights_of(model):
 def assert_close(weights, expected, relative=1e-6):
     """Compares the weights of a model to a tolerance relative to their norm.
 
-    Each variable for itself has to hold ten times that: a bias that has gone up and down
-    near 0 is small beside the rounding of the steps that it has made.
+    The tolerance of a single variable is ten times as large: the rounding errors of the steps may
+    be large relative to a bias near 0.
     """
     for value, wanted in zip(weights, expected, strict=True):
         near = 10 * relative * np.abs(wanted).max()
