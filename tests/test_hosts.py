@@ -12,7 +12,7 @@ from keras_dist import errors
 from keras_dist.launch.cli import discovery, mpiexec
 from keras_dist.launch.cli.command import job_command
 from keras_dist.launch.cli.hosts import parse_hosts, read_hostfile
-from keras_dist.launch.cli.options import add_places
+from keras_dist.launch.cli.options import add_host_options
 
 OPEN_MPI = mpiexec.Library("Open MPI", (5, 0), "Open MPI v5.0")
 MPICH = mpiexec.Library("MPICH", (4, 2), "MPICH 4.2")
@@ -38,7 +38,7 @@ def command(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setattr("os.getuid", lambda: 1000)
     parser = argparse.ArgumentParser()
-    add_places(parser)
+    add_host_options(parser)
 
     def run(library, words="", **environment):
         monkeypatch.setenv("PATH", f"{tmp_path / 'bin' / library.vendor}:{tmp_path / 'bin'}:/bin")

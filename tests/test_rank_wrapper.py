@@ -119,7 +119,7 @@ def stream(tmp_path):
             begin = file.tell()
             for chunk in chunks:
                 passed_on.take(chunk)
-                passed_on.show_what_is_old()
+                passed_on.flush_stale_line()
             file.seek(begin)
             return file.read()
 

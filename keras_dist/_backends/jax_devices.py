@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from keras_dist._compat.jax import has_client, see_only, visible_devices
+from keras_dist._compat.jax import has_client, restrict_to_device, visible_devices
 
 __all__ = ["choose_gpu"]
 
@@ -42,8 +42,8 @@ def choose_gpu(local_rank: int, local_size: int) -> str | None:
     if count is None:
         return _choose_default(local_rank, local_size)
     if local_size > 1 and count > 1:
-        see_only(platform, local_rank % count)
-    return _sharing(local_size, count)
+        restrict_to_device(platform, local_rank % count)
+    return _ranks_per_device(local_size, count)
 
 
 def _choose_default(local_rank: int, local_size: int) -> str | None:
@@ -56,10 +56,10 @@ def _choose_default(local_rank: int, local_size: int) -> str | None:
             f"allocates memory on each of {len(gpus)} GPUs, as do the other ranks of this node, "
             "since JAX was used before keras_dist.init(). Call init() before any use of JAX."
         )
-    return _sharing(local_size, len(gpus))
+    return _ranks_per_device(local_size, len(gpus))
 
 
-def _sharing(local_size: int, count: int) -> str | None:
+def _ranks_per_device(local_size: int, count: int) -> str | None:
     if 1 < count < local_size:
         return f"shares its GPU: {local_size} ranks on this node, {count} GPUs."
     return None

@@ -32,7 +32,7 @@ def train_step_for_host(model: Any) -> Iterator[None]:
     if not model.jit_compile or model.run_eagerly:
         yield
         return
-    why_not = _why_not(model)
+    why_not = _reason_not_to_split(model)
     step = model.train_step if why_not else _split(model, model.train_step)
     if why_not:
         _warn_once(why_not)
@@ -44,7 +44,7 @@ def train_step_for_host(model: Any) -> Iterator[None]:
         model.jit_compile = True
 
 
-def _why_not(model: Any) -> str | None:
+def _reason_not_to_split(model: Any) -> str | None:
     """Returns the reason why the step of a model cannot be split; `None` if it can."""
     import keras
 

@@ -11,7 +11,7 @@ __all__ = [
     "CONTRACT",
     "abstract_of",
     "has_client",
-    "see_only",
+    "restrict_to_device",
     "subset_of",
     "version",
     "visible_devices",
@@ -34,7 +34,7 @@ def visible_devices(platform: str) -> str:
     return visible
 
 
-def see_only(platform: str, device: int) -> None:
+def restrict_to_device(platform: str, device: int) -> None:
     """Makes JAX see a single GPU of a platform, before it creates its client."""
     jax.config.update(f"jax_{platform}_visible_devices", str(device))
 

@@ -16,7 +16,7 @@ from keras_dist._engine.files import File
 from keras_dist._engine.mpi import library
 from keras_dist._engine.mpi.mailbox import Mailbox
 from keras_dist._engine.options import OpOptions, PlanOptions
-from keras_dist._engine.ordering.pending import wait_first
+from keras_dist._engine.ordering.pending import set_completion
 from keras_dist._engine.ordering.ticket import Handle
 from keras_dist._engine.recovery.retry import Retry
 from keras_dist._engine.rpc import RpcService
@@ -51,8 +51,8 @@ __all__ = [
     "plan_buckets",
     "point_to_point",
     "progress",
+    "set_completion",
     "subsets",
     "tracing",
     "wait",
-    "wait_first",
 ]

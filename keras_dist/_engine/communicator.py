@@ -16,7 +16,7 @@ from keras_dist._engine.faults.fault_state import FaultState
 from keras_dist._engine.faults.rank_lost import lost
 from keras_dist._engine.faults.stall_watchdog import StallWatchdog
 from keras_dist._engine.mpi.digests import DigestExchange
-from keras_dist._engine.mpi.hello import turn_away
+from keras_dist._engine.mpi.hello import decline
 from keras_dist._engine.mpi.topology import Topology, first_error, share
 from keras_dist._engine.mpi.transfer import allgather_parts
 from keras_dist._engine.ordering.order import CollectiveOrder
@@ -138,7 +138,7 @@ class Communicator:
         self.plans.clear()
         self.idle_memory.clear()
         self.node = None
-        worlds = (self.services.take_channel_world(), *self.topology.mpi_communicators)
+        worlds = (self.services.detach_channel_world(), *self.topology.mpi_communicators)
         for world in filter(None, worlds):
             try:
                 world.Free()
@@ -238,7 +238,7 @@ class Communicator:
     def _decline(self) -> None:
         # A rank of a process set may still come to the others: the set has an order of its own.
         if self._job is None:
-            turn_away(self.world, self.rank)
+            decline(self.world, self.rank)
 
     def warn_no_shared_memory(self, reason: str | None) -> None:
         """Warns once, on rank 0, that data goes through MPI although ranks share a node.

@@ -160,7 +160,7 @@ class Wire:
             probe = np.asarray(compressor.compress(np.zeros(3, original)))
             self.dtype = probe.dtype
             if probe.dtype.hasobject:
-                raise self._wrong("compress", "numbers", f"dtype {probe.dtype}")
+                raise self._invalid("compress", "numbers", f"dtype {probe.dtype}")
             self.unpack(self.pack(np.zeros(3, original)))
 
     def pack(self, array: np.ndarray) -> np.ndarray:
@@ -181,10 +181,10 @@ class Wire:
     ) -> np.ndarray:
         if array.shape != shape or array.dtype != dtype:
             expected = f"an array of shape {shape} and dtype {dtype}"
-            raise self._wrong(method, expected, f"shape {array.shape} and dtype {array.dtype}")
+            raise self._invalid(method, expected, f"shape {array.shape} and dtype {array.dtype}")
         return array
 
-    def _wrong(self, method: str, expected: str, received: str) -> errors.ArgumentError:
+    def _invalid(self, method: str, expected: str, received: str) -> errors.ArgumentError:
         return errors.ArgumentError(
             errors.explain(
                 self._where,

@@ -25,7 +25,7 @@ from keras_dist._engine.tracing import spans
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
 
-__all__ = ["call_off", "recv", "send"]
+__all__ = ["cancel", "recv", "send"]
 
 DATA = 2  # MPI tag
 
@@ -99,7 +99,7 @@ def recv(
     return array
 
 
-def call_off(comm: "Communicator", peer: int, why: str) -> None:
+def cancel(comm: "Communicator", peer: int, why: str) -> None:
     """Tells another rank, when it calls `send` or `recv`, that this rank has failed.
 
     Blocks until it does, or comes to a rendezvous of all ranks.

@@ -99,7 +99,7 @@ class RpcService:
         self._left = True
         if self._calling.acquire(blocking=False):
             try:
-                self._tell_server()
+                self._notify_server()
             finally:
                 self._calling.release()
 
@@ -107,13 +107,13 @@ class RpcService:
         """Leaves, and serves until all clients have left. Collective: every rank; blocks."""
         self._left = True
         with self._calling:  # no thread may call MPI after this
-            self._tell_server()
+            self._notify_server()
         if self._farewell is not None:
             with self._ignoring_dead_ranks():
                 _finish(self._farewell)
         self._thread.join()
 
-    def _tell_server(self) -> None:
+    def _notify_server(self) -> None:
         if not self._has_told:
             self._has_told = True
             with self._ignoring_dead_ranks():

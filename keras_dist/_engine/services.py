@@ -21,7 +21,7 @@ class BackgroundService(Protocol):
     def abandon(self) -> None:
         """Ends the service after a rank has died, without waiting for other ranks."""
 
-    def be_alone(self) -> None:
+    def stop_communication(self) -> None:
         """Sends no more messages, as a rank has died; `abandon` follows."""
 
 
@@ -65,7 +65,7 @@ class Services(Generic[C]):
     def detach(self) -> None:
         """Makes the services send no more messages until `restart`."""
         for service in self._running:
-            service.be_alone()
+            service.stop_communication()
         self._channel_world = None
 
     def add_resource(self, resource: _Resource) -> None:
@@ -108,7 +108,7 @@ class Services(Generic[C]):
         else:
             self._abandon()
 
-    def take_channel_world(self) -> Any | None:
+    def detach_channel_world(self) -> Any | None:
         """Returns the duplicate of `channel`, to be freed, and forgets it."""
         world, self._channel_world = self._channel_world, None
         return world

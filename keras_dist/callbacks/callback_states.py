@@ -22,8 +22,8 @@ __all__ = [
     "acting",
     "append_to_files",
     "attributes_of",
-    "keeps_itself",
-    "own_states",
+    "has_state_dict",
+    "rank_states",
     "restore",
     "shared_states",
     "with_files_of",
@@ -49,7 +49,7 @@ def acting(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.cal
     return found
 
 
-def keeps_itself(callback: keras.callbacks.Callback) -> bool:
+def has_state_dict(callback: keras.callbacks.Callback) -> bool:
     """Returns whether a callback has the methods `state_dict` and `load_state_dict`."""
     methods = ("state_dict", "load_state_dict")
     return all(callable(getattr(callback, name, None)) for name in methods)
@@ -67,7 +67,7 @@ def shared_states(callbacks: Mapping[str, keras.callbacks.Callback]) -> dict[str
     return found
 
 
-def own_states(
+def rank_states(
     callbacks: Mapping[str, keras.callbacks.Callback], on_root: Iterable[str]
 ) -> dict[str, State]:
     """Returns the states that differ between ranks, by name.
@@ -78,7 +78,7 @@ def own_states(
     of_root = set(on_root)
     states = shared_states({n: one for n, one in callbacks.items() if n not in of_root})
     for name, callback in callbacks.items():
-        if keeps_itself(callback):
+        if has_state_dict(callback):
             states[name] = {**states.get(name, {}), USERS: _state_of(callback)}
         if isinstance(callback, keras.callbacks.CSVLogger):
             file = {"keys": callback.keys, "nbytes": _nbytes(callback)}
@@ -110,7 +110,7 @@ def restore(callbacks: Mapping[str, keras.callbacks.Callback], states: Mapping[s
             setattr(callback, attribute, value)
         if FILE in state:
             _restore_file(callback, **state[FILE])
-        if USERS in state and keeps_itself(callback):
+        if USERS in state and has_state_dict(callback):
             _restore_own(callback, state[USERS])
 
 

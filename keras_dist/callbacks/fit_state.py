@@ -63,7 +63,7 @@ class FitState:
 
         def mine() -> Packed:
             state = rank_states.state(model, logs)
-            state[CALLBACKS] = callback_states.own_states(self.callbacks, self._on_root)
+            state[CALLBACKS] = callback_states.rank_states(self.callbacks, self._on_root)
             return _packed(state)
 
         return _together(mine, "the states of ranks for a backup")

@@ -53,14 +53,14 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
         super().__init__()
         self.backups = backups
         self.root_rank = root_rank
-        self._told: list[str] = []
+        self._received: list[str] = []
         self._signals: Signals | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Installs the signal handlers."""
-        self._told = []
-        _engine.piggyback.set_listener(self._hear)
-        self._signals = Signals(self._tell)
+        self._received = []
+        _engine.piggyback.set_listener(self._receive)
+        self._signals = Signals(self._announce)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Exchanges signals, and prepares to exit after the steps of the epoch, without a hook."""
@@ -73,7 +73,7 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
             if before is not None:
                 object.__setattr__(model, LOGS, before)
             found = getattr(model, LOGS)(logs)  # all ranks are at the end of its steps then
-            if self._told:
+            if self._received:
                 self._leave()
             return found
 
@@ -89,42 +89,42 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
         if self._signals is not None:
             self._signals.close()
 
-    def _tell(self, name: str) -> None:
+    def _announce(self, name: str) -> None:
         text = f"{name} on rank {runtime.rank()}"
         if runtime.size() == 1:
-            self._hear([text])
+            self._receive([text])
         else:
             _engine.piggyback.post(text)
 
-    def _hear(self, told: list[str]) -> None:
+    def _receive(self, texts: list[str]) -> None:
         # Called within the step, in any thread.
-        self._told = told
+        self._received = texts
         if not model_of(self).stop_training:
             model_of(self).stop_training = STOPS_JOB
 
     def _ask(self) -> None:
         everyone = _engine.collectives.allgather_object(
-            runtime.communicator(), _engine.piggyback.notice(), operation="asking whether to go on"
+            runtime.communicator(), _engine.piggyback.notice(), operation="exchanging signals"
         )
-        self._told += [text for text in everyone if text is not None]
-        if self._told:
+        self._received += [text for text in everyone if text is not None]
+        if self._received:
             # The backup must include the effects of later callbacks in the current hook.
             self.when_all_have_been_called(self._leave)
 
     def _leave(self) -> None:
-        written = [str(one.backup_dir) for one in self.backups if one.save_now()]
+        written = [str(backup.backup_dir) for backup in self.backups if backup.save_now()]
         if runtime.rank() == self.root_rank:
             what = (
-                f"A backup is in {', '.join(written)}: start the job again, and it goes on there."
+                f"A backup is in {', '.join(written)}. Start the job again to resume from it."
                 if written
-                else "No backup was written: pass BackupAndRestore to keras_dist.callbacks, and "
-                "see above whether it failed."
+                else "No backup was written. Pass BackupAndRestore to keras_dist.callbacks; errors "
+                "of a backup are logged above."
             )
             _log.warning(
                 "keras_dist: %s: all %d ranks stop, %s. %s Exit code %d.",
-                ", ".join(self._told),
+                ", ".join(self._received),
                 runtime.size(),
-                _engine.progress.say_progress(),
+                _engine.progress.describe_progress(),
                 what,
                 PREEMPTED_EXIT_CODE,
             )

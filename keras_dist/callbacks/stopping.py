@@ -82,7 +82,7 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
         return self if self.each_batch else type(self)(each_batch=True)
 
     @staticmethod  # `fit_plan` asks an instance: it is imported before this package
-    def must_ask(callbacks: Iterable[keras.callbacks.Callback]) -> bool:
+    def may_stop_at_batches(callbacks: Iterable[keras.callbacks.Callback]) -> bool:
         """Returns whether any of the callbacks may stop training after a batch."""
         return may_stop_at_a_batch(callbacks)
 

@@ -60,7 +60,7 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
                     "Omit it, or pass 'at once', which costs a collective per step.",
                 )
             )
-        runtime.outlive_ranks()
+        runtime.survive_rank_loss()
         self.verbose = verbose
         self.share_out = share_out
         if share_out == "at once":

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist.callbacks.callback_states import attributes_of, keeps_itself
+from keras_dist.callbacks.callback_states import attributes_of, has_state_dict
 
 __all__ = ["UnsavedState"]
 
@@ -57,7 +57,7 @@ class UnsavedState:
 
 
 def _may_lose_state(callback: keras.callbacks.Callback) -> bool:
-    return not type(callback).__module__.startswith(KNOWN) and not keeps_itself(callback)
+    return not type(callback).__module__.startswith(KNOWN) and not has_state_dict(callback)
 
 
 def _attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:

@@ -155,10 +155,10 @@ class _Work:
             self._fetch.run()
         except NotOwnError as failure:
             parts = failure.expected, failure.received, failure.remedy
-            self._failure = errors.explain(_where(), *parts)
+            self._failure = errors.explain(_location(), *parts)
         except Exception as failure:  # raised on all ranks
             self._failure = errors.explain(
-                _where(),
+                _location(),
                 f"{self._fetch.source} to be copied to {self._fetch.cache_dir}",
                 f"{type(failure).__name__}: {failure}",
                 "Check both paths on that node.",
@@ -174,7 +174,7 @@ class _Work:
         return _Report(ended, self._failure, done, total, ended and fetch.fetched, str(fetch.path))
 
 
-def _where() -> str:
+def _location() -> str:
     return f"{runtime.where()} on {platform.node()}"
 
 

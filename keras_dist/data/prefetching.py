@@ -13,7 +13,7 @@ from keras_dist.data import epochs
 from keras_dist.data.nested import mapped
 from keras_dist.data.shard_options import ShardOptions
 
-__all__ = ["Ahead", "prefetch"]
+__all__ = ["Prefetched", "prefetch"]
 
 
 def prefetch(data: Any, count: int = 2) -> Any:
@@ -47,7 +47,7 @@ def prefetch(data: Any, count: int = 2) -> Any:
             options.explain("count to be at least 1", repr(count), "Leave it out.")
         )
     if isinstance(data, keras.utils.PyDataset):
-        made: Any = Ahead(data, count, _mover)
+        made: Any = Prefetched(data, count, _copy_function)
     elif hasattr(data, "element_spec"):
         made = _tf_prefetched(data, count)
     else:
@@ -57,7 +57,7 @@ def prefetch(data: Any, count: int = 2) -> Any:
     return made
 
 
-class Ahead(keras.utils.PyDataset):
+class Prefetched(keras.utils.PyDataset):
     """A data set that makes batches of another one ahead, within each epoch.
 
     Args:
@@ -74,7 +74,7 @@ class Ahead(keras.utils.PyDataset):
         mover: Callable[[], Callable[[Any], Any]],
     ):
         super().__init__()
-        self._data, self._count, self._mover = data, count, mover
+        self._data, self._count, self._copy_function = data, count, mover
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._waiting: collections.deque[concurrent.futures.Future] = collections.deque()
         self._begun = 0
@@ -100,7 +100,7 @@ class Ahead(keras.utils.PyDataset):
         self._clear()  # batches of an epoch that was abandoned
         self._data.on_epoch_begin()
         self._begun = 0
-        self._move = self._mover()
+        self._move = self._copy_function()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "keras_dist prefetch")
 
     def on_epoch_end(self) -> None:
@@ -115,7 +115,7 @@ class Ahead(keras.utils.PyDataset):
         self._waiting.clear()
 
 
-def _mover() -> Callable[[Any], Any]:
+def _copy_function() -> Callable[[Any], Any]:
     """Returns a function that moves an array of numpy to the device of the calling thread."""
     backend = keras.config.backend()
     if backend == "jax":
@@ -126,12 +126,12 @@ def _mover() -> Callable[[Any], Any]:
         import torch
 
         if torch.cuda.is_available():
-            return functools.partial(_moved_by_cuda, torch.cuda.current_device())
+            return functools.partial(_copied_by_cuda, torch.cuda.current_device())
         return torch.as_tensor
     return lambda array: array
 
 
-def _moved_by_cuda(device: int, array: Any) -> Any:
+def _copied_by_cuda(device: int, array: Any) -> Any:
     import torch
 
     # Each thread has a current device, and pinned memory belongs to a device as well.

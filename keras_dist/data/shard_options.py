@@ -59,7 +59,7 @@ class ShardOptions:
     rank: int = dataclasses.field(default_factory=runtime.rank)
     size: int = dataclasses.field(default_factory=runtime.size)
     where: str = dataclasses.field(default_factory=runtime.where)
-    may_shrink: bool = dataclasses.field(default_factory=runtime.may_outlive_ranks)
+    may_shrink: bool = dataclasses.field(default_factory=runtime.can_survive_rank_loss)
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "steps", "shuffle_buffer", "global_batch_size"):

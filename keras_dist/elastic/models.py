@@ -229,12 +229,12 @@ def _check_part(name: str, raw: np.ndarray) -> None:
             "with torch.serialization.add_safe_globals."
         )
         text = errors.explain(
-            runtime.where(), f"{expected}state with a directory", _refused(error), remedy
+            runtime.where(), f"{expected}state with a directory", _rejected_class(error), remedy
         )
         raise errors.ArgumentTypeError(text) from error
 
 
-def _refused(error: pickle.UnpicklingError) -> str:
+def _rejected_class(error: pickle.UnpicklingError) -> str:
     """Returns the class that torch has refused, from its long message."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     return str(error).partition("\n")[0] if found is None else f"{found[1]} in it"

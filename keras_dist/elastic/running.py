@@ -55,8 +55,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def elastic(state: Any, *args: Any, **kwargs: Any) -> Any:
-        if runtime.may_outlive_ranks():
-            runtime.outlive_ranks()
+        if runtime.can_survive_rank_loss():
+            runtime.survive_rank_loss()
         state.sync()
         while True:
             try:

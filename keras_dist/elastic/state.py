@@ -181,7 +181,7 @@ class ObjectState(State):
             self._directory_is_read = True
         self._gather()
         comm = runtime.communicator()
-        values, arrays = self._kept_now()
+        values, arrays = self._current()
         shared = values, self._without_own(arrays)
         self._put(
             _engine.collectives.broadcast_object(
@@ -207,11 +207,11 @@ class ObjectState(State):
     def _check(self) -> None:
         """Checks that a directory can restore `_arrays`."""
 
-    def _kept_now(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def _current(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         return {name: getattr(self, name) for name in self._names}, self._arrays()
 
     def _keep(self) -> None:
-        self._kept = copy.deepcopy(self._kept_now())
+        self._kept = copy.deepcopy(self._current())
 
     def _put(
         self, kept: tuple[dict[str, Any], dict[str, np.ndarray]], of_file: bool = False

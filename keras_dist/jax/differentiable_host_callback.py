@@ -12,7 +12,7 @@ from keras_dist._backends.jax import finish_calls
 
 __all__ = ["differentiable", "host_callback"]
 
-_engine.wait_first(finish_calls)  # as `init` does, which may have been called before
+_engine.set_completion(finish_calls)  # as `init` does, which may have been called before
 
 
 def differentiable(

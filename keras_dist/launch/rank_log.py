@@ -19,17 +19,17 @@ def printing_to(path: pathlib.Path) -> Iterator[None]:
     path.unlink(missing_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
     kept = [os.dup(descriptor) for descriptor in (1, 2)]
-    _point(log, log)
+    _redirect(log, log)
     os.close(log)
     try:
         yield
     finally:
-        _point(*kept)
+        _redirect(*kept)
         for descriptor in kept:
             os.close(descriptor)
 
 
-def _point(out: int, error: int) -> None:
+def _redirect(out: int, error: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(out, 1)

@@ -44,7 +44,7 @@ def main() -> None:
         except OSError as error:
             _give_up(f"--log-dir {options.log_dir}, for rank {rank}", error, WRONG_USAGE)
         if rank > 0 or not options.live or log is not None:
-            _have_output_read(rank, options.live, log)
+            _redirect_output(rank, options.live, log)
     launch_environment.restore_threads()
     try:
         os.execvp(options.program[0], options.program)
@@ -101,7 +101,7 @@ def _open_log(folder: Path, rank: int) -> int:
     return os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | way, 0o666)
 
 
-def _have_output_read(rank: int, live: bool, log: int | None) -> None:
+def _redirect_output(rank: int, live: bool, log: int | None) -> None:
     """Redirects the output of this process to a child that forwards it."""
     pipes = [os.pipe() for _ in range(2)]
     child = os.fork()
@@ -151,7 +151,7 @@ def _pass_on(sources: list[int], rank: int, live: bool, log: int | None) -> None
                 if not chunk:
                     selector.unregister(key.fd)
             for stream in streams.values():
-                stream.show_what_is_old()
+                stream.flush_stale_line()
 
 
 class _Stream:
@@ -186,7 +186,7 @@ class _Stream:
             self._show([self._line])
             self._line = b""
 
-    def show_what_is_old(self) -> None:
+    def flush_stale_line(self) -> None:
         """Forwards a line that has been incomplete for a while."""
         if self._line and time.monotonic() - self._since > PATIENCE_SECONDS:
             self._show([self._line])

@@ -96,7 +96,7 @@ class _Rewriter(m.MatcherDecoratableTransformer):
             if f"{module}.{name}" in MODULES:
                 self._aliases.add(alias.evaluated_alias or name)
             elif name in GONE:
-                self._note(node, f"{name}: {GONE[name]}")
+                self._add_note(node, f"{name}: {GONE[name]}")
 
     def leave_Import(self, node: cst.Import, updated: cst.Import) -> cst.Import:
         names = []
@@ -104,7 +104,7 @@ class _Rewriter(m.MatcherDecoratableTransformer):
             name = get_full_name_for_node(alias.name) or ""
             module, trouble = _new_module(name)
             if trouble is not None:
-                self._note(node, trouble)
+                self._add_note(node, trouble)
             names.append(new if module is None else new.with_changes(name=_dotted(module)))
         return updated.with_changes(names=names)
 
@@ -118,11 +118,11 @@ class _Rewriter(m.MatcherDecoratableTransformer):
         else:
             aliases = updated.names
         inner = [f"{old}.{get_full_name_for_node(alias.name)}" for alias in aliases]
-        troubles = [_trouble_with(name) for name in inner]
+        troubles = [_reason_without_replacement(name) for name in inner]
         if trouble is not None and all(name in MODULES for name in inner) and inner:
             trouble = None  # `from horovod.common import exceptions`
         if trouble is not None or any(troubles):
-            self._note(node, next(filter(None, (*troubles, trouble))))
+            self._add_note(node, next(filter(None, (*troubles, trouble))))
             return updated
         # `from horovod.tensorflow import keras as hvd`: modules that have other names now.
         modules = {
@@ -146,7 +146,7 @@ class _Rewriter(m.MatcherDecoratableTransformer):
         name = get_full_name_for_node(node) or ""
         holder, _, attribute = name.rpartition(".")
         if attribute in GONE and holder in self._aliases:
-            self._note(node, f"{name}: {GONE[attribute]}")
+            self._add_note(node, f"{name}: {GONE[attribute]}")
         # `import horovod.torch` without a name of its own.
         if name in MODULES and name in self._aliases:
             return _dotted(MODULES[name])
@@ -160,7 +160,7 @@ class _Rewriter(m.MatcherDecoratableTransformer):
         name = str(text.evaluated_value)
         if _is_horovods(name):
             module, trouble = _new_module(name)
-            self._note(node, trouble or f"{function}: {name} is called {module} now")
+            self._add_note(node, trouble or f"{function}: {name} is called {module} now")
 
     def leave_Call(self, node: cst.Call, updated: cst.Call) -> cst.Call:
         name = get_full_name_for_node(node.func) or ""
@@ -175,7 +175,7 @@ class _Rewriter(m.MatcherDecoratableTransformer):
                     averaged, _dotted(_new_module(holder)[0] or holder)
                 )
             elif averaged is not None and not holder:
-                self._note(node, BARE_AVERAGE)
+                self._add_note(node, BARE_AVERAGE)
         if len(args) < len(updated.args) and args:
             args[-1] = args[-1].with_changes(comma=updated.args[-1].comma)
         return updated.with_changes(args=args)
@@ -198,9 +198,9 @@ class _Rewriter(m.MatcherDecoratableTransformer):
         asked = {get_full_name_for_node(one) for one in _attributes(node.test)}
         of_rank = any(f"{alias}.rank" in asked for alias in self._aliases)
         if of_rank and m.findall(node.body, CHECKPOINTS):
-            self._note(node, CHECKPOINT)
+            self._add_note(node, CHECKPOINT)
 
-    def _note(self, node: cst.CSTNode, text: str) -> None:
+    def _add_note(self, node: cst.CSTNode, text: str) -> None:
         line = self.get_metadata(PositionProvider, node).start.line
         self.notes.append(Note(line, text))
 
@@ -226,7 +226,7 @@ def _new_module(name: str) -> tuple[str | None, str | None]:
     return (MODULES[name], None) if name in MODULES else (None, UNKNOWN)
 
 
-def _trouble_with(name: str) -> str | None:
+def _reason_without_replacement(name: str) -> str | None:
     """Returns the reason why a dotted name of Horovod has no replacement, if known."""
     if name in GONE_MODULES:
         return GONE_MODULES[name]

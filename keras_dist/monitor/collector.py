@@ -40,7 +40,7 @@ class Collector:
 
     def __init__(self, comm: _engine.Communicator):
         self._comm, self._mpi = comm, comm.mpi
-        mine = (os.uname().nodename, os.getpid(), self._may_ask())
+        mine = (os.uname().nodename, os.getpid(), self._can_request())
         everyone = [mine] if comm.mpi is None else comm.world.allgather(mine)
         may_ask = all(may for _, _, may in everyone)
         self._processes = [(host, pid) for host, pid, _ in everyone]
@@ -85,7 +85,7 @@ class Collector:
         host, pid = self._processes[0]
         return Job(_name(), host, pid, self._started, time.time(), rows, self._note)
 
-    def _may_ask(self) -> bool:
+    def _can_request(self) -> bool:
         return self._mpi is None or self._mpi.Query_thread() >= self._mpi.THREAD_MULTIPLE
 
     def _row(self, rank: int) -> Row:
@@ -97,9 +97,9 @@ class Collector:
     def _missing(self) -> list[int]:
         """Returns the ranks without a recent report."""
         others = range(1, len(self._processes))
-        return [rank for rank in others if self._asked_at(rank) < self._wanted]
+        return [rank for rank in others if self._requested_at(rank) < self._wanted]
 
-    def _asked_at(self, rank: int) -> float:
+    def _requested_at(self, rank: int) -> float:
         return self._known[rank][1] if rank in self._known else float("-inf")
 
     def _run(self) -> None:

@@ -52,7 +52,7 @@ class Endpoints:
         self._close_servers()
         self.collector.abandon()
 
-    def be_alone(self) -> None:
+    def stop_communication(self) -> None:
         """Closes the endpoints, because the state of other ranks is unknown."""
         self.abandon()
 

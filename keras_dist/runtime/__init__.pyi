@@ -2,6 +2,9 @@ from .job import (
     add_process_set as add_process_set,
 )
 from .job import (
+    can_survive_rank_loss as can_survive_rank_loss,
+)
+from .job import (
     communicator as communicator,
 )
 from .job import (
@@ -38,13 +41,7 @@ from .job import (
     local_size as local_size,
 )
 from .job import (
-    may_outlive_ranks as may_outlive_ranks,
-)
-from .job import (
     notify as notify,
-)
-from .job import (
-    outlive_ranks as outlive_ranks,
 )
 from .job import (
     rank as rank,
@@ -63,6 +60,9 @@ from .job import (
 )
 from .job import (
     size as size,
+)
+from .job import (
+    survive_rank_loss as survive_rank_loss,
 )
 from .job import (
     where as where,

@@ -166,7 +166,7 @@ def _abort(code: int) -> None:
         _engine.library.start_mpi(mpi)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _engine.library.unlink_mpich_memory()
-        if _engine.library.outlives_processes():
+        if _engine.library.survives_process_death():
             # Open MPI's mpiexec was seen to hang, or to exit with 0, when several ranks abort at
             # the same time. One abort is enough.
             time.sleep(min(mpi.COMM_WORLD.Get_rank(), MAX_STAGGERED_RANKS) * STAGGER_SECONDS)

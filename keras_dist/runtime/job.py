@@ -25,6 +25,7 @@ from keras_dist.runtime.process_sets import (
 
 __all__ = [
     "add_process_set",
+    "can_survive_rank_loss",
     "communicator",
     "communicators",
     "cross_rank",
@@ -37,15 +38,14 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
-    "may_outlive_ranks",
     "notify",
-    "outlive_ranks",
     "rank",
     "ranks_by_id",
     "ranks_of",
     "remove_process_set",
     "shutdown",
     "size",
+    "survive_rank_loss",
     "where",
 ]
 
@@ -131,7 +131,7 @@ def init(
             f"with: pip install 'keras_dist[mpich]'"
         )
     if config.settings().on_failure == "continue":
-        outlive_ranks()
+        survive_rank_loss()
     events.publish(events.JOB_STARTED, joined)
     exit_hooks.register_job(_all_communicators, detach)
 
@@ -262,12 +262,12 @@ def find_process_set(group: Sequence[Ranks]) -> ProcessSet | None:
     return _process_sets().find(group)
 
 
-def may_outlive_ranks() -> bool:
+def can_survive_rank_loss() -> bool:
     """Returns whether MPI lets this rank continue when others die."""
-    return communicator().size > 1 and _engine.library.outlives_processes()
+    return communicator().size > 1 and _engine.library.survives_process_death()
 
 
-def outlive_ranks() -> None:
+def survive_rank_loss() -> None:
     """Makes this rank continue when others die; if MPI does not allow it, rank 0 logs a warning.
 
     Collective: every rank of the job; blocks if MPI allows it.
@@ -278,7 +278,7 @@ def outlive_ranks() -> None:
     comm = communicator()
     if comm.size == 1 or comm.faults.retry is not None:
         return
-    if _engine.library.outlives_processes():
+    if _engine.library.survives_process_death():
         # If only some ranks did it, they would wait for the others after each operation.
         _engine.collectives.barrier(comm, operation="on_failure=continue")
         comm.faults.retry = _engine.Retry(comm)

@@ -99,7 +99,7 @@ def take_device(comm: _engine.Communicator) -> None:
             if warning is not None:
                 _log.warning("%s %s", comm.where(), warning)
     for backend in backends:
-        _engine.wait_first(backend.finish_calls)
+        _engine.set_completion(backend.finish_calls)
     cores = _cores_of_ranks(comm)
     comm.fewest_cores = min(cores)
     if comm.size > 1 or settings.threads:
@@ -170,7 +170,9 @@ def _check_launcher(mpi: Any) -> None:
 
 def _check_all_live(mpi: Any) -> None:
     """Checks that no rank has died earlier in a job that continues without it."""
-    if _engine.library.outlives_processes() and (dead := mpi.COMM_WORLD.Get_failed().Get_size()):
+    if _engine.library.survives_process_death() and (
+        dead := mpi.COMM_WORLD.Get_failed().Get_size()
+    ):
         raise errors.LaunchError(
             errors.explain(
                 "[keras_dist.init]",

@@ -15,7 +15,7 @@ __all__ = [
     "FailedPreconditionError",
     "InvalidArgumentError",
     "InvalidTypeError",
-    "as_tensorflow_raises",
+    "raise_tensorflow_errors",
 ]
 
 
@@ -39,7 +39,7 @@ BECOMES = {
 
 
 @contextlib.contextmanager
-def as_tensorflow_raises() -> Iterator[None]:
+def raise_tensorflow_errors() -> Iterator[None]:
     """Returns a context in which errors of keras_dist are also errors of TensorFlow."""
     try:
         yield

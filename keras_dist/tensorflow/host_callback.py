@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_dist._backends.tensorflow import on_host
 from keras_dist._compat.tensorflow import eager_tensor, is_recorded
-from keras_dist.tensorflow.failures import as_tensorflow_raises
+from keras_dist.tensorflow.failures import raise_tensorflow_errors
 
 __all__ = ["as_tensors", "collective", "differentiable", "operation"]
 
@@ -24,7 +24,7 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        with as_tensorflow_raises():
+        with raise_tensorflow_errors():
             return function(*args, **kwargs)
 
     return tf.autograph.experimental.do_not_convert(called)
@@ -46,7 +46,7 @@ def collective(
     """Runs a collective on the arrays of tensors. See `on_host`."""
 
     def called(*arrays: Any) -> Any:
-        with as_tensorflow_raises():
+        with raise_tensorflow_errors():
             return function(*arrays)
 
     if not tf.executing_eagerly():

@@ -81,7 +81,7 @@ def _put_in_order(arguments: dict[str, Any]) -> bool:
         return False
     last = [one for one in flat if _name(one) in LAST]
     arguments["callbacks"] = [one for one in flat if _name(one) not in LAST] + last
-    return flat[found[-1]].must_ask(appended)
+    return flat[found[-1]].may_stop_at_batches(appended)
 
 
 def _plan(arguments: dict[str, Any], ours: list[str]) -> dict[str, str]:

@@ -115,7 +115,7 @@ class GradientReduction:
         Raises:
             ArgumentError: the numbers of gradients and variables differ.
         """
-        _check_as_many(gradients, variables)
+        _check_counts(gradients, variables)
         result = list(gradients)
         present = [at for at, gradient in enumerate(gradients) if gradient is not None]
         overwriting = [at for at in present if is_overwritten(variables[at])]
@@ -228,7 +228,7 @@ def _over_ranks(process_set: ProcessSet | None, tensor: Any, op: Any, name: str)
     return _backends.active().differentiable_host_callback(tensor, reduce, reduce)
 
 
-def _check_as_many(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+def _check_counts(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     if len(gradients) != len(variables):
         raise errors.ArgumentError(
             errors.explain(

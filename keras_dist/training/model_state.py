@@ -122,7 +122,7 @@ def local_variables(model: keras.Model) -> list[Any]:
     """Returns the local variables of a model and of its optimizers."""
     reductions = [getattr(one, "_keras_dist", None) for one in optimizers_of(model)]
     own = [v for one in reductions if one is not None for v in one.local_variables()]
-    return [*own, *_as_keras_knows(model, model.__dict__.get(LOCAL, ()))]
+    return [*own, *_keras_variables(model, model.__dict__.get(LOCAL, ()))]
 
 
 def random_states(model: keras.Model) -> list[Any]:
@@ -147,7 +147,7 @@ def to_numpy(variable: Any) -> np.ndarray:
     return np.asarray(keras.ops.convert_to_numpy(variable))
 
 
-def _as_keras_knows(model: keras.Model, variables: Iterable[Any]) -> list[Any]:
+def _keras_variables(model: keras.Model, variables: Iterable[Any]) -> list[Any]:
     """Returns the Keras variables that hold TensorFlow variables."""
     if all(isinstance(variable, keras.Variable) for variable in variables):
         return list(variables)

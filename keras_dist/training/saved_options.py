@@ -43,10 +43,10 @@ def describe(
         local_variables: variables that are local to each rank.
         local_layers: layers whose variables are local to each rank.
     """
-    places = _places(variables)
+    indices = _indices(variables)
     groups: Any = options.groups
     if not isinstance(groups, int):
-        groups = [[_describe_variable(v, places) for v in group] for group in groups] or None
+        groups = [[_describe_variable(v, indices) for v in group] for group in groups] or None
     return json.dumps(
         {
             "version": VERSION,
@@ -59,9 +59,9 @@ def describe(
             "sparse_as_dense": options.sparse_as_dense,
             "groups": groups,
             "scale_local_gradients": options.scale_local,
-            "local_variables": [_describe_variable(v, places) for v in local_variables],
+            "local_variables": [_describe_variable(v, indices) for v in local_variables],
             "local_layers": [
-                {"path": _path(layer), "places": _places_of(layer, places)}
+                {"path": _path(layer), "indices": _indices_of(layer, indices)}
                 for layer in local_layers
             ],
         },
@@ -69,16 +69,16 @@ def describe(
     )
 
 
-def _describe_variable(variable: Any, places: dict[int, int]) -> dict[str, Any]:
-    return {"path": variable_name(variable), "place": places.get(id(variable))}
+def _describe_variable(variable: Any, indices: dict[int, int]) -> dict[str, Any]:
+    return {"path": variable_name(variable), "place": indices.get(id(variable))}
 
 
-def _places(variables: Sequence[Any]) -> dict[int, int]:
+def _indices(variables: Sequence[Any]) -> dict[int, int]:
     return {id(variable): place for place, variable in enumerate(variables)}
 
 
-def _places_of(layer: keras.Layer, places: dict[int, int]) -> list[int]:
-    return [places[id(v)] for v in layer.trainable_variables if id(v) in places]
+def _indices_of(layer: keras.Layer, indices: dict[int, int]) -> list[int]:
+    return [indices[id(v)] for v in layer.trainable_variables if id(v) in indices]
 
 
 # --- Reading
@@ -200,10 +200,10 @@ def _find_variable(saved: dict[str, Any], variables: Sequence[Any], where: str) 
 def _find_layer(
     saved: dict[str, Any], model: keras.Model, variables: Sequence[Any], where: str
 ) -> keras.Layer:
-    layers, places = layers_of(model), _places(variables)
+    layers, indices = layers_of(model), _indices(variables)
     # A layer that was saved unbuilt or frozen is identified by its path only.
-    wanted = saved["places"]
-    matching = [one for one in layers if not wanted or _places_of(one, places) == wanted]
+    wanted = saved["indices"]
+    matching = [one for one in layers if not wanted or _indices_of(one, indices) == wanted]
     named = [one for one in matching if _same_path(_path(one), saved["path"])]
     found = named or (matching if wanted else [])
     if not found:

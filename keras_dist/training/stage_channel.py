@@ -38,7 +38,7 @@ class StageChannel:
         except errors.RankLostError:
             raise
         except Exception as error:
-            self._call_off(error)
+            self._cancel(error)
             raise
 
     def send(self, array: Any, peer: int, name: str, last: bool = False) -> None:
@@ -65,7 +65,7 @@ class StageChannel:
         if last:
             self._pending.discard(peer)
 
-    def _call_off(self, error: Exception) -> None:
+    def _cancel(self, error: Exception) -> None:
         """Sends an error to the neighbours that still wait for messages of this batch."""
         reason = str(error)
         if not isinstance(error, errors.KerasDistError):
@@ -78,4 +78,4 @@ class StageChannel:
             )
         for peer in sorted(self._pending):
             with contextlib.suppress(Exception):  # the first error is the one to raise
-                _engine.point_to_point.call_off(runtime.communicator(), peer, reason)
+                _engine.point_to_point.cancel(runtime.communicator(), peer, reason)

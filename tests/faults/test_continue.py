@@ -289,7 +289,7 @@ def test_one_rank_alone_is_ready_for_deaths(go_on, ready):
     text = f"""
 fault()
 if me == {ready}:
-    runtime.outlive_ranks()
+    runtime.survive_rank_loss()
 ops.allgather_object(me)
 """
     ended = go_on(2, text, KERAS_DIST_ON_FAILURE="stop", KERAS_DIST_STALL_ABORT_SECONDS="8")
@@ -416,7 +416,7 @@ PLACES = {
 }
 
 
-def goes_on(backend, *places):
+def case(backend, *places):
     texts = [f"{PLACES[place]} of `fit`, with `on_failure=continue`" for place in places]
     marks = [pytest.mark.fault(text, GOES_ON, within=60) for text in texts]
     return pytest.param(backend, ", ".join(places), marks=marks)
@@ -424,7 +424,7 @@ def goes_on(backend, *places):
 
 @pytest.mark.parametrize(
     ("backend", "kills"),
-    [goes_on("jax", "broadcast", "checkpoint"), goes_on("tensorflow", "batch", "validation")],
+    [case("jax", "broadcast", "checkpoint"), case("tensorflow", "batch", "validation")],
 )
 def test_fit_goes_on(job, open_mpi, tmp_path, backend, kills):
     text = f"KILLS = {kills!r}\nimport os\nos.chdir({str(tmp_path)!r})\n{FIT}"

@@ -14,14 +14,14 @@ from keras_dist._engine.ordering.queue import HeldNames
 from keras_dist._engine.ordering.ticket import Reordered, in_flight
 from keras_dist._engine.signature import CollectiveSignature
 
-__all__ = ["MeetAgain", "settle_refused"]
+__all__ = ["RepeatRendezvous", "resolve_refused"]
 
 
-class MeetAgain(Exception):
+class RepeatRendezvous(Exception):
     """This rank must repeat the rendezvous: others have left it with an error."""
 
 
-def settle_refused(
+def resolve_refused(
     comm: Communicator, calls: Sequence[CollectiveSignature], held: Sequence[HeldNames]
 ) -> None:
     """Settles operations that some ranks have refused.
@@ -35,7 +35,7 @@ def settle_refused(
 
     Raises:
         ArgumentError: this rank has called an operation that others have refused.
-        MeetAgain: this rank has refused an operation that others have called.
+        RepeatRendezvous: this rank has refused an operation that others have called.
         Reordered: others have refused an operation that this rank holds.
     """
     names = [names for names, _ in held]
@@ -49,7 +49,7 @@ def settle_refused(
         if comm.rank not in others:
             if called:
                 comm.order.forget_refused(name)
-            raise MeetAgain
+            raise RepeatRendezvous
         if not called:
             raise Reordered(name)
         first = next(index for index in range(comm.size) if index not in others)

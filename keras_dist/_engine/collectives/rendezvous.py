@@ -10,9 +10,9 @@ from typing import Any
 from keras_dist import errors
 from keras_dist._engine.collectives import piggyback
 from keras_dist._engine.collectives.matching import by_name, match_names
-from keras_dist._engine.collectives.refusals import MeetAgain, settle_refused
+from keras_dist._engine.collectives.refusals import RepeatRendezvous, resolve_refused
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.faults.progress import say_progress
+from keras_dist._engine.faults.progress import describe_progress
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.recovery.ulfm import check_alive
 from keras_dist._engine.shm.wait import note
@@ -59,7 +59,7 @@ def rendezvous(comm: Communicator, call: CollectiveSignature, notices: bool = Fa
     _of_thread.count = rendezvous_count() + 1
     note(comm.ranks, call)
     while True:
-        with contextlib.suppress(MeetAgain):
+        with contextlib.suppress(RepeatRendezvous):
             return _meet(comm, call, notices)
 
 
@@ -145,15 +145,15 @@ def resolve_difference(comm: Communicator, call: CollectiveSignature) -> bool:
 
     Raises:
         Reordered: the names differ, and all ranks hold one of them.
-        MeetAgain: this rank has refused an operation that others have called.
+        RepeatRendezvous: this rank has refused an operation that others have called.
         MismatchError: says which rank differs, and in what.
         KerasDistError: an error in the arguments of a rank, see `raise_on_all`.
     """
-    mine = pickle.dumps(_Arrival(call, say_progress(), comm.order.held_names()))
+    mine = pickle.dumps(_Arrival(call, describe_progress(), comm.order.held_names()))
     arrivals = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
     check_alive(comm)
     held = [arrival.held for arrival in arrivals]
-    settle_refused(comm, [arrival.call for arrival in arrivals], held)
+    resolve_refused(comm, [arrival.call for arrival in arrivals], held)
     plain: dict[str, Any] = {"holds": False, "notice": None, "refused": ()}
     calls = [dataclasses.replace(arrival.call, **plain) for arrival in arrivals]
     before, comm.faults.joined = comm.faults.joined, None  # an error ends it on all ranks

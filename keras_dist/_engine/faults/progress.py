@@ -15,11 +15,11 @@ __all__ = [
     "Progress",
     "begin_epoch",
     "count_update",
+    "describe_progress",
     "during",
     "is_during",
     "note_step",
     "progress",
-    "say_progress",
 ]
 
 
@@ -118,7 +118,7 @@ def note_step(step: int) -> None:
         _progress.done += step - before
 
 
-def say_progress() -> str:
+def describe_progress() -> str:
     """Describes the progress, such as `in fit, epoch 3, update 57`, counted from 1.
 
     Epochs are counted as Keras prints them. Empty without a record.

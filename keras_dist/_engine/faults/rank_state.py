@@ -10,10 +10,18 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from keras_dist._engine.faults.progress import say_progress
+from keras_dist._engine.faults.progress import describe_progress
 from keras_dist._engine.shm.wait import waits
 
-__all__ = ["MAX_NAMED", "RankState", "Ranks", "is_stopped", "say_ranks", "say_what", "state_here"]
+__all__ = [
+    "MAX_NAMED",
+    "RankState",
+    "Ranks",
+    "current_state",
+    "describe_operation",
+    "format_rank_list",
+    "is_stopped",
+]
 
 MAX_STACKS = 16_000  # characters from one rank
 MAX_NAMED = 16  # ranks
@@ -40,11 +48,13 @@ class RankState:
         return next((wait[1:] for wait in self.waits if wait[0] == ranks), None)
 
 
-def state_here() -> RankState:
+def current_state() -> RankState:
     """Returns the state of this rank."""
     now = time.perf_counter()
-    found = tuple((tuple(ranks), _say_call(what), now - began) for ranks, what, began in waits())
-    return RankState(found, say_progress(), _stacks())
+    found = tuple(
+        (tuple(ranks), _describe_call(what), now - began) for ranks, what, began in waits()
+    )
+    return RankState(found, describe_progress(), _stacks())
 
 
 def _stacks() -> str:
@@ -60,17 +70,17 @@ def _stacks() -> str:
     return "".join(parts)[:MAX_STACKS].rstrip()
 
 
-def _say_call(call: Any) -> str:
+def _describe_call(call: Any) -> str:
     several = len(getattr(call, "buckets", ())) > 1 and call.bucket is not None
     return f"{call}, bucket {call.bucket}" if several else str(call)
 
 
-def say_what(what: Any, progress: str) -> str:
+def describe_operation(what: Any, progress: str) -> str:
     """Describes an operation and the progress of the rank in it."""
-    return f"{_say_call(what)} ({progress})" if progress else _say_call(what)
+    return f"{_describe_call(what)} ({progress})" if progress else _describe_call(what)
 
 
-def say_ranks(ranks: Iterable[int]) -> str:
+def format_rank_list(ranks: Iterable[int]) -> str:
     """Names ranks, such as `ranks 0, 2`; at most the first of many."""
     every = list(ranks)
     more = f" and {len(every) - MAX_NAMED} more" if len(every) > MAX_NAMED else ""

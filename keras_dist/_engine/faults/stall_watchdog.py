@@ -22,10 +22,10 @@ from keras_dist._engine.faults.rank_state import (
     MAX_NAMED,
     Ranks,
     RankState,
+    current_state,
+    describe_operation,
+    format_rank_list,
     is_stopped,
-    say_ranks,
-    say_what,
-    state_here,
 )
 from keras_dist._engine.mpi.library import failed_process
 from keras_dist._engine.mpi.mailbox import Mailbox
@@ -104,7 +104,7 @@ class StallWatchdog:
         self._closing.set()
         self._thread.join()
 
-    def be_alone(self) -> None:
+    def stop_communication(self) -> None:
         """Sends no more messages, as a rank has died, and continues to watch this rank."""
         with self._turn:
             self._talks, self._why_alone = False, A_RANK_HAS_DIED
@@ -128,7 +128,7 @@ class StallWatchdog:
                 self._handle(*message)
             self._check_waits()
             for case in list(self._cases.values()):
-                self._pursue(case)
+                self._investigate(case)
         except self._mpi.Exception as error:
             if not failed_process(self._mpi, error):
                 raise
@@ -174,7 +174,7 @@ class StallWatchdog:
         elif kind == "heard":
             self._alarmed_at = 0.0
         elif kind == "ask":
-            self._post(sender, "answer", self._rank, ranks, *more, state_here())
+            self._post(sender, "answer", self._rank, ranks, *more, current_state())
         else:
             number, state = more
             self._silent.pop(sender, None)
@@ -210,11 +210,11 @@ class StallWatchdog:
 
     def _report_alone(self, what: Any, waited: float, ends: bool) -> None:
         ends = ends and str(what) != AT_THE_END  # the others may still be working
-        state = state_here()
+        state = current_state()
         text = (
             f"[rank {self._rank} of {self._size}] has waited {waited:.0f} s for others in "
-            f"{say_what(what, state.progress)}. Which of them is missing is not known, as "
-            f"{self._why_alone}."
+            f"{describe_operation(what, state.progress)}. Which of them is missing is not known, "
+            f"as {self._why_alone}."
         )
         if ends:
             self._end(f"{text} {self._end_text()}\n{state.stacks}", os._exit)
@@ -230,7 +230,7 @@ class StallWatchdog:
         if ends and not case.ends:
             case.ends, case.due, case.asked = True, 0.0, ()
 
-    def _pursue(self, case: _Case) -> None:
+    def _investigate(self, case: _Case) -> None:
         """Asks the ranks of a case, and reports when all have answered or time is over."""
         now = time.perf_counter()
         if not case.asked:
@@ -263,17 +263,17 @@ class StallWatchdog:
         first = min(stuck or found)
         what, _ = found[first]
         waited = max(seconds for _, seconds in found.values())
-        may_finish = not stuck and all(self._may_be_at_work(rank, case) for rank in missing)
+        may_finish = not stuck and all(self._may_still_run(rank, case) for rank in missing)
         ends = case.ends and waited >= self._limit and not may_finish
         is_due = case.asked_at >= self._reported.get(case.ranks, -1e9) + self._period
         if not ends and not (self._period and is_due):
             return
         self._reported[case.ranks] = case.asked_at
         text = (
-            f"keras_dist: {say_ranks(found)} of {self._size} "
+            f"keras_dist: {format_rank_list(found)} of {self._size} "
             f"{'has' if len(found) == 1 else 'have'} waited {waited:.0f} s for "
-            f"{say_ranks(missing) if missing else 'data of each other'} in "
-            f"{say_what(what, case.states[first].progress)}."
+            f"{format_rank_list(missing) if missing else 'data of each other'} in "
+            f"{describe_operation(what, case.states[first].progress)}."
         )
         if ends:
             report = self._describe_ranks(range(self._size), case)
@@ -282,7 +282,7 @@ class StallWatchdog:
             text += f" The job ends after {self._limit} s (KERAS_DIST_STALL_ABORT_SECONDS)."
         _log.warning("%s\n%s", text, self._describe_ranks(missing or found, case))
 
-    def _may_be_at_work(self, rank: int, case: _Case) -> bool:
+    def _may_still_run(self, rank: int, case: _Case) -> bool:
         """Returns whether a rank may still be working while others wait at the end of the script.
 
         A rank does not answer while a call holds the interpreter lock. On another node this looks
@@ -303,7 +303,7 @@ class StallWatchdog:
             some = "; ".join(
                 "pid {1} on {0}".format(*self._processes[r]) for r in members[:MAX_NAMED]
             )
-            lines.append(f"{say_ranks(members).capitalize()} ({some}){text}")
+            lines.append(f"{format_rank_list(members).capitalize()} ({some}){text}")
         return "\n".join(lines)
 
     def _describe(self, rank: int, case: _Case) -> str:
@@ -316,7 +316,9 @@ class StallWatchdog:
                 "interpreter lock"
             )
         parts = [state.progress] if state.progress else []
-        parts += [f"waiting in {what} of {say_ranks(ranks)}" for ranks, what, _ in state.waits]
+        parts += [
+            f"waiting in {what} of {format_rank_list(ranks)}" for ranks, what, _ in state.waits
+        ]
         return "".join(f", {part}" for part in parts) + f":\n{state.stacks}"
 
     def _end_text(self) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_dist._engine.shm.wait import noted
 
-__all__ = ["HELLO", "Hello", "turn_away"]
+__all__ = ["HELLO", "Hello", "decline"]
 
 HELLO = 1  # MPI tag; messages of collectives have tag 0
 
@@ -35,7 +35,7 @@ class Hello:
     why: str | None = None
 
 
-def turn_away(world: Any, rank: int) -> None:
+def decline(world: Any, rank: int) -> None:
     """Declines the greetings of ranks that wait for this one.
 
     Args:

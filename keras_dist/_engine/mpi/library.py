@@ -15,9 +15,9 @@ __all__ = [
     "is_cuda_aware",
     "load_mpi",
     "mpi_failure",
-    "outlives_processes",
     "start_mpi",
     "stop_mpi",
+    "survives_process_death",
     "unlink_mpich_memory",
     "version",
 ]
@@ -61,7 +61,7 @@ def start_mpi(mpi: Any) -> None:
     import mpi4py
 
     if not mpi.Is_initialized():
-        if outlives_processes():
+        if survives_process_death():
             # In MPI_Finalize Open MPI would wait for dead ranks as well, sometimes for ever.
             os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
         mpi.Init_thread(getattr(mpi, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
@@ -73,7 +73,7 @@ def failed_process(mpi: Any, error: BaseException) -> bool:
     return isinstance(error, mpi.Exception) and error.Get_error_class() in classes
 
 
-def outlives_processes() -> bool:
+def survives_process_death() -> bool:
     """Returns whether MPI continues when a process dies: Open MPI 5 with `--with-ft ulfm`."""
     return os.environ.get(ULFM) in ("1", "true")
 

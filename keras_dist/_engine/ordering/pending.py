@@ -7,12 +7,12 @@ exchange the wrong data, without an error where shapes are equal.
 
 from collections.abc import Callable
 
-__all__ = ["finish_pending", "wait_first"]
+__all__ = ["finish_pending", "set_completion"]
 
 _waits: list[Callable[[], None]] = []
 
 
-def wait_first(wait: Callable[[], None]) -> None:
+def set_completion(wait: Callable[[], None]) -> None:
     """Makes every collective call a function first.
 
     Args:

@@ -123,7 +123,7 @@ class Retry:
             if outcome is not None and confirmed:
                 break
             if not agree(self._comm, outcome is not None):
-                outcome = rebuild(self._comm, functools.partial(self._catch_up, joins))
+                outcome = rebuild(self._comm, functools.partial(self._outcome_of_others, joins))
         return outcome
 
     def _try(self, work: Callable[[], Any]) -> _Outcome | None:
@@ -140,7 +140,7 @@ class Retry:
                 return _Outcome(error=error)
             raise
 
-    def _catch_up(self, joins: bool) -> _Outcome | None:
+    def _outcome_of_others(self, joins: bool) -> _Outcome | None:
         """Returns the outcome of this operation from a rank that has ended it, or `None`."""
         comm = self._comm
         mine = pickle.dumps((self._position, joins))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from keras_dist import errors
-from keras_dist._engine.faults.progress import say_progress
+from keras_dist._engine.faults.progress import describe_progress
 from keras_dist._engine.faults.rank_lost import have
 from keras_dist._engine.mpi.library import failed_process
 from keras_dist._engine.shm.wait import also_blocked, blocked, note
@@ -34,7 +34,7 @@ def is_loss(comm: "Communicator", error: BaseException) -> bool:
     # Received data may be invalid, and noticed before the death is reported.
     patience = 0.0 if isinstance(error, errors.KerasDistError) else NEWS_SECONDS
     end = time.perf_counter() + patience
-    while not (known := _knows_of_death(comm.world)) and time.perf_counter() < end:
+    while not (known := _sees_dead_ranks(comm.world)) and time.perf_counter() < end:
         time.sleep(NAP_SECONDS)
     return known
 
@@ -118,7 +118,7 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
     # Ranks may have counted differently when the rank died.
     comm.digests.count = comm.faults.losses << 32
     if comm.rank == 0:
-        progress = say_progress()
+        progress = describe_progress()
         where = f" ({progress})" if progress else ""
         _log.warning(
             f"keras_dist: {have(gone)} died{where}. {comm.size} of {before.Get_size()} ranks "
@@ -130,12 +130,12 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
 def _agree(mpi: Any, world: Any, fine: bool) -> bool:
     try:
         with also_blocked():
-            return bool(world.Agree(fine and not _knows_of_death(world)))
+            return bool(world.Agree(fine and not _sees_dead_ranks(world)))
     except mpi.Exception:
         return False
 
 
-def _knows_of_death(world: Any) -> bool:
+def _sees_dead_ranks(world: Any) -> bool:
     dead = world.Get_failed()
     count = dead.Get_size()
     dead.Free()

@@ -92,11 +92,11 @@ class BucketReduction(Protocol):
 def bucket_reduction(node: Node, bucket: Bucket, op: ReduceOp) -> BucketReduction:
     """Returns the reduction that fits the size of a bucket."""
     if bucket.nbytes <= SMALL_NBYTES:
-        return _Whole(node, bucket, op)
+        return _Full(node, bucket, op)
     return _Sliced(node, bucket, op)
 
 
-class _Whole:
+class _Full:
     """Every rank reduces everything; two sets of rows, used in turn, save a rendezvous."""
 
     is_shared = False

@@ -72,12 +72,12 @@ def make_segment(
         The segment and `None`, or `None` and the reason; the same on all ranks.
     """
     segment, reasons = _share_segment(_create_nameless, nbytes, rank, share, private_view)
-    if any(isinstance(reason, _Unseen) for reason in reasons):
+    if any(isinstance(reason, _NotVisible) for reason in reasons):
         segment, reasons = _share_segment(_create_named, nbytes, rank, share, private_view)
     return (None, str(reasons[0])) if reasons else (segment, None)
 
 
-class _Unseen(str):
+class _NotVisible(str):
     """The reason of a rank that does not see the file of another rank."""
 
 
@@ -120,9 +120,9 @@ def _open(path: str, identity: Any) -> tuple[int, str | None]:
         # In another container the path may lead to another file.
         if _identity(os.stat(path)) == identity:
             return os.open(path, os.O_RDWR | os.O_CLOEXEC), None
-        return -1, _Unseen(f"{path} is another file for this rank")
+        return -1, _NotVisible(f"{path} is another file for this rank")
     except OSError as error:
-        return -1, _Unseen(f"{path} cannot be opened: {error.strerror}")
+        return -1, _NotVisible(f"{path} cannot be opened: {error.strerror}")
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
@@ -151,7 +151,7 @@ def _create_nameless(nbytes: int) -> _Made:
     try:
         handle = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except (AttributeError, OSError):  # another system, or a file system without such files
-        return "", -1, _Unseen(f"no file without a name can be made in {DIRECTORY}")
+        return "", -1, _NotVisible(f"no file without a name can be made in {DIRECTORY}")
     if reason := _reserve(handle, nbytes):
         os.close(handle)
         return "", -1, reason

@@ -15,7 +15,7 @@ from typing import Any
 from keras_dist import errors
 from keras_dist.launch.cli.command import number_of_ranks
 from keras_dist.launch.cli.measured import measure
-from keras_dist.launch.cli.options import add_places
+from keras_dist.launch.cli.options import add_host_options
 
 __all__ = ["add_to", "predict"]
 
@@ -33,7 +33,7 @@ def add_to(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.set_defaults(act=_bench)
-    add_places(parser)
+    add_host_options(parser)
     parser.add_argument(
         "--sizes", nargs="+", type=_count(1024), default=[_count(1024)(size) for size in SIZES],
         metavar="BYTES", help=f"sizes to be measured ({' '.join(SIZES)})",
@@ -86,7 +86,9 @@ def _bench(options: argparse.Namespace) -> int:
     _print_row("size", *(f"{ranks} ranks" for ranks in runs))
     for size in options.sizes:
         times = (of[size] for of in seconds.values())
-        _print_row(_words(size), *(f"{1e3 * time:.3f} ({size / time / 1e9:.1f})" for time in times))
+        _print_row(
+            _format_size(size), *(f"{1e3 * time:.3f} ({size / time / 1e9:.1f})" for time in times)
+        )
     if nbytes is not None:
         _print_prediction(parameters, nbytes, predicted)
     else:
@@ -146,7 +148,7 @@ def _count(base: int) -> Any:
     return count
 
 
-def _words(size: int) -> str:
+def _format_size(size: int) -> str:
     units = [(size / 1024**power, f"{unit}iB") for unit, power in UNITS.items() if power]
     number, unit = next((pair for pair in reversed(units) if pair[0] >= 1), units[0])
     return f"{number:g} {unit}"

@@ -45,18 +45,18 @@ def job_command(
     library: Library,
     program: Sequence[str],
     environment: Mapping[str, str],
-    goes_on: bool = False,
+    survives_rank_loss: bool = False,
     binds: bool = True,
 ) -> list[str]:
     """Returns the command line of mpiexec, which ends in the program.
 
     Args:
-        options: hosts and number of ranks, parsed by `add_places`; with `dry_run`, host names are
-            not resolved.
+        options: hosts and number of ranks, parsed by `add_host_options`; with `dry_run`, host
+            names are not resolved.
         library: MPI library of the ranks.
         program: command of each rank.
         environment: environment of mpiexec; ranks on other hosts get those that apply there.
-        goes_on: whether ranks continue after the death of a rank.
+        survives_rank_loss: whether ranks continue after the death of a rank.
         binds: whether mpiexec may bind ranks to cores.
 
     Raises:
@@ -71,14 +71,14 @@ def job_command(
     ranks = _ranks(options.np, hosts, given)
     if not hosts and given is not None and given.hosts:
         slots = _slots(given, ranks)
-        _check_room(ranks, slots, f"that {given.system} has given")
+        _check_slots(ranks, slots, f"that {given.system} has given")
         # Hydra asks the batch system itself; Open MPI may be built without support for it.
         hosts = slots if library.is_open_mpi else {}
     elif hosts:
-        _check_room(ranks, hosts, "named")
+        _check_slots(ranks, hosts, "named")
     elsewhere = bool(hosts) or given is not None
     words = mpiexec_options(
-        library, ranks, _passed(options, environment, elsewhere), goes_on, hosts, binds
+        library, ranks, _passed(options, environment, elsewhere), survives_rank_loss, hosts, binds
     )
     return [find_mpiexec(library), *words, *(options.mpi_args or []), *program]
 
@@ -109,7 +109,7 @@ def _slots(given: Allocation, ranks: int) -> dict[str, int]:
     return dict.fromkeys(given.hosts, share)
 
 
-def _check_room(ranks: int, hosts: Mapping[str, int], whose: str) -> None:
+def _check_slots(ranks: int, hosts: Mapping[str, int], whose: str) -> None:
     if ranks > sum(hosts.values()):
         places = ", ".join(f"{name}:{slots}" for name, slots in hosts.items())
         raise _error(

@@ -5,10 +5,10 @@ from pathlib import Path
 from keras_dist import errors
 from keras_dist.launch.cli.options import OPTIONS
 
-__all__ = ["words_of_file"]
+__all__ = ["arguments_of_file"]
 
 
-def words_of_file(path: str) -> list[str]:
+def arguments_of_file(path: str) -> list[str]:
     """Returns the options of a YAML file as command-line arguments.
 
     Raises:

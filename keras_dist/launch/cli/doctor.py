@@ -16,7 +16,7 @@ from keras_dist.launch.cli.findings import (
     of_the_packages,
 )
 from keras_dist.launch.cli.measured import measure
-from keras_dist.launch.cli.options import add_places
+from keras_dist.launch.cli.options import add_host_options
 
 __all__ = ["add_to"]
 
@@ -33,7 +33,7 @@ def add_to(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.set_defaults(act=_print_findings)
-    add_places(parser)
+    add_host_options(parser)
     parser.add_argument("--json", action="store_true", help="print it for programs")
 
 

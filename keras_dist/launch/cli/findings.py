@@ -156,7 +156,7 @@ def _gpus() -> Finding:
 
 
 def _survival(library: Library) -> Finding:
-    if library.goes_on:
+    if library.survives_rank_loss:
         return Finding("Dead ranks", "others can go on without: --on-failure continue (ULFM)")
     return Finding("Dead ranks", "end the job; --max-restarts starts it anew (no ULFM)")
 

@@ -23,7 +23,7 @@ def measure(options: argparse.Namespace, ranks: int, sizes: Iterable[int]) -> di
     """Runs `keras_dist.launch.microbench` on some ranks and returns its result.
 
     Args:
-        options: hosts and number of ranks, parsed by `add_places`.
+        options: hosts and number of ranks, parsed by `add_host_options`.
         ranks: number of ranks.
         sizes: sizes of the reductions in bytes.
 

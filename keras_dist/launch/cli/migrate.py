@@ -54,7 +54,7 @@ def _migrate(options: argparse.Namespace) -> int:
             if options.write:
                 _write(path, wanted, encoding)
     by_hand = sum(len({note.line for note in notes}) for _, notes in rewritten.values())
-    _say_how_many(by_hand)
+    _summarize(by_hand)
     if proposed and not options.write:
         return PROPOSED
     return BY_HAND if by_hand else 0
@@ -68,7 +68,7 @@ def _diff(before: str, after: str, name: str) -> Iterator[str]:
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
-def _say_how_many(by_hand: int) -> None:
+def _summarize(by_hand: int) -> None:
     if by_hand:
         lines = "1 line is" if by_hand == 1 else f"{by_hand} lines are"
         print(f"keras-dist migrate: {lines} left to look at by hand.", file=sys.stderr)

@@ -37,7 +37,7 @@ class Library:
         return self.vendor in ("Open MPI", "Spectrum MPI")
 
     @property
-    def goes_on(self) -> bool:
+    def survives_rank_loss(self) -> bool:
         """Whether ranks can continue after the death of a rank (ULFM)."""
         return self.vendor == "Open MPI" and self.version >= (5,)
 
@@ -79,7 +79,7 @@ def find_mpiexec(library: Library) -> str:
     """
     seen = []
     for path in dict.fromkeys(_candidates()):
-        if _belongs(_version(path), library):
+        if _matches(_version(path), library):
             return path
         seen.append(path)
     others = f"only {', '.join(seen)}, of another library" if seen else "none"
@@ -98,7 +98,7 @@ def mpiexec_options(
     library: Library,
     ranks: int,
     passed: Sequence[str],
-    goes_on: bool,
+    survives_rank_loss: bool,
     hosts: Mapping[str, int] | None = None,
     binds: bool = True,
 ) -> list[str]:
@@ -108,7 +108,7 @@ def mpiexec_options(
         library: its MPI library.
         ranks: number of ranks.
         passed: names of environment variables that ranks on other nodes need; Hydra passes all.
-        goes_on: whether ranks continue after the death of a rank.
+        survives_rank_loss: whether ranks continue after the death of a rank.
         hosts: slots by host. Defaults to those that mpiexec finds.
         binds: whether mpiexec may bind ranks to cores. Open MPI gives each of two ranks on a
             node one core, however many there are.
@@ -127,7 +127,7 @@ def mpiexec_options(
         options.append("--oversubscribe")
     if not binds:
         options += ["--bind-to", "none"]
-    if goes_on:
+    if survives_rank_loss:
         options += ["--with-ft", "ulfm"]
     for name in passed:
         options += ["-x", name]
@@ -154,7 +154,7 @@ def _listed(hosts: Mapping[str, int]) -> str:
     return ",".join(f"{name}:{slots}" for name, slots in hosts.items())
 
 
-def _belongs(version: str, library: Library) -> bool:
+def _matches(version: str, library: Library) -> bool:
     """Tells whether an mpiexec belongs to a library, by its version text."""
     if "Open MPI" in version or library.is_open_mpi:
         spectrum = library.vendor == "Spectrum MPI"

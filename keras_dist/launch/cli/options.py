@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["OPTIONS", "Option", "add_options", "add_places"]
+__all__ = ["OPTIONS", "Option", "add_host_options", "add_options"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _number(least: int) -> Callable[[str], int]:
     return number
 
 
-def _words(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
     """Splits text as a shell would, without running one."""
     try:
         return shlex.split(text)
@@ -112,7 +112,7 @@ PLACES = (
         "--mpi-args",
         "further words for mpiexec, as one text",
         "WORDS",
-        _words,
+        _split,
         horovod="--mpi-args",
     ),
 )
@@ -154,7 +154,7 @@ OPTIONS = (
         "a program, with its arguments, that is asked at each start of the job, restarts included, "
         "which hosts there are: a host a line, `h1:2`; no shell reads it",
         "COMMAND",
-        _words,
+        _split,
         horovod="--host-discovery-script",
     ),
     Option(
@@ -230,7 +230,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         option.add_to(parser)
 
 
-def add_places(parser: argparse.ArgumentParser) -> None:
+def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options for hosts, slots and the connection to hosts."""
     for option in PLACES:
         option.add_to(parser)

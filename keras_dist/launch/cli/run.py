@@ -13,7 +13,7 @@ from typing import Any
 
 from keras_dist import config, errors
 from keras_dist.launch.cli.command import job_command, settings_of
-from keras_dist.launch.cli.config_file import words_of_file
+from keras_dist.launch.cli.config_file import arguments_of_file
 from keras_dist.launch.cli.discovery import with_hosts
 from keras_dist.launch.cli.horovodrun import refuse
 from keras_dist.launch.cli.hosts import allocation
@@ -56,7 +56,7 @@ def _with_file(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     """Returns the options with those of the file, which the command line overrides."""
     if options.config_file is None:
         return options
-    return parser.parse_args([*words_of_file(options.config_file), *options.words])
+    return parser.parse_args([*arguments_of_file(options.config_file), *options.words])
 
 
 def _run_in_time(options: argparse.Namespace) -> int:
@@ -64,7 +64,7 @@ def _run_in_time(options: argparse.Namespace) -> int:
     try:
         return _run(options, time.monotonic() + seconds)
     except TimeoutError:
-        _say("no hosts have been found before the time of the job was over (--timeout).")
+        _print("no hosts have been found before the time of the job was over (--timeout).")
         return TIMED_OUT
 
 
@@ -75,13 +75,13 @@ def _run(options: argparse.Namespace, end: float) -> int:
     added = {**settings_of(options), **_variables(options)}
     environment = {**os.environ, **added, RESTART: "0"}
     config.parse(environment)
-    goes_on = options.on_failure == "continue" and library.goes_on
+    survives_rank_loss = options.on_failure == "continue" and library.survives_rank_loss
     words = [*_launched(options), *program]
     binds = options.bind == "mpiexec"
 
     def command_of(restart: int) -> list[str]:
         found = with_hosts(options, restart > 0, end)
-        return job_command(found, library, words, environment, goes_on, binds)
+        return job_command(found, library, words, environment, survives_rank_loss, binds)
 
     command = command_of(0)
     if options.dry_run or options.verbose:
@@ -89,15 +89,15 @@ def _run(options: argparse.Namespace, end: float) -> int:
         print(shlex.join([*(["env", *settings] if settings else []), *command]), flush=True)
     if options.dry_run:
         return 0
-    if options.on_failure == "continue" and not library.goes_on:
-        _say(_cannot_go_on(library, options.max_restarts))
+    if options.on_failure == "continue" and not library.survives_rank_loss:
+        _print(_check_survival(library, options.max_restarts))
     if "--allow-run-as-root" in command:
-        _say("running as root, so mpiexec is told --allow-run-as-root.")
+        _print("running as root, so mpiexec is told --allow-run-as-root.")
     try:
         with terminating_signals_raise():
-            return _try_again_and_again(command, command_of, environment, options.max_restarts, end)
+            return _run_with_restarts(command, command_of, environment, options.max_restarts, end)
     except EndRequested as told:
-        _say(f"told to end ({told.name}) while no try of the job was running.")
+        _print(f"told to end ({told.name}) while no try of the job was running.")
         return told.code
 
 
@@ -113,7 +113,7 @@ def _launched(options: argparse.Namespace) -> list[str]:
     return words
 
 
-def _try_again_and_again(
+def _run_with_restarts(
     command: list[str],
     command_of: Callable[[int], list[str]],
     environment: dict[str, str],
@@ -128,24 +128,24 @@ def _try_again_and_again(
         ended = run_job(command, environment, left)
         code = _exit_code(ended)
         if ended.timed_out:
-            _say("the job has been ended, as its time is over (--timeout).")
+            _print("the job has been ended, as its time is over (--timeout).")
         if code == 0 or ended.signal is not None or code in NEVER_AGAIN:
             return code
         if code == exit_hooks.PREEMPTED_EXIT_CODE:
-            _say(f"the job was asked to end and has kept its state (exit code {code}).")
+            _print(f"the job was asked to end and has kept its state (exit code {code}).")
             return code
         if restart < max_restarts:
             pause = min(2**restart, MAX_PAUSE_SECONDS)
             if time.monotonic() + pause >= end:
-                _say(f"the job failed with exit code {code}, and its time is over (--timeout).")
+                _print(f"the job failed with exit code {code}, and its time is over (--timeout).")
                 return code
-            _say(
+            _print(
                 f"the job failed with exit code {code}. Restart {restart + 1} of {max_restarts} "
                 f"in {pause} s."
             )
             time.sleep(pause)
     if max_restarts:
-        _say(f"the job failed with exit code {code}, after {max_restarts} restarts.")
+        _print(f"the job failed with exit code {code}, after {max_restarts} restarts.")
     return code
 
 
@@ -226,7 +226,7 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
     return wanted
 
 
-def _cannot_go_on(library: Library, max_restarts: int) -> str:
+def _check_survival(library: Library, max_restarts: int) -> str:
     instead = (
         f"the job is started anew instead, at most {max_restarts} times."
         if max_restarts
@@ -235,5 +235,5 @@ def _cannot_go_on(library: Library, max_restarts: int) -> str:
     return f"{library.text} cannot go on without a rank that has died: {instead}"
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"keras-dist: {text}", file=sys.stderr, flush=True)

@@ -89,7 +89,7 @@ def _top(options: argparse.Namespace) -> int:
         return _print_json(found, options.once)
     if options.once or not sys.stdout.isatty():
         return _draw_once([job for job, _ in found])
-    return _draw_live(_Watched(found))
+    return _draw_continuously(_Watched(found))
 
 
 def _find(options: argparse.Namespace) -> Iterator[tuple[Job, Iterator[Job]]]:
@@ -118,7 +118,7 @@ def _find(options: argparse.Namespace) -> Iterator[tuple[Job, Iterator[Job]]]:
                 remove(path)
             continue
         except (OSError, StopIteration, errors.ArgumentError) as error:
-            _say(f"{path.name}: {error or 'ended'}")
+            _print(f"{path.name}: {error or 'ended'}")
             continue
         if options.pid in (None, job.pid):
             yield job, stream
@@ -174,7 +174,7 @@ def _draw_once(jobs: Sequence[Job]) -> int:
     return 0
 
 
-def _draw_live(watched: _Watched) -> int:
+def _draw_continuously(watched: _Watched) -> int:
     from keras_dist.launch.cli import (
         drawing,  # rich takes time to import
     )
@@ -195,5 +195,5 @@ def _address(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"keras-dist top: {text}", file=sys.stderr, flush=True)

@@ -94,11 +94,11 @@ class Exchange:
         found = {rank: self.outcome(rank) for rank in range(ranks)}
         failed = {rank: one for rank, one in found.items() if isinstance(one, Failure)}
 
-        def place(rank: int) -> tuple[bool, int]:
+        def path_of(rank: int) -> tuple[bool, int]:
             written = (self.folder / f"failure-{rank}").stat().st_mtime_ns
             return failed[rank].is_consequence, written
 
-        return {rank: failed[rank] for rank in sorted(failed, key=place)}
+        return {rank: failed[rank] for rank in sorted(failed, key=path_of)}
 
     def put_report(self, rank: int, report: str) -> None:
         """Writes the progress of a rank as JSON."""

@@ -38,7 +38,7 @@ def main(folder: str) -> None:
             linecache.cache.update(cells)
             sys.path += [entry for entry in path if entry not in sys.path]
             threading.Thread(
-                target=_go_on_reporting,
+                target=_report_periodically,
                 args=(exchange, rank),
                 name="keras_dist report",
                 daemon=True,
@@ -52,7 +52,7 @@ def main(folder: str) -> None:
             raise
 
 
-def _go_on_reporting(exchange: Exchange, rank: int) -> None:
+def _report_periodically(exchange: Exchange, rank: int) -> None:
     while True:
         _report(exchange, rank)
         time.sleep(REPORT_SECONDS)

@@ -136,7 +136,7 @@ def open_view(exchange: Exchange, np: int, verbose: bool) -> Iterator[View]:
         verbose: whether to show anything.
     """
     if not verbose:
-        yield _Nothing(exchange, np)
+        yield _NoView(exchange, np)
         return
     from rich import get_console
     from rich.live import Live
@@ -151,7 +151,7 @@ def open_view(exchange: Exchange, np: int, verbose: bool) -> Iterator[View]:
         yield View(exchange, np)
 
 
-class _Nothing(View):
+class _NoView(View):
     def show(self, last: bool = False) -> None:
         pass
 

@@ -9,7 +9,7 @@ import nbformat
 from keras_dist import errors
 from keras_dist.storage import atomic_write
 
-__all__ = ["begin", "begun", "executed_path", "read", "write"]
+__all__ = ["begin", "executed_path", "read", "start_time", "write"]
 
 VERSION = 4  # format version; older notebooks are converted
 NOTE = "keras_dist"  # in the metadata
@@ -65,7 +65,7 @@ def begin(notebook: nbformat.NotebookNode, ranks: int) -> str:
     return moment
 
 
-def begun(path: pathlib.Path) -> str | None:
+def start_time(path: pathlib.Path) -> str | None:
     """Returns the recorded start time of a notebook file; `None` without one."""
     try:
         return str(json.loads(path.read_text())["metadata"][NOTE]["began"])

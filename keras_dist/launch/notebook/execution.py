@@ -54,7 +54,7 @@ def run_notebook(path: pathlib.Path, output: pathlib.Path, values: Mapping[str, 
     path, output = path.absolute(), output.absolute()
     notebook = document.read(path, where)
     parameters.inject(notebook, values, where)
-    _check_place(output, where)
+    _check_output_path(output, where)
     log = output.with_suffix(f".rank{rank}.log")
     os.chdir(path.parent)
     sys.argv = [str(path)]
@@ -74,7 +74,7 @@ def run_notebook(path: pathlib.Path, output: pathlib.Path, values: Mapping[str, 
         raise failed.error
     if rank:
         failed.output["traceback"].insert(0, where)
-        failure.tell(output, rank, {"cell": failed.place, "output": failed.output})
+        failure.send(output, rank, {"cell": failed.place, "output": failed.output})
     return _end(failed, notebook, where, log if rank else output)
 
 
@@ -118,17 +118,17 @@ def _writer(
         with outputs.lock:
             document.write(notebook, output)
 
-    def hear(told: dict[str, Any]) -> None:
+    def receive(told: dict[str, Any]) -> None:
         with outputs.lock:
             notebook.cells[told["cell"]].outputs.append(nbformat.from_dict(told["output"]))
             save()
 
     save()
-    failure.listen(output, run, hear)
+    failure.listen(output, run, receive)
     return save
 
 
-def _check_place(output: pathlib.Path, where: str) -> None:
+def _check_output_path(output: pathlib.Path, where: str) -> None:
     if not os.access(output.parent, os.W_OK | os.X_OK):
         raise errors.ArgumentError(
             errors.explain(

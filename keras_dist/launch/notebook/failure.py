@@ -17,13 +17,13 @@ from typing import Any
 from keras_dist.launch.notebook import document
 from keras_dist.storage import atomic_write
 
-__all__ = ["listen", "tell"]
+__all__ = ["listen", "send"]
 
 TURN_SECONDS = 0.1
 TAKEN_SECONDS = 5.0  # the root may hold the interpreter, or be gone
 
 
-def tell(notebook: pathlib.Path, rank: int, failure: dict[str, Any]) -> None:
+def send(notebook: pathlib.Path, rank: int, failure: dict[str, Any]) -> None:
     """Sends a failure to the root; returns after the root has read it, or after a timeout.
 
     Args:
@@ -36,7 +36,7 @@ def tell(notebook: pathlib.Path, rank: int, failure: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # the console shows it as well
         while time.monotonic() < end:
             taken = not path.exists()
-            run = document.begun(notebook)
+            run = document.start_time(notebook)
             if run is not None and run != told:  # replaces the file of an earlier run
                 with atomic_write.beside(path) as other:
                     other.write_text(json.dumps({"run": run, "failure": failure}))
@@ -60,7 +60,7 @@ def listen(notebook: pathlib.Path, run: str, hear: Callable[[dict[str, Any]], No
     def look() -> None:
         while True:
             time.sleep(TURN_SECONDS)
-            for path in _told(notebook):
+            for path in _failure_files(notebook):
                 told = json.loads(path.read_text())
                 if told.get("run") == run:
                     hear(told["failure"])
@@ -69,7 +69,7 @@ def listen(notebook: pathlib.Path, run: str, hear: Callable[[dict[str, Any]], No
     threading.Thread(target=look, name="keras_dist notebook", daemon=True).start()
 
 
-def _told(notebook: pathlib.Path) -> list[pathlib.Path]:
+def _failure_files(notebook: pathlib.Path) -> list[pathlib.Path]:
     return sorted(notebook.parent.glob(f"{glob.escape(_path(notebook, '').name)}*"))
 
 

@@ -41,7 +41,7 @@ class Outputs:
             last = self._outputs[-1] if self._outputs else None
             if last is None or last.get("name") != name:
                 last = self._add(new_output("stream", name=name, text=""))
-            last.text = _as_on_a_terminal(last.text, text)
+            last.text = _apply_carriage_returns(last.text, text)
         self._show(text)
 
     def display(
@@ -125,7 +125,7 @@ class Stream(io.TextIOBase):
         return self._file.fileno()
 
 
-def _as_on_a_terminal(before: str, text: str) -> str:
+def _apply_carriage_returns(before: str, text: str) -> str:
     """Appends text, where a carriage return restarts the line."""
     head, newline, line = before.rpartition("\n")
     return head + newline + re.sub(r"[^\n]*\r(?=[^\r\n])", "", (line + text).replace("\r\n", "\n"))

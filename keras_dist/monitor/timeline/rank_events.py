@@ -64,7 +64,7 @@ class RankEvents:
         self.first = self._on_root(self.head["clock"][0])
 
     @property
-    def said(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Rank, host, process, alignment of the clock, and end of the recording."""
         clocks = [self.head["clock"], *([self._tail["clock"]] if "clock" in self._tail else [])]
         return {
@@ -117,7 +117,7 @@ class RankEvents:
                     for end, at in (("b", came), ("e", began)):
                         at = self._on_root(at) - start
                         yield self._event(QUEUE, end, lane, ts=at / 1e3, **known)
-                yield bar(lane, name, began, ended, self._about(what, line))
+                yield bar(lane, name, began, ended, self._arguments(what, line))
                 for phase, low, high, number in _phases(line):
                     at, rank = last.get(self._rendezvous(lane, number), (0, 0))
                     late = {"last": rank, "late_us": max(0, at - self._on_root(low)) / 1e3}
@@ -161,19 +161,19 @@ class RankEvents:
             yield self._event("thread_name", "M", lane, args={"name": name})
             yield self._event("thread_sort_index", "M", lane, args={"sort_index": place})
 
-    def _about(self, what: int, line: Sequence[int]) -> dict[str, Any]:
-        said = self._names[what]
+    def _arguments(self, what: int, line: Sequence[int]) -> dict[str, Any]:
+        operation = self._names[what]
         waited = sum(high - low for phase, low, high, _ in _phases(line) if phase == self._wait)
         busy = line[5] - line[4] - waited
-        about = {"bytes": said["bytes"], "arrays": said["arrays"]}
-        if said["bytes"]:
-            about["GB/s"] = float(f"{said['bytes'] / max(busy, 1):.3g}")
+        arguments = {"bytes": operation["bytes"], "arrays": operation["arrays"]}
+        if operation["bytes"]:
+            arguments["GB/s"] = float(f"{operation['bytes'] / max(busy, 1):.3g}")
         if line[4] - line[3] > QUEUED_NS:
-            about["queue_us"] = (line[4] - line[3]) / 1e3
-        return about
+            arguments["queue_us"] = (line[4] - line[3]) / 1e3
+        return arguments
 
     def _number_of(self, name: str) -> int | None:
-        return next((n for n, said in self._names.items() if said["name"] == name), None)
+        return next((n for n, operation in self._names.items() if operation["name"] == name), None)
 
     def _aligner(self) -> Callable[[int], int]:
         """Returns a function from times of this rank to times of the root.

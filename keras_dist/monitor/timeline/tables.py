@@ -67,7 +67,7 @@ def _report(name: str, summary: Summary) -> Group:
         parts.append(_shares("epoch (of ranks)", rows))
     if summary.operations:
         parts.append(_operations(summary.operations, max(1, len(summary.ranks))))
-    return Group(*parts, *_remarks(summary))
+    return Group(*parts, *_notes(summary))
 
 
 def _legend() -> Text:
@@ -109,13 +109,13 @@ def _operations(operations: list[Operation], ranks: int) -> Table:
         table.add_row(
             Text(one.name),  # brackets would be markup
             str(round(one.calls / ranks)),
-            _short(one.nbytes / one.calls / 1e6),
+            _format_number(one.nbytes / one.calls / 1e6),
             *(_ms(seconds, one.calls) for seconds in (one.seconds, one.queued)),
             *(
                 _ms(sum(one.phases.get(name, 0.0) for name in names), one.calls)
                 for names in PHASES.values()
             ),
-            _short(one.speed) if one.nbytes else "",
+            _format_number(one.speed) if one.nbytes else "",
         )
     if len(operations) > MOST_OPERATIONS:
         table.caption = f"and {len(operations) - MOST_OPERATIONS} more, which took less"
@@ -128,14 +128,14 @@ def _table(title: str | None = None) -> Table:
 
 
 def _ms(seconds: float, calls: int) -> str:
-    return _short(seconds / calls * 1e3) if seconds else ""
+    return _format_number(seconds / calls * 1e3) if seconds else ""
 
 
-def _short(number: float) -> str:
+def _format_number(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3f}" if number < 1 else f"{number:.3g}"
 
 
-def _remarks(summary: Summary) -> list[Text]:
+def _notes(summary: Summary) -> list[Text]:
     remarks = []
     if summary.slowest is not None:
         rank, meetings = summary.slowest, sum(summary.last.values())

@@ -41,7 +41,7 @@ def complete(path: str, job: str, by_reader: bool = False) -> list[dict[str, Any
             to `False`.
 
     Returns:
-        Descriptions of the ranks, see `RankEvents.said`.
+        Descriptions of the ranks, see `RankEvents.metadata`.
 
     Raises:
         DataError: a recording is damaged.
@@ -50,7 +50,7 @@ def complete(path: str, job: str, by_reader: bool = False) -> list[dict[str, Any
     ranks = [RankEvents(part) for part in parts_of(path, job)]
     start = min((rank.first for rank in ranks), default=0)
     last = _last_arrivals(ranks)
-    about = [rank.said for rank in ranks]
+    about = [rank.metadata for rank in ranks]
     started = min((rank.head["started"] for rank in ranks), default=0)
     whole = bool(about) and all(one["ended"] for one in about)
     said = {"job": job, "complete": whole, "started": started, "ranks": about}
