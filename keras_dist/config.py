@@ -203,7 +203,7 @@ VARIABLES = (
         _port,
         "0",
         "Port on the loopback interface of the root's node for `keras-dist top --address`. "
-        "Requests need the token stored beside the socket. 0: no port.",
+        "Requests need the token in the directory of the socket. 0: no port.",
         "a port, 1 to 65535, or 0",
     ),
     Variable(
@@ -219,7 +219,7 @@ VARIABLES = (
         str.strip,
         "",
         "File with the Prometheus token, created if missing and readable by its user only. Empty: "
-        "`prometheus-token` beside the socket.",
+        "`prometheus-token` in the directory of the socket.",
         "a path",
     ),
     Variable(

@@ -24,8 +24,8 @@ def test_doctor_finds_what_runs_here(capsys, monkeypatch):
     told = found(capsys)
     assert told["Launcher"] == (f"{MPIEXEC}, which belongs to it", "")
     assert told["MPI library"][0].startswith(("MPICH", "Open MPI"))
-    assert "Keras takes" in told["Backends"][0]
-    assert told["Two ranks"][0].startswith("join, reduce rightly and end, in ")
+    assert "Keras selects" in told["Backends"][0]
+    assert told["Two ranks"][0].startswith("start, reduce correctly and end, in ")
     assert told["Speed"][0].startswith("16 MiB are reduced in ")
     assert ("continue" in told["Dead ranks"][0]) == ("Open MPI v5" in told["MPI library"][0])
     assert {"Cores", "GPUs", "Threads", "CUDA-aware", "Shared memory"} <= set(told)
@@ -42,7 +42,7 @@ def test_doctor_says_what_is_missing(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("KERAS_BACKEND", "theano")
     monkeypatch.setenv("PBS_NODEFILE", str(nodes))
     told = found(capsys, code=1)
-    assert "Keras would take theano" in told["Backends"][0]
+    assert "Keras would select theano" in told["Backends"][0]
     assert "set KERAS_BACKEND=" in told["Backends"][1]
     assert told["GPUs"][0] == "1: NVIDIA H100, 81559 MiB"
     assert told["Batch system"][0] == "PBS, 2 ranks on n1:2"
@@ -51,18 +51,18 @@ def test_doctor_says_what_is_missing(capsys, monkeypatch, tmp_path):
     nodes.unlink()
     told = found(capsys, code=1)
     assert f"Received: {nodes}: [Errno 2] No such file" in told["Trouble"][0]
-    assert told["Trouble"][1] == "No job can run until this is mended."
+    assert told["Trouble"][1] == "No job can run until this is fixed."
     assert "GPUs" in told
 
 
 @pytest.mark.parametrize(
     ("facts", "what", "remedy"),
     [
-        ({"several_threads": False}, "Threads", "Stalls are told without who is missing"),
+        ({"several_threads": False}, "Threads", "Stall reports name missing ranks only with"),
         (
             {"several_threads": False, "from_other_threads": False},
             "Threads",
-            "Take an MPI library built for MPI_THREAD_SERIALIZED or more.",
+            "Use an MPI library built for MPI_THREAD_SERIALIZED or higher.",
         ),
         ({"shares_memory": False}, "Speed", "Ranks of one node share memory on x86 under Linux"),
     ],

@@ -60,7 +60,9 @@ def test_an_allocation_of_slurm_is_used(command):
     assert command(OPEN_MPI, **tasks) == "-n 10 --host n1:4,n2:4,n3:2 --bind-to none true"
     assert command(MPICH, **tasks) == "-n 10 true"  # Hydra queries Slurm itself
     assert command(OPEN_MPI, "-n 4 -H n1:4", **tasks) == "-n 4 --host n1:4 --bind-to none true"
-    with pytest.raises(errors.ArgumentError, match=r"that Slurm has given \(n1:4, n2:4, n3:2\)"):
+    with pytest.raises(
+        errors.ArgumentError, match=r"the hosts of Slurm have slots \(n1:4, n2:4, n3:2\)"
+    ):
         command(OPEN_MPI, "-n 11", **tasks)
     unknown = {**tasks, "SLURM_JOB_NODELIST": "-x"}  # then mpiexec needs the hosts
     assert command(OPEN_MPI, **unknown) == "-n 10 --bind-to none true"
@@ -159,7 +161,7 @@ def asked(monkeypatch, tmp_path):
     ("said", "received"), [(b"h1:2\nh2:x # two\n", "'h2:x'"), (b"\xff:2", "'\ufffd:2'")]
 )
 def test_a_script_that_names_no_host_is_told_so_and_asked_again_at_a_restart(asked, said, received):
-    expected = f"hosts.sh to name 1 places for ranks or more. Received: {received}. It prints a "
+    expected = f"hosts.sh to name 1 or more slots. Received: {received}. The script must print "
     with pytest.raises(errors.ArgumentError, match=re.escape(expected)):
         asked(said)
     assert asked(said, again=True) == ("h1:2", 2)

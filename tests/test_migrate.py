@@ -38,7 +38,7 @@ import keras_dist as hvd  # many ranks
 hvd.init()
 gpus = tf.config.experimental.list_physical_devices("GPU")
 if gpus:
-    # keras_dist: init has taken the GPU of this rank already; this may go.
+    # keras_dist: init has selected the GPU of this rank; this line can be removed.
     tf.config.experimental.set_visible_devices(gpus[hvd.local_rank()], "GPU")
 opt = hvd.DistributedOptimizer(tf.optimizers.Adam(0.001 * hvd.size()))
 model.compile(
@@ -75,7 +75,7 @@ def test_a_script_for_keras(migrate):
     assert (code, text) == (1, KERAS)
     assert "-import horovod.tensorflow.keras as hvd  # many ranks" in diff
     assert "+import keras_dist as hvd  # many ranks" in diff
-    assert notes.startswith("16: a checkpoint on rank 0 alone")
+    assert notes.startswith("16: a checkpoint on rank 0 only")
     code, _, _, text = migrate(KERAS, "--write")
     assert (code, text) == (3, KERAS_AFTER)
     assert migrate(KERAS_AFTER)[:2] == (0, "")
@@ -136,7 +136,7 @@ def test_a_script_for_keras(migrate):
         (
             "import horovod.torch as hvd\ntorch.cuda.set_device(hvd.local_rank())",
             "import keras_dist.torch as hvd\n"
-            "# keras_dist: init has taken the GPU of this rank already; this may go.\n"
+            "# keras_dist: init has selected the GPU of this rank; this line can be removed.\n"
             "torch.cuda.set_device(hvd.local_rank())",
         ),
     ],
@@ -167,9 +167,9 @@ def test_what_is_left_to_the_user_is_named_by_line(migrate):
     assert code == 3
     *notes_of_lines, last = notes.splitlines()
     lines = [int(line.partition(":")[0]) for line in notes_of_lines]
-    assert last == "keras-dist migrate: 8 lines are left to look at by hand."
+    assert last == "keras-dist migrate: 8 lines are left to change manually."
     assert lines == [2, 3, 4, 5, 7, 8, 9, 11]
-    assert "7: hvd.BroadcastGlobalVariablesHook: TensorFlow 1 alone" in notes
+    assert "7: hvd.BroadcastGlobalVariablesHook: TensorFlow 1 only" in notes
     assert "import horovod.mxnet as mx\nfrom horovod import spark\n" in text
     assert "from horovod.runner.common import util\n" in text
     assert "allreduce(x, average=True)\nhorovod = other.allreduce(x, average=True)" in text
@@ -191,7 +191,7 @@ def test_modules_that_there_are_not_are_left_and_named(migrate, line):
     code, diff, notes, _ = migrate(line)
     assert (code, diff) == (3, "")
     assert notes.startswith("1: keras_dist has no ")
-    assert notes.endswith("\nkeras-dist migrate: 1 line is left to look at by hand.\n")
+    assert notes.endswith("\nkeras-dist migrate: 1 line is left to change manually.\n")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_modules_that_there_are_not_are_left_and_named(migrate, line):
     [
         ('importlib.import_module("horovod.torch")', "horovod.torch is called keras_dist.torch"),
         ("import_module(('horovod.'\n'ray'))", None),  # the reader closes after one word
-        ("pytest.importorskip('horovod.ray')", "keras_dist has nothing for Ray"),
+        ("pytest.importorskip('horovod.ray')", "keras_dist does not support Ray"),
         ('getLogger("horovod.torch")', None),
         ("find_spec()", None),
         ("find_spec(name)", None),

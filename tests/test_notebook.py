@@ -147,7 +147,7 @@ def test_a_failure_of_an_earlier_run_is_not_taken_for_one_of_this(tmp_path):
         return run
 
     def tell(rank):
-        thread = threading.Thread(target=failure.tell, args=(path, rank, {"rank": rank}))
+        thread = threading.Thread(target=failure.send, args=(path, rank, {"rank": rank}))
         thread.start()
         return thread
 
@@ -228,7 +228,7 @@ def test_what_is_no_notebook_is_refused(tmp_path, text):
         ("a: 1: 2", "to hold parameters in YAML"),
         ("[1]", "Received: list, not names with values"),
         ("class: 1", "Received: 'class': 1."),
-        ("day: 2026-01-01", "a value of what JSON knows"),
+        ("day: 2026-01-01", "JSON values"),
     ],
 )
 def test_parameters_that_cannot_be_are_refused(notebook, tmp_path, capsys, text, message):
@@ -246,5 +246,5 @@ def test_an_injected_cell_takes_the_place_of_the_one_before():
     assert [cell.source for cell in book.cells] == ["# Parameters\nrate = 2", "1", "rate = 1"]
     parameters.inject(book, {"rate": 3}, "")
     assert [cell.source for cell in book.cells] == ["# Parameters\nrate = 3", "1", "rate = 1"]
-    with pytest.raises(errors.ArgumentError, match="a name of Python"):
+    with pytest.raises(errors.ArgumentError, match="Python identifiers as names"):
         parameters.inject(book, {"not a name": 1}, "")

@@ -106,28 +106,28 @@ def test_going_on_without_a_rank_is_asked_of_open_mpi_alone(dry_run):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("-np 2", "Expected a program to start. Received: none. Name it behind the options"),
+        ("-np 2", "Expected a program to start. Received: none. Put it after the options"),
         ("-np 2 -m", "Expected a program to start. Received: none."),
         ("-np 2 no-such-program", "Expected a program to start. Received: 'no-such-program'."),
         ("-np 0 train.py", "-np/-n/--num-proc: expected a whole number, 1 or more: '0'"),
-        (HERE, "Expected the number of ranks. Received: none. Say -np 2, for example."),
+        (HERE, "Expected the number of ranks. Received: none. Pass -np 2, for example."),
         ("-np 2 nothing.py", "Expected a program to start. Received: 'nothing.py', which does not"),
         ("-np 2 python nothing.py", "Received: 'nothing.py', which does not exist."),
         ("-np 2 nothing.ipynb", "Received: 'nothing.ipynb', which does not exist."),
-        ("-np 3 -H h1:2 true", "is room for on the hosts named (h1:2). Received: -np 3."),
+        ("-np 3 -H h1:2 true", "have slots (h1:2). Received: -np 3."),
         ("-H h1 --hostfile hosts true", "Expected --hosts or --hostfile. Received: both."),
-        ("-H h1 -x NOT_SET true", "Received: --env NOT_SET. Say --env NOT_SET=VALUE."),
+        ("-H h1 -x NOT_SET true", "Received: --env NOT_SET. Pass --env NOT_SET=VALUE."),
         ("-np 2 -x a-b true", "expected NAME or NAME=VALUE: 'a-b'"),
-        ("-np 2 --mpi true", "--mpi of horovodrun means nothing here. Leave it out:"),
+        ("-np 2 --mpi true", "--mpi of horovodrun does not apply. Leave it out:"),
         ("-np 2 --min-np 2 true", "Expected --min-np and --max-np with --host-discovery-script"),
-        ("-H h1 --host-discovery-script ls true", "--host-discovery-script alone to name hosts"),
-        ("--host-discovery-script false true", "Expected false to name 1 places for ranks or more"),
-        (f"--host-discovery-script {HERE} true", "Received: Permission denied: it is no program"),
-        ("--host-discovery-script 'ls true", 'expected words: "\'ls": No closing quotation'),
-        ("-np 2 --mpi-args 'a true", 'expected words: "\'a": No closing quotation'),
+        ("-H h1 --host-discovery-script ls true", "only --host-discovery-script"),
+        ("--host-discovery-script false true", "Expected false to name 1 or more slots"),
+        (f"--host-discovery-script {HERE} true", "Received: Permission denied: not an executable"),
+        ("--host-discovery-script 'ls true", 'expected arguments: "\'ls": No closing quotation'),
+        ("-np 2 --mpi-args 'a true", 'expected arguments: "\'a": No closing quotation'),
         ("-np 2 --max-restart 2 train.py", "unrecognized arguments: --max-restart"),
         ("-np 2 --max-restarts -1 train.py", "expected a whole number, 0 or more: '-1'"),
-        (f"-np 2 --on-failure restart {HERE}", "Say --max-restarts 3, for example."),
+        (f"-np 2 --on-failure restart {HERE}", "Pass --max-restarts 3, for example."),
         (f"-np 2 --on-failure stop --max-restarts 1 {HERE}", "Leave one of them out."),
         (f"-np 2 --stall-seconds soon {HERE}", "Expected KERAS_DIST_STALL_SECONDS to be a whole"),
     ],
@@ -166,7 +166,7 @@ def test_the_waiting_for_hosts_counts_as_time_of_the_job(capsys, tmp_path):
         began = time.monotonic()
         assert main(["run", *words]) == 124
         assert time.monotonic() - began < 20
-        assert "no hosts have been found before the time of the job was" in capsys.readouterr().err
+        assert "no hosts were found within the time limit" in capsys.readouterr().err
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 

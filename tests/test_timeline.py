@@ -177,9 +177,12 @@ def test_parts_of_another_job_are_left_alone(tmp_path):
         (None, "No such file"),
         ("", "Expecting value"),
         ('{"traceEvents": [', "Expecting value"),
-        ("[]", "JSON that something else has written"),
-        ('{"traceEvents": []}', "JSON that something else has written"),
-        ('{"otherData": {"keras_dist": {"job": "j", "complete": false}}}', "without the parts"),
+        ("[]", "JSON of another program"),
+        ('{"traceEvents": []}', "JSON of another program"),
+        (
+            '{"otherData": {"keras_dist": {"job": "j", "complete": false}}}',
+            "without the recordings",
+        ),
         (
             '{"otherData": {"keras_dist": {"job": "j", "complete": true, "ranks": []}},'
             '"traceEvents": [{"ph": "X"}]}',

@@ -30,9 +30,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m keras_dist.launch.rank_wrapper", allow_abbrev=False
     )
-    parser.add_argument("--bind", action="store_true", help="run on this rank's share of the cores")
+    parser.add_argument(
+        "--bind", action="store_true", help="bind the rank to its share of the cores"
+    )
     parser.add_argument("--live", action="store_true", help="the output ends in a terminal")
-    parser.add_argument("--log-dir", type=Path, help="folder for a file with this rank's output")
+    parser.add_argument("--log-dir", type=Path, help="directory for the output of the rank")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     rank = launch_environment.announced_rank()

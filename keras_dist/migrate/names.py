@@ -38,18 +38,18 @@ MODULES = {
     "horovod.torch.elastic": "keras_dist.elastic",
 }
 
-UNKNOWN = "keras_dist has no such module or name: docs/migrate-from-horovod.md says what there is"
+UNKNOWN = "keras_dist has no such module or name: see docs/migrate-from-horovod.md"
 
 GONE_MODULES = {
-    "horovod.data": "keras_dist has no such loaders: share data out by keras_dist.data.shard",
-    "horovod.mxnet": "keras_dist does not know MXNet",
-    "horovod.spark": "keras_dist has nothing for Spark: start the job by keras-dist run",
+    "horovod.data": "keras_dist has no such loaders: shard data with keras_dist.data.shard",
+    "horovod.mxnet": "keras_dist does not support MXNet",
+    "horovod.spark": "keras_dist does not support Spark: start the job with keras-dist run",
     "horovod.tensorflow.data": "keras_dist has no tf.data service: share data out by "
     "keras_dist.data.shard",
-    "horovod.ray": "keras_dist has nothing for Ray: start the job by keras-dist run",
+    "horovod.ray": "keras_dist does not support Ray: start the job with keras-dist run",
 }
 
-# Modules of which keras_dist has these names only, besides their submodules.
+# Modules of which keras_dist has only these names and their submodules.
 HELD = {
     "horovod": {"run", "__version__"},
     "horovod.common.process_sets": {
@@ -66,11 +66,11 @@ HELD = {
 
 # Names without a replacement; most were for graphs and sessions of TensorFlow 1.
 GONE = {
-    "BroadcastGlobalVariablesHook": "TensorFlow 1 alone: pass "
+    "BroadcastGlobalVariablesHook": "TensorFlow 1 only: pass "
     "callbacks.BroadcastGlobalVariablesCallback(0) to fit, or call broadcast_variables",
-    "broadcast_global_variables": "TensorFlow 1 alone: call broadcast_variables with the variables",
-    "broadcast_object_fn": "TensorFlow 1 alone: call broadcast_object",
-    "gpu_available": "an internal name of Horovod: ask the framework",
+    "broadcast_global_variables": "TensorFlow 1 only: call broadcast_variables with the variables",
+    "broadcast_object_fn": "TensorFlow 1 only: call broadcast_object",
+    "gpu_available": "an internal name of Horovod: use the framework",
     "HorovodVersionMismatchError": "nothing is compiled for a version of a framework",
     "handle_average_backwards_compatibility": "an internal name of Horovod",
     "LocalGradientAggregationHelper": "an internal name of Horovod: pass "

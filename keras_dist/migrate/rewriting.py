@@ -24,13 +24,13 @@ from keras_dist.migrate.names import (
 __all__ = ["Note", "rewrite"]
 
 MARK = "\ufeff"  # the byte order mark of some editors, which LibCST drops
-PINNED = "# keras_dist: init has taken the GPU of this rank already; this may go."
+PINNED = "# keras_dist: init has selected the GPU of this rank; this line can be removed."
 CHECKPOINTS = m.Name("ModelCheckpoint") | m.Name("BestModelCheckpoint")
 CHECKPOINT = (
-    "a checkpoint on rank 0 alone: callbacks.ModelCheckpoint of keras_dist is passed on every "
-    "rank, writes on the root, and all ranks hear when that fails"
+    "a checkpoint on rank 0 only: pass callbacks.ModelCheckpoint of keras_dist on every rank; it "
+    "writes on rank 0, and a failure is raised on all ranks"
 )
-BARE_AVERAGE = "`average=` has become `op=Average` or `op=Sum`"
+BARE_AVERAGE = "`average=` was replaced by `op=Average` or `op=Sum`"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -61,7 +61,7 @@ def rewrite(source: str, name: str) -> tuple[str, Sequence[Note]]:
         wrapper = MetadataWrapper(cst.parse_module(source.removeprefix(mark)))
     except cst.ParserSyntaxError as error:
         expected, received = "a script in Python 3", f"{error.message} in line {error.raw_line}"
-        remedy = "Correct it first; 2to3 and pyupgrade help with Python 2."
+        remedy = "Correct it first; 2to3 and pyupgrade convert Python 2."
         raise errors.ArgumentError(
             errors.explain(f"[{name}]", expected, received, remedy)
         ) from None

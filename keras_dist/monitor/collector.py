@@ -1,4 +1,4 @@
-"""The collector: the root requests the reports of all ranks when somebody reads from an endpoint.
+"""The collector: the root requests the reports of all ranks when a client reads from an endpoint.
 
 A thread of every rank polls its mailbox. Without a reader no message is sent, and training is not
 involved. A rank that does not answer is shown with the age of its last report, and is asked once.

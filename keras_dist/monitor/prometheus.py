@@ -1,7 +1,7 @@
 """The endpoint that Prometheus scrapes: text format 0.0.4 over HTTP, off unless a port is set.
 
-Requests need a token, which `monitor.http` checks. Counters stand beside ratios and rates, so that
-a query may use a window of its own.
+Requests need a token, which `monitor.http` checks. Counters accompany ratios and rates, so
+that a query can use another window.
 """
 
 from collections.abc import Callable, Iterator

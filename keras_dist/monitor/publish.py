@@ -26,7 +26,7 @@ MAX_UNAUTHORIZED = 16  # connections without a token yet; further ones are close
 
 
 class Publication:
-    """Sends the job to every client, a line a second, in threads of its own.
+    """Sends the job to every client, one line per second, in threads of its own.
 
     Args:
         listener: the socket that clients connect to.
@@ -82,7 +82,7 @@ class Publication:
                 self._ends.wait(PERIOD_SECONDS)
 
     def _authorize(self, connection: socket.socket) -> bool:
-        """Tells whether a client may read."""
+        """Returns whether a client may read."""
         try:
             if self._token is None:
                 return True
@@ -94,7 +94,7 @@ class Publication:
 
 
 def _read_line(connection: socket.socket, most: int) -> bytes:
-    """Returns a line, which has to arrive in time as a whole."""
+    """Returns a line, which must be complete within the time limit."""
     line, end = b"", time.monotonic() + CLIENT_SECONDS
     while b"\n" not in line and len(line) < most:
         connection.settimeout(max(0.001, end - time.monotonic()))

@@ -1,7 +1,7 @@
-"""What a rank says of itself: where it is in training, how fast, how long it waits, what it uses.
+"""The report of a rank: progress, speed, waits and resources.
 
-A report costs some 100 microseconds and asks no other rank. Knows no way on which it travels; as
-JSON it can be read by whoever has no keras_dist. Those who only read reports load no engine.
+A report takes about 100 microseconds and requires no communication. Independent of transports; the
+JSON form can be read without keras_dist, and readers of reports do not import the engine.
 """
 
 import contextlib

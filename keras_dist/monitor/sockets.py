@@ -1,8 +1,8 @@
 """The sockets of jobs: their directory, and the client that reads a job from one.
 
 The root of a job listens on a Unix socket in a private directory of its user, and on request on a
-loopback port, which requires the token that lies beside the socket. A client receives one line of
-JSON a second until either side closes. Imports no engine.
+loopback port, which requires the token in the directory of the socket. A client receives one line
+of JSON per second until either side closes. Imports no engine.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def find_sockets() -> list[Path]:
     found = [path for folder in candidates for path in folder.glob(f"*{SUFFIX}")]
     dated = []
     for path in found:
-        with contextlib.suppress(OSError):  # the job has ended meanwhile
+        with contextlib.suppress(OSError):  # the job has ended
             dated.append((path.lstat().st_mtime, path))
     return [path for _, path in sorted(dated, reverse=True)]
 
@@ -73,7 +73,7 @@ def remove(path: Path) -> None:
 
 
 def remove_dead() -> None:
-    """Removes sockets of this node that nobody listens on, because the root was killed."""
+    """Removes sockets of this node without a listener, because the root was killed."""
     for path in filter(is_of_this_node, find_sockets()):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(ANSWER_SECONDS)
@@ -86,15 +86,15 @@ def remove_dead() -> None:
 
 
 def is_of_this_node(path: Path) -> bool:
-    """Tells whether a socket belongs to this node; nodes may share the directory."""
+    """Returns whether a socket belongs to this node; nodes may share the directory."""
     return path.name.startswith(f"{os.uname().nodename}-")
 
 
 def jobs_of(path: Path) -> Iterator[Job]:
-    """Yields the state of a job once a second, until the job ends.
+    """Yields the state of a job once per second, until the job ends.
 
     Raises:
-        ConnectionRefusedError: nobody listens, because the root was killed.
+        ConnectionRefusedError: there is no listener, because the root was killed.
         OSError: the job does not answer, or closes the connection.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -108,7 +108,7 @@ def jobs_at(host: str, port: int, token: str) -> Iterator[Job]:
 
     Raises:
         ArgumentError: the server is not a job, or rejects the token.
-        OSError: nobody listens, or the server closes the connection.
+        OSError: there is no listener, or the server closes the connection.
     """
     with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:
         connection.sendall(f"{token}\n".encode())

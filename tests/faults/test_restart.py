@@ -130,7 +130,7 @@ def test_a_job_that_takes_too_long_is_ended(start, tmp_path):
     printed = end_of(job, tmp_path)
     assert job.returncode == 124, printed
     assert 3 <= time.monotonic() - began < 30
-    assert "the job has been ended, as its time is over (--timeout)." in printed
+    assert "the job was ended after its time limit (--timeout)." in printed
     assert "Restart" not in printed
 
 
@@ -154,7 +154,7 @@ def test_a_launcher_that_is_told_to_end_before_a_restart_says_that_another_may_g
     job.send_signal(getattr(signal, name))
     printed, _ = job.communicate(timeout=20)
     assert job.returncode == code, printed
-    assert f"told to end ({name}) while no try of the job was running." in printed
+    assert f"received {name} between two runs of the job." in printed
     assert "Restart 2" not in printed
 
 

@@ -59,7 +59,7 @@ def strike_at(place, number, ranks):
 """
 
 PREEMPTED = "all ranks end after the same step, with a backup and exit code 75"
-SAID = "all 2 ranks stop, in fit, epoch {}, update {}. A backup is in {}: start the job again"
+SAID = "all 2 ranks stop, in fit, epoch {}, update {}. A backup is in {}. Start the job again"
 
 
 @pytest.mark.fault(

@@ -14,13 +14,13 @@ __all__ = ["main"]
 USAGE = 2  # as argparse ends
 # A command is a module of its name, imported when it is called, so that --help is fast.
 COMMANDS = {
-    "bench": "measure what reducing gradients costs here, and for a model",
-    "doctor": "say whether jobs can run here, and what to do where they cannot",
-    "migrate": "show what a script for Horovod has to become",
-    "run": "start a job, and start it anew when it fails",
+    "bench": "measure the cost of gradient reductions, and predict it for a model",
+    "doctor": "check whether jobs can run here, with remedies",
+    "migrate": "convert a Horovod script",
+    "run": "start a job, and restart it after a failure",
     "run-notebook": "run a notebook on all ranks",
-    "timeline": "say where the time of a job went",
-    "top": "watch jobs as they run",
+    "timeline": "summarize the time of a job from its timeline",
+    "top": "watch running jobs",
 }
 
 

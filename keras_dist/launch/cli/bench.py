@@ -36,14 +36,17 @@ def add_to(commands: Any) -> None:
     add_host_options(parser)
     parser.add_argument(
         "--sizes", nargs="+", type=_count(1024), default=[_count(1024)(size) for size in SIZES],
-        metavar="BYTES", help=f"sizes to be measured ({' '.join(SIZES)})",
+        metavar="BYTES", help=f"sizes to measure ({' '.join(SIZES)})",
     )  # fmt: skip
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
-        "--parameters", type=_count(1000), metavar="N", help="of a model, such as 25.6M"
+        "--parameters",
+        type=_count(1000),
+        metavar="N",
+        help="number of parameters of a model, such as 25.6M",
     )
     model.add_argument("--model", metavar="FILE", help="a saved Keras model")
-    parser.add_argument("--json", action="store_true", help="print it for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def predict(seconds: Mapping[int, float], nbytes: int) -> float:
@@ -92,7 +95,7 @@ def _bench(options: argparse.Namespace) -> int:
     if nbytes is not None:
         _print_prediction(parameters, nbytes, predicted)
     else:
-        print("\n--parameters 25.6M, or --model FILE, says what that means for a model.")
+        print("\nPass --parameters 25.6M or --model FILE for the prediction of a model.")
     return 0
 
 
@@ -104,7 +107,7 @@ def _print_prediction(parameters: int, nbytes: int, predicted: Mapping[int, floa
         _print_row(str(ranks), f"{1e3 * time:.1f} ms", f"steps of {1e3 * step:.0f} ms")
     print(
         f"\nA rank keeps {SPEED:.0%} of its speed alone where its steps compute as long as that,\n"
-        "if nothing of the reduction overlaps. Read off the table by straight lines."
+        "if the reduction does not overlap with computation. Interpolated linearly from the table."
     )
 
 
@@ -132,7 +135,7 @@ def _parameters_of(path: str) -> int:
                 "[keras-dist bench]",
                 "a model that Keras loads",
                 f"{path}: {str(error).splitlines()[0]}",
-                "Say --parameters in place of --model: model.summary() tells them.",
+                "Pass --parameters instead of --model: model.summary() shows the number.",
             )
         ) from None
 

@@ -71,11 +71,11 @@ def job_command(
     ranks = _ranks(options.np, hosts, given)
     if not hosts and given is not None and given.hosts:
         slots = _slots(given, ranks)
-        _check_slots(ranks, slots, f"that {given.system} has given")
+        _check_slots(ranks, slots, f"the hosts of {given.system}")
         # Hydra asks the batch system itself; Open MPI may be built without support for it.
         hosts = slots if library.is_open_mpi else {}
     elif hosts:
-        _check_slots(ranks, hosts, "named")
+        _check_slots(ranks, hosts, "the hosts")
     elsewhere = bool(hosts) or given is not None
     words = mpiexec_options(
         library, ranks, _passed(options, environment, elsewhere), survives_rank_loss, hosts, binds
@@ -98,7 +98,7 @@ def _ranks(wanted: int | None, hosts: Mapping[str, int], given: Allocation | Non
         return sum(hosts.values())
     if given is not None and given.ranks is not None:
         return given.ranks
-    raise _error("the number of ranks", "none", "Say -np 2, for example.")
+    raise _error("the number of ranks", "none", "Pass -np 2, for example.")
 
 
 def _slots(given: Allocation, ranks: int) -> dict[str, int]:
@@ -111,11 +111,11 @@ def _slots(given: Allocation, ranks: int) -> dict[str, int]:
 
 def _check_slots(ranks: int, hosts: Mapping[str, int], whose: str) -> None:
     if ranks > sum(hosts.values()):
-        places = ", ".join(f"{name}:{slots}" for name, slots in hosts.items())
+        slots = ", ".join(f"{name}:{count}" for name, count in hosts.items())
         raise _error(
-            f"no more ranks than there is room for on the hosts {whose} ({places})",
+            f"at most as many ranks as {whose} have slots ({slots})",
             f"-np {ranks}",
-            "Start fewer, or name the hosts with more for each: --hosts h1:4,h2:4.",
+            "Start fewer ranks, or name the hosts with more slots: --hosts h1:4,h2:4.",
         )
 
 
@@ -126,7 +126,7 @@ def _passed(
     asked = {word.partition("=")[0] for word in options.env}
     if missing := sorted(asked - set(environment)):
         raise _error(
-            "variables that are set", f"--env {missing[0]}", f"Say --env {missing[0]}=VALUE."
+            "variables that are set", f"--env {missing[0]}", f"Pass --env {missing[0]}=VALUE."
         )
     meant = {
         name
@@ -145,7 +145,7 @@ def _check_not_a_rank(environment: Mapping[str, str]) -> None:
                 "[keras-dist]",
                 "a process that is not itself a rank",
                 f"one of {announced.size}, started by {announced.launcher} ({announced.variable})",
-                f"Leave one of the two launchers out: either {sys.argv[0]}, or the one around it.",
+                f"Use only one of the two launchers: either {sys.argv[0]}, or the one around it.",
             )
         )
 

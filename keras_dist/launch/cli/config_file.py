@@ -49,5 +49,5 @@ def arguments_of_file(path: str) -> list[str]:
 
 
 def _bad_file(expected: str, received: str) -> errors.ArgumentError:
-    remedy = "Its names are those of the options without dashes in front; see keras-dist run -h."
+    remedy = "The names are the long options without leading dashes; see keras-dist run -h."
     return errors.ArgumentError(errors.explain("[keras-dist run]", expected, received, remedy))

@@ -51,8 +51,8 @@ def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse
             raise TimeoutError
         if (trouble is not None and not again) or time.monotonic() > waits_until:
             received = trouble or f"{places}, after {options.elastic_timeout} s"
-            remedy = "It prints a host a line, such as h1:2, and ends with 0."
-            expected = f"{shlex.join(script)} to name {least} places for ranks or more"
+            remedy = "The script must print one host per line, such as h1:2, and exit with 0."
+            expected = f"{shlex.join(script)} to name {least} or more slots"
             raise errors.ArgumentError(
                 errors.explain("[keras-dist run]", expected, received, remedy)
             )
@@ -66,7 +66,7 @@ def _ask(script: Sequence[str], seconds: float) -> tuple[dict[str, int], str | N
     except subprocess.TimeoutExpired:
         return {}, f"nothing within {seconds:.0f} s"
     except OSError as error:
-        return {}, f"{error.strerror}: it is no program that can be started"
+        return {}, f"{error.strerror}: not an executable program"
     if code != 0:
         return {}, f"exit code {code}"
     hosts, wrong = parse_lines(said)

@@ -28,13 +28,13 @@ def add_to(commands: Any) -> None:
     """Adds the command to the subparsers."""
     parser = commands.add_parser(
         "doctor",
-        description="Looks at packages, host and MPI, and starts two ranks. The exit code is 1 "
-        "where no job can run.",
+        description="Checks packages, host and MPI, and starts two ranks. The exit code is 1 if "
+        "no job can run.",
         allow_abbrev=False,
     )
     parser.set_defaults(act=_print_findings)
     add_host_options(parser)
-    parser.add_argument("--json", action="store_true", help="print it for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _print_findings(options: argparse.Namespace) -> int:
@@ -61,7 +61,7 @@ def _findings(options: argparse.Namespace) -> Iterator[Finding]:
         found = measure(options, 2, [NBYTES])
         yield from of_a_job(found, time.monotonic() - begin)
     except (errors.LaunchError, errors.ArgumentError) as error:
-        yield Finding("Trouble", str(error), "No job can run until this is mended.", True)
+        yield Finding("Trouble", str(error), "No job can run until this is fixed.", True)
 
 
 def _print(finding: Finding) -> None:

@@ -52,12 +52,12 @@ def of_the_packages() -> Iterator[Finding]:
     text = ", ".join(f"{name} {version}" for name, version in there.items()) or "none"
     wanted = _wanted_backend()
     if wanted in there:
-        yield Finding("Backends", f"{text}; Keras takes {wanted}")
+        yield Finding("Backends", f"{text}; Keras selects {wanted}")
         return
     ways = [f"pip install 'keras_dist[{wanted}]'"] if wanted in BACKENDS else []
     ways += [f"set KERAS_BACKEND={name}" for name in there or BACKENDS]
     remedy = f"{', or '.join(ways)}."
-    yield Finding("Backends", f"{text}; Keras would take {wanted}", remedy, is_trouble=True)
+    yield Finding("Backends", f"{text}; Keras would select {wanted}", remedy, is_trouble=True)
 
 
 def of_the_machine() -> Iterator[Finding]:
@@ -71,7 +71,7 @@ def of_the_machine() -> Iterator[Finding]:
     if SHARED_MEMORY.is_dir():
         room = os.statvfs(SHARED_MEMORY)
         size, free = (n * room.f_frsize / GIB for n in (room.f_blocks, room.f_bavail))
-        remedy = "Give it more: docker run --shm-size=8g, or a larger tmpfs on /dev/shm."
+        remedy = "Increase it: docker run --shm-size=8g, or a larger tmpfs on /dev/shm."
         text = f"{size:.1f} GiB in {SHARED_MEMORY}, {free:.1f} GiB free"
         yield Finding("Shared memory", text, remedy if free < ENOUGH_GIB else "")
     yield _gpus()
@@ -102,15 +102,17 @@ def of_a_job(found: Mapping[str, Any], seconds: float) -> Iterator[Finding]:
         seconds: duration of the job.
     """
     hosts = ", ".join(found["hosts"])
-    yield Finding("Two ranks", f"join, reduce rightly and end, in {seconds:.1f} s, on {hosts}")
+    yield Finding("Two ranks", f"start, reduce correctly and end, in {seconds:.1f} s, on {hosts}")
     if found["several_threads"]:
-        yield Finding("Threads", "MPI takes calls from several at once")
+        yield Finding("Threads", "MPI allows concurrent calls from threads (MPI_THREAD_MULTIPLE)")
     elif found["from_other_threads"]:
-        remedy = "Stalls are told without who is missing; an MPI built for MPI_THREAD_MULTIPLE can."
-        yield Finding("Threads", "MPI takes calls from one at a time", remedy)
+        remedy = "Stall reports name missing ranks only with MPI_THREAD_MULTIPLE."
+        yield Finding(
+            "Threads", "MPI allows calls from one thread at a time (MPI_THREAD_SERIALIZED)", remedy
+        )
     else:
-        remedy = "Take an MPI library built for MPI_THREAD_SERIALIZED or more."
-        yield Finding("Threads", "MPI takes calls from the main thread alone", remedy, True)
+        remedy = "Use an MPI library built for MPI_THREAD_SERIALIZED or higher."
+        yield Finding("Threads", "MPI allows calls from the main thread only", remedy, True)
     ((size, time),) = found["seconds"].items()
     nbytes = int(size)
     speed = f"{nbytes >> 20} MiB are reduced in {1e3 * time:.1f} ms, {nbytes / time / 1e9:.1f} GB/s"
@@ -121,7 +123,7 @@ def of_a_job(found: Mapping[str, Any], seconds: float) -> Iterator[Finding]:
         yield Finding("Speed", f"{speed}, through MPI", remedy)
     may = "may" if found["reads_memory"] else "may not"
     yield Finding("Reading", f"ranks {may} read each other's memory (KERAS_DIST_REDUCE=read)")
-    says = {True: "yes", False: "no", None: "it does not say"}[found["cuda_aware"]]
+    says = {True: "yes", False: "no", None: "unknown"}[found["cuda_aware"]]
     yield Finding("CUDA-aware", f"{says}; gradients of GPUs travel through host memory, no NCCL")
 
 
@@ -144,21 +146,23 @@ def _gpus() -> Finding:
             query, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired):
-        return Finding("GPUs", "none that nvidia-smi knows")
+        return Finding("GPUs", "none according to nvidia-smi")
     if told.returncode != 0:
-        remedy = "Ask the administrator: driver and nvidia-smi do not work together."
+        remedy = "Ask the administrator: nvidia-smi and the driver do not match."
         return Finding("GPUs", " ".join((told.stdout + told.stderr).split())[:200], remedy)
     gpus = told.stdout.splitlines()
     text = f"{len(gpus)}: {'; '.join(gpus)}"
     if _version(("tensorflow-cpu",)) is not None and _wanted_backend() == "tensorflow":
-        return Finding("GPUs", text, "tensorflow-cpu does not use them: pip install tensorflow.")
+        return Finding("GPUs", text, "tensorflow-cpu does not use GPUs: pip install tensorflow.")
     return Finding("GPUs", text)
 
 
 def _survival(library: Library) -> Finding:
     if library.survives_rank_loss:
-        return Finding("Dead ranks", "others can go on without: --on-failure continue (ULFM)")
-    return Finding("Dead ranks", "end the job; --max-restarts starts it anew (no ULFM)")
+        return Finding(
+            "Dead ranks", "training can continue without them: --on-failure continue (ULFM)"
+        )
+    return Finding("Dead ranks", "end the job; --max-restarts restarts it (no ULFM)")
 
 
 def _wanted_backend() -> str:

@@ -5,17 +5,17 @@ from typing import Any
 
 __all__ = ["REFUSED", "refuse"]
 
-_ELASTIC = "Leave it out: the script of --host-discovery-script names hosts with their slots."
+_ELASTIC = "Leave it out: the script of --host-discovery-script prints hosts with slots."
 _NETWORK = (
-    "Say it to mpiexec: --mpi-args '-iface eth0' for MPICH, "
+    "Pass it to mpiexec: --mpi-args '-iface eth0' for MPICH, "
     "--mpi-args '--mca btl_tcp_if_include eth0' for Open MPI."
 )
-_SSH = "Put it into ~/.ssh/config, which mpiexec's ssh reads."
-_NO_CYCLES = "Leave it out: ranks do not negotiate, there are no cycles and there is no cache."
-_BY_NODES = "Leave it out: how gradients travel follows from which ranks share a node."
-_TUNED = "Leave it out: the bucket size is measured once, unless --bucket-mb names it."
-_ONE_WAY = "Leave it out: ranks talk through shared memory and MPI, there is no other controller."
-_LOGGER = "Say it in the script: logging.getLogger('keras_dist').setLevel(...)."
+_SSH = "Set it in ~/.ssh/config, which the ssh of mpiexec reads."
+_NO_CYCLES = "Leave it out: there is no negotiation, no cycle and no cache."
+_BY_NODES = "Leave it out: the algorithm is chosen from the ranks of each node."
+_TUNED = "Leave it out: the bucket size is measured once, unless --bucket-mb is set."
+_ONE_WAY = "Leave it out: ranks communicate through shared memory and MPI only."
+_LOGGER = "Set it in the script: logging.getLogger('keras_dist').setLevel(...)."
 REFUSED = {
     name: remedy
     for names, remedy in {
@@ -34,13 +34,13 @@ REFUSED = {
         "--log-level --log-with-timestamp --log-without-timestamp": _LOGGER,
         "--log-hide-timestamp --no-log-hide-timestamp": _LOGGER,
         "-prefix-timestamp --prefix-output-with-timestamp": "Pipe the output through ts.",
-        "--start-timeout": "Say --timeout, which ends the whole job after so many seconds.",
-        "--stall-check": "Leave it out: waiting is watched unless told otherwise.",
-        "--no-stall-check": "Say --stall-seconds 0 --stall-abort-seconds 0.",
-        "--binding-args": "Say --bind, or --mpi-args with --bind mpiexec.",
-        "--thread-affinity": "Say --bind.",
-        "-cb --check-build": "Ask keras-dist doctor.",
-        "-v --version": "Ask keras-dist --version.",
+        "--start-timeout": "Pass --timeout, the seconds after which the whole job ends.",
+        "--stall-check": "Leave it out: stalls are checked by default.",
+        "--no-stall-check": "Pass --stall-seconds 0 --stall-abort-seconds 0.",
+        "--binding-args": "Pass --bind, or --mpi-args with --bind mpiexec.",
+        "--thread-affinity": "Pass --bind.",
+        "-cb --check-build": "Run keras-dist doctor.",
+        "-v --version": "Run keras-dist --version.",
     }.items()
     for name in names.split()
 }
@@ -54,4 +54,4 @@ def refuse(parser: argparse.ArgumentParser) -> None:
 
 class _Refuse(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        parser.error(f"{option_string} of horovodrun means nothing here. {REFUSED[option_string]}")
+        parser.error(f"{option_string} of horovodrun does not apply. {REFUSED[option_string]}")

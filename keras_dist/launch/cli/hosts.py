@@ -56,7 +56,7 @@ def read_hostfile(path: str) -> dict[str, int]:
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise _error("a hostfile", f"{path}: {error}", "Name a file of text.") from None
+        raise _error("a hostfile", f"{path}: {error}", "Pass a text file.") from None
     expected = f"each line of {path} to be like 'h1 slots=2' or 'h1:2'"
     return _collect(_lines(text), expected)
 
@@ -79,9 +79,9 @@ def check_names(hosts: Iterable[str]) -> None:
             raise errors.LaunchError(
                 errors.explain(
                     "[keras-dist]",
-                    "hosts that are known here",
+                    "resolvable host names",
                     f"{name!r}: {getattr(error, 'strerror', error)}",
-                    "Correct --hosts or the hostfile; `getent hosts NAME` asks the same.",
+                    "Correct --hosts or the hostfile; `getent hosts NAME` checks a name.",
                 )
             ) from None
 
@@ -145,11 +145,11 @@ def _collect(texts: Iterable[str], expected: str) -> dict[str, int]:
         raise _error(
             expected,
             repr(wrong),
-            "A host's name has letters, digits, dots and dashes, and begins with none of the "
-            "last two; behind it stands how many ranks it may have, 1 or more.",
+            "A host name has letters, digits, dots and dashes, and starts with a letter or digit. "
+            "The number of slots after it is 1 or more.",
         )
     if not hosts:
-        raise _error(expected, "no host", "Name one, or leave it out.")
+        raise _error(expected, "no host", "Name a host, or leave the option out.")
     return hosts
 
 

@@ -46,8 +46,8 @@ def measure(options: argparse.Namespace, ranks: int, sizes: Iterable[int]) -> di
     raise errors.LaunchError(
         errors.explain(
             "[keras-dist]",
-            f"a job of {ranks} ranks to run to its end",
+            f"a job of {ranks} ranks to finish",
             f"exit code {ended.code}" + (f" and {told}" if told else ""),
-            "Try it by hand: keras-dist run -np 2 hostname",
+            "Try: keras-dist run -np 2 hostname",
         )
     )

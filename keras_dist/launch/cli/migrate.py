@@ -19,10 +19,10 @@ __all__ = ["add_to"]
 PROPOSED = 1
 BY_HAND = 3  # 2 is for files that are not scripts
 
-DESCRIPTION = """Shows as a diff what a script for Horovod has to become to use keras_dist, and by
-line what has to be looked at by hand. Exit code 0: there is nothing to change, or it has been
-written; 1: changes are proposed; 3: there are none, or they have been written, and lines are left
-to look at by hand; 2: a file is no script."""
+DESCRIPTION = """Shows the changes that convert a Horovod script to keras_dist as a diff, and lists
+the lines that need manual changes. Exit code 0: no changes are needed, or they were written; 1:
+changes are proposed; 2: a file is not a script; 3: no further changes are proposed, but lines need
+manual changes."""
 
 
 def add_to(commands: Any) -> None:
@@ -30,7 +30,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("migrate", description=DESCRIPTION)
     parser.set_defaults(act=_migrate)
     parser.add_argument("scripts", type=pathlib.Path, nargs="+", metavar="script.py")
-    parser.add_argument("--write", action="store_true", help="change the scripts themselves")
+    parser.add_argument("--write", action="store_true", help="write the changes to the scripts")
 
 
 def _migrate(options: argparse.Namespace) -> int:
@@ -71,7 +71,7 @@ def _diff(before: str, after: str, name: str) -> Iterator[str]:
 def _summarize(by_hand: int) -> None:
     if by_hand:
         lines = "1 line is" if by_hand == 1 else f"{by_hand} lines are"
-        print(f"keras-dist migrate: {lines} left to look at by hand.", file=sys.stderr)
+        print(f"keras-dist migrate: {lines} left to change manually.", file=sys.stderr)
 
 
 def _read(path: pathlib.Path) -> tuple[str, str]:
@@ -81,9 +81,11 @@ def _read(path: pathlib.Path) -> tuple[str, str]:
         encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0].removesuffix("-sig")
         return content.decode(encoding), encoding
     except OSError as error:
-        raise _error(f"{path}: {error}", "Name a file.") from None
+        raise _error(f"{path}: {error}", "Pass a file.") from None
     except (SyntaxError, UnicodeDecodeError, LookupError) as error:
-        remedy = "Save it as UTF-8, or say in its first line what it is: # -*- coding: latin-1 -*-"
+        remedy = (
+            "Save it as UTF-8, or declare its encoding in the first line: # -*- coding: latin-1 -*-"
+        )
         raise _error(f"{path}: {error}", remedy) from None
 
 

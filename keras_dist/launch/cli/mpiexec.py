@@ -86,10 +86,9 @@ def find_mpiexec(library: Library) -> str:
     raise errors.LaunchError(
         errors.explain(
             "[keras-dist]",
-            f"the mpiexec of {library.text} beside {sys.executable} or on the PATH",
+            f"the mpiexec of {library.text} next to {sys.executable} or on the PATH",
             others,
-            "Load the module of that library. Where jobs are started by srun, use it in place of "
-            "keras-dist run.",
+            "Load the module of that library, or start the job with srun, not keras-dist run.",
         )
     )
 
@@ -144,7 +143,7 @@ def _hydra_hosts(library: Library, hosts: Mapping[str, int]) -> list[str]:
                 "[keras-dist]",
                 "the same number of ranks for each host, with Intel MPI",
                 _listed(hosts),
-                "Leave the hosts out and say --mpi-args '-machinefile FILE'.",
+                "Leave out the hosts and pass --mpi-args '-machinefile FILE'.",
             )
         )
     return ["-ppn", str(*slots), "-hosts", ",".join(hosts)]

@@ -45,14 +45,23 @@ class Option:
     def add_to(self, parser: Any) -> None:
         """Adds the option to a parser, under all names."""
         names = [*dict.fromkeys(f"{self.names} {self.horovod}".split())]
-        how: dict[str, Any] = {"dest": self.field, "default": self.default, "help": self.meaning}
+        settings: dict[str, Any] = {
+            "dest": self.field,
+            "default": self.default,
+            "help": self.meaning,
+        }
         if not self.metavar:
-            how |= {"action": "store_true", "default": False}
+            settings |= {"action": "store_true", "default": False}
         elif self.repeated:
-            how |= {"action": "append", "metavar": self.metavar, "type": self.parse, "default": []}
+            settings |= {
+                "action": "append",
+                "metavar": self.metavar,
+                "type": self.parse,
+                "default": [],
+            }
         else:
-            how |= {"metavar": self.metavar, "type": self.parse, "choices": self.choices}
-        parser.add_argument(*names, **how)
+            settings |= {"metavar": self.metavar, "type": self.parse, "choices": self.choices}
+        parser.add_argument(*names, **settings)
 
 
 def _number(least: int) -> Callable[[str], int]:
@@ -69,7 +78,7 @@ def _split(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected words: {text!r}: {error}") from None
+        raise argparse.ArgumentTypeError(f"expected arguments: {text!r}: {error}") from None
 
 
 def _setting(text: str) -> str:
@@ -79,64 +88,64 @@ def _setting(text: str) -> str:
     return text
 
 
-PLACES = (
+HOST_OPTIONS = (
     Option(
         "-np -n",
-        "the number of ranks; by default those that the batch system was asked for, or as many as "
-        "the hosts may have",
+        "number of ranks. Defaults to the number that the batch system allocated, or to all slots "
+        "of the hosts",
         "N",
         _number(1),
         horovod="-np --num-proc",
     ),
     Option(
         "-H --hosts",
-        "hosts, and how many ranks each may have (1): h1:2,h2:2",
+        "hosts with their slots (1): h1:2,h2:2",
         "HOSTS",
         horovod="-H --hosts",
     ),
     Option(
         "--hostfile",
-        "a file with a host a line: `h1 slots=2` or `h1:2`",
+        "file with one host per line: `h1 slots=2` or `h1:2`",
         "FILE",
         horovod="-hostfile --hostfile",
     ),
     Option(
         "--env -x",
-        "a variable that ranks on other hosts get as well, with its value here or another; may be "
-        "repeated",
+        "environment variable to pass to ranks on other hosts, with its current value or the given "
+        "one; may be repeated",
         "NAME[=VALUE]",
         _setting,
         repeated=True,
     ),
     Option(
         "--mpi-args",
-        "further words for mpiexec, as one text",
-        "WORDS",
+        "further arguments of mpiexec, as one string",
+        "ARGUMENTS",
         _split,
         horovod="--mpi-args",
     ),
 )
 OPTIONS = (
-    *PLACES,
+    *HOST_OPTIONS,
     Option(
         "--bind",
-        "whether each rank runs on its own share of a node's cores: `cores`, `none`, `mpiexec` as "
-        "that thinks right; `auto`, the default: `cores` where a batch system has given the node, "
-        "else `none`, as two jobs would take the same cores",
-        "WAY",
+        "binding of ranks: `cores` binds each rank to its share of the cores of a node, `none` "
+        "does not bind, `mpiexec` uses the default of mpiexec, and `auto` is `cores` in an "
+        "allocation of a batch system, else `none`, because two jobs would use the same cores "
+        "(auto)",
+        "BINDING",
         choices=("auto", "cores", "none", "mpiexec"),
         default="auto",
     ),
     Option(
         "--log-dir",
-        "a folder for one file a rank, `rank-0.log` and so on, on the rank's own host, with "
-        "all that it prints",
+        "directory for the output of each rank, `rank-0.log` and so on, on the host of the rank",
         "DIR",
         horovod="--output-filename",
     ),
     Option(
         "--max-restarts",
-        "how often a job that fails is started anew (0)",
+        "maximum number of restarts of a failed job (0)",
         "N",
         _number(0),
         default=0,
@@ -144,38 +153,38 @@ OPTIONS = (
     ),
     Option(
         "--on-failure",
-        "when a rank dies: `stop`; `restart`, what --max-restarts means; or `continue`: the others "
-        "go on without it, with Open MPI 5 or newer, which sets KERAS_DIST_ON_FAILURE",
-        "WAY",
+        "reaction to the death of a rank: `stop` ends the job, `restart` restarts it (see "
+        "--max-restarts), and `continue` sets KERAS_DIST_ON_FAILURE, so that the remaining ranks "
+        "continue (Open MPI 5 or newer)",
+        "REACTION",
         choices=("stop", "restart", "continue"),
     ),
     Option(
         "--host-discovery-script",
-        "a program, with its arguments, that is asked at each start of the job, restarts included, "
-        "which hosts there are: a host a line, `h1:2`; no shell reads it",
+        "program with arguments that prints the available hosts, one per line: `h1:2`. It runs "
+        "before each start and restart of the job, without a shell",
         "COMMAND",
         _split,
         horovod="--host-discovery-script",
     ),
     Option(
         "--min-np",
-        "with such a script: how many ranks there have to be (-np, or 1); until then it is asked "
-        "again",
+        "with a host discovery script: minimum number of ranks. The script runs again until there "
+        "are enough slots (-np, or 1)",
         "N",
         _number(1),
         horovod="--min-np --min-num-proc",
     ),
     Option(
         "--max-np",
-        "with such a script: how many ranks there are at most (-np, or as many as there is room "
-        "for)",
+        "with a host discovery script: maximum number of ranks (-np, or all slots)",
         "N",
         _number(1),
         horovod="--max-np --max-num-proc",
     ),
     Option(
         "--elastic-timeout",
-        "with such a script: for how many seconds too few places are waited for (600)",
+        "with a host discovery script: maximum seconds to wait for enough slots (600)",
         "SECONDS",
         _number(0),
         default=600,
@@ -183,14 +192,14 @@ OPTIONS = (
     ),
     Option(
         "--timeout",
-        "ends the job, all tries and the waiting for hosts together, after so many seconds; exit "
-        "code 124",
+        "time limit of the job in seconds, including restarts and waits for hosts; then the exit "
+        "code is 124",
         "SECONDS",
         _number(1),
     ),
     Option(
         "--stall-seconds",
-        "seconds that a rank waits for others before the root says so",
+        "seconds that a rank waits for others before rank 0 logs a warning",
         "SECONDS",
         variable="KERAS_DIST_STALL_SECONDS",
         horovod="--stall-check-warning-time-seconds",
@@ -204,23 +213,23 @@ OPTIONS = (
     ),
     Option(
         "--timeline",
-        "where what each rank does when is written",
+        "file for the timeline of the job",
         "FILE",
         variable="KERAS_DIST_TIMELINE",
         horovod="--timeline-filename",
     ),
     Option(
         "--bucket-mb",
-        "MiB of gradients that travel together; 0: each by itself",
+        "size of gradient buckets in MiB; 0 reduces each gradient by itself",
         "MIB",
         lambda text: str(max(1, _number(0)(text) * 2**20)),
         variable="KERAS_DIST_BUCKET_NBYTES",
         horovod="--fusion-threshold-mb",
     ),
-    Option("--config-file", "a file with options; the command line wins", "FILE",
+    Option("--config-file", "YAML file with options; the command line overrides them", "FILE",
            horovod="--config-file"),
-    Option("--verbose", "print the command before it is started", horovod="--verbose"),
-    Option("--dry-run", "print the command, start nothing"),
+    Option("--verbose", "print the command before it starts", horovod="--verbose"),
+    Option("--dry-run", "print the command without starting it"),
 )  # fmt: skip
 
 
@@ -232,5 +241,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options for hosts, slots and the connection to hosts."""
-    for option in PLACES:
+    for option in HOST_OPTIONS:
         option.add_to(parser)

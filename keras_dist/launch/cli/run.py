@@ -31,9 +31,9 @@ MAX_PAUSE_SECONDS = 30
 RESTART = "KERAS_DIST_RESTART"
 NOTEBOOK = ("-m", "keras_dist.launch.cli", "run-notebook")
 
-DESCRIPTION = """Starts a program on many ranks, by the mpiexec of the MPI library that mpi4py
-loads, and passes on signals. With --max-restarts a job that fails is started anew; a script that
-trains with keras_dist.callbacks.BackupAndRestore goes on from its last checkpoint."""
+DESCRIPTION = """Starts a program on several ranks with the mpiexec of the MPI library that mpi4py
+loads, and forwards signals. With --max-restarts a failed job is restarted; a script that trains
+with keras_dist.callbacks.BackupAndRestore resumes from its last backup."""
 
 
 def add_to(commands: Any) -> None:
@@ -64,7 +64,7 @@ def _run_in_time(options: argparse.Namespace) -> int:
     try:
         return _run(options, time.monotonic() + seconds)
     except TimeoutError:
-        _print("no hosts have been found before the time of the job was over (--timeout).")
+        _print("no hosts were found within the time limit (--timeout).")
         return TIMED_OUT
 
 
@@ -90,15 +90,15 @@ def _run(options: argparse.Namespace, end: float) -> int:
     if options.dry_run:
         return 0
     if options.on_failure == "continue" and not library.survives_rank_loss:
-        _print(_check_survival(library, options.max_restarts))
+        _print(_cannot_survive(library, options.max_restarts))
     if "--allow-run-as-root" in command:
-        _print("running as root, so mpiexec is told --allow-run-as-root.")
+        _print("running as root: --allow-run-as-root is passed to mpiexec.")
     try:
         with terminating_signals_raise():
             return _run_with_restarts(command, command_of, environment, options.max_restarts, end)
-    except EndRequested as told:
-        _print(f"told to end ({told.name}) while no try of the job was running.")
-        return told.code
+    except EndRequested as request:
+        _print(f"received {request.name} between two runs of the job.")
+        return request.code
 
 
 def _launched(options: argparse.Namespace) -> list[str]:
@@ -128,16 +128,16 @@ def _run_with_restarts(
         ended = run_job(command, environment, left)
         code = _exit_code(ended)
         if ended.timed_out:
-            _print("the job has been ended, as its time is over (--timeout).")
+            _print("the job was ended after its time limit (--timeout).")
         if code == 0 or ended.signal is not None or code in NEVER_AGAIN:
             return code
         if code == exit_hooks.PREEMPTED_EXIT_CODE:
-            _print(f"the job was asked to end and has kept its state (exit code {code}).")
+            _print(f"the job was preempted and saved its state (exit code {code}).")
             return code
         if restart < max_restarts:
             pause = min(2**restart, MAX_PAUSE_SECONDS)
             if time.monotonic() + pause >= end:
-                _print(f"the job failed with exit code {code}, and its time is over (--timeout).")
+                _print(f"the job failed with exit code {code} at its time limit (--timeout).")
                 return code
             _print(
                 f"the job failed with exit code {code}. Restart {restart + 1} of {max_restarts} "
@@ -174,7 +174,7 @@ def _program(options: argparse.Namespace) -> list[str]:
             "[keras-dist run]",
             "a program to start",
             missing,
-            "Name it behind the options, for example: "
+            "Put it after the options, for example: "
             "keras-dist run -np 4 python train.py --epochs 3",
         )
     )
@@ -198,17 +198,17 @@ def _check(options: argparse.Namespace) -> None:
     asks = options.host_discovery_script is not None
     if options.on_failure == "restart" and not options.max_restarts:
         expected, received = "the number of restarts", "--on-failure restart with --max-restarts 0"
-        remedy = "Say --max-restarts 3, for example."
+        remedy = "Pass --max-restarts 3, for example."
     elif options.on_failure == "stop" and options.max_restarts:
-        expected = "no restarts where a failure stops the job"
+        expected = "no restarts with --on-failure stop"
         received = f"--on-failure stop with --max-restarts {options.max_restarts}"
         remedy = "Leave one of them out."
     elif asks and (options.hosts or options.hostfile):
-        expected, received = "--host-discovery-script alone to name hosts", "others beside it"
+        expected, received = "only --host-discovery-script", "other options for hosts as well"
         remedy = "Leave out --hosts and --hostfile."
     elif (options.min_np or options.max_np) and not asks:
         expected, received = "--min-np and --max-np with --host-discovery-script", "no such script"
-        remedy = "Say -np N, or name a script that prints hosts, such as h1:2, a line each."
+        remedy = "Pass -np N, or a script that prints one host per line, such as h1:2."
     elif options.max_np and options.max_np < (options.min_np or 1):
         expected, received = "--max-np of --min-np or more", f"{options.max_np}"
         remedy = f"--min-np is {options.min_np}."
@@ -226,13 +226,13 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
     return wanted
 
 
-def _check_survival(library: Library, max_restarts: int) -> str:
+def _cannot_survive(library: Library, max_restarts: int) -> str:
     instead = (
-        f"the job is started anew instead, at most {max_restarts} times."
+        f"the job is restarted instead, at most {max_restarts} times."
         if max_restarts
-        else "the job ends instead; --max-restarts N would start it anew."
+        else "the job ends instead; --max-restarts N would restart it."
     )
-    return f"{library.text} cannot go on without a rank that has died: {instead}"
+    return f"{library.text} cannot continue after the death of a rank: {instead}"
 
 
 def _print(text: str) -> None:

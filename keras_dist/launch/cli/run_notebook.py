@@ -13,8 +13,9 @@ __all__ = ["add_to"]
 NEEDED = ("IPython", "nbformat", "yaml")
 
 DESCRIPTION = """Runs the cells of a notebook on this rank, in one process: mpirun -np 4 keras-dist
-run-notebook nb.ipynb, or keras-dist run -np 4 nb.ipynb. The root writes the executed notebook after
-each cell; what other ranks print goes to a log beside it. An exception on any rank ends all."""
+run-notebook nb.ipynb, or keras-dist run -np 4 nb.ipynb. Rank 0 writes the executed notebook after
+each cell; other ranks write their output to log files in the same directory. An exception on any
+rank ends all ranks."""
 
 
 def add_to(commands: Any) -> None:
@@ -27,11 +28,11 @@ def add_to(commands: Any) -> None:
         "--output",
         type=pathlib.Path,
         metavar="FILE",
-        help="the executed notebook (NOTEBOOK.executed.ipynb, beside it)",
+        help="path of the executed notebook (NOTEBOOK.executed.ipynb, in the same directory)",
     )
     for flags, what in (
-        (("-p", "--parameters"), "a parameter, put behind the cell tagged `parameters`"),
-        (("-r", "--parameters-raw"), "the same, as text whatever it looks like"),
+        (("-p", "--parameters"), "parameter, inserted after the cell tagged `parameters`"),
+        (("-r", "--parameters-raw"), "parameter whose value is a string"),
     ):
         parser.add_argument(
             *flags, nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help=what
@@ -42,7 +43,7 @@ def add_to(commands: Any) -> None:
         "--parameters-file",
         type=pathlib.Path,
         metavar="FILE",
-        help="parameters in YAML; -p and -r go before them",
+        help="YAML file with parameters; -p and -r override them",
     )
 
 
@@ -52,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
         raise errors.LaunchError(
             errors.explain(
                 "[keras-dist run-notebook]",
-                "what runs notebooks to be installed",
+                "the packages that run notebooks",
                 f"no {' and no '.join(missing)}",
                 "pip install 'keras_dist[notebook]'",
             )

@@ -12,13 +12,13 @@ def add_to(commands: Any) -> None:
     """Adds the command to the subparsers."""
     parser = commands.add_parser(
         "timeline",
-        description="Says where the time of a job went whose timeline was recorded "
-        "(KERAS_DIST_TIMELINE). Of a job that was killed it first puts the parts together.",
+        description="Summarizes the time of a job from its timeline (KERAS_DIST_TIMELINE), and "
+        "merges the recordings of the ranks if the job was killed.",
     )
     parser.set_defaults(act=_summarise)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="timelines, one job each")
-    parser.add_argument("--html", metavar="FILE", help="write the tables as a page")
-    parser.add_argument("--png", metavar="FILE", help="draw where the time went (matplotlib)")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="timeline of a job")
+    parser.add_argument("--html", metavar="FILE", help="write the tables to an HTML page")
+    parser.add_argument("--png", metavar="FILE", help="draw a figure (requires matplotlib)")
 
 
 def _summarise(options: argparse.Namespace) -> int:
@@ -35,8 +35,10 @@ def _summarise(options: argparse.Namespace) -> int:
         if options.png:
             save_png(summaries, options.png)
     except (OSError, ImportError) as error:
-        remedy = "Name another file; what is missing comes with: pip install 'keras_dist[timeline]'"
-        expected = "to print the timeline, and to write what --html and --png name"
+        remedy = (
+            "Pass another file, or install the requirements: pip install 'keras_dist[timeline]'"
+        )
+        expected = "to print the timeline, and to write the files of --html and --png"
         raise errors.ArgumentError(
             errors.explain("[keras-dist timeline]", expected, str(error), remedy)
         ) from None

@@ -20,28 +20,32 @@ NONE_FOUND = 1
 REDRAWS_PER_SECOND = 2
 PLAIN_WIDTH = 160  # characters, without a terminal
 
-DESCRIPTION = """Shows the jobs of this user whose root is on this node: ranks, step, loss, samples
-a second, the share of time in which ranks wait for others, memory, GPUs. The rank that waits least
-is the one that the others wait for."""
+DESCRIPTION = """Shows the jobs of this user whose rank 0 is on this node: ranks, step, loss,
+samples per second, the fraction of time in which ranks wait for others, memory, GPUs. The others
+wait for the rank that waits least."""
 
 
 def add_to(commands: Any) -> None:
     """Adds the command to the subparsers."""
     parser = commands.add_parser("top", description=DESCRIPTION, allow_abbrev=False)
     parser.set_defaults(act=_top)
-    parser.add_argument("pid", nargs="?", type=int, help="of the job's root; all jobs without it")
-    parser.add_argument("--once", action="store_true", help="print what is now, and end")
-    ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--json", action="store_true", help="print lines of JSON, a line a job")
-    ways.add_argument("--web", action="store_true", help="serve a page for a browser")
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="of the page (any free)")
+    parser.add_argument(
+        "pid", nargs="?", type=int, help="process id of rank 0 of a job. Defaults to all jobs"
+    )
+    parser.add_argument("--once", action="store_true", help="print the current state and exit")
+    outputs = parser.add_mutually_exclusive_group()
+    outputs.add_argument("--json", action="store_true", help="print one line of JSON per job")
+    outputs.add_argument("--web", action="store_true", help="serve a web page")
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="port of the web page (any free port)"
+    )
     parser.add_argument(
         "--address",
         type=_address,
         metavar="HOST:PORT",
-        help="a job that listens on KERAS_DIST_TOP_PORT",
+        help="address of a job that listens on KERAS_DIST_TOP_PORT",
     )
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="its token")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="file with its token")
 
 
 class _Watched:
@@ -64,7 +68,7 @@ class _Watched:
         return list(self._jobs)
 
     def live(self) -> bool:
-        """Tells whether a job is still running."""
+        """Returns whether a job is still running."""
         return any(thread.is_alive() for thread in self._threads)
 
     def _read(self, number: int, stream: Iterator[Job]) -> None:
@@ -78,8 +82,8 @@ def _top(options: argparse.Namespace) -> int:
     if not found:
         which = "No job of yours" if options.pid is None else f"No job with process {options.pid}"
         print(
-            f"keras-dist top: {which} runs on {os.uname().nodename}. A job is seen on the node of "
-            "its rank 0, by the user who started it, unless KERAS_DIST_TOP=0 is set.",
+            f"keras-dist top: {which} runs on {os.uname().nodename}. Jobs are visible on the node "
+            "of rank 0, to the user who started them, unless KERAS_DIST_TOP=0 is set.",
             file=sys.stderr,
         )
         return NONE_FOUND
@@ -131,7 +135,7 @@ def _token(path: Path | None) -> str:
         raise errors.ArgumentError(
             errors.explain(
                 "[keras-dist top]",
-                "--token-file to be the file that lies beside the job's socket",
+                "--token-file to be the token file in the directory of the job's socket",
                 str(error),
                 "Copy it from the node of rank 0.",
             )

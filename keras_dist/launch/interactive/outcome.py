@@ -15,14 +15,14 @@ USAGE = 2  # exit code of keras-dist run without a job
 SHOWN_LINES = 20
 
 
-def values(exchange: Exchange, np: int, code: int, said: str) -> list[Any]:
+def values(exchange: Exchange, np: int, code: int, printed_by_launcher: str) -> list[Any]:
     """Returns the values of the ranks of a finished job, in the order of ranks.
 
     Args:
         exchange: files shared with the ranks.
         np: number of ranks.
         code: exit code of the job.
-        said: output of the launcher.
+        printed_by_launcher: output of the launcher.
 
     Raises:
         RankError: a rank failed, or left no value.
@@ -36,16 +36,16 @@ def values(exchange: Exchange, np: int, code: int, said: str) -> list[Any]:
     if not missing and code == 0:
         return [_loaded(outcome, rank, np) for rank, outcome in enumerate(outcomes)]
     if code == USAGE and not started:
-        raise errors.LaunchError(said.strip().removeprefix("keras-dist: "))
+        raise errors.LaunchError(printed_by_launcher.strip().removeprefix("keras-dist: "))
     logs = [f"rank {rank}:\n{_tail(exchange, rank)}" for rank in missing if _tail(exchange, rank)]
     text = errors.explain(
         WHERE,
         f"{np} ranks to run the function and to return",
         f"exit code {code}, and no value of {len(missing)} of them",
-        "What was printed last:" if started else "Ask keras-dist doctor, or for fewer ranks.",
+        "Last output:" if started else "Run keras-dist doctor, or start fewer ranks.",
     )
     kind = errors.RankError if started else errors.LaunchError
-    raise kind("\n".join([text, *logs, "\n".join(said.splitlines()[-SHOWN_LINES:])]))
+    raise kind("\n".join([text, *logs, "\n".join(printed_by_launcher.splitlines()[-SHOWN_LINES:])]))
 
 
 def _loaded(outcome: Any, rank: int, np: int) -> Any:
@@ -55,9 +55,9 @@ def _loaded(outcome: Any, rank: int, np: int) -> Any:
         raise errors.RankError(
             errors.explain(
                 f"[rank {rank} of {np}]",
-                "the function to return what can be read here",
+                "a return value that can be unpickled here",
                 f"an object of type {outcome.kind} ({type(error).__name__}: {error})",
-                "Return numbers, arrays or the like.",
+                "Return numbers or arrays, for example.",
             ),
             rank,
         ) from error
@@ -69,7 +69,7 @@ def _as_error(failure: Failure, rank: int, np: int, exchange: Exchange) -> error
         f"[rank {rank} of {np}]",
         "the function to return",
         failure.text,
-        f"There:\n{failure.traceback}" + (f"It had printed:\n{printed}" if printed else ""),
+        f"Traceback:\n{failure.traceback}" + (f"Output:\n{printed}" if printed else ""),
     )
     error = errors.RankError(text, rank, failure.traceback)
     try:

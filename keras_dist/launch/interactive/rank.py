@@ -74,9 +74,9 @@ def _as_value(value: Any, rank: int) -> Value:
         raise errors.ArgumentTypeError(
             errors.explain(
                 f"[rank {rank}]",
-                "the function to return what can be pickled",
+                "a return value that can be pickled",
                 f"an object of type {kind} ({type(error).__name__}: {error})",
-                "Return numbers, arrays or the like, and keep the object within the function.",
+                "Return numbers or arrays, for example, and keep the object within the function.",
             )
         ) from None
 

@@ -141,8 +141,8 @@ def _wait(start: Callable[[], subprocess.Popen[bytes]], view: View, timeout: flo
                     errors.explain(
                         WHERE,
                         f"the function to return within {timeout} s",
-                        "ranks that were still at work and have been ended",
-                        "Pass a longer timeout, or find out where they stand from the table.",
+                        "ranks that were still running, and were ended",
+                        "Pass a longer timeout, or check the progress in the table.",
                     )
                 )
             time.sleep(TURN_SECONDS)
@@ -193,7 +193,7 @@ def _pickled(work: Any) -> bytes:
         raise errors.ArgumentTypeError(
             errors.explain(
                 WHERE,
-                "a function and arguments that can be pickled, with all that they refer to",
+                "a function and arguments that can be pickled, with all objects that they refer to",
                 f"{type(error).__name__}: {error}",
                 "Open files, locks and devices within the function.",
             )
@@ -214,8 +214,8 @@ def _check(fn: Any, np: Any) -> None:
         raise errors.LaunchError(
             errors.explain(
                 WHERE,
-                "to be called from a process that is no rank",
-                f"one of {announced.size} ranks, as {announced.launcher} says "
+                "a process that is not a rank",
+                f"one of {announced.size} ranks according to {announced.launcher} "
                 f"({announced.variable})",
                 "Call the function itself on every rank, or start this script by python alone.",
             )

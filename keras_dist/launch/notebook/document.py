@@ -35,7 +35,7 @@ def read(path: pathlib.Path, where: str) -> nbformat.NotebookNode:
                 where,
                 f"{path} to be a notebook",
                 f"{type(error).__name__}: {first}",
-                "Name a file that Jupyter opens.",
+                "Pass a file that Jupyter can open.",
             )
         ) from None
     language = notebook.metadata.get("kernelspec", {}).get("language", "python")
@@ -45,7 +45,7 @@ def read(path: pathlib.Path, where: str) -> nbformat.NotebookNode:
                 where,
                 f"{path} to be a notebook of Python",
                 f"one of {language}",
-                "Run notebooks of other languages by their own kernels.",
+                "Run notebooks of other languages with their kernels.",
             )
         )
     return notebook

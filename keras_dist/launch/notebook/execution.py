@@ -135,7 +135,7 @@ def _check_output_path(output: pathlib.Path, where: str) -> None:
                 where,
                 "a directory to write the executed notebook to",
                 str(output.parent),
-                "Name a place by --output.",
+                "Pass another path by --output.",
             )
         )
 

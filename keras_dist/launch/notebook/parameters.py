@@ -60,7 +60,7 @@ def _literal(name: str, value: Any, where: str) -> str:
         raise errors.ArgumentError(
             errors.explain(
                 where,
-                "each parameter to have a name of Python and a value of what JSON knows",
+                "parameters with Python identifiers as names and JSON values",
                 f"{name!r}: {value!r}",
                 "Write it as -p NAME VALUE, or pass text by -r.",
             )

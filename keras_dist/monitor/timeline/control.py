@@ -23,8 +23,8 @@ def start_timeline(
     Collective: every rank of the job, with the same arguments; blocks.
 
     Args:
-        file_path: path of the trace, which the root writes. Each rank records to a file beside
-            it, which is removed at the end.
+        file_path: path of the trace, which the root writes. Each rank records to a file in the
+            same directory, which is removed at the end.
         mark_cycles: accepted for compatibility with Horovod; keras_dist has no cycles. Defaults
             to `False`.
         steps: first recorded step, counted from 0 at this call, and the step before which

@@ -134,7 +134,7 @@ class RankEvents:
                 numbered = {"number": number} if name in (STEP, EPOCH) else None
                 yield bar(lane, name, began, ended, numbered)
         if "full" in self._tail:
-            text = f"rank {self.rank} records no more: the timeline has reached its size"
+            text = f"rank {self.rank} recording ended: the timeline reached its size"
             ended = self._on_root(self._until) - start
             yield self._event(text, "i", 0, s="p", ts=ended / 1e3)
         for (lane, what, began), line in opened.items():

@@ -142,7 +142,7 @@ def _raise_on_all(comm: _engine.Communicator, path: str, trouble: OSError | None
     if found:
         rank, text = found[0]
         where = f"[rank {rank} of {comm.size}]"
-        remedy = "Name a file in a directory that can be written to: KERAS_DIST_TIMELINE=..."
+        remedy = "Pass a file in a writable directory: KERAS_DIST_TIMELINE=..."
         expected = f"to write a timeline to {path}"
         raise errors.ArgumentError(errors.explain(where, expected, text, remedy))
 

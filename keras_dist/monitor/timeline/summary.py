@@ -86,7 +86,7 @@ class Summary:
         operations: operations, those with the longest total time first.
         last: number of rendezvous to which a rank came last, by rank.
         waited_for: total seconds that other ranks waited for a rank, by rank.
-        about: descriptions of the ranks, see `RankEvents.said`.
+        about: descriptions of the ranks, see `RankEvents.metadata`.
     """
 
     ranks: dict[int, Shares]
@@ -115,11 +115,11 @@ def load_trace(path: str) -> dict[str, Any]:
             complete(path, said["job"], by_reader=True)
             trace = _read(path)
         if "ranks" not in trace["otherData"][KEY]:
-            raise damaged(path, "one of a job that has not ended, without the parts beside it")
+            raise damaged(path, "a job that did not end, without the recordings of its ranks")
     except errors.DataError:
         raise
     except (KeyError, IndexError, TypeError):
-        raise damaged(path, "JSON that something else has written") from None
+        raise damaged(path, "JSON of another program") from None
     except (OSError, ValueError) as error:
         raise damaged(path, str(error)) from None
     return trace
