@@ -41,7 +41,7 @@ def fit(*callbacks, epochs):
 
 @pytest.mark.fault(
     "the writer of backups is killed, 40 times at random moments",
-    "the newest backup, or the one before, is whole and is what a restart takes",
+    "the newest or the previous backup is intact, and a restart uses it",
     within=60,
 )
 def test_the_writer_is_killed(job, tmp_path):
@@ -90,8 +90,8 @@ assert sum(within) > 10
 
 
 @pytest.mark.fault(
-    "the newest backup is damaged, or cut off; then all are",
-    "training goes on from the one before, which is said; then an error on every rank",
+    "the newest backup is damaged or truncated; then all are",
+    "training resumes from the previous one, with a warning; then an error on every rank",
     within=60,
 )
 def test_damaged_backups(job, tmp_path):
@@ -131,8 +131,8 @@ except errors.CheckpointError as error:
 
 
 @pytest.mark.fault(
-    "no room while a backup and checkpoints are written",
-    "training goes on, the root says so each time, what was there stays, nothing half is left",
+    "the disk is full while a backup and checkpoints are written",
+    "training continues with a warning each time; earlier files stay, and no partial file is left",
     within=60,
 )
 def test_no_room(job, tmp_path):
@@ -177,7 +177,7 @@ if rank == 0:
 
 @pytest.mark.fault(
     "the directory of backups is removed while training, then a file takes its place",
-    "it is made anew; then training goes on without, and the root says so",
+    "it is created again; then training continues without backups, with a warning",
     within=60,
 )
 def test_the_directory_goes_away(job, tmp_path):

@@ -49,7 +49,7 @@ if runtime.rank() == 0:
 @pytest.mark.parametrize("way", ["copy", "mpi"])
 @pytest.mark.fault(
     "two of four ranks are killed, one after the other, with `on_failure=continue`",
-    "each step is reduced among the others, who lose none; equal results, exit code 0",
+    "each step is reduced over the remaining ranks, and none is lost; equal results, exit code 0",
     within=20,
 )
 def test_two_of_four_die(go_on, way):
@@ -98,8 +98,8 @@ assert comm.size == 3 and not lent.lends
 
 @pytest.mark.parametrize("moment", [2, 3, None])
 @pytest.mark.fault(
-    "a rank is killed while another keeps a result that all see, with `on_failure=continue`",
-    "the result stays as it is; the others go on",
+    "a rank is killed while another keeps a shared result, with `on_failure=continue`",
+    "the result is unchanged; the remaining ranks continue",
     within=20,
 )
 def test_a_rank_dies_while_another_keeps_what_it_was_lent(go_on, moment):
@@ -144,7 +144,7 @@ for name in (None, "loss"):
 
 @pytest.mark.fault(
     "the root is killed while others wait for its broadcast, with `on_failure=continue`",
-    "the next rank is the root, and its value is sent",
+    "the next rank becomes the root and sends its value",
     within=15,
 )
 def test_the_root_dies_in_a_broadcast(go_on):
@@ -159,8 +159,8 @@ assert (runtime.rank(), runtime.size()) == (me - 1, 2)
 
 
 @pytest.mark.fault(
-    "a rank is killed while another has joined, being out of data, with `on_failure=continue`",
-    "the others reduce and join as before",
+    "a rank is killed while another has joined without data, with `on_failure=continue`",
+    "the remaining ranks reduce and join as before",
     within=15,
 )
 def test_a_rank_dies_while_another_has_joined(go_on):
@@ -179,9 +179,9 @@ assert ops.allreduce(2.0**me, op="sum") == 11
 
 
 @pytest.mark.fault(
-    "a rank comes to the last reduction and is killed; one rank sees it before, two after it has "
-    "ended for them and they have joined, with `on_failure=continue`",
-    "the one receives the result of the two; equal results",
+    "a rank is killed during the last reduction, which two other ranks have completed and one has "
+    "not, with `on_failure=continue`",
+    "the one receives the result from the two; equal results",
     within=15,
 )
 def test_a_rank_dies_when_it_has_been_waited_for(go_on):
@@ -212,8 +212,8 @@ assert (total == 15).all(), total
 
 
 @pytest.mark.fault(
-    "a rank is killed while shared memory is made, with `on_failure=continue`",
-    "the others go on; nothing stays in `/dev/shm`",
+    "a rank is killed while shared memory is created, with `on_failure=continue`",
+    "the remaining ranks continue; no file is left in `/dev/shm`",
     within=15,
 )
 def test_a_rank_dies_while_memory_is_made(go_on):
@@ -237,9 +237,9 @@ assert not [name for name in made if name.split("-")[2] == str(os.getpid())]
             "continue",
             0,
             marks=pytest.mark.fault(
-                "a rank is killed while others have come to the end of the script, with "
+                "a rank is killed while others are at the end of the script, with "
                 "`on_failure=continue`",
-                "the others end well, exit code 0",
+                "the remaining ranks end with exit code 0",
                 within=15,
             ),
         ),
@@ -247,7 +247,7 @@ assert not [name for name in made if name.split("-")[2] == str(os.getpid())]
             "stop",
             1,
             marks=pytest.mark.fault(
-                "the same without, under an MPI that goes on",
+                "the same without it, with an MPI library that supports it",
                 "the job ends with the reason, exit code not 0",
                 within=15,
             ),
@@ -263,8 +263,8 @@ def test_a_rank_dies_when_others_are_at_the_end(go_on, wish, code):
 
 
 @pytest.mark.fault(
-    "a rank is killed where there are process sets, with `on_failure=continue`",
-    "the job ends; the error says that process sets cannot go on",
+    "a rank is killed in a job with process sets, with `on_failure=continue`",
+    "the job ends; the error says that process sets are not supported",
     within=15,
 )
 def test_process_sets_cannot_go_on(go_on):
@@ -280,8 +280,8 @@ ops.barrier()
 
 
 @pytest.mark.fault(
-    "one rank alone asks for `on_failure=continue`",
-    "an error on all, which names both calls",
+    "only one rank requests `on_failure=continue`",
+    "an error on every rank that names both calls",
     within=10,
 )
 @pytest.mark.parametrize("ready", [0, 1])
@@ -300,7 +300,7 @@ ops.allgather_object(me)
 
 
 @pytest.mark.fault(
-    "a rank is killed and another does not come to go on, with `on_failure=continue`",
+    "a rank is killed and another does not take part in the recovery, with `on_failure=continue`",
     "at the limit (here 4) the job ends",
     within=15,
 )
@@ -323,7 +323,7 @@ ops.barrier()
 
 @pytest.mark.fault(
     "a rank raises, with `on_failure=continue`",
-    "its error ends the job as ever: an error of the script is none of one process",
+    "its error ends the job: errors of the script are not continued",
     within=10,
 )
 def test_an_error_is_no_death(go_on):
@@ -339,8 +339,8 @@ ops.barrier()
 
 
 @pytest.mark.fault(
-    "`on_failure=continue` with an MPI that cannot, and a rank is killed",
-    "said at the start, with the remedy; then the job ends",
+    "a rank is killed with `on_failure=continue`, which the MPI library does not support",
+    "a warning with the remedy at the start; then the job ends",
     within=5,
 )
 def test_mpi_that_cannot_go_on_is_said_at_the_start(job):
@@ -407,18 +407,20 @@ if keras_dist.rank() == 0:
         assert [line[:2] for line in file] == ["ep", "0,", "1,", "2,", "3,"]
 """
 
-GOES_ON = "training goes on, all data shared out among the others; equal weights"
+CONTINUES = (
+    "training continues, and all data is distributed over the remaining ranks; equal weights"
+)
 PLACES = {
-    "broadcast": "a rank is killed while weights are broadcast",
-    "checkpoint": "the root is killed while it writes a checkpoint",
-    "batch": "the root is killed in the midst of an epoch",
-    "validation": "a rank is killed in validation",
+    "broadcast": "a rank is killed during the broadcast",
+    "checkpoint": "the root is killed during the write of a checkpoint",
+    "batch": "the root is killed during an epoch",
+    "validation": "a rank is killed during validation",
 }
 
 
 def case(backend, *places):
     texts = [f"{PLACES[place]} of `fit`, with `on_failure=continue`" for place in places]
-    marks = [pytest.mark.fault(text, GOES_ON, within=60) for text in texts]
+    marks = [pytest.mark.fault(text, CONTINUES, within=60) for text in texts]
     return pytest.param(backend, ", ".join(places), marks=marks)
 
 
@@ -472,7 +474,7 @@ if keras_dist.rank() == 0:
 # the 64 that 3 ranks share out, another has learnt 8 + 5 when it dies, and 3 are left out.
 @pytest.mark.fault(
     "two of four ranks are killed in an epoch of `fit`, with `share_out='at once'`",
-    "what is left of the epoch is shared out among the others, each sample once",
+    "the rest of the epoch is distributed over the remaining ranks, each sample once",
     within=30,
 )
 def test_the_rest_of_an_epoch_is_shared_out_at_once(job, open_mpi):
@@ -482,8 +484,8 @@ def test_the_rest_of_an_epoch_is_shared_out_at_once(job, open_mpi):
 
 
 @pytest.mark.fault(
-    "the root is killed while somebody watches the job, with `on_failure=continue`",
-    "the next root can be watched, and shows those that are left",
+    "the root is killed while a client watches the job, with `on_failure=continue`",
+    "the next root serves the remaining ranks",
     within=15,
 )
 def test_the_next_root_is_watched(go_on, tmp_path):

@@ -27,12 +27,12 @@ for name, options in cases.items():
 
 @pytest.mark.fault("`epochs` or `initial_epoch` of `fit` differ", NAMED, within=5)
 @pytest.mark.fault(
-    "`validation_data` on one rank alone, or another `validation_freq`", NAMED, within=5
+    "`validation_data` on only one rank, or another `validation_freq`", NAMED, within=5
 )
-@pytest.mark.fault("a callback of keras_dist on one rank alone", NAMED, within=5)
+@pytest.mark.fault("a callback of keras_dist on only one rank", NAMED, within=5)
 @pytest.mark.fault(
     "a callback inside `RootOnly` raises, on the root",
-    "a `CallbackError` with its words on every rank",
+    "a `CallbackError` with its message on every rank",
     within=5,
 )
 @pytest.mark.fault(
@@ -80,7 +80,7 @@ else:
 
 
 @pytest.mark.fault(
-    "`stop_training` set on one rank, behind the list of `keras_dist.callbacks()`",
+    "`stop_training` set on one rank, by a callback after those of `keras_dist.callbacks()`",
     "all ranks stop after the same epoch",
     within=5,
 )
@@ -120,7 +120,7 @@ fit(Interrupt(), epochs=10**6)
 
 @pytest.mark.fault(
     "KeyboardInterrupt in `fit` on one rank, caught by its script",
-    "an error on every rank when that rank comes to its end",
+    "an error on every rank when that rank ends",
     within=5,
 )
 def test_an_interrupt_that_is_caught(job):

@@ -45,7 +45,7 @@ data.batch(0, 0)
 
 
 @pytest.mark.fault(
-    "a rank that reads for others is stuck in its file system",
+    "a rank that reads for others blocks in its file system",
     "after `KERAS_DIST_STALL_SECONDS` (here 1) it is named; at the limit (here 3) the job ends",
     within=15,
 )

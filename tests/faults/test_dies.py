@@ -92,8 +92,8 @@ def test_an_abort(job):
 
 
 @pytest.mark.fault(
-    "a rank leaves by `os._exit(0)` while others wait",
-    "all ranks end; the exit code is 0 with MPICH, whose mpiexec takes it from the rank",
+    "a rank ends with `os._exit(0)` while others wait",
+    "all ranks end; the exit code is 0 with MPICH, whose mpiexec returns that of the rank",
     within=5,
 )
 def test_a_rank_leaves_without_a_word(job):
@@ -101,7 +101,7 @@ def test_a_rank_leaves_without_a_word(job):
     assert job(3, dying("os._exit(0)"), bare=True).seconds < 5
 
 
-@pytest.mark.fault("a rank leaves by `os._exit(0)`, under Open MPI", ENDS, within=5)
+@pytest.mark.fault("a rank ends with `os._exit(0)`, under Open MPI", ENDS, within=5)
 def test_a_rank_leaves_without_a_word_under_open_mpi(job, open_mpi):
     assert job(3, dying("os._exit(0)"), bare=True, python=open_mpi).returncode != 0
 
@@ -142,7 +142,7 @@ def test_a_killed_mpiexec(job):
 
 @pytest.mark.fault(
     "mpiexec itself is killed, under Open MPI",
-    "all ranks end, told by the watch; files of Open MPI's own stay in /dev/shm",
+    "all ranks end, by the stall watchdog; files of Open MPI stay in /dev/shm",
     within=10,
 )
 def test_a_killed_mpiexec_under_open_mpi(job, open_mpi):

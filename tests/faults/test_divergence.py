@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.mark.fault(
-    "the weights of one rank differ, at the end of a fit or when a checkpoint is due",
+    "the weights of one rank differ, at the end of a fit or before a checkpoint",
     "an error on every rank that names variables and ranks; nothing is written",
     within=60,
 )
@@ -51,12 +51,12 @@ if rank == 0:
 
 
 @pytest.mark.fault(
-    "Keras updates without the method in which gradients are reduced, as after a rename in it",
-    "a `BackendError` on every rank, in that step; nothing is trained apart",
+    "Keras applies updates without the method that reduces gradients, as after a renaming in Keras",
+    "a `BackendError` on every rank, in that step; replicas do not diverge",
     within=60,
 )
 @pytest.mark.fault(
-    "layers in float8 meet other magnitudes on each rank",
+    "float8 layers have inputs of different magnitudes on each rank",
     "scales and histories are those of all ranks; replicas stay equal",
     within=60,
 )

@@ -40,7 +40,8 @@ assert (state.step, state.total) == (6, 15.0)
 
 @pytest.mark.fault(
     "a rank is killed in a function of `elastic.run`, under Open MPI's ULFM",
-    "the others finish the step, are told at the next commit, and go on with equal state",
+    "the remaining ranks finish the step, are notified at the next commit, and continue with "
+    "equal state",
     within=20,
 )
 def test_an_elastic_training_goes_on(job, open_mpi):
@@ -77,7 +78,7 @@ fault()
 
 @pytest.mark.fault(
     "the newest file of an elastic state is damaged; then all are",
-    "training goes on from the one before, which is said; then an error on every rank",
+    "training resumes from the previous one, with a warning; then an error on every rank",
     within=30,
 )
 def test_a_damaged_state_is_noticed(job, tmp_path):
@@ -104,8 +105,8 @@ except errors.CheckpointError as error:
 
 
 @pytest.mark.fault(
-    "no room while an elastic state is committed, then its directory is lost",
-    "training goes on, the root says so each time, what was there stays, nothing half is left",
+    "the disk is full while an elastic state is committed, then its directory is removed",
+    "training continues with a warning each time; earlier files stay, and no partial file is left",
     within=30,
 )
 def test_a_commit_without_room(job, tmp_path):

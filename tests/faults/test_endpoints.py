@@ -18,8 +18,8 @@ if runtime.rank() == 0:
 
 
 @pytest.mark.fault(
-    "another user of the node asks at the port for Prometheus",
-    "401 and nothing of the job, without the token that its user alone can read",
+    "another user of the node sends a request to the port for Prometheus",
+    "401 without the token, which only the owner of the job can read",
     within=10,
 )
 def test_a_stranger_asks_at_the_port(job, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from jobs import BARE
 
 FINE = "print('fine', flush=True)\n"
-NO_RANK = "the child is told that it is no rank; the job goes on and ends well"
+NO_RANK = "an error in the child says that it is not a rank; the job continues and succeeds"
 
 
 def assert_fine(ended, ranks):
@@ -94,7 +94,7 @@ if __name__ == "__main__":
 
 @pytest.mark.fault(
     "several Python threads call collectives at once",
-    "they stand in line; the results are right",
+    "they run in sequence, with correct results",
     within=20,
 )
 def test_threads_stand_in_line(job):
@@ -122,8 +122,8 @@ assert not wrong
 
 
 @pytest.mark.fault(
-    "several `init` and `shutdown`, and the script ends in any of these states",
-    "the job ends well",
+    "several `init` and `shutdown`, with the end of the script in any of these states",
+    "the job succeeds",
     within=20,
 )
 @pytest.mark.parametrize("last", ["init", "shutdown"])
@@ -145,7 +145,7 @@ runtime.{last}()
 
 @pytest.mark.fault(
     "handlers of `atexit` that use keras_dist, from before and after its import",
-    "the later one works, the earlier one is told that the ranks have left; no hang",
+    "the later one works, the earlier one gets an error that the ranks have left; no hang",
     within=5,
 )
 @pytest.mark.parametrize("loads", ["", "from mpi4py import MPI"])
@@ -174,7 +174,7 @@ fault()
 
 @pytest.mark.fault(
     "the user's script raises in a handler of `atexit`",
-    "as in one process: told, and the exit code stays; no hang",
+    "as in one process: a traceback, and the exit code is unchanged; no hang",
     within=5,
 )
 @pytest.mark.fault(
@@ -198,7 +198,7 @@ fault()
 
 
 @pytest.mark.fault(
-    "ranks wait for one that works for long",
+    "ranks wait for a rank that computes for a long time",
     "they use less than 30 % of a core, in a collective and at the end of the script",
     within=20,
 )

@@ -98,7 +98,7 @@ LEFT = (
 )
 
 
-@pytest.mark.fault("a rank leaves by the end of its script, or by `sys.exit`", ENDS, within=5)
+@pytest.mark.fault("a rank ends its script, or calls `sys.exit`, while others wait", ENDS, within=5)
 @pytest.mark.parametrize("ending", ["pass", "raise SystemExit(0)", "raise SystemExit(3)"])
 def test_a_rank_that_ends_early(job, ending):
     text = f"""
@@ -114,7 +114,7 @@ else:
     assert LEFT in ended.stdout
 
 
-@pytest.mark.fault("a rank leaves while others have more queued", ENDS, within=5)
+@pytest.mark.fault("a rank ends while others have queued operations", ENDS, within=5)
 def test_a_rank_that_ends_while_others_have_more_queued(job):
     text = """
 from keras_dist.ops import asynchronous
@@ -128,7 +128,7 @@ if runtime.rank() == 0:
     assert LEFT in ended.stdout
 
 
-@pytest.mark.fault("a rank leaves while others call on a process set", ENDS, within=5)
+@pytest.mark.fault("a rank ends while others call a collective of a process set", ENDS, within=5)
 @pytest.mark.parametrize("reduce", ["copy", "mpi"])
 def test_a_rank_that_ends_while_others_call_on_a_process_set(job, reduce):
     text = """
@@ -176,7 +176,7 @@ if keras_dist.rank() == 0:
 
 @pytest.mark.fault(
     "a rank is in `evaluate` while another is in `fit`",
-    "the root says so, with the stack, after `KERAS_DIST_STALL_SECONDS`; the job goes on",
+    "the root logs a warning with the stack after `KERAS_DIST_STALL_SECONDS`; the job continues",
     within=5,
 )
 @pytest.mark.fault("a rank is in `fit` when another has left training", ENDS, within=5)
@@ -194,8 +194,8 @@ def test_a_rank_in_evaluate_or_after_training_is_named_as_such(job):
 
 
 @pytest.mark.fault(
-    "two ranks of a process set call different things while a third computes",
-    "the two say so, and the job ends, exit code not 0",
+    "two ranks of a process set make different calls while a third computes",
+    "an error on both, and the job ends, exit code not 0",
     within=5,
 )
 def test_different_calls_on_a_process_set_while_another_rank_computes(job):
@@ -216,8 +216,8 @@ ops.allreduce([0.0] * (3 + runtime.rank()), process_set=two)
 
 
 @pytest.mark.fault(
-    "a rank calls two operations of one name at a time",
-    "an error there, and on ranks that wait for the second; all can go on",
+    "a rank calls two concurrent operations with the same name",
+    "an error on this rank and on ranks that wait for the second; the job can continue",
     within=5,
 )
 def test_two_operations_of_one_name(job):
@@ -257,8 +257,8 @@ FACES = {
 
 
 @pytest.mark.fault(
-    "a rank passes what cannot be used, and catches the error as the others do",
-    "an error on every rank; all are at the same next call",
+    "a rank passes an invalid value, and all ranks catch the error",
+    "an error on every rank; the next call succeeds",
     within=20,
 )
 @pytest.mark.parametrize("face", FACES)

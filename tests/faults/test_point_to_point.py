@@ -20,8 +20,8 @@ def tried(call):
 
 @pytest.mark.parametrize("way", ["copy", "mpi"])
 @pytest.mark.fault(
-    "a rank sends what another does not expect, or both send",
-    "an error on both that names what differs; the job goes on",
+    "a rank sends a message that the other does not expect, or both send",
+    "an error on both that names what differs; the job continues",
     within=20,
 )
 def test_a_rank_receives_something_else(job, way):
@@ -57,7 +57,7 @@ else:
 
 @pytest.mark.parametrize("way", ["copy", "mpi"])
 @pytest.mark.fault(
-    "a rank comes to the end of its script while another waits for it in `recv`",
+    "a rank ends its script while another waits for it in `recv`",
     "an error on every rank that waits; no hang",
     within=5,
 )
@@ -78,7 +78,7 @@ else:
 
 @pytest.mark.fault(
     "a rank dies while another waits for it in `recv`, also with `on_failure=continue`",
-    "all ranks end, exit code not 0: nobody else has what it had",
+    "all ranks end, exit code not 0: no other rank has its data",
     within=10,
 )
 def test_a_rank_dies_while_another_receives(job, open_mpi):

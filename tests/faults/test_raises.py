@@ -68,7 +68,7 @@ runtime.init()
     assert ended.stdout.count("ValueError: broken before init") == 1
 
 
-@pytest.mark.fault("a rank has no more memory (`RLIMIT_AS`) and raises", ENDS, within=5)
+@pytest.mark.fault("a rank runs out of memory (`RLIMIT_AS`) and raises", ENDS, within=5)
 def test_a_rank_without_memory(job):
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))"
     ended = job(3, on_rank_1(f"{limit}; bytearray(2**33)"), bare=True)
@@ -76,8 +76,8 @@ def test_a_rank_without_memory(job):
 
 
 @pytest.mark.fault(
-    "a rank has no more memory within a reduction",
-    "the same error on all ranks, which can go on",
+    "a rank runs out of memory in a reduction",
+    "the same error on every rank; the job can continue",
     within=15,
 )
 def test_a_rank_without_memory_within_a_reduction(job):
@@ -113,7 +113,7 @@ def test_an_interrupt_of_one_rank(job):
     assert ended.returncode == 130
 
 
-@pytest.mark.fault("a rank raises while others wait for what was queued", ENDS, within=5)
+@pytest.mark.fault("a rank raises while others wait for queued operations", ENDS, within=5)
 @pytest.mark.parametrize("handles", ["dropped", "kept"])
 def test_an_exception_whatever_is_queued(job, handles):
     text = f"""
@@ -132,8 +132,8 @@ asynchronous.synchronize(asynchronous.allreduce_async(1.0))
 
 
 @pytest.mark.fault(
-    "a thread of a rank raises in place of a collective",
-    "its traceback, marked with the rank; when the rank comes to its end, the reason on all",
+    "a thread of a rank raises instead of calling a collective",
+    "its traceback, marked with the rank; when the rank ends, the reason on every rank",
     within=5,
 )
 def test_an_exception_in_a_thread(job):

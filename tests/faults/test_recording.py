@@ -24,7 +24,7 @@ while True:
 
 @pytest.mark.fault(
     "a rank is killed while a timeline is recorded",
-    "its file is a whole trace; `keras-dist timeline` puts in what the ranks had recorded",
+    "its file is a valid trace; `keras-dist timeline` merges the recordings of the ranks",
     within=5,
 )
 def test_a_trace_is_whole_after_a_kill_at_any_moment(job, tmp_path, capsys):

@@ -84,8 +84,8 @@ print(f"restarts {{os.environ['KERAS_DIST_RESTART']}}\\n", end="", flush=True)
 
 @pytest.mark.fault(
     "a rank is killed in `fit`, under `keras-dist run --max-restarts`",
-    "the job starts anew from the last checkpoint; the weights equal those of an uninterrupted "
-    "run to the bit",
+    "the job restarts from the last backup; the weights equal those of an uninterrupted run bit "
+    "for bit",
     within=120,
 )
 def test_a_restarted_training_ends_with_the_weights_of_one_that_was_not_interrupted(
@@ -109,8 +109,8 @@ def test_a_restarted_training_ends_with_the_weights_of_one_that_was_not_interrup
 
 
 @pytest.mark.fault(
-    "every try of a job fails, under `keras-dist run --max-restarts`",
-    "it ends after so many restarts, with the exit code of the last",
+    "every run of a job fails, under `keras-dist run --max-restarts`",
+    "it ends after that number of restarts, with the exit code of the last run",
     within=30,
 )
 def test_a_job_that_always_fails_is_given_up(start, tmp_path):
@@ -173,7 +173,7 @@ ops.barrier()
 
 @pytest.mark.fault(
     "Ctrl-C, SIGTERM, SIGHUP or SIGKILL to `keras-dist run`",
-    "all ranks end, nothing is left, nothing is started anew",
+    "all ranks end, nothing is left, and the job does not restart",
     within=5,
 )
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
@@ -190,7 +190,7 @@ def test_a_launcher_that_is_told_to_end_leaves_nothing(start, tmp_path, name):
 
 @pytest.mark.fault(
     "Ctrl-C twice to `keras-dist run` whose ranks ignore it",
-    "all ranks are killed, nothing is left",
+    "all ranks are killed, and nothing is left",
     within=5,
 )
 def test_a_second_interrupt_kills(start, tmp_path):

@@ -38,15 +38,15 @@ if keras_dist.rank() == 0:
 
 
 @pytest.mark.fault(
-    "a rank is killed while a GAN with two optimizers trains, each built at its first step",
-    "the job that is started anew builds and restores both; the weights equal those of an "
-    "uninterrupted run to the bit",
+    "a rank is killed in the training of a GAN with two optimizers, each built at its first step",
+    "the restarted job builds and restores both; the weights equal those of an uninterrupted run "
+    "bit for bit",
     within=120,
 )
 @pytest.mark.fault(
     "a rank is killed within an epoch of arrays that `fit` shuffles, with `Dropout` without a seed",
-    "the random generators of each rank go on where they were; the weights equal those of an "
-    "uninterrupted run to the bit",
+    "the random generators of each rank are restored; the weights equal those of an uninterrupted "
+    "run bit for bit",
     within=120,
 )
 def test_late_optimizers_and_random_numbers_go_on(tmp_path):
@@ -79,8 +79,8 @@ def test_late_optimizers_and_random_numbers_go_on(tmp_path):
 
 
 @pytest.mark.fault(
-    "`fit` with a backup trains on data whose order a resumed run cannot find again",
-    "the root says once, before the first step, what begins anew and what to do",
+    "`fit` with a backup trains on data whose order a resumed run cannot restore",
+    "one warning before the first step names the data and the remedy",
     within=60,
 )
 def test_an_order_that_is_lost_is_said(job):

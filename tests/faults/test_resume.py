@@ -3,18 +3,18 @@
 import pytest
 import resume
 
-AS_UNINTERRUPTED = "of a run that nothing interrupted, to the bit"
+EQUAL = "equal those of an uninterrupted run bit for bit"
 
 
 @pytest.mark.fault(
     "a rank is killed within an epoch, twice, under `keras-dist run --max-restarts`, with "
     "`EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint` and `CSVLogger`",
-    f"the job ends with the weights, checkpoints, CSV file and history {AS_UNINTERRUPTED}",
+    f"weights, checkpoints, CSV file and history {EQUAL}",
     within=120,
 )
 @pytest.mark.fault(
-    "the same, with a warmup and with a callback of the user's that sets the rate at batches",
-    f"no rate is set for skipped batches; the job ends with the weights {AS_UNINTERRUPTED}",
+    "the same with a warmup and with a user's callback that sets the learning rate at batches",
+    f"no learning rate is set for skipped batches; the weights {EQUAL}",
     within=120,
 )
 def test_a_fit_goes_on_within_an_epoch():

@@ -63,8 +63,9 @@ SAID = "all 2 ranks stop, in fit, epoch {}, update {}. A backup is in {}. Start 
 
 
 @pytest.mark.fault(
-    "SIGTERM on one rank in the midst of an epoch",
-    f"{PREEMPTED}; the job started again ends with the bits of one that was not interrupted",
+    "SIGTERM on one rank during an epoch",
+    f"{PREEMPTED}; started again, the job ends with the weights of an uninterrupted one, bit for "
+    "bit",
     within=15,
 )
 def test_sigterm_on_one_rank(job, tmp_path):
@@ -104,9 +105,7 @@ fault()  # there is none in this job
     assert ended.returncode == 0, ended.stdout
 
 
-@pytest.mark.fault(
-    "SIGUSR1 on all ranks during validation", "the same when validation has ended", within=15
-)
+@pytest.mark.fault("SIGUSR1 on all ranks during validation", "the same after validation", within=15)
 def test_sigusr1_on_all_ranks(job, tmp_path):
     text = f"""{TRAIN}
 strike = Seen(strike_at((1, "validation"), signal.SIGUSR1, [0, 1]))
@@ -121,7 +120,7 @@ fit(strike, keras_dist.callbacks.BackupAndRestore(folder), validation_data=(x, y
 
 
 @pytest.mark.fault(
-    "a second SIGTERM, while a rank does not come to the end of its step",
+    "a second SIGTERM while a rank does not finish its step",
     "the job ends at once, exit code not 0",
     within=5,
 )
@@ -146,7 +145,7 @@ fit(Seen(strike))
 
 @pytest.mark.fault(
     "a signal that the script handles itself, and one on a forked child",
-    "training goes on; after it signals do what they did before",
+    "training continues; afterwards the previous handlers are restored",
     within=60,
 )
 def test_signals_that_are_not_ours(job, tmp_path):

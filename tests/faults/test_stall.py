@@ -16,7 +16,7 @@ LOSS = "ops.allreduce(1.0, name='loss')\n"
 ENDS = (
     "after `KERAS_DIST_STALL_SECONDS` (here 1) it is named, {}; at the limit (here 3) the job ends"
 )
-GOES_ON = "after `KERAS_DIST_STALL_SECONDS` (here 1) it is named, {}; the job goes on"
+CONTINUES = "after `KERAS_DIST_STALL_SECONDS` (here 1) it is named, {}; the job continues"
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def run_watched(job):
     return run
 
 
-@pytest.mark.fault("a rank stays long in a call in C", GOES_ON.format("with its stack"), within=20)
+@pytest.mark.fault("a rank is in a long C call", CONTINUES.format("with its stack"), within=20)
 def test_a_rank_inside_a_c_call_is_named_with_its_stack_and_the_job_goes_on(run_watched):
     text = f"""
 import ctypes
@@ -55,7 +55,9 @@ if rank == 1:
 
 
 @pytest.mark.fault(
-    "a rank does not come", ENDS.format("with its stack, and of all ranks at the end"), within=15
+    "a rank does not arrive",
+    ENDS.format("with its stack, and with all stacks at the end"),
+    within=15,
 )
 def test_after_the_limit_the_job_ends_with_all_stacks(run_watched):
     text = f"""
@@ -77,8 +79,8 @@ train()
 
 
 @pytest.mark.fault(
-    "a rank stays long in a call that holds the interpreter lock",
-    GOES_ON.format("without a stack"),
+    "a rank is in a long call that holds the interpreter lock",
+    CONTINUES.format("without a stack"),
     within=20,
 )
 def test_a_rank_that_keeps_the_interpreter_is_said_not_to_answer(run_watched):
@@ -110,7 +112,7 @@ if rank == 0:
 
 @pytest.mark.fault(
     "ranks wait for each other on different process sets",
-    ENDS.format("each with what it waits in"),
+    ENDS.format("each rank with its operation"),
     within=15,
 )
 def test_ranks_of_sets_that_wait_for_each_other_are_told_apart(run_watched):
@@ -131,7 +133,9 @@ if rank == 2:
     assert ", waiting in barrier of ranks 1, 2:" in job.stdout
 
 
-@pytest.mark.fault("a rank of another node does not come", ENDS.format("with its stack"), within=15)
+@pytest.mark.fault(
+    "a rank of another node does not arrive", ENDS.format("with its stack"), within=15
+)
 def test_two_nodes_talk_as_one(run_watched):
     text = f"""
 def stay_away():
@@ -148,8 +152,8 @@ if rank == 3:
 
 
 @pytest.mark.fault(
-    "a rank is stopped (SIGSTOP) while shared memory is made",
-    ENDS.format("without a stack") + "; nothing stays in `/dev/shm`",
+    "a rank is stopped (SIGSTOP) while shared memory is created",
+    ENDS.format("without a stack") + "; no file is left in `/dev/shm`",
     within=15,
 )
 def test_a_rank_is_stopped_while_memory_is_made(run_watched):
@@ -166,7 +170,7 @@ ops.allreduce(np.ones(100_000))
 
 
 @pytest.mark.fault(
-    "a rank is stopped (SIGSTOP) when others are at the end of the script",
+    "a rank is stopped (SIGSTOP) while others are at the end of the script",
     ENDS.format("without a stack"),
     within=15,
 )
@@ -192,9 +196,9 @@ for turn in range(6):
 
 
 @pytest.mark.fault(
-    "a rank has much to do when others are at the end of the script, also in a call that holds "
-    "Python's interpreter lock",
-    GOES_ON.format("with its stack where it can answer") + ", beyond the limit too",
+    "a rank computes for a long time while others are at the end of the script, also in a call "
+    "that holds the interpreter lock",
+    CONTINUES.format("with its stack if it can answer") + ", also beyond the limit",
     within=20,
 )
 def test_a_rank_at_work_is_waited_for_at_the_end(run_watched):
@@ -266,8 +270,8 @@ ops.barrier()
 
 
 @pytest.mark.fault(
-    "a rank does not come, below `MPI_THREAD_MULTIPLE`",
-    "each rank says what it waits in, not for whom; at the limit the job ends",
+    "a rank does not arrive, below `MPI_THREAD_MULTIPLE`",
+    "each rank reports its operation but not the missing rank; at the limit the job ends",
     within=15,
 )
 def test_where_mpi_takes_one_thread_at_a_time_each_rank_speaks_for_itself(run_watched):
@@ -311,7 +315,7 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 
 
 @pytest.mark.fault(
-    "under Open MPI one rank is stopped and one stays away",
+    "one rank is stopped and another does not arrive, under Open MPI",
     ENDS.format("the latter with its stack"),
     within=15,
 )

@@ -207,7 +207,7 @@ def test_a_model_that_keras_would_wrap_in_ddp_is_refused(shared_tmp_path):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parity("a model in `DistributedDataParallel` is refused")
+@pytest.mark.parity("a model in `DistributedDataParallel` is rejected")
 @on_torch
 def test_a_model_with_ddp_is_refused(shared_tmp_path):
     import torch

@@ -87,7 +87,7 @@ def directory(shared_tmp_path):
     return shared_tmp_path / "backup"
 
 
-@pytest.mark.parity("`BackupAndRestore`: training resumes as if not interrupted")
+@pytest.mark.parity("`BackupAndRestore`: resumed training equals uninterrupted training")
 @pytest.mark.parametrize("shared", [True, False])
 def test_resumed_training_equals_training_that_was_not_interrupted(shared, shared_tmp_path):
     directory = shared_tmp_path / ("backup" if shared else f"backup of {keras_dist.rank()}")

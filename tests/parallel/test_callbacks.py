@@ -246,7 +246,7 @@ def test_evaluate_alone_is_local_also_after_a_fit_that_failed():
     assert "_get_metrics_result_or_logs" not in vars(model)
 
 
-@pytest.mark.parity("a `train_step` of one's own")
+@pytest.mark.parity("a custom `train_step`")
 def test_what_a_custom_step_returns_is_averaged():
     def change(logs):
         return {"rank": float(keras_dist.rank()), "loss": logs["loss"] * 0.0}
@@ -308,7 +308,7 @@ def test_a_metric_that_cannot_be_added_is_equal_on_all_ranks():
     assert all("Received: largest ('none'); they are averaged. If" in text for text in texts)
 
 
-@pytest.mark.parity("`EarlyStopping` and `ReduceLROnPlateau` decide alike")
+@pytest.mark.parity("`EarlyStopping` and `ReduceLROnPlateau` act equally on all ranks")
 def test_callbacks_that_decide_by_metrics_decide_alike():
     model = distributed(keras.optimizers.SGD(0.5))
     x, y = make_data(32, seed=keras_dist.rank())

@@ -16,7 +16,7 @@ from keras_dist import errors
 from keras_dist.callbacks import BestModelCheckpoint, ModelCheckpoint, background_writer
 
 
-@pytest.mark.parity("`ModelCheckpoint`: the root writes, the others wait")
+@pytest.mark.parity("`ModelCheckpoint` writes on the root only")
 def test_only_the_root_writes_and_all_leave_together(shared_tmp_path):
     directory = shared_tmp_path / f"seen by rank {keras_dist.rank()}"
     directory.mkdir()

@@ -134,7 +134,7 @@ def test_saved_model_loads(shared_tmp_path):
     assert loaded.layers[2].momentum == 0.5
 
 
-@pytest.mark.parity("`BatchNormalization(synchronized=True)` is told of it")
+@pytest.mark.parity("`BatchNormalization(synchronized=True)` gives an error with the remedy")
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="Keras itself rejects it on other backends")
 def test_synchronized_of_keras_is_rejected_with_the_remedy():
     def synchronized(**options):

@@ -40,7 +40,7 @@ def rates_of(*callbacks, epochs, steps=5, model=None, **fit_options):
     return np.array(recorder.rates).reshape(-1, steps)
 
 
-@pytest.mark.parity("warmup of the learning rate")
+@pytest.mark.parity("learning rate warmup")
 @pytest.mark.parametrize("warmup_epochs", [0.5, 1, 2.5, 3])
 def test_warmup_rates_equal_the_formula_at_every_batch(warmup_epochs):
     n, steps, rate = keras_dist.size(), 5, 0.1 * keras_dist.size()

@@ -60,7 +60,7 @@ OPTIMIZERS = {
         ema_momentum=0.9,
     ),
     "accumulation": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05, gradient_accumulation_steps=3),
-    "schedule, accumulation that does not come out even, averaged weights": lambda: (
+    "schedule, incomplete accumulation, averaged weights": lambda: (
         keras.optimizers.SGD(
             Stairs(),
             momentum=0.9,
@@ -279,7 +279,7 @@ def test_a_subclassed_model_that_is_not_built(monkeypatch):
     assert_close(weights_of(model), weights_of(plain))
 
 
-@pytest.mark.parity("the sum of gradients in place of their average")
+@pytest.mark.parity("the sum of gradients instead of their average")
 def test_sum_adds_gradients():
     x, y = global_data()
     n = keras_dist.size()
@@ -309,7 +309,7 @@ class DenseAdam(keras.optimizers.Adam):
         return super()._clip_gradients([tf.convert_to_tensor(grad) for grad in grads])
 
 
-@pytest.mark.parity("gradients of an embedding travel as rows")
+@pytest.mark.parity("gradients of embeddings are exchanged as rows")
 @on_tensorflow
 @pytest.mark.parametrize(
     ("optimizer", "dense"),
@@ -365,7 +365,7 @@ def test_frozen_layers_and_variables_without_a_gradient():
     assert_close(weights_of(model), weights_of(plain))
 
 
-@pytest.mark.parity("replicas equal to the bit, with dropout and batch normalisation")
+@pytest.mark.parity("replicas equal bit for bit, with dropout and batch normalisation")
 def test_replicas_are_equal_with_dropout_and_batch_normalisation():
     keras.utils.set_random_seed(keras_dist.rank())  # different weights and seeds on every rank
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01))
@@ -380,7 +380,7 @@ def test_replicas_are_equal_with_dropout_and_batch_normalisation():
         assert agreed([np.array(v).tobytes() for v in model.optimizer.variables])
 
 
-@pytest.mark.parity("dropout differs by rank")
+@pytest.mark.parity("dropout differs between ranks")
 def test_dropout_differs_by_rank_and_the_root_keeps_its_seed():
     model = make_model(
         regularised=True, optimizer=keras_dist.DistributedOptimizer(keras.optimizers.SGD())
@@ -511,7 +511,7 @@ def test_other_reduce_ops_are_rejected(op):
     assert "Expected op to be" in rejected(errors.ArgumentError, keras.optimizers.SGD(), op=op)
 
 
-@pytest.mark.parity("models that differ are an error on every rank")
+@pytest.mark.parity("different models are an error on every rank")
 def test_different_models_are_an_error_before_the_first_step():
     if keras_dist.size() == 1:
         pytest.skip("a single rank has no other to differ from")

@@ -143,7 +143,7 @@ def test_an_overflow_in_one_step_does_not_reach_the_next():
     np.testing.assert_allclose(keras.ops.convert_to_numpy(variable), -(mean + 2))
 
 
-@pytest.mark.parity("`mixed_float16` with several passes: only updates reduce")
+@pytest.mark.parity("`mixed_float16` with several passes: reduces in updates only")
 def test_passes_under_a_loss_scale_reduce_in_updates_only(monkeypatch):
     n = keras_dist.size()
     x, y = global_data()

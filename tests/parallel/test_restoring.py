@@ -47,7 +47,7 @@ def interrupt(model, directory, epoch, batch=None, **options):
     keras_dist.barrier()
 
 
-@pytest.mark.parity("`BackupAndRestore` with two optimizers, built at their first step")
+@pytest.mark.parity("`BackupAndRestore` with two optimizers, built at their first steps")
 def test_optimizers_that_are_not_built_when_training_resumes(directory):
     expected = train(new_gan())
     interrupt(new_gan(), directory, 1)

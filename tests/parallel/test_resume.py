@@ -137,7 +137,7 @@ def test_training_that_was_stopped_stays_stopped(shared_tmp_path, caplog):
     assert caplog.text.count("training was stopped after epoch 2") == (keras_dist.rank() == 0)
 
 
-@pytest.mark.parity("a resumed epoch: rates at batches, batch numbers and metrics are the same")
+@pytest.mark.parity("a resumed epoch: equal learning rates at batches, batch numbers and metrics")
 def test_every_batch_of_an_epoch_resumes_to_the_bit(shared_tmp_path):
     made = []
 

@@ -82,7 +82,7 @@ def fit(model, epochs=1):
 # --- Options
 
 
-@pytest.mark.parity("`load_model`: an optimizer is distributed as it was")
+@pytest.mark.parity("`load_model` restores the reduction options")
 @pytest.mark.parametrize(
     "options",
     [
@@ -188,7 +188,7 @@ def test_a_custom_compression_must_be_passed(shared_tmp_path):
 # --- State
 
 
-@pytest.mark.parity("`load_model`: state and iteration stay")
+@pytest.mark.parity("`load_model` restores state and iteration")
 @pytest.mark.parametrize("loader", ["plain", "by Keras", "by keras_dist"])
 def test_state_and_iteration_are_restored(loader, shared_tmp_path):
     model = make(sgd() if loader == "plain" else None)

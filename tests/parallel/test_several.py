@@ -140,7 +140,7 @@ class Gan(keras.Model):
         return [*self.judging.variables, *super().non_trainable_variables]
 
 
-@pytest.mark.parity("two optimizers in one `train_step`, as of a GAN")
+@pytest.mark.parity("two optimizers in one `train_step`, as in a GAN")
 def test_two_optimizers_in_one_train_step():
     n = keras_dist.size()
     real, _ = global_data()

@@ -41,7 +41,7 @@ def distributed(make=make_model, **options):
     return make(optimizer=keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), **options)
 
 
-@pytest.mark.parity("throughput and waiting in the logs")
+@pytest.mark.parity("throughput and waits in the logs")
 def test_samples_of_all_ranks_and_the_mean_of_their_waiting(clock, shared_tmp_path):
     n = keras_dist.size()
     path = shared_tmp_path / "log.csv"

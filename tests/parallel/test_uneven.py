@@ -255,7 +255,7 @@ def fit(model, counts, *callbacks, uneven="continue", epochs=1, **options):
     return history
 
 
-@pytest.mark.parity("an epoch goes on for ranks that have more data, replicas stay equal")
+@pytest.mark.parity("an epoch continues on ranks with more data; replicas stay equal")
 @pytest.mark.parametrize("case", CASES[:-1])
 def test_gradients_are_averaged_over_the_ranks_that_have_data(case):
     model, counts = model_of(), counts_of(case)
