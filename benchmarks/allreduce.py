@@ -30,7 +30,6 @@ from common import (
 SIZES = [4 * 1024, 64 * 1024, MIB, 16 * MIB, 100 * MIB, 400 * MIB]
 CONTENDERS = {
     "ours": "keras_dist",
-    "reading": "keras_dist, reading",
     "as_it_comes": "MPI as it comes",
     "two_buffers": "MPI, two warm buffers",
     "in_place": "MPI, in place",
@@ -73,24 +72,22 @@ def work(path):
 
     task = json.loads(Path(path).read_text())
     world = MPI.COMM_WORLD
-    comms = [_engine.Communicator(MPI, None, way) for way in ("copy", "read")]
+    comm = _engine.Communicator(MPI, None)
     found = {
         "library": _engine.library.version(MPI),
-        "read": bool(comms[1].node and comms[1].node.may_read),
         "sizes": {},
     }
     for nbytes in task["sizes"]:
-        calls = prepare(MPI, *comms, nbytes // 4)
+        calls = prepare(MPI, comm, nbytes // 4)
         samples = compare(MPI, calls, task["rounds"])
         found["sizes"][nbytes] = samples
         del calls
-    for comm in comms:
-        comm.free()
+    comm.free()
     if world.rank == 0:
         answer(path, found)
 
 
-def prepare(MPI, usual, reading, count):
+def prepare(MPI, comm, count):
     """Returns a function for each contender, after checking what it computes."""
     from keras_dist import _engine
 
@@ -102,7 +99,7 @@ def prepare(MPI, usual, reading, count):
     specs = [((count,), mine.dtype)]
     options = _engine.OpOptions(_engine.ReduceOp.SUM)
     plan = _engine.PlanOptions(mine.nbytes, lend=True)
-    fused = [_engine.FusedAllreduce(comm, ["a"], specs, options, plan) for comm in (usual, reading)]
+    fused = _engine.FusedAllreduce(comm, ["a"], specs, options, plan)
 
     def as_it_comes():
         fresh = np.empty_like(mine)
@@ -122,8 +119,7 @@ def prepare(MPI, usual, reading, count):
         return twin
 
     calls = {
-        "ours": lambda: fused[0]([mine])[0],
-        "reading": lambda: fused[1]([mine])[0],
+        "ours": lambda: fused([mine])[0],
         "as_it_comes": as_it_comes,
         "two_buffers": two_buffers,
         "in_place": in_place,
@@ -147,13 +143,11 @@ def report(runs, before, directory):
     text.append(f"# allreduce of float32\n\n{library}; {machine()}; {before}.")
     text.append("Medians, in milliseconds.")
     for ranks, run in runs.items():
-        method = "`read` for large arrays" if run["read"] else "`copy` too: `read` is not permitted"
         body = [
             [title(int(size)), *(f"{1e3 * statistics.median(s[c]):.3f}" for c in CONTENDERS)]
             for size, s in run["sizes"].items()
         ]
         text.append(f"\n## {ranks} ranks\n")
-        text.append(f"`keras_dist` uses `copy`; `keras_dist, reading` uses {method}.\n")
         text.append(table(["size", *CONTENDERS.values()], body))
         if ranks == 2:
             rows = judge({int(size): samples for size, samples in run["sizes"].items()})
@@ -185,10 +179,9 @@ def judge(sizes):
         return min(("two_buffers", "in_place"), key=lambda c: statistics.median(sizes[size][c]))
 
     if 100 * MIB in sizes:
-        for ours, fresh, prepared, two in (("ours", 5, 2, 2), ("reading", 3.5, 1.4, 2.5)):
-            faster(100 * MIB, ours, "as_it_comes", fresh, "MPI as it comes")
-            faster(100 * MIB, ours, best(100 * MIB), prepared, "MPI best prepared")
-            copies(100 * MIB, ours, two)
+        faster(100 * MIB, "ours", "as_it_comes", 5, "MPI as it comes")
+        faster(100 * MIB, "ours", best(100 * MIB), 2, "MPI best prepared")
+        copies(100 * MIB, "ours", 2)
     if MIB in sizes:
         faster(MIB, "ours", best(MIB), 1.5, "MPI best prepared")
     if 64 * 1024 in sizes:

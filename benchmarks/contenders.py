@@ -58,8 +58,6 @@ def maker(name, model):
 
         return Loop(model, averages=name == "ddp")
 
-    if name == "reading":
-        return ours, reading_way()
     if name == "parallel":
         from data_parallel import data_parallel
 
@@ -73,24 +71,6 @@ def maker(name, model):
         "ddp": loop,
     }
     return makers[name], contextlib.nullcontext
-
-
-def reading_way():
-    """Returns a context in which keras_dist reads the others' memory, within the same job."""
-    from keras_dist import _engine, runtime
-
-    usual = runtime.communicator()
-    reading = _engine.Communicator(usual.mpi, None, "read")
-
-    @contextlib.contextmanager
-    def context():
-        runtime._sets.job = reading
-        try:
-            yield
-        finally:
-            runtime._sets.job = usual
-
-    return context
 
 
 def compiled(name, optimizer):

@@ -36,14 +36,13 @@ CONTENDERS = {
     "none": "no communication",
     "together": "nothing but a barrier a step",
     "ours": "keras_dist",
-    "reading": "keras_dist, reading",
     "naive": "naive MPI.Allreduce",
     "torch": "plain torch, no communication",
     "ddp": "plain torch, DDP over gloo",
     "parallel": "keras.distribution.DataParallel",
 }
 # Who trains with which backend.
-USUAL = ["none", "together", "ours", "reading"]
+USUAL = ["none", "together", "ours"]
 WITH = {
     "tensorflow": [*USUAL, "naive"],
     "jax": [*USUAL, "parallel"],
@@ -52,12 +51,7 @@ WITH = {
 MODELS = {"cnn": "CNN, 4.8 MB", "mlp": "MLP, 40 MB"}
 # What share of the speed without communication must be left; and of plain Keras, on one rank.
 BOUNDS = {
-    "tensorflow": {
-        ("cnn", "ours"): 0.97,
-        ("mlp", "ours"): 0.91,
-        ("cnn", "reading"): 0.96,
-        ("mlp", "reading"): 0.87,
-    },
+    "tensorflow": {("cnn", "ours"): 0.97, ("mlp", "ours"): 0.91},
     "jax": {("cnn", "ours"): 0.93, ("mlp", "ours"): 0.85},
     "torch": {("cnn", "ours"): 0.97, ("mlp", "ours"): 0.92},
 }

@@ -116,12 +116,11 @@ VARIABLES = (
     ),
     Variable(
         "reduce",
-        _one_of("copy", "read", "mpi"),
+        _one_of("copy", "mpi"),
         "copy",
         "Reduction within a node. `copy`: each rank copies its contribution into shared memory. "
-        "`read`: each rank reads large gradients from the memory of the other ranks, if the "
-        "kernel permits it. `mpi`: MPI reduces.",
-        "copy, read or mpi",
+        "`mpi`: MPI reduces.",
+        "copy or mpi",
     ),
     Variable(
         "overlap",

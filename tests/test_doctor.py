@@ -72,9 +72,7 @@ def test_what_a_job_finds_has_a_remedy(facts, what, remedy):
         "hosts": ["h1"],
         "seconds": {"16777216": 0.002},
         "cuda_aware": None,
-        **dict.fromkeys(
-            "several_threads from_other_threads shares_memory reads_memory".split(), True
-        ),
+        **dict.fromkeys(("several_threads", "from_other_threads", "shares_memory"), True),
     }
     told = {one.what: one for one in findings.of_a_job({**usual, **facts}, 1.0)}
     assert told[what].remedy.startswith(remedy)

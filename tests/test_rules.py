@@ -375,7 +375,6 @@ OPTIONAL = {
     "optimizer": "of compiled models, a public name, see `optimizer_of`",
     "path": "of variables of Keras, a public name; those of frameworks have none",
     "process_set_id": "of process sets of ours",
-    "process_vm_readv": "of Linux alone",
     "shape": "of arrays; lists have none",
     "strerror": "of errors of the system",
     "count": "of a thread of ours",

@@ -36,7 +36,7 @@ class Communicator:
     Args:
         mpi: mpi4py's `MPI` module; `None` for one process without MPI.
         comm: MPI communicator to duplicate. Defaults to the world.
-        reduce: how ranks of a node reduce: `"copy"`, `"read"` or `"mpi"`.
+        reduce: how ranks of a node reduce: `"copy"` or `"mpi"`.
         job: communicator of all ranks of the job; `None` if it is this one.
         ranks: numbers of these ranks in the job, ascending. Defaults to all.
 
@@ -225,14 +225,11 @@ class Communicator:
             return lost(self.where(), [self._neighbours[index] for index in indices])
 
         rank, size = self.topology.local_rank, self.topology.local_size
-        read = self.reduce == "read"
-        node, reason = join_node(rank, size, share_on_node, read, error, self._decline)
+        node, reason = join_node(rank, size, share_on_node, error, self._decline)
         reason = first_error(self.world, reason)
         if reason is not None or node is None:
             self.warn_no_shared_memory(reason)
             return
-        # All ranks of the job decide alike, also where ranks of one node cannot read.
-        node.may_read = all(share(self.world, node.may_read))
         self.node = node
 
     def _decline(self) -> None:

@@ -92,7 +92,7 @@ def main() -> None:
     from mpi4py import MPI
 
     mark, *sizes = sys.argv[1:]
-    comm, reading = (_engine.Communicator(MPI, None, way) for way in ("copy", "read"))
+    comm = _engine.Communicator(MPI, None)
     _engine.library.unlink_mpich_memory()
     found = {
         "library": _engine.library.version(MPI),
@@ -101,12 +101,10 @@ def main() -> None:
         "several_threads": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
         "from_other_threads": MPI.Query_thread() >= MPI.THREAD_SERIALIZED,
         "shares_memory": comm.node is not None,
-        "reads_memory": reading.node is not None and reading.node.may_read,
         "cuda_aware": _engine.library.is_cuda_aware(),
         "seconds": {nbytes: _reduction(MPI, comm, int(nbytes)) for nbytes in sizes},
     }
-    for each in (comm, reading):
-        each.free()
+    comm.free()
     if MPI.COMM_WORLD.rank == 0:
         print(mark + json.dumps(found), flush=True)
 

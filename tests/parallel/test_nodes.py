@@ -20,7 +20,7 @@ from keras_dist._engine.shm import bucket_reduction
 
 OPS = ["sum", "average", "min", "max"]
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int32]
-LARGE = bucket_reduction.READ_NBYTES // 4
+LARGE = 2**20
 PAIRS = list(itertools.product(OPS, DTYPES))
 
 
@@ -78,10 +78,9 @@ def test_results_equal_numpy_and_have_the_same_bits(op, dtype, count):
     assert result.tobytes() == again.tobytes()
 
 
-@pytest.mark.parametrize("way", ["copy", "read"])
-def test_a_bucket_is_reduced_on_the_nodes_first(way):
+def test_a_bucket_is_reduced_on_the_nodes_first():
     even_nodes()
-    comm = _engine.Communicator(MPI, None, way)
+    comm = _engine.Communicator(MPI, None)
     arrays = [contribution(comm.rank, count, np.float32) for count in (LARGE, 100_000, 5)]
     specs = [(array.shape, array.dtype) for array in arrays]
     plan = _engine.PlanOptions(2**20, lend=True)
@@ -108,11 +107,10 @@ def test_a_bucket_is_reduced_on_the_nodes_first(way):
     comm.free()
 
 
-@pytest.mark.parametrize("way", ["copy", "read"])
 @pytest.mark.parametrize("failure", [MemoryError, OSError])
-def test_a_slice_that_one_rank_cannot_reduce_is_an_error_on_all_nodes(monkeypatch, way, failure):
+def test_a_slice_that_one_rank_cannot_reduce_is_an_error_on_all_nodes(monkeypatch, failure):
     even_nodes()
-    comm = _engine.Communicator(MPI, None, way)
+    comm = _engine.Communicator(MPI, None)
     mine = contribution(comm.rank, LARGE, np.float32)
     specs, options = [(mine.shape, mine.dtype)], _engine.OpOptions(ReduceOp.SUM)
     fused = _engine.FusedAllreduce(comm, ["a"], specs, options, _engine.PlanOptions(2**20))

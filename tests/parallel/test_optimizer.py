@@ -60,17 +60,15 @@ OPTIMIZERS = {
         ema_momentum=0.9,
     ),
     "accumulation": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05, gradient_accumulation_steps=3),
-    "schedule, incomplete accumulation, averaged weights": lambda: (
-        keras.optimizers.SGD(
-            Stairs(),
-            momentum=0.9,
-            nesterov=True,
-            global_clipnorm=0.1,
-            gradient_accumulation_steps=4,
-            use_ema=True,
-            ema_momentum=0.5,
-            ema_overwrite_frequency=5,
-        )
+    "schedule, incomplete accumulation, averaged weights": lambda: keras.optimizers.SGD(
+        Stairs(),
+        momentum=0.9,
+        nesterov=True,
+        global_clipnorm=0.1,
+        gradient_accumulation_steps=4,
+        use_ema=True,
+        ema_momentum=0.5,
+        ema_overwrite_frequency=5,
     ),
 }
 if hasattr(keras.optimizers, "MultiOptimizer"):

@@ -67,19 +67,6 @@ def test_plans_with_different_buckets_are_found():
     assert keras_dist.allreduce(1.0, "Sum") == keras_dist.size()
 
 
-def test_more_pieces_than_one_system_call_takes():
-    comm = runtime.communicator()
-    reading = _engine.Communicator(comm.mpi, None, "read")
-    shapes = [(2**20,)] + [(16,)] * 3000
-    arrays = [np.full(shape, number, np.float32) for number, shape in enumerate(shapes)]
-    names = [str(number) for number in range(len(arrays))]
-    specs = [(array.shape, array.dtype) for array in arrays]
-    fused = _engine.FusedAllreduce(reading, names, specs, SUM, _engine.PlanOptions(2**30))
-    for number, result in enumerate(fused(arrays)):
-        assert (result == number * keras_dist.size()).all()
-    reading.free()
-
-
 def test_the_plan_of_the_newest_call_is_kept_whatever_its_size(monkeypatch):
     module = importlib.import_module("keras_dist._engine.collectives.allreduce")
     monkeypatch.setattr(module, "MAX_PLAN_NBYTES", 1)

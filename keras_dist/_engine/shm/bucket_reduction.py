@@ -2,7 +2,7 @@
 
 Every rank copies a small bucket into shared memory and reduces it whole: one rendezvous. Of a large
 bucket each rank reduces a slice, in rank order, into a result that all ranks see and read in place;
-`transports` moves the contributions there.
+`copy_in` moves the contributions there.
 
 Why the result can be read in place. There are three results, used in turn. A rank writes to the
 result of call t again only in call t + 3, which it enters only after all ranks have met in call
@@ -27,17 +27,16 @@ from keras_dist._engine.buckets import (
     aligned_array,
     slice_bounds,
 )
+from keras_dist._engine.shm.copy_in import CopyIn
 from keras_dist._engine.shm.cow_mapping import PAGE
 from keras_dist._engine.shm.node import Node
 from keras_dist._engine.shm.segments import Segment
-from keras_dist._engine.shm.transports import CopyIn, RemoteRead
 from keras_dist._engine.shm.zero_copy import ResultLease
 from keras_dist._engine.tracing import spans
 
 __all__ = ["BucketReduction", "Finish", "SliceError", "bucket_reduction"]
 
 SMALL_NBYTES = 128 * 1024  # up to here every rank reduces everything: one rendezvous, not two
-READ_NBYTES = 4 * 2**20  # from here on a bucket may be read from the memory of other ranks
 CHUNK_NBYTES = 512 * 1024  # reduced at once, while the cache of a core holds it
 WHOLE_NBYTES = 32 * 1024  # a part of an array of this size or more is a chunk of its own
 RESULTS = 3
@@ -143,11 +142,9 @@ class _Sliced:
         self._chunks = _chunks(bucket, self._mine)
         self._stride = aligned(bucket.nbytes, PAGE)
         self._turn = 0
-        scratch = node.scratch(3 * CHUNK_NBYTES).view(bucket.dtype)
-        reads = node.may_read and bucket.nbytes >= READ_NBYTES
-        transport = RemoteRead if reads else CopyIn
-        self._transport = transport(node, bucket, bounds, scratch.reshape(3, -1))
-        self.nbytes = RESULTS * self._stride + aligned(self._transport.nbytes, PAGE)
+        scratch = node.scratch(CHUNK_NBYTES).view(bucket.dtype)
+        self._copies = CopyIn(node, bucket, bounds, scratch)
+        self.nbytes = RESULTS * self._stride + aligned(self._copies.nbytes, PAGE)
 
     def bind_memory(self, segment: Segment, offset: int) -> None:
         self._results = [
@@ -163,10 +160,10 @@ class _Sliced:
             [(result[chunk.low : chunk.high], chunk) for chunk in self._chunks]
             for result in self._results
         ]
-        self._transport.bind_memory(segment, offset + RESULTS * self._stride, self._results)
+        self._copies.bind_memory(segment, offset + RESULTS * self._stride, self._results)
 
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
-        self._transport.publish(arrays, self._next_turn())
+        self._copies.publish(arrays, self._next_turn())
 
     @property
     def is_held(self) -> bool:
@@ -184,7 +181,7 @@ class _Sliced:
         try:
             with spans.phase("reduce"):
                 pieces = (
-                    (target, self._transport.parts(chunk, self._turn))
+                    (target, self._copies.parts(chunk, self._turn))
                     for target, chunk in self._targets[self._turn]
                 )
                 reduce_each(pieces, self._bucket.dtype, self._op)
@@ -195,7 +192,7 @@ class _Sliced:
             ready = finish(result[self._mine], ready)
         with spans.phase("wait for slices"):
             same = self._node.meet(DONE if ready else FAILED)
-        self._transport.forget()
+        self._copies.forget()
         if not (ready and same):
             what = "an error on another rank" if failure is None else repr(failure)
             raise SliceError(what) from failure

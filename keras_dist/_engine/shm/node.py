@@ -2,12 +2,11 @@
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.shm import process_vm
 from keras_dist._engine.shm.processes import Processes, namespace
 from keras_dist._engine.shm.segments import Segment, ShmBarrier, clean_up, make_segment
 
@@ -22,8 +21,6 @@ class Node:
         size: number of ranks on the node.
         share: returns the objects of all ranks of the node, in rank order.
         barrier: their barrier.
-        pids: their processes.
-        may_read: whether ranks read each other's memory.
         dead: returns the indices of the ranks that have died.
     """
 
@@ -33,16 +30,12 @@ class Node:
         size: int,
         share: Callable[[Any], list[Any]],
         barrier: ShmBarrier,
-        pids: Sequence[int],
-        may_read: bool,
         dead: Callable[[], list[int]],
     ):
         self.rank = rank
         self.size = size
         self.share = share
         self.meet, self.start, self.leave = barrier.meet, barrier.start, barrier.leave
-        self.pids = pids
-        self.may_read = may_read
         self.dead = dead
         self._scratch = np.empty(0, np.uint8)
 
@@ -61,7 +54,6 @@ def join_node(
     rank: int,
     size: int,
     share: Callable[[Any], list[Any]],
-    read: bool,
     lost: Callable[[list[int]], Exception],
     poll: Callable[[], None],
 ) -> tuple[Node | None, str | None]:
@@ -73,7 +65,6 @@ def join_node(
         rank: index of this rank on the node.
         size: number of ranks on the node.
         share: returns the objects of all ranks of the node, in rank order.
-        read: whether ranks read each other's memory, where the kernel allows it.
         lost: makes the error for ranks of the node that have died.
         poll: called repeatedly while this rank waits.
 
@@ -88,7 +79,6 @@ def join_node(
     segment, reason = make_segment(ShmBarrier.nbytes_for(size), rank, share)
     if segment is None:
         return None, reason
-    may_read = read and process_vm.can_read_all(share)
     pids, namespaces = zip(*share((os.getpid(), namespace())), strict=True)
     known = len(set(namespaces)) == 1 and bool(namespaces[0])
     processes = Processes(pids if known else ())
@@ -99,4 +89,4 @@ def join_node(
         poll()
 
     barrier = ShmBarrier(segment, rank, size, check)
-    return Node(rank, size, share, barrier, pids, may_read, processes.dead), None
+    return Node(rank, size, share, barrier, processes.dead), None

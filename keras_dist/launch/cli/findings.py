@@ -121,8 +121,6 @@ def of_a_job(found: Mapping[str, Any], seconds: float) -> Iterator[Finding]:
     else:
         remedy = "Ranks of one node share memory on x86 under Linux, with room in /dev/shm."
         yield Finding("Speed", f"{speed}, through MPI", remedy)
-    may = "may" if found["reads_memory"] else "may not"
-    yield Finding("Reading", f"ranks {may} read each other's memory (KERAS_DIST_REDUCE=read)")
     says = {True: "yes", False: "no", None: "unknown"}[found["cuda_aware"]]
     yield Finding("CUDA-aware", f"{says}; gradients of GPUs travel through host memory, no NCCL")
 
