@@ -286,7 +286,7 @@ def test_fit_in_a_graph_takes_class_weights(form):
 )
 def test_bad_input_is_refused_on_every_rank(data, arguments, error, culprit):
     for rank in range(4):
-        terms = ShardOptions(**arguments, rank=rank, size=4, where=f"[rank {rank} of 4]")
+        options = ShardOptions(**arguments, rank=rank, size=4, where=f"[rank {rank} of 4]")
         with pytest.raises(error, match=rf"^\[rank {rank} of 4\] Expected .* Received: ") as caught:
-            ArraySource(data, terms)
+            ArraySource(data, options)
         assert culprit in str(caught.value)

@@ -78,19 +78,19 @@ def check(batches):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_layouts(folder, shuffle):
-    terms = {"batch_size": 16, "block": 40, "shuffle": shuffle}
+    options = {"batch_size": 16, "block": 40, "shuffle": shuffle}
     parts = [folder / f"part{part}.h5" for part in range(3)]
     made = [
-        hdf5(folder / "all.h5", "x", "y", **terms),
-        hdf5(str(folder / "all.h5"), "x", "big/y", **terms),
-        hdf5(folder / "virtual.h5", "x", "y", **terms),
-        hdf5(parts, "x", "y", **terms),
-        npy(folder / "x.npy", folder / "y.npy", **terms),
+        hdf5(folder / "all.h5", "x", "y", **options),
+        hdf5(str(folder / "all.h5"), "x", "big/y", **options),
+        hdf5(folder / "virtual.h5", "x", "y", **options),
+        hdf5(parts, "x", "y", **options),
+        npy(folder / "x.npy", folder / "y.npy", **options),
     ]
     orders = [check(epoch(data)) for data in made]
     assert all(order == orders[0] for order in orders)
     assert (orders[0] == sorted(orders[0])) is not shuffle
-    chunks = hdf5(folder / "all.h5", "chunks", "y", **terms)
+    chunks = hdf5(folder / "all.h5", "chunks", "y", **options)
     first, second = check(epoch(chunks)), check(epoch(chunks, 1))
     assert (first == second) is not shuffle
 

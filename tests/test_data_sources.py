@@ -94,8 +94,8 @@ def batch_size_of(kind):
 def sources_of(made, size, **arguments):
     """Returns the source of each rank of a job."""
     for rank in range(size):
-        terms = ShardOptions(**arguments, rank=rank, size=size, where=f"[rank {rank} of {size}]")
-        yield sharding._source(made, terms)
+        options = ShardOptions(**arguments, rank=rank, size=size, where=f"[rank {rank} of {size}]")
+        yield sharding._source(made, options)
 
 
 def parts_of(made, size, **arguments):
@@ -171,8 +171,8 @@ def test_a_global_order_is_one_for_any_number_of_ranks(kind):
 
     def steps(size):
         batched = True if kind == "tf.data shuffled" else None
-        terms = {"shuffle": "global", "global_batch_size": 12, "batched": batched}
-        parts = parts_of(make(), size, **terms)
+        options = {"shuffle": "global", "global_batch_size": 12, "batched": batched}
+        parts = parts_of(make(), size, **options)
         return [
             [sorted(flat([step])) for step in zip(*map(epoch_of, parts), strict=True)]
             for _ in range(2)

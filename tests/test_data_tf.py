@@ -16,20 +16,20 @@ def numbers(count):
     return tf.data.Dataset.range(count)
 
 
-def terms_of(rank, size, arguments):
+def options_of(rank, size, arguments):
     return ShardOptions(**arguments, rank=rank, size=size, where=f"[rank {rank} of {size}]")
 
 
 def parts_of(dataset, size, **arguments):
     """The shards of the ranks of a job."""
-    sources = [TfSource(dataset, terms_of(rank, size, arguments)) for rank in range(size)]
+    sources = [TfSource(dataset, options_of(rank, size, arguments)) for rank in range(size)]
     return [source.part([None] * size) for source in sources]
 
 
 def parts_of_own(make, size, **arguments):
     """The shards of the ranks, each of a pipeline of its own, as in separate processes."""
     return [
-        TfSource(make(), terms_of(rank, size, arguments)).part([None] * size)
+        TfSource(make(), options_of(rank, size, arguments)).part([None] * size)
         for rank in range(size)
     ]
 
@@ -270,7 +270,7 @@ def test_bad_input_is_refused_on_every_rank(make, arguments, error, culprit):
     for rank in range(4):
         place = rf"^\[rank {rank} of 4\] Expected .* Received: "
         with pytest.raises(error, match=place) as caught:
-            TfSource(make(), terms_of(rank, 4, arguments))
+            TfSource(make(), options_of(rank, 4, arguments))
         assert culprit in str(caught.value)
 
 
@@ -302,8 +302,8 @@ def test_an_order_of_its_own_is_refused(disorder):
     tf.random.set_seed(None)
     dataset = DISORDERED[disorder](numbers(20)).map(lambda *x: x[0]).prefetch(2)
     with pytest.raises(errors.DataError, match="before it is shuffled"):
-        TfSource(dataset, terms_of(0, 2, {"batch_size": 2, "steps": 1}))
-    TfSource(dataset, terms_of(0, 1, {"batch_size": 2, "steps": 1}))
+        TfSource(dataset, options_of(0, 2, {"batch_size": 2, "steps": 1}))
+    TfSource(dataset, options_of(0, 1, {"batch_size": 2, "steps": 1}))
 
 
 def test_listed_files_are_refused_unless_sorted(tmp_path):
@@ -312,10 +312,10 @@ def test_listed_files_are_refused_unless_sorted(tmp_path):
         (tmp_path / name).touch()
     listed = tf.data.Dataset.list_files(f"{tmp_path}/*").map(tf.io.read_file)
     with pytest.raises(errors.DataError, match="without a seed"):
-        TfSource(listed, terms_of(0, 2, {"batch_size": 1}))
+        TfSource(listed, options_of(0, 2, {"batch_size": 1}))
     TfSource(
         tf.data.Dataset.list_files(f"{tmp_path}/*", shuffle=False),
-        terms_of(0, 2, {"batch_size": 1}),
+        options_of(0, 2, {"batch_size": 1}),
     )
 
 
@@ -329,7 +329,8 @@ def test_listed_files_are_refused_unless_sorted(tmp_path):
 )
 def test_a_fixed_order_is_accepted(order):
     dataset = order(numbers(20))
-    TfSource(dataset, terms_of(0, 2, {"batch_size": 2, "steps": 1}))
+    source = TfSource(dataset, options_of(0, 2, {"batch_size": 2, "steps": 1}))
+    assert len(source.part([])) == 1
 
 
 def test_seeds_are_found_so_that_ranks_can_compare_them():

@@ -105,8 +105,10 @@ def test_the_steps_must_be_known_where_there_is_a_slope():
     assert rate_of(warmup) == near(0.1 + 0.3 / 2)
 
 
-def test_an_epoch_that_keeps_no_logs():
-    begun(LearningRateScheduleCallback(2.0, 0.5)).on_epoch_end(0)
+def test_an_epoch_without_logs():
+    schedule = begun(LearningRateScheduleCallback(2.0, 0.5))
+    schedule.on_epoch_end(0)
+    assert rate_of(schedule) == near(0.5)
 
 
 # --- Velocities

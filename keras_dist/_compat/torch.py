@@ -69,9 +69,9 @@ def generators_of(loader: DataLoader) -> list[torch.Generator]:
     """Returns the generators of a loader and its samplers, without duplicates."""
     batches = loader.batch_sampler  # of any class, so it may have no attribute "sampler"
     holders = [loader, loader.sampler, batches, getattr(batches, "sampler", None)]
-    found = [getattr(one, "generator", None) for one in holders]
-    known = [one for one in found if isinstance(one, torch.Generator)]
-    return list({id(one): one for one in known}.values())
+    found = [getattr(generator, "generator", None) for generator in holders]
+    known = [generator for generator in found if isinstance(generator, torch.Generator)]
+    return list({id(generator): generator for generator in known}.values())
 
 
 LOADER = "torch.utils.data:DataLoader"

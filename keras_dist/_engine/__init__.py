@@ -1,4 +1,4 @@
-"""The engine: numpy arrays in, numpy arrays out. Knows MPI, knows no framework.
+"""The engine: numpy arrays in, numpy arrays out. Independent of frameworks.
 
 Other packages use the names below and nothing else.
 """

@@ -1,4 +1,4 @@
-"""The arithmetic of a reduction: op x dtype. Pure numpy; knows no MPI.
+"""The arithmetic of a reduction: op x dtype. Pure numpy, independent of MPI.
 
 Contributions are always combined in rank order, so equal inputs give equal bits on every rank and
 in every run. Floats narrower than 32 bits are summed in float32 and rounded once, at the end.

@@ -1,4 +1,4 @@
-"""The ranks of the job, and how bytes travel between them. Knows MPI, knows no framework.
+"""The ranks of the job, and how bytes travel between them. Independent of frameworks.
 
 A `Communicator` is a private duplicate of the world or of the user's communicator: messages of
 keras_dist and of the user never match each other.

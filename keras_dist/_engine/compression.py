@@ -1,4 +1,4 @@
-"""Wire formats of numbers between nodes: uncompressed, or in fewer bits. Knows no MPI."""
+"""Wire formats of numbers between nodes: uncompressed, or in fewer bits. Independent of MPI."""
 
 from typing import Any
 
@@ -123,7 +123,9 @@ def parse_compression(compression: Any, where: str) -> Compressor:
         compression = config.settings().compression
     compression = getattr(compression, "wire", compression)
     if isinstance(compression, str):
-        known = {one.name: one for one in (Compression.none, Compression.fp16, Compression.bf16)}
+        known = {
+            member.name: member for member in (Compression.none, Compression.fp16, Compression.bf16)
+        }
         compression = known.get(compression.lower(), compression)
     if compression is Compression.bf16:
         _check_bfloat16(where)

@@ -1,4 +1,4 @@
-"""Signatures of collectives: their digests, and where two differ. Knows no MPI.
+"""Signatures of collectives: their digests, and where two differ. Independent of MPI.
 
 Each rank describes its operation as a `CollectiveSignature`. The ranks compare the digests of the
 signatures before any data moves: every rank finds a difference at once and raises the same error,

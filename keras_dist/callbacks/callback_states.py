@@ -61,9 +61,9 @@ def shared_states(callbacks: Mapping[str, keras.callbacks.Callback]) -> dict[str
     for name, callback in callbacks.items():
         # Some attributes do not exist before the first hook that sets them.
         names = sorted(attributes_of(callback) & vars(callback).keys())
-        names = [one for one in names if _can_be_kept(callback, one)]
+        names = [item for item in names if _can_be_kept(callback, item)]
         if names:
-            found[name] = {ATTRIBUTES: {one: vars(callback)[one] for one in names}}
+            found[name] = {ATTRIBUTES: {item: vars(callback)[item] for item in names}}
     return found
 
 
@@ -76,7 +76,7 @@ def rank_states(
     does not have.
     """
     of_root = set(on_root)
-    states = shared_states({n: one for n, one in callbacks.items() if n not in of_root})
+    states = shared_states({n: item for n, item in callbacks.items() if n not in of_root})
     for name, callback in callbacks.items():
         if has_state_dict(callback):
             states[name] = {**states.get(name, {}), USERS: _state_of(callback)}
@@ -95,8 +95,8 @@ def attributes_of(callback: keras.callbacks.Callback) -> set[str]:
 
 def append_to_files(callbacks: Mapping[str, keras.callbacks.Callback]) -> list[Any]:
     """Makes loggers append to their files; returns the loggers that would overwrite them."""
-    loggers = [one for one in callbacks.values() if isinstance(one, keras.callbacks.CSVLogger)]
-    emptying = [one for one in loggers if not one.append]
+    loggers = [item for item in callbacks.values() if isinstance(item, keras.callbacks.CSVLogger)]
+    emptying = [item for item in loggers if not item.append]
     for logger in emptying:
         logger.append = True
     return emptying

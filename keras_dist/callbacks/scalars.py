@@ -75,8 +75,8 @@ class WriteScalars(keras.callbacks.Callback):
         import tensorflow as tf
 
         self.directory.mkdir(parents=True, exist_ok=True)
-        place = f"{os.uname().nodename}.{os.getpid()}.keras_dist"
-        path = self.directory / f"events.out.tfevents.{time.time_ns()}.{place}"
+        suffix = f"{os.uname().nodename}.{os.getpid()}.keras_dist"
+        path = self.directory / f"events.out.tfevents.{time.time_ns()}.{suffix}"
         # Records alone: an operation of TensorFlow would take a GPU that another backend uses.
         with tf.io.TFRecordWriter(str(path)) as file:
 

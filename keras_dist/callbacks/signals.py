@@ -2,7 +2,7 @@
 
 Python runs signal handlers in the main thread, between two instructions. While that thread is
 inside the framework, a signal would wait, and so would a second one, which must end the process. So
-a separate thread receives signals, through a pipe. Knows no ranks and no callbacks.
+a separate thread receives signals, through a pipe. Independent of ranks and callbacks.
 """
 
 import os
@@ -46,8 +46,8 @@ class Signals:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for one in self._ours:
-            signal.signal(one, self._in_main_thread)
+        for handled in self._ours:
+            signal.signal(handled, self._in_main_thread)
         self._thread = threading.Thread(target=self._listen, name="keras_dist signals", daemon=True)
         self._thread.start()
         _installed.append(self)
@@ -65,9 +65,9 @@ class Signals:
     def restore(self) -> None:
         """Restores the actions of the signals, without stopping the thread."""
         _installed.remove(self)
-        for one in self._ours:
-            if signal.getsignal(one) == self._in_main_thread:  # else the script has set one
-                signal.signal(one, signal.SIG_DFL)
+        for handled in self._ours:
+            if signal.getsignal(handled) == self._in_main_thread:  # else the script has set one
+                signal.signal(handled, signal.SIG_DFL)
         now = signal.set_wakeup_fd(self._before)
         if now != self._write:
             signal.set_wakeup_fd(now)
@@ -104,8 +104,8 @@ def _unblock() -> None:
 
 
 def _restore_in_child() -> None:
-    for one in _installed[::-1]:
-        one.restore()
+    for handled in _installed[::-1]:
+        handled.restore()
         _unblock()
 
 

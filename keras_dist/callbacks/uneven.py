@@ -152,7 +152,7 @@ def _steps(optimizer: Any) -> int:
 
 def _passes(optimizer: Any) -> int:
     every = [optimizer, *optimizers_inside(optimizer)]
-    return max(one.gradient_accumulation_steps or 1 for one in every)
+    return max(optimizer.gradient_accumulation_steps or 1 for optimizer in every)
 
 
 def _follow(optimizer: Any, comm: _engine.Communicator, steps: Sequence[int], root: int) -> None:

@@ -2,7 +2,7 @@
 
 A rank whose data differs in length would have another number of steps, and the job would wait at
 the end of an epoch; a rank whose data has another order would train on samples of other ranks.
-Knows no kind of data.
+Independent of the kind of data.
 """
 
 import warnings

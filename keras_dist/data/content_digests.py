@@ -1,4 +1,4 @@
-"""Digests of all files below a path, to detect later changes. Knows no cache.
+"""Digests of all files below a path, to detect later changes. Independent of caches.
 
 Several threads read, as a disk is faster than one thread that hashes.
 """

@@ -1,4 +1,4 @@
-"""A file, directory or download copied into a cache, completely or not at all. Knows no ranks.
+"""Atomic copies of files, directories and downloads into a cache. Independent of ranks.
 
 The entries of a user are in a directory of the cache that only this user can access. An entry is a
 directory for one version of its source: a changed source gets another entry. It records digests of

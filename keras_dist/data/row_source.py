@@ -164,11 +164,11 @@ class RowSource:
 
     def _compare_files(self, files: Sequence[Sequence[Segment]]) -> None:
         for file in files:
-            for one, other in zip(files[0], file, strict=True):
-                if (one.dtype, one.shape) != (other.dtype, other.shape):
+            for first, other in zip(files[0], file, strict=True):
+                if (first.dtype, first.shape) != (other.dtype, other.shape):
                     raise self._error(
-                        f"rows of {other.name!r} in {other.path} to be as in {one.path}",
-                        f"{_describe(other)} instead of {_describe(one)}",
+                        f"rows of {other.name!r} in {other.path} to be as in {first.path}",
+                        f"{_describe(other)} instead of {_describe(first)}",
                         "Convert them to one dtype and shape.",
                     )
 
@@ -203,13 +203,13 @@ def _compare(
     expected: Sequence[Segment], received: Sequence[Segment], rank: int, size: int
 ) -> None:
     """Raises the same error on all ranks if a rank found other data sets than the first rank."""
-    for one, other in zip(expected, received, strict=True):
-        if (one.length, one.dtype, one.shape) != (other.length, other.dtype, other.shape):
+    for first, other in zip(expected, received, strict=True):
+        if (first.length, first.dtype, first.shape) != (other.length, other.dtype, other.shape):
             raise errors.MismatchError(
                 errors.explain(
                     f"[rank {rank} of {size}]",
-                    f"{one.name or 'rows'!r} in {other.path} to have {one.length} rows of "
-                    f"{_describe(one)}, as on the first rank that reads",
+                    f"{first.name or 'rows'!r} in {other.path} to have {first.length} rows of "
+                    f"{_describe(first)}, as on the first rank that reads",
                     f"{other.length} rows of {_describe(other)}",
                     SAME_FILES,
                 )

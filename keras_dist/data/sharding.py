@@ -117,7 +117,8 @@ def shard(
 
     Returns:
         See the table. For a `tf.data.Dataset` Keras warns that `fit` does not shuffle it; pass
-        `shuffle=False` to `fit` to avoid the warning.
+        `shuffle=False` to `fit` to avoid the warning. A `PyDataset` that a script iterates repeats
+        the order of its epoch; its `on_epoch_end` advances to the next one.
 
     Raises:
         DataError: the data is too small, endless, of unknown length, of unequal lengths or

@@ -173,7 +173,9 @@ class TorchState(ObjectState):
         self, model: Any = None, optimizer: Any = None, directory: Any = None, **attributes: Any
     ):
         self.model, self.optimizer = model, optimizer
-        further = [name for name, one in attributes.items() if hasattr(one, "load_state_dict")]
+        further = [
+            name for name, attribute in attributes.items() if hasattr(attribute, "load_state_dict")
+        ]
         self._parts = ["model", "optimizer", *further]
         for name in further:
             setattr(self, name, attributes.pop(name))

@@ -272,12 +272,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):  # JSON would convert it to a string
                 raise TypeError(f"a dictionary with the key {key!r}")
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if value is None or isinstance(value, str | int | float):
         return value
     raise TypeError(f"a {type(value).__name__}")

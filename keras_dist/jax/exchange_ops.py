@@ -71,7 +71,7 @@ def _own_rows(
     shapes = [(length, *gradient.shape[1:]) for length, gradient in pairs]
     # Integers have gradients of dtype float0, which are zeros.
     results: list[Any] = [np.zeros(shape, jax.dtypes.float0) for shape in shapes]
-    floats = [i for i, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
+    floats = [i for i, gradient in enumerate(gradients) if gradient.dtype != jax.dtypes.float0]
     lengths = [own_lengths[i] for i in floats]
 
     def rows(given: list[np.ndarray]) -> list[np.ndarray]:

@@ -85,11 +85,11 @@ def _cores() -> list[frozenset[int]]:
     for cpu in sorted(allowed):
         topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
         try:
-            place = [int((topology / f"{name}_id").read_text()) for name in PLACE]
+            core = [int((topology / f"{name}_id").read_text()) for name in PLACE]
         except (OSError, ValueError):
-            place = [0, cpu]
-        found.setdefault(tuple(place), set()).add(cpu)
-    return [frozenset(found[place]) for place in sorted(found)]
+            core = [0, cpu]
+        found.setdefault(tuple(core), set()).add(cpu)
+    return [frozenset(found[core]) for core in sorted(found)]
 
 
 PLACE = ("physical_package", "core")

@@ -185,7 +185,7 @@ class _Rewriter(m.MatcherDecoratableTransformer):
     def leave_SimpleStatementLine(
         self, node: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
-        names = {get_full_name_for_node(one) for one in _attributes(node)}
+        names = {get_full_name_for_node(attribute) for attribute in _attributes(node)}
         ends = {name.rpartition(".")[2] for name in names if name}
         pins = any(f"{alias}.local_rank" in names for alias in self._aliases)
         told = any(line.comment and line.comment.value == PINNED for line in node.leading_lines)
@@ -195,7 +195,7 @@ class _Rewriter(m.MatcherDecoratableTransformer):
         return updated.with_changes(leading_lines=[*updated.leading_lines, comment])
 
     def visit_If(self, node: cst.If) -> None:
-        asked = {get_full_name_for_node(one) for one in _attributes(node.test)}
+        asked = {get_full_name_for_node(attribute) for attribute in _attributes(node.test)}
         of_rank = any(f"{alias}.rank" in asked for alias in self._aliases)
         if of_rank and m.findall(node.body, CHECKPOINTS):
             self._add_note(node, CHECKPOINT)

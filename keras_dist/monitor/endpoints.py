@@ -98,6 +98,6 @@ def _serve_prometheus(get_job: Callable[[], Any], host: str, port: int, file: st
 
     path = Path(file).expanduser() if file else directory() / PROMETHEUS_TOKEN
     endpoint = Endpoint(get_job, host, port, token_in(path))
-    place = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
-    print(f"keras_dist: Prometheus can scrape {place} with the token in {path}.", flush=True)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+    print(f"keras_dist: Prometheus can scrape {url} with the token in {path}.", flush=True)
     return endpoint

@@ -136,11 +136,11 @@ def _candidates() -> list[Path]:
 
     `TMPDIR` comes last: batch systems set it for the job only, so a viewer would look elsewhere.
     """
-    places = []
+    candidates = []
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):  # batch jobs inherit it from another node
-        places.append(Path(runtime) / "keras_dist")
-    for place in ("/tmp", tempfile.gettempdir()):
-        if os.access(place, os.W_OK):
-            places.append(Path(place) / private_name())
-    return list(dict.fromkeys(places))
+        candidates.append(Path(runtime) / "keras_dist")
+    for parent in ("/tmp", tempfile.gettempdir()):
+        if os.access(parent, os.W_OK):
+            candidates.append(Path(parent) / private_name())
+    return list(dict.fromkeys(candidates))

@@ -216,6 +216,8 @@ def broadcast_variables(
     hvd.broadcast_variables(model.variables, root_rank=0)
     ```
     """
-    local = {id(one) for variable in all_accumulators() for one in (variable, variable.value)}
+    local = {
+        id(tracked) for variable in all_accumulators() for tracked in (variable, variable.value)
+    }
     shared = [variable for variable in variables if id(variable) not in local]
     broadcast_(shared, root_rank, process_set=process_set)

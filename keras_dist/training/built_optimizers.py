@@ -34,14 +34,16 @@ def describe(model: keras.Model) -> Described:
             return None
         return [indices.get(id(variable)) for variable in trained_by(optimizer)]
 
-    return [[(built_for(one), len(_own(one))) for one in family] for family in families(model)]
+    return [
+        [(built_for(member), len(_own(member))) for member in family] for family in families(model)
+    ]
 
 
 def merge(descriptions: Sequence[Described]) -> Described:
     """Merges descriptions: for each optimizer, takes the first description of a built one."""
     return [
         [
-            next((one for one in members if one and one[0] is not None), None)
+            next((member for member in members if member and member[0] is not None), None)
             or next(filter(None, members))
             for members in zip_longest(*family)
         ]
@@ -65,9 +67,11 @@ def build(model: keras.Model, described: Described) -> None:
 def difference(model: keras.Model, described: Described) -> str | None:
     """Returns a phrase for the first optimizer that is built differently, or `None`."""
     for family, current, members in zip(families(model), describe(model), described, strict=False):
-        for one, (now, _), (built_for, _) in zip(family, current, members, strict=False):
+        for member, (now, _), (built_for, _) in zip(family, current, members, strict=False):
             if now is not None and built_for is not None and now != list(built_for):
-                return f"{one.name!r}, built for other variables of the model, or in another order"
+                return (
+                    f"{member.name!r}, built for other variables of the model, or in another order"
+                )
     return None
 
 
@@ -83,10 +87,10 @@ def variables_of(model: keras.Model, described: Described) -> list[Any]:
     """
     variables = list(model.weights)
     for family, members in zip_longest(families(model), described, fillvalue=()):
-        for one, (built_for, count) in zip(
+        for member, (built_for, count) in zip(
             family, members or [_UNKNOWN] * len(family), strict=False
         ):
-            own = _own(one)
+            own = _own(member)
             variables.extend(own[:count] if built_for is None else own)
     excluded = {id(variable) for variable in accumulators(optimizers_of(model))}
     return list({id(v): v for v in variables if id(v) not in excluded}.values())
@@ -97,8 +101,8 @@ def reset_undescribed(model: keras.Model, described: Described) -> None:
     described_ids = {id(variable) for variable in variables_of(model, described)}
     for family, members in zip(families(model), described, strict=False):
         if len(family) > len(members) or any(
-            one.built and built_for is None
-            for one, (built_for, _) in zip(family, members, strict=False)
+            member.built and built_for is None
+            for member, (built_for, _) in zip(family, members, strict=False)
         ):
             _reset(family[0], described_ids)
 

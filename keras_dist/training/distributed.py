@@ -45,7 +45,7 @@ def is_distributed(optimizer: Any) -> TypeGuard["_Distributed"]:
 
 def distributed_optimizers(model: Any) -> list["_Distributed"]:
     """Returns the distributed optimizers of a model, including those of a custom train step."""
-    return [one for one in optimizers_of(model) if is_distributed(one)]
+    return [optimizer for optimizer in optimizers_of(model) if is_distributed(optimizer)]
 
 
 def attach(optimizer: Any, reduction: GradientReduction) -> None:
@@ -64,7 +64,9 @@ def attach(optimizer: Any, reduction: GradientReduction) -> None:
 
 def all_accumulators() -> list[Any]:
     """Returns the gradient accumulators of all distributed optimizers of this process."""
-    return accumulators(one for outer in _attached for one in (outer, *optimizers_inside(outer)))
+    return accumulators(
+        optimizer for outer in _attached for optimizer in (outer, *optimizers_inside(outer))
+    )
 
 
 @functools.cache

@@ -42,7 +42,9 @@ def agree_on_fit(arguments: dict[str, Any]) -> bool:
     Raises:
         MismatchError: arguments differ; raised on every rank, with the same message.
     """
-    ours = [name for one in _flat(arguments["callbacks"]) if (name := _name(one)) is not None]
+    ours = [
+        name for callback in _flat(arguments["callbacks"]) if (name := _name(callback)) is not None
+    ]
     if not ours or runtime.size() == 1:
         return True
     comm = runtime.communicator()
@@ -62,8 +64,8 @@ def agree_on_fit(arguments: dict[str, Any]) -> bool:
                 )
     if any(asks for _, _, asks in gathered):
         arguments["callbacks"] = [
-            one.after_batches() if _name(one) == AGREES else one
-            for one in _flat(arguments["callbacks"])
+            callback.after_batches() if _name(callback) == AGREES else callback
+            for callback in _flat(arguments["callbacks"])
         ]
     return all(is_sharded for _, is_sharded, _ in gathered)
 
@@ -75,12 +77,12 @@ def _put_in_order(arguments: dict[str, Any]) -> bool:
         Whether an appended callback may stop training after a batch.
     """
     flat = _flat(arguments["callbacks"])
-    found = [index for index, one in enumerate(flat) if _name(one) == AGREES]
-    appended = [one for one in flat[found[-1] :] if _name(one) not in LAST] if found else []
+    found = [index for index, callback in enumerate(flat) if _name(callback) == AGREES]
+    appended = [c for c in flat[found[-1] :] if _name(c) not in LAST] if found else []
     if not appended or isinstance(arguments["callbacks"], keras.callbacks.CallbackList):
         return False
-    last = [one for one in flat if _name(one) in LAST]
-    arguments["callbacks"] = [one for one in flat if _name(one) not in LAST] + last
+    last = [callback for callback in flat if _name(callback) in LAST]
+    arguments["callbacks"] = [callback for callback in flat if _name(callback) not in LAST] + last
     return flat[found[-1]].may_stop_at_batches(appended)
 
 
@@ -103,5 +105,5 @@ def _flat(callbacks: Any) -> list[Any]:
 
 def _name(callback: Any) -> str | None:
     """Returns the name of the keras_dist class of a callback, or `None`."""
-    classes = [one for one in type(callback).__mro__ if one.__module__.startswith("keras_dist.")]
+    classes = [c for c in type(callback).__mro__ if c.__module__.startswith("keras_dist.")]
     return classes[0].__name__ if classes else None

@@ -152,7 +152,9 @@ class GradientReduction:
 
     def local_variables(self) -> list[Any]:
         """Returns the local variables; layers that are not built have none yet."""
-        return self.registered + [v for one in self.local_layers for v in one.trainable_variables]
+        return self.registered + [
+            v for layer in self.local_layers for v in layer.trainable_variables
+        ]
 
     def _plan(
         self,

@@ -43,8 +43,8 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     The compiled optimizer comes first. A custom train step may use others, found in attributes of
     the model and in its lists and dicts.
     """
-    every = [one for family in families(model) for one in family]
-    return list({id(one): one for one in every}.values())
+    every = [optimizer for family in families(model) for optimizer in family]
+    return list({id(optimizer): optimizer for optimizer in every}.values())
 
 
 def families(model: keras.Model) -> list[list[Any]]:
@@ -53,7 +53,11 @@ def families(model: keras.Model) -> list[list[Any]]:
     for value in vars(model).values():
         items = value.values() if isinstance(value, dict) else value
         found.extend(items if isinstance(value, list | tuple | dict) else [value])
-    outermost = {id(one): one for one in found if isinstance(one, keras.optimizers.Optimizer)}
+    outermost = {
+        id(optimizer): optimizer
+        for optimizer in found
+        if isinstance(optimizer, keras.optimizers.Optimizer)
+    }
     return [[outer, *optimizers_inside(outer)] for outer in outermost.values()]
 
 
@@ -103,14 +107,16 @@ def replicated_variables(optimizer: Any) -> list[Any]:
     """
     every = [optimizer, *optimizers_inside(optimizer)]
     local = optimizer._keras_dist.local_variables()
-    own = _with_slots(every, local) | {id(one) for one in accumulators(every)}
+    own = _with_slots(every, local) | {id(variable) for variable in accumulators(every)}
     variables = [*optimizer_state.trained_by(optimizer), *optimizer.variables]
     return list({id(v): v for v in variables if id(v) not in own}.values())
 
 
 def accumulators(optimizers: Iterable[Any]) -> list[Any]:
     """Returns the gradient accumulators of optimizers, which differ from rank to rank."""
-    return [variable for one in optimizers for variable in optimizer_state.accumulators(one)]
+    return [
+        variable for optimizer in optimizers for variable in optimizer_state.accumulators(optimizer)
+    ]
 
 
 def keep_local(model: keras.Model, variables: Iterable[Any]) -> None:
@@ -120,8 +126,13 @@ def keep_local(model: keras.Model, variables: Iterable[Any]) -> None:
 
 def local_variables(model: keras.Model) -> list[Any]:
     """Returns the local variables of a model and of its optimizers."""
-    reductions = [getattr(one, "_keras_dist", None) for one in optimizers_of(model)]
-    own = [v for one in reductions if one is not None for v in one.local_variables()]
+    reductions = [getattr(optimizer, "_keras_dist", None) for optimizer in optimizers_of(model)]
+    own = [
+        variable
+        for reduction in reductions
+        if reduction is not None
+        for variable in reduction.local_variables()
+    ]
     return [*own, *_keras_variables(model, model.__dict__.get(LOCAL, ()))]
 
 
@@ -158,10 +169,10 @@ def _keras_variables(model: keras.Model, variables: Iterable[Any]) -> list[Any]:
 def _with_slots(optimizers: Iterable[Any], variables: Iterable[Any]) -> set[int]:
     """Returns the ids of variables and of their optimizer slots."""
     found = {id(variable) for variable in variables}
-    for one in optimizers:
-        trainable = optimizer_state.trained_by(one)
-        places = [place for place, variable in enumerate(trainable) if id(variable) in found]
+    for optimizer in optimizers:
+        trainable = optimizer_state.trained_by(optimizer)
+        indices = [index for index, variable in enumerate(trainable) if id(variable) in found]
         # Keras' optimizers keep slots in lists with one element per trainable variable.
-        for slots in optimizer_state.slots(one, len(trainable)) if places else ():
-            found.update(id(slots[place]) for place in places)
+        for slots in optimizer_state.slots(optimizer, len(trainable)) if indices else ():
+            found.update(id(slots[index]) for index in indices)
     return found

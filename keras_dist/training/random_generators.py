@@ -37,7 +37,7 @@ def states(data: Any = None) -> dict[str, Any]:
         found["torch"] = _text(torch.get_rng_state().numpy())
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             found["cuda"] = _text(torch.cuda.get_rng_state().numpy())
-    found["loader"] = [_text(one.get_state().numpy()) for one in _of_loader(data)]
+    found["loader"] = [_text(generator.get_state().numpy()) for generator in _of_loader(data)]
     return found
 
 

@@ -220,7 +220,7 @@ def verify_once(model: keras.Model, event: str) -> None:
     Raises:
         MismatchError: the replicas differ; raised on every rank.
     """
-    now = (event, [int(one.iterations) for one in optimizers_of(model)])
+    now = (event, [int(optimizer.iterations) for optimizer in optimizers_of(model)])
     if model.__dict__.get(VERIFIED) != now:
         verify_replicas(model)
         object.__setattr__(model, VERIFIED, now)

@@ -74,7 +74,7 @@ def _describe_variable(variable: Any, indices: dict[int, int]) -> dict[str, Any]
 
 
 def _indices(variables: Sequence[Any]) -> dict[int, int]:
-    return {id(variable): place for place, variable in enumerate(variables)}
+    return {id(variable): index for index, variable in enumerate(variables)}
 
 
 def _indices_of(layer: keras.Layer, indices: dict[int, int]) -> list[int]:
@@ -144,8 +144,8 @@ def local_state(
         CheckpointError: a variable or layer does not exist.
         KeyError: `saved` lacks an entry.
     """
-    known = [_find_variable(one, variables, where) for one in saved["local_variables"]]
-    layers = [_find_layer(one, model, variables, where) for one in saved["local_layers"]]
+    known = [_find_variable(item, variables, where) for item in saved["local_variables"]]
+    layers = [_find_layer(item, model, variables, where) for item in saved["local_layers"]]
     return known, layers
 
 
@@ -184,15 +184,15 @@ def _find_compression(name: str, where: str) -> _engine.Compressor:
 def _find_groups(groups: Any, variables: Sequence[Any], where: str) -> Any:
     if not isinstance(groups, list):
         return groups
-    return [[_find_variable(one, variables, where) for one in group] for group in groups]
+    return [[_find_variable(item, variables, where) for item in group] for group in groups]
 
 
 def _find_variable(saved: dict[str, Any], variables: Sequence[Any], where: str) -> Any:
-    path, place = saved["path"], saved["place"]
-    if place is not None and place < len(variables):
-        return variables[place]
+    path, index = saved["path"], saved["place"]
+    if index is not None and index < len(variables):
+        return variables[index]
     found = [variable for variable in variables if _same_path(variable_name(variable), path)]
-    if place is not None or len(found) != 1:
+    if index is not None or len(found) != 1:
         raise _missing(f"the variable {path!r}", len(variables), "trainable variables", where)
     return found[0]
 
@@ -203,8 +203,8 @@ def _find_layer(
     layers, indices = layers_of(model), _indices(variables)
     # A layer that was saved unbuilt or frozen is identified by its path only.
     wanted = saved["indices"]
-    matching = [one for one in layers if not wanted or _indices_of(one, indices) == wanted]
-    named = [one for one in matching if _same_path(_path(one), saved["path"])]
+    matching = [item for item in layers if not wanted or _indices_of(item, indices) == wanted]
+    named = [item for item in matching if _same_path(_path(item), saved["path"])]
     found = named or (matching if wanted else [])
     if not found:
         raise _missing(f"the layer {saved['path']!r}", len(matching), "layers", where)

@@ -102,17 +102,21 @@ def load_model(
 def _by_name(optimizers: Any, where: str) -> dict[str, type]:
     """Returns optimizer classes by the names under which Keras may have saved them."""
     listed = [optimizers] if isinstance(optimizers, type) else list(optimizers or ())
-    for one in listed:
-        if not (isinstance(one, type) and issubclass(one, keras.optimizers.Optimizer)):
+    for candidate in listed:
+        if not (isinstance(candidate, type) and issubclass(candidate, keras.optimizers.Optimizer)):
             raise errors.ArgumentTypeError(
                 errors.explain(
                     where,
                     "custom_optimizers to be a list of classes derived from a Keras optimizer",
-                    f"{one!r} of type {type(one).__name__}",
+                    f"{candidate!r} of type {type(candidate).__name__}",
                     "Pass for example custom_optimizers=[MyOptimizer].",
                 )
             )
-    names = [(name, one) for one in listed for name in (one.__name__, _registered(one))]
+    names = [
+        (name, candidate)
+        for candidate in listed
+        for name in (candidate.__name__, _registered(candidate))
+    ]
     return dict(names)
 
 
@@ -181,7 +185,9 @@ def _is_new(warning: str, optimizer: Any) -> bool:
     if optimizer is None or number is None:
         return False
     new = type(optimizer).from_config(optimizer.get_config())
-    return any(int(number[1]) == len(one.variables) for one in (new, innermost_optimizer(new)))
+    return any(
+        int(number[1]) == len(candidate.variables) for candidate in (new, innermost_optimizer(new))
+    )
 
 
 def _restore_legacy(model: keras.Model, filepath: Any) -> None:

@@ -43,7 +43,10 @@ def watch_models() -> None:
             return original(self, force)
         # A step that was traced before the optimizer was wrapped, or for another communicator,
         # has no reduction or an outdated one.
-        reductions = [(one._keras_dist, one._keras_dist.communicator()) for one in optimizers]
+        reductions = [
+            (optimizer._keras_dist, optimizer._keras_dist.communicator())
+            for optimizer in optimizers
+        ]
         force = force or self.__dict__.get(TRACED_FOR) != reductions
         for_host: Any = contextlib.nullcontext()
         if any(comm is not None for _, comm in reductions):

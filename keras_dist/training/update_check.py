@@ -81,8 +81,10 @@ def check_independent(optimizer: Any, purpose: str) -> None:
             the gradients of all variables.
     """
     every = [optimizer, *optimizers_inside(optimizer)]
-    is_scaled = any(isinstance(one, keras.optimizers.LossScaleOptimizer) for one in every)
-    if is_scaled or any(one.global_clipnorm for one in every):
+    is_scaled = any(
+        isinstance(optimizer, keras.optimizers.LossScaleOptimizer) for optimizer in every
+    )
+    if is_scaled or any(optimizer.global_clipnorm for optimizer in every):
         raise errors.ArgumentError(
             errors.explain(
                 runtime.where(),

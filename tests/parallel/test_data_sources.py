@@ -65,12 +65,16 @@ def decode(sample):
 
 
 SOURCES = {
-    "npz": lambda folder, **terms: data.npz(f"{folder}/*.npz", "x", "y", 4, **terms),
-    "parquet": lambda folder, **terms: data.parquet(f"{folder}/*.parquet", ["x"], "y", 4, **terms),
-    "tfrecord": lambda folder, **terms: data.tfrecord(f"{folder}/*.tfrecord", parse, 4, **terms),
-    "tar": lambda folder, **terms: data.tar(f"{folder}/*.tar", decode, 4, **terms),
-    "images": lambda folder, **terms: data.image_dataset(
-        f"{folder}/images", (1, 1), 4, label_mode=None, color_mode="grayscale", **terms
+    "npz": lambda folder, **options: data.npz(f"{folder}/*.npz", "x", "y", 4, **options),
+    "parquet": lambda folder, **options: data.parquet(
+        f"{folder}/*.parquet", ["x"], "y", 4, **options
+    ),
+    "tfrecord": lambda folder, **options: data.tfrecord(
+        f"{folder}/*.tfrecord", parse, 4, **options
+    ),
+    "tar": lambda folder, **options: data.tar(f"{folder}/*.tar", decode, 4, **options),
+    "images": lambda folder, **options: data.image_dataset(
+        f"{folder}/images", (1, 1), 4, label_mode=None, color_mode="grayscale", **options
     ),
 }
 
@@ -204,8 +208,8 @@ class Seen(keras.Sequential):
 
 
 ROWS = {
-    "hdf5": lambda folder, **terms: data.hdf5(folder / "all.h5", "x", "y", 4, block=6, **terms),
-    "npy": lambda folder, **terms: data.npy(folder / "x.npy", None, 4, block=6, **terms),
+    "hdf5": lambda folder, **options: data.hdf5(folder / "all.h5", "x", "y", 4, block=6, **options),
+    "npy": lambda folder, **options: data.npy(folder / "x.npy", None, 4, block=6, **options),
 }
 
 

@@ -251,7 +251,9 @@ class FusedAllreduce:
             return None
         op = self._cross_node.op_on_node
         every = [bucket_reduction(node, bucket, op) for bucket in self.buckets]
-        reductions = {n: one for n, one in enumerate(every) if self._shares_memory(n, one)}
+        reductions = {
+            n: reduction for n, reduction in enumerate(every) if self._shares_memory(n, reduction)
+        }
         total = sum(reduction.nbytes for reduction in reductions.values())
         segment, reason = node.segment(max(1, total), private_view=self.lends)
         reason = first_error(self.comm.world, reason)

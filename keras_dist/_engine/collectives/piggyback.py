@@ -2,7 +2,7 @@
 
 A notice costs nothing while there is none. A rank with a notice brings another digest to the
 reduction of gradients; the ranks then exchange their signatures, as after any difference, and all
-receive the notice within the same update. Knows no signals and sends nothing itself.
+receive the notice within the same update. Independent of signals; sends nothing itself.
 """
 
 from collections.abc import Callable, Sequence

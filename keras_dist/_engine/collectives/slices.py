@@ -71,7 +71,7 @@ def reduce_slices(
     mine: Any
     try:
         _check(comm, values, indices, op, name)
-        rows, places = _contribution(values, indices, op)
+        rows, row_numbers = _contribution(values, indices, op)
         mine = (len(rows), len(rows))
     except errors.KerasDistError as error:
         mine = error
@@ -80,25 +80,25 @@ def reduce_slices(
         call = options.signature("sparse_allreduce", entries=entries, spares=True)
         rendezvous(comm, call, notices)
         if comm.faults.joined is not None:
-            parts = exchange_among(comm, mine if failed else (rows, places))
-            rows, places = (np.concatenate(each) for each in zip(*parts, strict=True))
-            return _finish(rows, places, op, values.dtype, len(parts))
+            parts = exchange_among(comm, mine if failed else (rows, row_numbers))
+            rows, row_numbers = (np.concatenate(each) for each in zip(*parts, strict=True))
+            return _finish(rows, row_numbers, op, values.dtype, len(parts))
         lengths = exchange_or_raise(comm, mine)
-        rows, places = gather_rows(comm, [rows, places], lengths)
-    return _finish(rows, places, op, values.dtype, comm.size)
+        rows, row_numbers = gather_rows(comm, [rows, row_numbers], lengths)
+    return _finish(rows, row_numbers, op, values.dtype, comm.size)
 
 
 def _finish(
-    rows: np.ndarray, places: np.ndarray, op: ReduceOp, dtype: np.dtype, count: int
+    rows: np.ndarray, row_numbers: np.ndarray, op: ReduceOp, dtype: np.dtype, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reduces the rows of `count` ranks."""
     if needs_halves(dtype, op):
-        (high, where), (low, _) = (_add_up(half, places, op) for half in halves(rows))
+        (high, where), (low, _) = (_add_up(half, row_numbers, op) for half in halves(rows))
         return mean_of_halves(high, low, count), where
-    total, places = _add_up(rows, places, op)
+    total, row_numbers = _add_up(rows, row_numbers, op)
     if op is ReduceOp.AVERAGE and count > 1:
         divide(total, count)
-    return total.astype(dtype, copy=False), places
+    return total.astype(dtype, copy=False), row_numbers
 
 
 def _check(
@@ -136,10 +136,10 @@ def _contribution(
 
 def _add_up(values: np.ndarray, indices: np.ndarray, op: ReduceOp) -> tuple[np.ndarray, np.ndarray]:
     """Adds up the rows of each index, in the dtype of the accumulator."""
-    places, inverse = np.unique(indices, return_inverse=True)
+    row_numbers, inverse = np.unique(indices, return_inverse=True)
     wide = accumulator(values.dtype, op)
-    total = np.zeros((len(places), *values.shape[1:]), wide)
+    total = np.zeros((len(row_numbers), *values.shape[1:]), wide)
     # Infinities and overflow are the caller's to judge: they reach every rank alike.
     with np.errstate(all="ignore"):
         np.add.at(total, inverse.reshape(-1), values.astype(wide, copy=False))
-    return total, places
+    return total, row_numbers

@@ -1,7 +1,7 @@
 """The progress of this process in training, for messages: task, epoch and update.
 
-Knows no framework; callbacks report to it. There is one record for the process, for all threads.
-Ranks compare their records only after a fault.
+Independent of frameworks; callbacks report to it. The process has one record for all threads. Ranks
+compare their records only after a fault.
 """
 
 import contextlib

@@ -5,7 +5,7 @@ waits for long, no message is sent. A rank that has waited too long sends an ala
 that answers, usually the root. That rank asks all ranks concerned for their state, logs it and,
 after a longer time, ends the job. The threads communicate through a mailbox of their own,
 whatever the ranks wait in; if MPI does not allow several threads at once, each rank reports only
-what it knows itself. Knows no framework.
+what it knows itself. Independent of frameworks.
 """
 
 import dataclasses

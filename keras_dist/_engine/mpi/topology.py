@@ -53,10 +53,10 @@ class Topology:
         self.first_on_node = self.local.bcast(self.rank)
         self.across = self.world.Split(color=self.local_rank, key=self.rank)
         self.cross_rank, self.cross_size = self.across.Get_rank(), self.across.Get_size()
-        places = self.world.allgather((self.local_size, self.cross_rank, self.local_rank))
-        self.is_homogeneous = len({local_size for local_size, _, _ in places}) == 1
+        positions = self.world.allgather((self.local_size, self.cross_rank, self.local_rank))
+        self.is_homogeneous = len({local_size for local_size, _, _ in positions}) == 1
         if self.is_homogeneous:
-            order = sorted(range(self.size), key=lambda rank: places[rank][1:])
+            order = sorted(range(self.size), key=lambda rank: positions[rank][1:])
             starts = range(0, self.size, self.local_size)
             self.nodes = [order[start : start + self.local_size] for start in starts]
 

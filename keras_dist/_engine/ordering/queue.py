@@ -1,4 +1,4 @@
-"""A queue of collectives, and the thread that runs the queued ones. Knows no MPI.
+"""A queue of collectives, and the thread that runs the queued ones. Independent of MPI.
 
 All ranks must run the same collectives in the same order. While a script only calls blocking
 operations, its own order is that order, and a lock is enough. Once operations are queued, a

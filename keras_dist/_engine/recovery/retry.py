@@ -11,7 +11,7 @@ All ranks confirm at the end what went through MPI: Open MPI 5 was seen to retur
 the data of a rank that had just died, and no error. Shared memory needs no confirmation: a rank
 writes its contribution before it comes to the rendezvous.
 
-Knows no MPI; `ulfm` does.
+Independent of MPI, unlike `ulfm`.
 """
 
 import copy

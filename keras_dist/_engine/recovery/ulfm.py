@@ -145,7 +145,7 @@ def _sees_dead_ranks(world: Any) -> bool:
 def _missing(mpi: Any, before: Any, after: Any) -> list[int]:
     """Returns the ranks of a communicator that are not in another one."""
     old, new = before.Get_group(), after.Get_group()
-    places = old.Translate_ranks(None, new)
+    indices = old.Translate_ranks(None, new)
     old.Free()
     new.Free()
-    return [rank for rank, place in enumerate(places) if place == mpi.UNDEFINED]
+    return [rank for rank, index in enumerate(indices) if index == mpi.UNDEFINED]

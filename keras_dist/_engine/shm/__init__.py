@@ -1,1 +1,1 @@
-"""Shared memory of the ranks on a node. Linux; knows no MPI."""
+"""Shared memory of the ranks on a node. Linux; independent of MPI."""

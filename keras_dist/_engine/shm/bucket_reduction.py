@@ -1,4 +1,4 @@
-"""Reduction of a bucket by the ranks of a node, in shared memory. Knows no MPI.
+"""Reduction of a bucket by the ranks of a node, in shared memory. Independent of MPI.
 
 Every rank copies a small bucket into shared memory and reduces it whole: one rendezvous. Of a large
 bucket each rank reduces a slice, in rank order, into a result that all ranks see and read in place;

@@ -2,7 +2,7 @@
 
 The kernel copies a page of such a mapping when the process writes to it; from then on the page does
 not show what other processes write. `/proc/self/pagemap` says which pages have been copied. Linux;
-knows no MPI.
+independent of MPI.
 """
 
 import functools
@@ -15,7 +15,7 @@ __all__ = ["PAGE", "CowMapping", "map_private"]
 
 PAGE = mmap.PAGESIZE
 # Bits of the last byte of the 8 bytes of a page: present or swapped out; part of a file.
-THERE, OF_FILE = 0xC0, 0x20
+PRESENT, OF_FILE = 0xC0, 0x20
 NO_RESERVE = 0x4000  # MAP_NORESERVE: few pages, if any, are written to
 
 
@@ -47,18 +47,18 @@ class CowMapping:
         self.memory = memoryview(mapping)[offset : offset + nbytes]
         self._entries = bytearray(8 * -(-nbytes // PAGE))
         address = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
-        self._place = 8 * (address // PAGE)
+        self._offset = 8 * (address // PAGE)
 
     def is_written(self) -> bool:
         """Returns whether this process has written to the part."""
         try:
-            found = os.preadv(_pagemap(), [self._entries], self._place)
+            found = os.preadv(_pagemap(), [self._entries], self._offset)
         except OSError:  # the descriptor was closed by other code
             found = 0
         if found < len(self._entries):
             return True  # unknown: assume a write
         kinds = np.frombuffer(self._entries, np.uint8)[7::8]
-        return bool(np.any((kinds & THERE != 0) & (kinds & OF_FILE == 0)))
+        return bool(np.any((kinds & PRESENT != 0) & (kinds & OF_FILE == 0)))
 
 
 def _map(handle: int, nbytes: int) -> mmap.mmap:

@@ -1,4 +1,4 @@
-"""The ranks of one node that share memory. Knows no MPI."""
+"""The ranks of one node that share memory. Independent of MPI."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Processes of this node, watched for their end. Linux; knows no MPI."""
+"""Processes of this node, watched for their end. Linux; independent of MPI."""
 
 import contextlib
 import os

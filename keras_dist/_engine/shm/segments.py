@@ -1,4 +1,4 @@
-"""Shared memory of the ranks of a node, and the barrier in it. Linux; knows no MPI.
+"""Shared memory of the ranks of a node, and the barrier in it. Linux; independent of MPI.
 
 A segment is a file in `/dev/shm` without a name, or with a name only while the ranks open it. Its
 pages are reserved when it is made, so a full `/dev/shm` is an error at that moment and not a crash

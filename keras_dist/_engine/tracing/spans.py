@@ -1,4 +1,4 @@
-"""Spans of the timeline: what this process does, and when. Knows no MPI and no framework.
+"""Spans of the timeline: what this process does, and when. Independent of MPI and frameworks.
 
 Without a recorder a span costs one check of `recorder`. With one, an operation is one record, from
 the call for the lock of its communicator on, with its phases; other work of a thread, such as a

@@ -1,4 +1,4 @@
-"""The trace file of one rank, written line by line. Knows no MPI and no framework.
+"""The trace file of one rank, written line by line. Independent of MPI and frameworks.
 
 A line is a list of integers, or a JSON object: the head, the name of a number, the end. A thread
 appends lines several times a second, so all lines but the last are complete if the process is
@@ -85,7 +85,7 @@ class TraceWriter:
             named = [{"lane": n, "name": lanes[n]} for n in range(self._lanes, len(lanes))]
             self._lanes = len(lanes)
             # Names come before the records that use them: the end may be cut off.
-            head = [json.dumps(one) for one in (*named, *self._numbers.new)]
+            head = [json.dumps(entry) for entry in (*named, *self._numbers.new)]
             self._numbers.new.clear()
             if not self.is_full:
                 self._write([*head, *lines])
@@ -107,7 +107,7 @@ class TraceWriter:
         name, entries = call.operation, call.entries
         if len(call.buckets) > 1 and call.bucket is not None:
             name = f"{name}, bucket {call.bucket + 1} of {len(call.buckets)}"
-            entries = tuple(entries[place] for place in call.buckets[call.bucket])
+            entries = tuple(entries[index] for index in call.buckets[call.bucket])
         elif call.key is not None:
             name = f"{name} {call.key!r}"
         arrays = ", ".join(entry.name for entry in entries[:3])

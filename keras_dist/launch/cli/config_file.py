@@ -40,7 +40,7 @@ def arguments_of_file(path: str) -> list[str]:
         if isinstance(value, bool):
             words += [name] if value else []
         elif isinstance(value, list) and option.repeated:
-            words += [f"{name}={one}" for one in value]
+            words += [f"{name}={item}" for item in value]
         elif isinstance(value, str | int | float):
             words += [f"{name}={value}"]
         else:

@@ -42,15 +42,15 @@ def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse
     while True:
         answers_until = max(waits_until, time.monotonic() + ANSWER_SECONDS)
         hosts, trouble = _ask(script, min(end, answers_until) - time.monotonic())
-        places = sum(hosts.values())
-        if trouble is None and places >= least:
-            ranks = min(places, options.max_np or options.np or places)
+        slots = sum(hosts.values())
+        if trouble is None and slots >= least:
+            ranks = min(slots, options.max_np or options.np or slots)
             named = ",".join(f"{name}:{slots}" for name, slots in hosts.items())
             return argparse.Namespace(**{**vars(options), "hosts": named, "np": ranks})
         if time.monotonic() >= end:
             raise TimeoutError
         if (trouble is not None and not again) or time.monotonic() > waits_until:
-            received = trouble or f"{places}, after {options.elastic_timeout} s"
+            received = trouble or f"{slots}, after {options.elastic_timeout} s"
             remedy = "The script must print one host per line, such as h1:2, and exit with 0."
             expected = f"{shlex.join(script)} to name {least} or more slots"
             raise errors.ArgumentError(
@@ -62,14 +62,14 @@ def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse
 def _ask(script: Sequence[str], seconds: float) -> tuple[dict[str, int], str | None]:
     """Returns slots by host, or the reason why there are none."""
     try:
-        said, code = _output(script, seconds)
+        output, code = _output(script, seconds)
     except subprocess.TimeoutExpired:
         return {}, f"nothing within {seconds:.0f} s"
     except OSError as error:
         return {}, f"{error.strerror}: not an executable program"
     if code != 0:
         return {}, f"exit code {code}"
-    hosts, wrong = parse_lines(said)
+    hosts, wrong = parse_lines(output)
     return hosts, None if wrong is None else repr(wrong)
 
 
@@ -85,8 +85,8 @@ def _output(script: Sequence[str], seconds: float) -> tuple[str, int]:
         preexec_fn=end_with_parent,
     ) as process:
         try:
-            said, _ = process.communicate(timeout=seconds)
+            output, _ = process.communicate(timeout=seconds)
         except BaseException:  # also for an interrupt
             os.killpg(process.pid, signal.SIGKILL)
             raise
-    return said, process.returncode
+    return output, process.returncode

@@ -127,13 +127,13 @@ def of_a_job(found: Mapping[str, Any], seconds: float) -> Iterator[Finding]:
 
 def _cores() -> Finding:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    places = set()
+    cores = set()
     for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology"):
         with contextlib.suppress(OSError):
-            places.add(tuple((path / f"{n}_id").read_text() for n in ("physical_package", "core")))
-    packages = len({package for package, _ in places}) or 1
+            cores.add(tuple((path / f"{n}_id").read_text() for n in ("physical_package", "core")))
+    packages = len({package for package, _ in cores}) or 1
     nodes = len([*Path("/sys/devices/system/node").glob("node[0-9]*")]) or 1
-    text = f"{len(places) or os.cpu_count()} cores in {packages} package(s), {nodes} NUMA node(s)"
+    text = f"{len(cores) or os.cpu_count()} cores in {packages} package(s), {nodes} NUMA node(s)"
     return Finding("Cores", f"{text}; this process may use {allowed} of {os.cpu_count()} threads")
 
 

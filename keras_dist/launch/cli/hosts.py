@@ -136,7 +136,7 @@ def _from_lines(system: str, path: str) -> Allocation:
 
 
 def _lines(text: str) -> list[str]:
-    return [line for one in text.splitlines() if (line := one.partition("#")[0].strip())]
+    return [line for raw_line in text.splitlines() if (line := raw_line.partition("#")[0].strip())]
 
 
 def _collect(texts: Iterable[str], expected: str) -> dict[str, int]:

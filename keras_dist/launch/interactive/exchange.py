@@ -92,13 +92,13 @@ class Exchange:
     def failures(self, ranks: int) -> dict[int, Failure]:
         """Returns the failures by rank, the original one first."""
         found = {rank: self.outcome(rank) for rank in range(ranks)}
-        failed = {rank: one for rank, one in found.items() if isinstance(one, Failure)}
+        failed = {rank: outcome for rank, outcome in found.items() if isinstance(outcome, Failure)}
 
-        def path_of(rank: int) -> tuple[bool, int]:
+        def sort_key(rank: int) -> tuple[bool, int]:
             written = (self.folder / f"failure-{rank}").stat().st_mtime_ns
             return failed[rank].is_consequence, written
 
-        return {rank: failed[rank] for rank in sorted(failed, key=path_of)}
+        return {rank: failed[rank] for rank in sorted(failed, key=sort_key)}
 
     def put_report(self, rank: int, report: str) -> None:
         """Writes the progress of a rank as JSON."""
@@ -107,14 +107,14 @@ class Exchange:
     def report(self, rank: int) -> dict[str, Any]:
         """Returns the latest progress of a rank."""
         try:
-            said = json.loads((self.folder / f"report-{rank}").read_bytes())
+            report = json.loads((self.folder / f"report-{rank}").read_bytes())
         except FileNotFoundError:
-            said = {"state": "starting"}
+            report = {"state": "starting"}
         if (self.folder / f"failure-{rank}").exists():
-            said["state"] = "failed"
+            report["state"] = "failed"
         elif (self.folder / f"value-{rank}").exists():
-            said["state"] = "returned"
-        return said
+            report["state"] = "returned"
+        return report
 
     def _put(self, name: str, content: bytes) -> None:
         """Writes a file atomically, without waiting for the disk."""

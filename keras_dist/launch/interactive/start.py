@@ -89,10 +89,10 @@ def run(
     np = np if num_proc is None else num_proc
     _check(fn, np)
     # Nodes usually share working directories, but not temporary directories.
-    place = None if hosts is None and not allocation(os.environ) else "."
+    parent = None if hosts is None and not allocation(os.environ) else "."
     with tempfile.TemporaryDirectory(
         prefix=".keras_dist-",
-        dir=place,
+        dir=parent,
         ignore_cleanup_errors=True,  # NFS keeps files that are open elsewhere
     ) as name:
         exchange = Exchange(pathlib.Path(name).absolute())
@@ -100,13 +100,13 @@ def run(
         path = [os.path.abspath(entry) for entry in sys.path]
         exchange.put_call((dict(env or {}), path, _cells(), work))
         log = exchange.folder / "launcher"
-        with open_view(exchange, np, verbose) as view, log.open("xb") as said:
-            code = _wait(lambda: _start(exchange, np, hosts, env or {}, said), view, timeout)
+        with open_view(exchange, np, verbose) as view, log.open("xb") as output:
+            code = _wait(lambda: _start(exchange, np, hosts, env or {}, output), view, timeout)
         return values(exchange, np, code, log.read_text(errors="replace"))
 
 
 def _start(
-    exchange: Exchange, np: int, hosts: str | None, env: Mapping[str, str], said: Any
+    exchange: Exchange, np: int, hosts: str | None, env: Mapping[str, str], output: Any
 ) -> subprocess.Popen[bytes]:
     """Starts the ranks through a supervising process; signal handlers of this process stay."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **env}  # output is unbuffered
@@ -120,8 +120,8 @@ def _start(
         ],
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=said,
-        stderr=said,
+        stdout=output,
+        stderr=output,
         start_new_session=True,  # this process forwards interrupts
         preexec_fn=end_with_parent,  # a kernel may restart
     )

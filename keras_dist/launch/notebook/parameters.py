@@ -43,7 +43,7 @@ def inject(notebook: nbformat.NotebookNode, parameters: Mapping[str, Any], where
 
 def _place(notebook: nbformat.NotebookNode, tag: str) -> int | None:
     tagged = (
-        place for place, cell in enumerate(notebook.cells) if tag in cell.metadata.get("tags", [])
+        index for index, cell in enumerate(notebook.cells) if tag in cell.metadata.get("tags", [])
     )
     return next(tagged, None)
 

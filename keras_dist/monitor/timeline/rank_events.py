@@ -157,9 +157,9 @@ class RankEvents:
         for kind, args in of_rank.items():
             yield self._event(kind, "M", 0, args=args)
         for lane, name in self._threads.items():
-            place = lane + LAST_INDEX if name.startswith(COMMUNICATION) else lane
+            index = lane + LAST_INDEX if name.startswith(COMMUNICATION) else lane
             yield self._event("thread_name", "M", lane, args={"name": name})
-            yield self._event("thread_sort_index", "M", lane, args={"sort_index": place})
+            yield self._event("thread_sort_index", "M", lane, args={"sort_index": index})
 
     def _arguments(self, what: int, line: Sequence[int]) -> dict[str, Any]:
         operation = self._names[what]

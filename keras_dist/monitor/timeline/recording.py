@@ -99,8 +99,8 @@ def end_recording(comm: _engine.Communicator) -> None:
         is_mine = _merge(comm, part)
         if comm.rank == 0:
             _report_size(path, complete(path, job))
-            for one in parts_of(path, job):
-                os.unlink(one)
+            for file in parts_of(path, job):
+                os.unlink(file)
         elif not is_mine:
             os.unlink(part.path)
     except (OSError, errors.DataError) as failure:
@@ -136,8 +136,8 @@ def _merge(comm: _engine.Communicator, part: _engine.tracing.TraceWriter) -> boo
 
 
 def _raise_on_all(comm: _engine.Communicator, path: str, trouble: OSError | None) -> None:
-    said = None if trouble is None else f"{trouble} on {platform.node()}"
-    everyone = _engine.collectives.allgather_object(comm, said)
+    text = None if trouble is None else f"{trouble} on {platform.node()}"
+    everyone = _engine.collectives.allgather_object(comm, text)
     found = [(rank, text) for rank, text in enumerate(everyone) if text is not None]
     if found:
         rank, text = found[0]
@@ -151,8 +151,8 @@ def _report_size(path: str, ranks: list[dict[str, Any]]) -> None:
     _log.info("keras_dist has written the timeline %s", path)
     full = [rank for rank in ranks if rank["full_at_step"] is not None]
     if full:
-        said = ", ".join(f"rank {rank['rank']} at step {rank['full_at_step']}" for rank in full)
-        _log.warning("keras_dist: the timeline %s reached its size and ends: %s.", path, said)
+        text = ", ".join(f"rank {rank['rank']} at step {rank['full_at_step']}" for rank in full)
+        _log.warning("keras_dist: the timeline %s reached its size and ends: %s.", path, text)
 
 
 def _size_of(path: str) -> int:

@@ -110,9 +110,9 @@ def load_trace(path: str) -> dict[str, Any]:
     """
     try:
         trace = _read(path)
-        said = trace["otherData"][KEY]
-        if not said["complete"] and parts_of(path, said["job"]):
-            complete(path, said["job"], by_reader=True)
+        metadata = trace["otherData"][KEY]
+        if not metadata["complete"] and parts_of(path, metadata["job"]):
+            complete(path, metadata["job"], by_reader=True)
             trace = _read(path)
         if "ranks" not in trace["otherData"][KEY]:
             raise damaged(path, "a job that did not end, without the recordings of its ranks")
@@ -145,7 +145,7 @@ def _summarise(trace: Mapping[str, Any]) -> Summary:
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     bars = sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"]))
     about = trace["otherData"][KEY]["ranks"]
-    ranks = {said["rank"]: Shares() for said in about}
+    ranks = {metadata["rank"]: Shares() for metadata in about}
     epochs = {rank: _Epochs(bars, rank) for rank in ranks}
     operations: dict[str, Operation] = {}
     last: collections.Counter[int] = collections.Counter()
@@ -175,7 +175,7 @@ def _summarise(trace: Mapping[str, Any]) -> Summary:
         mine = [bar for bar in bars if bar["pid"] == rank and bar["name"] != THE_END]
         if mine:
             shares.total = (max(b["ts"] + b["dur"] for b in mine) - mine[0]["ts"]) / 1e6
-    by_cost = sorted(operations.values(), key=lambda one: one.seconds, reverse=True)
+    by_cost = sorted(operations.values(), key=lambda item: item.seconds, reverse=True)
     means = _mean_epochs(list(epochs.values()))
     return Summary(ranks, means, by_cost, dict(last), dict(waited_for), about)
 
@@ -224,24 +224,24 @@ class _Epochs:
 
     def at(self, time: float) -> Shares | None:
         """Returns the shares of the epoch at a time."""
-        place = bisect.bisect_right(self._begins, time) - 1
-        return self.shares[place] if place >= 0 and time < self._ends[place] else None
+        index = bisect.bisect_right(self._begins, time) - 1
+        return self.shares[index] if index >= 0 and time < self._ends[index] else None
 
 
 def _mean_epochs(every: list[_Epochs]) -> list[tuple[int, Shares]]:
     if not every:
         return []
     fields = [field.name for field in dataclasses.fields(Shares)]
-    count = min(len(one.numbers) for one in every)
+    count = min(len(item.numbers) for item in every)
     return [
         (
-            every[0].numbers[place],
+            every[0].numbers[index],
             Shares(
                 **{
-                    name: sum(getattr(one.shares[place], name) for one in every) / len(every)
+                    name: sum(getattr(item.shares[index], name) for item in every) / len(every)
                     for name in fields
                 }
             ),
         )
-        for place in range(count)
+        for index in range(count)
     ]

@@ -59,7 +59,7 @@ def save_html(summaries: Iterable[tuple[str, Summary]], path: str) -> None:
 
 def _report(name: str, summary: Summary) -> Group:
     parts: list[Any] = [Text(f"\n{name}: {len(summary.ranks)} ranks", style="bold"), _legend()]
-    hosts = {said["rank"]: said["host"] for said in summary.about}
+    hosts = {metadata["rank"]: metadata["host"] for metadata in summary.about}
     rows = [(f"{rank} on {hosts[rank]}", shares) for rank, shares in summary.ranks.items()]
     parts.append(_shares("rank", rows))
     if summary.epochs:
@@ -105,17 +105,17 @@ def _operations(operations: list[Operation], ranks: int) -> Table:
     table.add_column("operation", no_wrap=True, overflow="ellipsis", max_width=20)
     for head in ("calls", "MB", "all", "queue", *PHASES, "GB/s"):
         table.add_column(head, justify="right", no_wrap=True)
-    for one in operations[:MOST_OPERATIONS]:
+    for operation in operations[:MOST_OPERATIONS]:
         table.add_row(
-            Text(one.name),  # brackets would be markup
-            str(round(one.calls / ranks)),
-            _format_number(one.nbytes / one.calls / 1e6),
-            *(_ms(seconds, one.calls) for seconds in (one.seconds, one.queued)),
+            Text(operation.name),  # brackets would be markup
+            str(round(operation.calls / ranks)),
+            _format_number(operation.nbytes / operation.calls / 1e6),
+            *(_ms(seconds, operation.calls) for seconds in (operation.seconds, operation.queued)),
             *(
-                _ms(sum(one.phases.get(name, 0.0) for name in names), one.calls)
+                _ms(sum(operation.phases.get(name, 0.0) for name in names), operation.calls)
                 for names in PHASES.values()
             ),
-            _format_number(one.speed) if one.nbytes else "",
+            _format_number(operation.speed) if operation.nbytes else "",
         )
     if len(operations) > MOST_OPERATIONS:
         table.caption = f"and {len(operations) - MOST_OPERATIONS} more, which took less"
@@ -143,11 +143,13 @@ def _notes(summary: Summary) -> list[Text]:
             f"Slowest: rank {rank}. It came last to {summary.last.get(rank, 0)} of {meetings} "
             f"meetings; the others waited {summary.waited_for[rank]:.2f} s for it, all together."
         )
-    error = max((max(said["clock_error_us"]) for said in summary.about), default=0.0)
+    error = max((max(metadata["clock_error_us"]) for metadata in summary.about), default=0.0)
     remarks.append(f"Clocks of the ranks agree within {error:.0f} us.")
-    for said in summary.about:
-        if said["full_at_step"] is not None:
-            remarks.append(f"Rank {said['rank']} ends at step {said['full_at_step']}: size limit.")
-        if not said["ended"]:
-            remarks.append(f"Rank {said['rank']} did not end its recording: it was killed.")
+    for metadata in summary.about:
+        if metadata["full_at_step"] is not None:
+            remarks.append(
+                f"Rank {metadata['rank']} ends at step {metadata['full_at_step']}: size limit."
+            )
+        if not metadata["ended"]:
+            remarks.append(f"Rank {metadata['rank']} did not end its recording: it was killed.")
     return [Text(remark) for remark in remarks]

@@ -52,11 +52,11 @@ def complete(path: str, job: str, by_reader: bool = False) -> list[dict[str, Any
     last = _last_arrivals(ranks)
     about = [rank.metadata for rank in ranks]
     started = min((rank.head["started"] for rank in ranks), default=0)
-    whole = bool(about) and all(one["ended"] for one in about)
-    said = {"job": job, "complete": whole, "started": started, "ranks": about}
-    events = itertools.chain.from_iterable(one.events(start, last) for one in ranks)
+    whole = bool(about) and all(part["ended"] for part in about)
+    metadata = {"job": job, "complete": whole, "started": started, "ranks": about}
+    events = itertools.chain.from_iterable(part.events(start, last) for part in ranks)
     # The root removes the recordings after it has written the trace.
-    _write(path, said, events, lambda: not by_reader or bool(parts_of(path, job)))
+    _write(path, metadata, events, lambda: not by_reader or bool(parts_of(path, job)))
     return about
 
 
@@ -71,13 +71,13 @@ def _last_arrivals(ranks: Iterable[RankEvents]) -> Arrivals:
 
 def _write(
     path: str,
-    said: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     events: Iterable[str],
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
     with atomic_write.beside(pathlib.Path(path)) as whole:
         with whole.open("x") as file:
-            other = json.dumps({KEY: said})
+            other = json.dumps({KEY: metadata})
             file.write(f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n')
             for number, event in enumerate(events):
                 file.write(f",\n{event}" if number else event)
