@@ -122,7 +122,7 @@ def test_a_limit_of_size_ends_it_and_says_so(record, shared_tmp_path, caplog):
     assert all(said["full_at_step"] == 0 for said in about)
     notes = [event["name"] for event in trace["traceEvents"] if event["ph"] == "i"]
     assert len(notes) == keras_dist.size()
-    assert notes[0] == "rank 0 records no more: the timeline has reached its size"
+    assert notes[0] == "rank 0 recording ended: the timeline reached its size"
     assert "the trace has reached its size (KERAS_DIST_TIMELINE_MBYTES)" in caplog.text
 
 

@@ -124,9 +124,9 @@ class TraceWriter:
             self._fill()
             self._write([json.dumps({"full": self.recorder.steps})])
             _log.warning(
-                "keras_dist: rank %s records no more of its timeline, at step %d: the trace "
+                "keras_dist: rank %s ended its recording at step %d: the trace "
                 "has reached its size (KERAS_DIST_TIMELINE_MBYTES); KERAS_DIST_TIMELINE_STEPS=100:"
-                "200 records these steps alone.",
+                "200 records only these steps.",
                 self.head["rank"],
                 self.recorder.steps,
             )
@@ -143,7 +143,7 @@ class TraceWriter:
                 data = data[os.write(self._file, data) :]
         except OSError as error:  # a full disk, for example: training continues
             if not self.is_full:
-                _log.warning("keras_dist records no more of its timeline: %s", error)
+                _log.warning("keras_dist ended the recording of its timeline: %s", error)
             self._fill()
 
     def _serve(self) -> None:
