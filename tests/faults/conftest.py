@@ -171,15 +171,21 @@ class Table:
     def __init__(self, config):
         self._wish = config.getoption("--fault-table")
         self._rows = {}
+        self._skipped = {}
 
     def pytest_runtest_logreport(self, report):
+        rows = {row: report.nodeid for name, row in report.user_properties}
         if report.when == "call" and report.passed:
-            self._rows |= {row: report.nodeid for name, row in report.user_properties}
+            self._rows |= rows
+        elif report.skipped:
+            self._skipped |= rows
 
     def pytest_sessionfinish(self, session):
         if self._wish is None or hasattr(session.config, "workerinput"):
             return
         found = DOCUMENT.read_text()
+        # A test that this machine cannot run keeps its row.
+        self._rows |= {row: test for row, test in self._skipped.items() if row in found}
         head, _, tail = re.split(f"{BEGIN}|{END}", found)
         rows = sorted(self._rows, key=lambda row: (self._rows[row].partition("::")[0], row))
         title = f"{len(rows)} faults, each with a test of its own:\n\n"

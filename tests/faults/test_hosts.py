@@ -1,0 +1,143 @@
+"""Faults of the network and of whole hosts: two test hosts of this machine, connected by TCP."""
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from jobs import BARE, lean
+from namespaces import INTERFACE, Unavailable, make_hosts, mpiexec_command
+
+LOSS = f"tc qdisc add dev {INTERFACE} root tbf rate 400mbit burst 8k limit 16k".split()
+SLOW = f"tc qdisc add dev {INTERFACE} root tbf rate 40mbit burst 32k latency 400ms".split()
+
+# Each rank contributes different numbers; every result is checked.
+STEPS = """
+import os, pathlib, sys, time
+import numpy as np
+from keras_dist import _engine, runtime
+comm = runtime.communicator()
+here, steps = pathlib.Path(os.environ["FAULT_FOLDER"]), int(sys.argv[1])
+options = _engine.OpOptions(_engine.ReduceOp.SUM)
+start = np.arange(300_000, dtype=np.float32) % 100
+for step in range(steps):
+    if step == 5 and comm.rank == 0:
+        (here / "ready").touch()
+    mine = start + step + comm.rank
+    [total] = _engine.collectives.allreduce(comm, [mine], ["x"], options, 2**23)
+    expected = comm.size * (start + step) + sum(range(comm.size))
+    assert np.array_equal(total, expected), f"step {step} is wrong"
+    time.sleep(0.01)
+print(f"rank {comm.rank} ends well", flush=True)
+"""
+
+
+@pytest.fixture
+def two_hosts():
+    """Two test hosts, and the program that takes the place of ssh; skips the test without them."""
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(make_hosts(2))
+        except Unavailable as error:
+            pytest.skip(f"no test hosts: {error}")
+        yield made
+
+
+@pytest.fixture
+def run(request, two_hosts, tmp_path):
+    """A function that runs STEPS on two hosts, injects a fault, and returns code and output."""
+    hosts, reach = two_hosts
+    within = request.node.get_closest_marker("fault").kwargs["within"]
+
+    def call(python, inject, steps=100, **variables):
+        command, settings = mpiexec_command(python, hosts, reach, 1)
+        (tmp_path / "steps.py").write_text(BARE + STEPS)
+        arguments = [*hosts[0].enter, *command, python, tmp_path / "steps.py", steps]
+        with subprocess.Popen(
+            [*map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=lean(FAULT_FOLDER=str(tmp_path), **settings, **variables),
+        ) as job:
+            times = []
+
+            def act():
+                end = time.monotonic() + 60
+                while not (tmp_path / "ready").exists() and time.monotonic() < end:
+                    time.sleep(0.02)
+                times.append(time.monotonic())
+                inject(*hosts)
+
+            thread = threading.Thread(target=act)
+            thread.start()
+            try:
+                printed, _ = job.communicate(timeout=90)
+                while any(host.processes() for host in hosts):
+                    assert time.monotonic() - times[0] < within, printed
+                    time.sleep(0.05)
+            finally:
+                job.kill()
+                thread.join()
+            return job.returncode, printed
+
+    return call
+
+
+@pytest.fixture(params=["mpich", "openmpi"])
+def python(request):
+    """The Python of an environment with this MPI library."""
+    if request.param == "mpich":
+        return Path(sys.executable)
+    return request.getfixturevalue("open_mpi")
+
+
+@pytest.mark.fault(
+    "the link of a host goes down for 3 s, with one rank on each of two hosts",
+    "the reduction waits, and the job continues; results are right",
+    within=60,
+)
+def test_a_link_that_comes_back(run, python):
+    def inject(first, second):
+        second.link("down")
+        time.sleep(3)
+        second.link("up")
+
+    code, printed = run(python, inject)
+    assert code == 0 and printed.count("ends well") == 2, printed
+
+
+@pytest.mark.fault(
+    "a host of two is lost: its link is down, its processes are killed, under MPICH",
+    "at `KERAS_DIST_STALL_ABORT_SECONDS` (here 5) the job ends, exit code not 0",
+    within=30,
+)
+def test_a_host_is_lost(run):
+    python = Path(sys.executable)
+    limits = {"KERAS_DIST_STALL_SECONDS": "2", "KERAS_DIST_STALL_ABORT_SECONDS": "5"}
+    code, printed = run(python, lambda first, second: second.lose(), 10**6, **limits)
+    assert code != 0, printed
+
+
+@pytest.mark.fault(
+    "packets between two hosts are lost: a queue of 16 KiB at 400 Mbit/s",
+    "TCP sends them again; results are right",
+    within=60,
+)
+def test_packets_are_lost(run, python):
+    code, printed = run(python, lambda first, second: second.run(*LOSS), 40)
+    assert code == 0 and printed.count("ends well") == 2, printed
+
+
+@pytest.mark.fault(
+    "the link of one host is slow: 40 Mbit/s",
+    "all ranks train at its speed; results are right",
+    within=60,
+)
+def test_a_slow_host(run, python):
+    code, printed = run(python, lambda first, second: second.run(*SLOW), 20)
+    assert code == 0 and printed.count("ends well") == 2, printed

@@ -1,0 +1,217 @@
+"""Test hosts: network namespaces of this machine, connected by a bridge.
+
+    scripts/hosts 3                       a shell on the first of three hosts
+    scripts/hosts 2 keras-dist --version  a command there
+
+Each host has a name (host1, host2, ...), an address, a file /etc/hosts with all names, and its own
+/dev/shm. The hosts share file systems and processes. `$KERAS_DIST_TEST_HOSTS` has the names, and
+`$KERAS_DIST_TEST_REACH` is a program that takes the place of ssh.
+
+A host lives as long as the process that holds its namespaces, which ends with the pipe to this
+process: nothing is left after a kill.
+"""
+
+import argparse
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TOOLS = ("ip", "mount", "nsenter", "setpriv", "unshare")
+NETWORK = "10.213.77."
+INTERFACE = "eth0"
+READY_SECONDS = 10
+# MPICH's transports use the network interface only; without this UCX and libfabric search others.
+MPICH = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": INTERFACE, "FI_TCP_IFACE": INTERFACE}
+
+
+class Unavailable(Exception):
+    """Hosts cannot be made on this machine; the text names the reason."""
+
+
+class Host:
+    """A test host.
+
+    Args:
+        name: its name.
+        address: its address; empty for the bridge.
+        holder: the process that holds its namespaces.
+    """
+
+    def __init__(self, name, address, holder):
+        self.name, self.address, self.holder = name, address, holder
+        flags = ["--net", "--mount", "--uts"]
+        self.enter = ["nsenter", "--target", str(holder.pid), *flags, f"--wd={os.getcwd()}"]
+
+    def run(self, *command):
+        """Runs a command on the host; returns its output."""
+        done = subprocess.run([*self.enter, *command], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise Unavailable(f"{shlex.join(command)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def link(self, state):
+        """Sets the link of the host "up" or "down"."""
+        self.run("ip", "link", "set", INTERFACE, state)
+
+    def processes(self):
+        """Returns the processes on the host, except the one that holds it."""
+        mine = os.stat(f"/proc/{self.holder.pid}/ns/net").st_ino
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.stat(folder / "ns" / "net").st_ino == mine:
+                    found.append(int(folder.name))
+        return [pid for pid in found if pid != self.holder.pid]
+
+    def lose(self):
+        """Loses the host: its link is down, and its processes are killed."""
+        self.link("down")
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+
+
+@contextlib.contextmanager
+def make_hosts(count):
+    """Makes hosts, and removes them and their processes at the end.
+
+    Yields:
+        The hosts, and the program that takes the place of ssh.
+
+    Raises:
+        Unavailable: a tool or a permission is missing.
+    """
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        raise Unavailable(f"{' and '.join(missing)} missing (packages iproute2, util-linux)")
+    if os.geteuid() != 0:
+        raise Unavailable("only root may make network namespaces")
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
+        known = [(f"host{number}", f"{NETWORK}{number}") for number in range(1, count + 1)]
+        names = folder / "hosts"
+        names.write_text("127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for n, a in known))
+        bridge = stack.enter_context(_held("bridge", "", names))
+        bridge.run(*"ip link add bridge type bridge".split())
+        bridge.run(*"ip link set bridge up".split())
+        hosts = [stack.enter_context(_held(name, address, names)) for name, address in known]
+        for number, host in enumerate(hosts):
+            _connect(host, bridge, f"port{number}")
+        for host in hosts:
+            _wait_for_link(host)
+        yield hosts, _write_reach(folder / "reach", hosts)
+
+
+@contextlib.contextmanager
+def _held(name, address, names):
+    """A host without a connection."""
+    # UCX finds devices in /sys, which shows the namespace in which it was mounted.
+    script = (
+        f"hostname {name} && mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm && "
+        f"mount --bind {shlex.quote(str(names))} /etc/hosts && ip link set lo up && "
+        "echo ready && exec cat"
+    )
+    command = ["unshare", "--net", "--mount", "--uts", "sh", "-c", script]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as holder:
+        host = Host(name, address, holder)
+        try:
+            answer = holder.stdout.readline().strip()
+            if answer != "ready":
+                raise Unavailable(f"namespaces cannot be made here: {answer}")
+            yield host
+        finally:
+            for pid in host.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            holder.stdin.close()
+
+
+def _connect(host, bridge, port):
+    ends = f"{INTERFACE} netns {host.holder.pid}", f"{port} netns {bridge.holder.pid}"
+    host.run(*f"ip link add {ends[0]} type veth peer name {ends[1]}".split())
+    bridge.run(*f"ip link set {port} master bridge up".split())
+    host.run(*f"ip address add {host.address}/24 dev {INTERFACE}".split())
+    host.link("up")
+
+
+def _wait_for_link(host):
+    """Waits until the kernel reports the link as up."""
+    end = time.monotonic() + READY_SECONDS
+    while host.run("cat", f"/sys/class/net/{INTERFACE}/operstate").strip() != "up":
+        if time.monotonic() > end:
+            raise Unavailable(f"the link of {host.name} does not come up")
+        time.sleep(0.05)
+
+
+def _write_reach(path, hosts):
+    """Writes the program that takes the place of ssh: options, a host, and a shell command."""
+    cases = "".join(
+        f'{host.name}|{host.address}) {shlex.join(host.enter)} sh -c "$*" ;;\n' for host in hosts
+    )
+    path.write_text(
+        "#!/bin/sh\n"
+        # Options with a value, such as -l USER or -p PORT, and without.
+        'while :; do case "$1" in -[lpio]) shift 2 ;; -*) shift ;; *) break ;; esac; done\n'
+        f'host=$1; shift\ncase "$host" in\n{cases}'
+        '*) echo "no test host $host" >&2; exit 255\nesac\n'
+        # ssh does not notice that a host is lost, and hangs.
+        "code=$?; [ $code -ne 137 ] || exec setpriv --pdeathsig KILL sleep 600; exit $code\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def mpiexec_command(python, hosts, reach, ranks_per_host):
+    """Returns the mpiexec command of the MPI library of a Python, and its environment."""
+    folder = Path(python).parent
+    mpiexec = folder / "mpiexec"
+    number = ranks_per_host * len(hosts)
+    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
+    if "HYDRA" in version:
+        names = ",".join(host.name for host in hosts)
+        launch = ["-launcher", "ssh", "-launcher-exec", reach, "-iface", INTERFACE]
+        return [mpiexec, *launch, "-hosts", names, "-ppn", ranks_per_host, "-n", number], MPICH
+    names = ",".join(f"{host.name}:{ranks_per_host}" for host in hosts)
+    agent = ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", reach]
+    network = ["--prtemca", "prte_if_include", INTERFACE, "--mca", "btl_tcp_if_include", INTERFACE]
+    network += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self,sm"]
+    path = f"{folder}:{os.environ['PATH']}"
+    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-x", "PATH"]
+    command = [mpiexec, *options, *agent, *network, "--host", names, "-np", number]
+    return command, {"PATH": path}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="scripts/hosts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("count", type=int, help="number of hosts")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="command on the first host")
+    options = parser.parse_args()
+    if not 1 <= options.count <= 200:
+        parser.error("the number of hosts is 1 to 200")
+    try:
+        with make_hosts(options.count) as (hosts, reach):
+            environment = {
+                **os.environ,
+                "KERAS_DIST_TEST_HOSTS": ",".join(host.name for host in hosts),
+                "KERAS_DIST_TEST_REACH": str(reach),
+            }
+            command = options.command or [os.environ.get("SHELL", "sh")]
+            return subprocess.run([*hosts[0].enter, *command], env=environment).returncode
+    except Unavailable as error:
+        print(f"scripts/hosts: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
