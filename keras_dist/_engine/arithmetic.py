@@ -218,7 +218,7 @@ def reduce_rows(rows: np.ndarray, op: ReduceOp) -> np.ndarray:
 def reduce_into(result: np.ndarray, parts: Iterable[np.ndarray], op: ReduceOp) -> None:
     """Reduces arrays of equal length, one for each rank, in their order.
 
-    All transports of the engine end here, so all give the same bits.
+    All reductions of the engine use it, so all give the same bits.
 
     Args:
         result: array of shape (count,), of the dtype of the parts, written.

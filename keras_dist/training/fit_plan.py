@@ -1,7 +1,7 @@
 """Check that the ranks call `fit` with equal arguments where these must be equal.
 
 The callbacks of keras_dist synchronize at the begin and end of epochs and at validation. A rank
-with more epochs, or with a validation that other ranks lack, would wait there for ever.
+with more epochs, or with a validation that other ranks lack, would wait there forever.
 """
 
 from typing import Any

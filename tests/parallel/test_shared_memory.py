@@ -1,4 +1,4 @@
-"""Reductions in shared memory: every transport gives equal bits, and no file is left."""
+"""Reductions in shared memory: every method gives equal bits, and no file is left."""
 
 import errno
 import gc
@@ -65,7 +65,7 @@ def assert_same_bits(comms, arrays, op, bucket_nbytes=2**23):
     return results[0]
 
 
-def test_transports_are_those_of_their_names(comms):
+def test_only_copies_use_shared_memory(comms):
     several()
     assert comms["copy"].node is not None
     assert comms["mpi"].node is None
@@ -73,7 +73,7 @@ def test_transports_are_those_of_their_names(comms):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", COUNTS)
-def test_every_transport_gives_the_same_bits(comms, dtype, count):
+def test_every_method_gives_the_same_bits(comms, dtype, count):
     rng = np.random.default_rng([keras_dist.rank(), count])
     for op in (ReduceOp.AVERAGE, ReduceOp.SUM):
         assert_same_bits(comms, [draw(rng, count, dtype)], op)

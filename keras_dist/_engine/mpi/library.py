@@ -62,7 +62,7 @@ def start_mpi(mpi: Any) -> None:
 
     if not mpi.Is_initialized():
         if survives_process_death():
-            # In MPI_Finalize Open MPI would wait for dead ranks as well, sometimes for ever.
+            # In MPI_Finalize Open MPI would wait for dead ranks as well, sometimes forever.
             os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
         mpi.Init_thread(getattr(mpi, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
 
