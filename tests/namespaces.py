@@ -23,8 +23,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import pytest
-
 TOOLS = ("ip", "mount", "nsenter", "setpriv", "unshare")
 NETWORK = "10.213.77."
 INTERFACE = "eth0"
@@ -118,6 +116,8 @@ def make_hosts(count):
 @contextlib.contextmanager
 def hosts_or_skip(count):
     """`make_hosts` in a test, which is skipped where hosts cannot be made."""
+    import pytest
+
     with contextlib.ExitStack() as stack:
         try:
             made = stack.enter_context(make_hosts(count))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from jobs import told
+from namespaces import hosts_or_skip
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 COMMANDS = [path for path in sorted(FOLDER.glob("*.py")) if "def main():" in path.read_text()]
@@ -54,4 +55,21 @@ def test_allreduce(tmp_path):
         assert re.search(rf"^\| {size} +\|{number * 5}$", job.stdout, re.MULTILINE), job.stdout
     last = told(job, r"passed \d of 2")[0]
     (written,) = folder.glob("*.md")
+    assert written.read_text().strip().endswith(last)
+
+
+def test_hosts(tmp_path):
+    with hosts_or_skip(2):
+        options = ["--quick", "--hosts", "2", "--ranks", "1", "--sizes", "4096", "--output"]
+        job = subprocess.run(
+            [sys.executable, str(FOLDER / "hosts.py"), *options, str(tmp_path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
+    assert re.search(r"^\| 4 KiB +\|( +\d+\.\d{3} \|)+$", job.stdout, re.MULTILINE), job.stdout
+    last = told(job, r"passed \d of 1")[0]
+    (written,) = tmp_path.glob("*.md")
     assert written.read_text().strip().endswith(last)

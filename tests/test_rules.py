@@ -81,7 +81,8 @@ LIBRARIES = {
 
 # The packages and modules of the engine, lowest first; modules of one line are not ordered.
 ENGINE_LAYERS = [
-    "arithmetic compression buckets signature",
+    "arithmetic compression buckets rounds signature",
+    "result_memory",
     "tracing options",
     "shm",
     "mpi ordering",

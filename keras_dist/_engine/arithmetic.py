@@ -21,6 +21,7 @@ __all__ = [
     "check_dtype",
     "check_factors",
     "check_sum",
+    "combine",
     "divide",
     "halves",
     "mean_of_halves",
@@ -51,6 +52,8 @@ class ReduceOp(enum.Enum):
     ADASUM = "adasum"
 
 
+_BY_NAME = {member.value: member for member in ReduceOp}
+
 _UFUNCS = {
     ReduceOp.AVERAGE: np.add,
     ReduceOp.SUM: np.add,
@@ -72,13 +75,12 @@ def parse_op(op: ReduceOp | str, where: str = "[keras_dist]") -> ReduceOp:
     """
     if isinstance(op, ReduceOp):
         return op
-    names = [member.value for member in ReduceOp]
-    if isinstance(op, str) and op.lower() in names:
-        return ReduceOp(op.lower())
+    if isinstance(op, str) and op.lower() in _BY_NAME:
+        return _BY_NAME[op.lower()]
     raise errors.ArgumentError(
         errors.explain(
             where,
-            f"op to be one of {', '.join(names)}",
+            f"op to be one of {', '.join(_BY_NAME)}",
             repr(op),
             "Use keras_dist.Average, Sum, Min, Max, Product or Adasum; a name is passed as name=.",
         )
@@ -97,6 +99,8 @@ def parse_factor(factor: Any, label: str, where: str) -> float:
         ArgumentTypeError: the factor is not a real number.
         ArgumentError: the factor is infinite or NaN.
     """
+    if type(factor) is float and math.isfinite(factor):
+        return factor
     expected, remedy = f"{label} to be a finite number", "Pass a float; 1.0 changes nothing."
     number = factor.item() if isinstance(factor, np.ndarray) and factor.ndim == 0 else factor
     if not isinstance(number, numbers.Real):
@@ -260,6 +264,19 @@ def reduce_each(
                 divide(total, count)
             if narrow:
                 result[...] = total.astype(dtype)
+
+
+def combine(left: np.ndarray, right: np.ndarray, op: ReduceOp, out: np.ndarray) -> None:
+    """Combines two contributions whose dtype is that of the accumulator.
+
+    Args:
+        left: contribution of the lower rank.
+        right: contribution of the higher rank, of the same shape and dtype.
+        op: the reduction, but not an average.
+        out: array of this shape and dtype, written; may be `left` or `right`.
+    """
+    with np.errstate(all="ignore"):
+        _UFUNCS[op](left, right, out=out)
 
 
 def divide(total: np.ndarray, count: int) -> None:

@@ -16,6 +16,7 @@ from keras_dist._engine.faults.fault_state import FaultState
 from keras_dist._engine.faults.rank_lost import lost
 from keras_dist._engine.faults.stall_watchdog import StallWatchdog
 from keras_dist._engine.mpi.digests import DigestExchange
+from keras_dist._engine.mpi.halving import halving_nbytes
 from keras_dist._engine.mpi.hello import decline
 from keras_dist._engine.mpi.topology import Topology, first_error, share
 from keras_dist._engine.mpi.transfer import allgather_parts
@@ -45,6 +46,7 @@ class Communicator:
             here as well.
         node: shared memory of the ranks of this node; `None` where there is none.
         digests: the check before every collective.
+        halving_nbytes: size in bytes up to which nodes halve arrays recursively.
         order: the order in which collectives run; `lock` is its lock.
         services: what runs beside the collectives.
         faults: ranks that died, joined or differed.
@@ -85,6 +87,7 @@ class Communicator:
         self.subsets = 0
         self._warned = False
         self.node: Node | None = None
+        self.halving_nbytes = 0
         self._set_topology(Topology())
         if mpi is not None:
             self.connect((comm if comm is not None else mpi.COMM_WORLD).Dup())
@@ -111,11 +114,18 @@ class Communicator:
         self._set_topology(topology)
         if self._job is None:
             self.ranks = range(topology.size)
-        # Nodes of different sizes would cut a bucket into different slices.
-        if topology.local_size > 1 and topology.is_homogeneous and self.reduce != "mpi":
+        if any(len(ranks) > 1 for ranks in topology.nodes) and self.reduce != "mpi":
             self._join_node()
             self._set_topology(topology)
+        self.halving_nbytes = self._measure_halving()
         self.services.restart()
+
+    def _measure_halving(self) -> int:
+        topology = self.topology
+        if self.node is not None:
+            return halving_nbytes(topology.across, self.mpi) if topology.has_slice else 0
+        one_each = len(topology.nodes) == topology.size
+        return halving_nbytes(topology.world, self.mpi) if one_each else 0
 
     def disconnect(self) -> None:
         """Drops what these ranks share, as one of them has died; `connect` follows.

@@ -30,10 +30,8 @@ def several_nodes():
         pytest.skip("all ranks are on one node: set MPIR_CVAR_NUM_CLIQUES=2 under MPICH")
 
 
-def even_nodes():
-    if not keras_dist.is_homogeneous():
-        pytest.skip("the nodes have different numbers of ranks")
-    if keras_dist.local_size() == 1:
+def shared_memory():
+    if runtime.communicator().node is None:
         pytest.skip("one rank a node shares memory with nobody")
 
 
@@ -46,13 +44,16 @@ def test_ranks_know_their_nodes():
     assert keras_dist.cross_size() > 1 or not keras_dist.is_homogeneous()
     assert 0 <= keras_dist.local_rank() < local_size < size
     places = keras_dist.allgather_object((keras_dist.cross_rank(), keras_dist.local_rank()))
-    assert len(set(places)) == size
+    if keras_dist.is_homogeneous():
+        assert len(set(places)) == size
+    nodes = runtime.communicator().topology.nodes
+    mine = nodes.index([r for r in range(size) if places[r][0] == places[keras_dist.rank()][0]])
+    assert nodes[mine].index(keras_dist.rank()) == keras_dist.local_rank()
 
 
-def test_ranks_of_even_nodes_share_memory():
-    assert (runtime.communicator().node is not None) == (
-        keras_dist.is_homogeneous() and keras_dist.local_size() > 1
-    )
+def test_ranks_share_memory_if_a_node_has_several():
+    several = max(keras_dist.allgather_object(keras_dist.local_size())) > 1
+    assert (runtime.communicator().node is not None) == several
 
 
 # Large arrays are tested with each operation and each dtype, not with all pairs: the computation
@@ -79,7 +80,7 @@ def test_results_equal_numpy_and_have_the_same_bits(op, dtype, count):
 
 
 def test_a_bucket_is_reduced_on_the_nodes_first():
-    even_nodes()
+    shared_memory()
     comm = _engine.Communicator(MPI, None)
     arrays = [contribution(comm.rank, count, np.float32) for count in (LARGE, 100_000, 5)]
     specs = [(array.shape, array.dtype) for array in arrays]
@@ -109,13 +110,13 @@ def test_a_bucket_is_reduced_on_the_nodes_first():
 
 @pytest.mark.parametrize("failure", [MemoryError, OSError])
 def test_a_slice_that_one_rank_cannot_reduce_is_an_error_on_all_nodes(monkeypatch, failure):
-    even_nodes()
+    shared_memory()
     comm = _engine.Communicator(MPI, None)
     mine = contribution(comm.rank, LARGE, np.float32)
     specs, options = [(mine.shape, mine.dtype)], _engine.OpOptions(ReduceOp.SUM)
     fused = _engine.FusedAllreduce(comm, ["a"], specs, options, _engine.PlanOptions(2**20))
     expected = fused([mine])[0]
-    odd = comm.rank == comm.size - 1
+    odd = comm.rank == comm.topology.nodes[-1][0]
 
     def broken(*_):
         raise failure("on purpose")
@@ -135,6 +136,43 @@ def test_a_rank_on_another_node_that_differs_is_named():
     with pytest.raises(errors.MismatchError, match=r"with shape \(200000,\) as on rank 0"):
         keras_dist.allreduce(np.ones(200_000 + odd, np.float32), name="loss")
     assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
+
+
+@pytest.mark.parametrize("count", [1, 5_000, 16_000])
+def test_ranks_that_differ_in_small_arrays_raise_and_continue(count):
+    odd = keras_dist.rank() == keras_dist.size() - 1
+    mine = np.full(count, keras_dist.rank(), np.float32)
+    with pytest.raises(errors.MismatchError, match=rf"\({count + 1},\)"):
+        keras_dist.allreduce(np.ones(count + odd, np.float32), name="loss")
+    with pytest.raises(errors.MismatchError, match="barrier"):
+        keras_dist.barrier() if odd else keras_dist.allreduce(mine)
+    for _ in range(3):
+        assert (keras_dist.allreduce(mine, "sum") == sum(range(keras_dist.size()))).all()
+
+
+def test_small_gradients_arrive_beside_a_notice():
+    comm = runtime.communicator()
+    mine = contribution(comm.rank, 1000, np.float32)
+    specs, options = [(mine.shape, mine.dtype)], _engine.OpOptions(ReduceOp.SUM)
+    plan = _engine.PlanOptions(2**20, counts_updates=True)
+    fused = _engine.FusedAllreduce(comm, ["a"], specs, options, plan)
+    expected, notices = fused([mine])[0].copy(), []
+    _engine.piggyback.set_listener(notices.extend)
+    try:
+        if comm.rank == comm.size - 1:
+            _engine.piggyback.post("stop")
+        np.testing.assert_array_equal(fused([mine])[0], expected)
+        assert notices == ["stop"]
+        np.testing.assert_array_equal(fused([mine])[0], expected)
+    finally:
+        _engine.piggyback.set_listener(None)
+
+
+def test_results_that_are_kept_do_not_change():
+    kept = [keras_dist.allreduce(np.full(count, 1.0), "sum") for count in 3 * (10, 50_000, LARGE)]
+    for count in (10, 50_000, LARGE):
+        keras_dist.allreduce(np.full(count, 2.0), "sum")
+    assert all((result == keras_dist.size()).all() for result in kept)
 
 
 class Half(keras_dist.Compressor):
@@ -169,11 +207,20 @@ def travelled(rows, compression, divisor):
     first_added = comm.node is not None and rows[0].nbytes > bucket_reduction.SMALL_NBYTES
     if not first_added:
         rows = [rounded(row, compression) for row in rows]
-    rows = [added([rows[rank] for rank in ranks]) for ranks in comm.topology.nodes] or rows
+    rows = [added([rows[rank] for rank in ranks]) for ranks in comm.topology.nodes]
     if first_added:
         rows = [rounded(row, compression) for row in rows]
-    total = added(rows)
+    total = added_in_rounds(rows)
     return rounded(total / total.dtype.type(divisor), compression)
+
+
+def added_in_rounds(rows):
+    """Adds the upper nodes to the lower ones, until one is left."""
+    while len(rows) > 1:
+        width = 2 ** ((len(rows) - 1).bit_length() - 1)
+        lower, upper = rows[:width], rows[width:]
+        rows = [*map(np.add, lower, upper), *lower[len(upper) :]]
+    return rows[0]
 
 
 def added(rows):
@@ -226,6 +273,15 @@ def test_pieces_between_nodes_do_not_change_bits(monkeypatch):
     monkeypatch.setattr(reduction, "PIECE_NBYTES", 3000)
     cut = [keras_dist.allreduce(mine, compression=each).tobytes() for each in ("none", "bf16")]
     assert cut == whole
+
+
+def test_halving_does_not_change_bits(monkeypatch):
+    comm = runtime.communicator()
+    monkeypatch.setattr(comm, "halving_nbytes", 0)
+    mine = contribution(comm.rank, 100_000, np.float32)
+    whole = [keras_dist.allreduce(mine, op).tobytes() for op in OPS]
+    monkeypatch.setattr(comm, "halving_nbytes", 2**30)
+    assert [keras_dist.allreduce(mine, op).tobytes() for op in OPS] == whole
 
 
 def test_small_and_other_arrays_are_not_compressed():

@@ -71,12 +71,11 @@ def test_the_plan_of_the_newest_call_is_kept_whatever_its_size(monkeypatch):
     module = importlib.import_module("keras_dist._engine.collectives.allreduce")
     monkeypatch.setattr(module, "MAX_PLAN_NBYTES", 1)
     plans = runtime.communicator().plans
-    keras_dist.allreduce(np.ones(100_003, np.float32))
+    keras_dist.allreduce(np.ones(100_019, np.float32))
     kept = list(plans.values())
-    keras_dist.allreduce(np.ones(100_003, np.float32))
+    keras_dist.allreduce(np.ones(100_019, np.float32))
     assert list(plans.values())[-1] is kept[-1]
-    # Plans without shared memory, as between nodes, are limited in number only.
-    assert len(kept) == 1 or not any(plan.nbytes for plan in kept)
+    assert len(kept) == 1
 
 
 def measured(some):

@@ -86,8 +86,11 @@ def test_no_call_of_mpi_needs_more_than_its_limit(comm, monkeypatch, dtype):
 def reduced(comm, compression, op=ReduceOp.AVERAGE, dtype=np.float32, count=10_007, scale=1):
     flat = draw(comm.rank, count, dtype) * np.dtype(dtype).type(scale)
     wire = wire_for(_engine.parse_compression(compression, comm.where()), flat.dtype, "[test]")
-    reduction.reduce_through_mpi(comm.world, flat, op, wire)
-    assert equal_on_all(flat.tobytes())
+    result = np.empty_like(flat)
+    reduction.reduce_through_mpi(comm.world, flat, result, op, wire)
+    assert equal_on_all(result.tobytes())
+    reduction.reduce_through_mpi(comm.world, flat, flat, op, wire)
+    assert flat.tobytes() == result.tobytes()
     return flat
 
 

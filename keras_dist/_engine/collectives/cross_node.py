@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_dist._engine.arithmetic import ReduceOp
+from keras_dist._engine.arithmetic import ReduceOp, divide
 from keras_dist._engine.buckets import Bucket
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
+from keras_dist._engine.mpi.digests import MAX_PAYLOAD_NBYTES, Payload
 from keras_dist._engine.mpi.reduction import SMALL_NBYTES, reduce_through_mpi
 from keras_dist._engine.mpi.transfer import wait
 from keras_dist._engine.shm.bucket_reduction import Finish
@@ -46,36 +47,59 @@ class CrossNodeReduction:
         dtype = self._buckets[number].dtype
         return self._comm.is_one_node or (dtype.kind in "fc" and dtype.itemsize >= 4)
 
-    def reduce(self, number: int, flat: np.ndarray) -> None:
-        """Reduces a bucket over all ranks, in place, without shared memory. Collective; blocks.
+    def payload(self, number: int) -> Payload | None:
+        """Returns what of a bucket travels with the digests; `None` if it is too large for that."""
+        bucket = self._buckets[number]
+        travels = (
+            self._comm.digests.carries
+            and self.reduces_on_node(number)
+            and bucket.nbytes <= MAX_PAYLOAD_NBYTES
+            and (self._compression is Compression.none or bucket.nbytes <= SMALL_NBYTES)
+        )
+        return Payload(bucket.count, bucket.dtype, self.op_on_node) if travels else None
+
+    def finish_payload(self, result: np.ndarray) -> None:
+        """Completes the result of a payload, in place."""
+        if (divisor := self._divisor(self.op_on_node)) > 1:
+            divide(result, divisor)
+
+    def reduce(self, number: int, source: np.ndarray, target: np.ndarray) -> None:
+        """Reduces a bucket over all ranks, without shared memory. Collective; blocks.
 
         The order of sums is that of a reduction on each node first, so the bits are equal.
 
         Args:
             number: index of the bucket.
-            flat: fused array of this rank.
+            source: fused array of this rank.
+            target: fused array, written: the result. May be `source`.
         """
         by_node = not self._comm.is_one_node and self.reduces_on_node(number)
         nodes = self._comm.topology.nodes if by_node else []
         op = self.op_on_node if nodes else self._op
         wire = self._wire(number)
-        reduce_through_mpi(self._comm.world, flat, op, wire, self._divisor(op), nodes)
+        divisor, halving = self._divisor(op), self._comm.halving_nbytes
+        reduce_through_mpi(self._comm.world, source, target, op, wire, divisor, nodes, halving)
 
     def finish(self, number: int) -> Finish | None:
         """Returns a function that reduces this rank's slice of a bucket over all nodes, in place.
 
-        `None` on one node, where nothing is left to do.
+        `None` on one node, where nothing is left to do, and for ranks without a slice.
         """
         if self._comm.is_one_node:
             return None
-        across, wire, op = self._comm.topology.across, self._wire(number), self.op_on_node
+        topology, op = self._comm.topology, self.op_on_node
+        across, wire = topology.across, self._wire(number)
+        if not topology.has_slice:
+            return None
+        nodes = [[node] for node in range(topology.cross_size)]
 
         def finish(part: np.ndarray, is_ready: bool) -> bool:
             everywhere = np.array([is_ready], np.uint8)
             # Sent beside the data, none of which is used if a slice is missing.
             answer = across.Iallreduce(everywhere.copy(), everywhere, self._comm.mpi.MIN)
             with spans.phase("cross-node"):
-                reduce_through_mpi(across, part, op, wire, self._divisor(op))
+                divisor, halving = self._divisor(op), self._comm.halving_nbytes
+                reduce_through_mpi(across, part, part, op, wire, divisor, nodes, halving)
                 wait(answer)
             return bool(everywhere[0])
 

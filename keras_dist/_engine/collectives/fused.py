@@ -8,22 +8,32 @@ import numpy as np
 
 from keras_dist import errors
 from keras_dist._engine.arithmetic import ReduceOp, check_dtype, check_factors, reduce_into, scaled
-from keras_dist._engine.buckets import aligned_array, plan_buckets
+from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives.adasum import adasum
 from keras_dist._engine.collectives.cross_node import CrossNodeReduction
 from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import count_update
+from keras_dist._engine.mpi.digests import Payload
 from keras_dist._engine.mpi.topology import first_error
 from keras_dist._engine.options import OpOptions, PlanOptions
 from keras_dist._engine.ordering.ticket import Handle
 from keras_dist._engine.recovery.retry import retry
-from keras_dist._engine.shm.bucket_reduction import BucketReduction, SliceError, bucket_reduction
+from keras_dist._engine.result_memory import ResultMemory
+from keras_dist._engine.shm.bucket_reduction import (
+    RESULTS,
+    BucketReduction,
+    Full,
+    SliceError,
+    bucket_reduction,
+)
 from keras_dist._engine.signature import entries_of
 from keras_dist._engine.tracing import spans
 
 __all__ = ["FusedAllreduce"]
+
+PAYLOAD_ALONE = b"payload follows."  # 16 bytes, as a digest
 
 
 class FusedAllreduce:
@@ -81,6 +91,8 @@ class FusedAllreduce:
         """Drops memory and wire formats: those of other ranks, or of ranks that have died."""
         self._losses = self.comm.faults.losses
         self._shared: dict[int, BucketReduction] | None = None
+        self._payloads: dict[int, Payload | None] = {}
+        self._results = [ResultMemory(bucket.count, bucket.dtype) for bucket in self.buckets]
         self._cross_node = CrossNodeReduction(
             self.comm, self.buckets, self._options.op, self._options.compression
         )
@@ -133,12 +145,19 @@ class FusedAllreduce:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of its shared memory, for all ranks of the node together."""
-        return sum(reduction.nbytes for reduction in (self._shared or {}).values())
+        """Size in bytes of its memory: of results, and of what the ranks of the largest node share.
+
+        It is the same on all ranks.
+        """
+        if self._shared is None:
+            return 0
+        rows = RESULTS + max(map(len, self.comm.topology.nodes))
+        return sum(rows * bucket.nbytes for bucket in self.buckets)
 
     def release(self) -> None:
-        """Frees its shared memory until the plan is used again; the same on all ranks."""
+        """Frees its memory until the plan is used again; the same on all ranks."""
         self._shared = None
+        self._results = [ResultMemory(bucket.count, bucket.dtype) for bucket in self.buckets]
 
     def _follow_ranks(self) -> None:
         """Moves the plan to the communicator of the current ranks."""
@@ -163,7 +182,8 @@ class FusedAllreduce:
             if self._shared is None:
                 self._shared = self._share_memory()
             reduction = (self._shared or {}).get(number)
-            is_held = self._meet(number, arrays, reduction)
+            payload = self._payload(number, arrays, reduction)
+            is_held = self._meet(number, arrays, reduction, payload)
             if self.comm.faults.joined is not None:
                 return bucket.unpack(self._reduce_among(bucket.pack(arrays)))
             if self._plan.counts_updates and number == 0:
@@ -171,7 +191,9 @@ class FusedAllreduce:
             if is_held:
                 # Lent results stay as they are: nobody writes to this memory from now on.
                 self.lends, self._shared = False, None
-            if reduction is None:
+            if payload is not None:
+                flat = self._take(payload, reduction)
+            elif reduction is None:
                 flat = self._reduce_through_mpi(number, arrays)
             else:
                 flat = self._reduce_on_node(number, reduction, lend)
@@ -180,8 +202,44 @@ class FusedAllreduce:
             self._shared_result = None
         return bucket.unpack(scaled(flat, factor))
 
-    def _meet(
+    def _payload(
         self, number: int, arrays: Sequence[np.ndarray], reduction: BucketReduction | None
+    ) -> Payload | None:
+        """Returns what of the bucket travels with the digests, if it does."""
+        if number not in self._payloads:
+            self._payloads[number] = self._cross_node.payload(number)
+        payload = self._payloads[number]
+        if payload is None:
+            return None
+        if isinstance(reduction, Full):
+            payload.load = functools.partial(reduction.reduce_published, payload.numbers)
+        elif reduction is None and self.comm.node is None:
+            payload.load = functools.partial(
+                self.buckets[number].pack_into, payload.numbers, arrays
+            )
+        else:
+            return None
+        payload.result = self._results[number].take()
+        return payload
+
+    def _take(self, payload: Payload, reduction: BucketReduction | None) -> np.ndarray:
+        """Returns the result that has travelled with the digests."""
+        while not payload.arrived:
+            # Ranks differed, but not in the operation.
+            self.comm.digests.compare(PAYLOAD_ALONE, payload)
+        if isinstance(reduction, Full):
+            reduction.next_turn()
+        result = payload.result
+        del payload.result
+        self._cross_node.finish_payload(result)
+        return result
+
+    def _meet(
+        self,
+        number: int,
+        arrays: Sequence[np.ndarray],
+        reduction: BucketReduction | None,
+        payload: Payload | None,
     ) -> bool:
         """Publishes the arrays and waits for all ranks; returns whether a result is still held."""
         call = self._calls[number]
@@ -190,15 +248,20 @@ class FusedAllreduce:
                 reduction.publish(arrays)
             if reduction.is_held:
                 call = dataclasses.replace(call, holds=True)
-        return rendezvous(self.comm, call, notices=self._plan.counts_updates)
+        return rendezvous(self.comm, call, self._plan.counts_updates, payload)
 
     def _reduce_through_mpi(self, number: int, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        with spans.phase("copy in"):
-            flat = self.buckets[number].pack(arrays)
+        bucket, [first, *others] = self.buckets[number], arrays
+        if not others and first.flags.c_contiguous and self.comm.size > 1:
+            source, target = first.reshape(-1), self._results[number].take()
+        else:
+            with spans.phase("copy in"):
+                source = target = self._results[number].take()
+                bucket.pack_into(target, arrays)
         if self.comm.size > 1:
             with spans.phase("reduce through MPI"):
-                self._cross_node.reduce(number, flat)
-        return flat
+                self._cross_node.reduce(number, source, target)
+        return target
 
     def _reduce_on_node(self, number: int, reduction: BucketReduction, lend: bool) -> np.ndarray:
         try:
@@ -216,7 +279,7 @@ class FusedAllreduce:
         if not reduction.is_shared:
             return flat
         with spans.phase("copy out"):
-            copied = aligned_array(flat.size, flat.dtype)
+            copied = self._results[number].take()
             np.copyto(copied, flat)
         return copied
 
@@ -250,7 +313,8 @@ class FusedAllreduce:
             exchange_among(self.comm, None)
             return None
         op = self._cross_node.op_on_node
-        every = [bucket_reduction(node, bucket, op) for bucket in self.buckets]
+        slices = self.comm.topology.slices
+        every = [bucket_reduction(node, bucket, op, slices) for bucket in self.buckets]
         reductions = {
             n: reduction for n, reduction in enumerate(every) if self._shares_memory(n, reduction)
         }
@@ -267,7 +331,12 @@ class FusedAllreduce:
         return reductions
 
     def _shares_memory(self, number: int, reduction: BucketReduction) -> bool:
-        """Returns whether a bucket uses shared memory; a small one on several nodes does not."""
+        """Returns whether a bucket uses shared memory.
+
+        On several nodes a small one does only if it crosses them with the digests.
+        """
         if self.comm.is_one_node:
             return True
-        return reduction.is_shared and self._cross_node.reduces_on_node(number)
+        if not reduction.is_shared:
+            return self._cross_node.payload(number) is not None
+        return self._cross_node.reduces_on_node(number)

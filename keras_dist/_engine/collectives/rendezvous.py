@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import pickle
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 from keras_dist import errors
@@ -13,6 +12,7 @@ from keras_dist._engine.collectives.matching import by_name, match_names
 from keras_dist._engine.collectives.refusals import RepeatRendezvous, resolve_refused
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import describe_progress
+from keras_dist._engine.mpi.digests import Payload
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.recovery.ulfm import check_alive
 from keras_dist._engine.shm.wait import note
@@ -35,7 +35,12 @@ ELSEWHERE = "not in fit, evaluate or predict"
 _of_thread = threading.local()
 
 
-def rendezvous(comm: Communicator, call: CollectiveSignature, notices: bool = False) -> bool:
+def rendezvous(
+    comm: Communicator,
+    call: CollectiveSignature,
+    notices: bool = False,
+    payload: Payload | None = None,
+) -> bool:
     """Waits for all ranks and checks that they call the same operation.
 
     Collective: every rank of `comm`; blocks. If some ranks have joined and the others agree,
@@ -46,6 +51,8 @@ def rendezvous(comm: Communicator, call: CollectiveSignature, notices: bool = Fa
         call: what this rank is about to do.
         notices: whether ranks exchange notices here, see `piggyback`: in reductions of gradients,
             which all ranks call at the same place of their scripts.
+        payload: numbers that travel with the digests. They arrive unless a rank has a notice, holds
+            a result or has joined. Defaults to none.
 
     Returns:
         Whether a rank `holds` a result; the same on all ranks.
@@ -60,16 +67,18 @@ def rendezvous(comm: Communicator, call: CollectiveSignature, notices: bool = Fa
     note(comm.ranks, call)
     while True:
         with contextlib.suppress(RepeatRendezvous):
-            return _meet(comm, call, notices)
+            return _meet(comm, call, notices, payload)
 
 
-def _meet(comm: Communicator, call: CollectiveSignature, notices: bool) -> bool:
+def _meet(
+    comm: Communicator, call: CollectiveSignature, notices: bool, payload: Payload | None
+) -> bool:
     if notices and piggyback.notice() is not None and comm.job is comm:
         call = dataclasses.replace(call, notice=piggyback.notice())
     if comm.order.refused:
         call = dataclasses.replace(call, refused=tuple(sorted(comm.order.refused)))
     with spans.meeting(call, comm.digests.count + 1):
-        same = comm.digests.compare(call.digest)
+        same = comm.digests.compare(call.digest, payload)
     if not same:
         return resolve_difference(comm, call)
     for name in call.refused:  # the same on all ranks
@@ -82,9 +91,8 @@ def rendezvous_count() -> int:
     return getattr(_of_thread, "count", 0)
 
 
-@contextlib.contextmanager
-def raise_on_all(comm: Communicator, operation: str, key: str | None = None) -> Iterator[None]:
-    """Raises an error in the arguments of this rank on every rank.
+class raise_on_all:  # noqa: N801: used like a function; a generator takes three times as long
+    """Context manager that raises an error in the arguments of this rank on every rank.
 
     Wraps the checks before a rendezvous. A rank whose check fails comes to the rendezvous to report
     the error; otherwise the others would wait for it, and be one operation behind.
@@ -94,13 +102,21 @@ def raise_on_all(comm: Communicator, operation: str, key: str | None = None) -> 
         operation: name of the operation in messages.
         key: the user's name for the operation; `None` for none.
     """
-    try:
-        yield
-    except Exception as error:  # reading a user's value may raise anything
-        known = isinstance(error, errors.KerasDistError)
-        reported = error if known else _unreadable(comm, operation, error)
-        _report(comm, CollectiveSignature(operation, key=key, error=reported), key)
-        raise
+
+    __slots__ = ("_comm", "_key", "_operation")
+
+    def __init__(self, comm: Communicator, operation: str, key: str | None = None):
+        self._comm, self._operation, self._key = comm, operation, key
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, *trace: Any) -> None:
+        if isinstance(error, Exception):  # reading a user's value may raise anything
+            known = isinstance(error, errors.KerasDistError)
+            reported = error if known else _unreadable(self._comm, self._operation, error)
+            call = CollectiveSignature(self._operation, key=self._key, error=reported)
+            _report(self._comm, call, self._key)
 
 
 def report_error(

@@ -1,9 +1,9 @@
 """Reduction of a flat array through MPI, piece by piece.
 
-Each rank reduces its slice of a piece, in rank order, and the ranks exchange the slices. While a
-piece is reduced, the next one is transferred. The bits of an element do not depend on the rank that
-reduces it: with compression, every contribution is compressed, and every rank takes the result from
-its wire format.
+Each rank reduces its segment of the array: it receives the contributions of the others and sends
+them the result. Pieces of all segments are under way at once, directly from and to the memory of
+the caller. The bits of an element do not depend on the rank that reduces it: with compression,
+every contribution is compressed, and every rank takes the result from its wire format.
 """
 
 import itertools
@@ -12,127 +12,208 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.arithmetic import ReduceOp, divide, reduce_into
+from keras_dist._engine.arithmetic import ReduceOp, combine, divide, reduce_into
 from keras_dist._engine.compression import Wire
 from keras_dist._engine.mpi import transfer
+from keras_dist._engine.mpi.halving import reduce_by_halves
 from keras_dist._engine.mpi.transfer import as_bytes, wait
+from keras_dist._engine.rounds import combine_rows
 from keras_dist._engine.shm.wait import blocked
 
 __all__ = ["SMALL_NBYTES", "reduce_through_mpi"]
 
 # Up to here every rank reduces everything: one message instead of two.
 SMALL_NBYTES = 32 * 1024
-# Bytes of a piece that each rank reduces.
-PIECE_NBYTES = 2**20
+# Bytes of a piece from one rank to another, and from all ranks together.
+PIECE_NBYTES, PIECES_NBYTES = 2**20, 2**22
+WINDOW = 4  # pieces of each segment that are under way
+CONTRIBUTION, RESULT = 3, 4  # MPI tags
+
+Nodes = Sequence[Sequence[int]]
 
 
 def reduce_through_mpi(
     world: Any,
-    flat: np.ndarray,
+    source: np.ndarray,
+    target: np.ndarray,
     op: ReduceOp,
     wire: Wire,
     divisor: int = 1,
-    nodes: Sequence[Sequence[int]] = (),
+    nodes: Nodes = (),
+    halving_nbytes: int = 0,
 ) -> None:
-    """Reduces a flat array over ranks, in place. Collective: every rank of `world`; blocks.
+    """Reduces a flat array over ranks. Collective: every rank of `world`; blocks.
 
     Args:
         world: MPI communicator of the ranks.
-        flat: contiguous array: the contribution of this rank, then the result.
+        source: contiguous array: the contribution of this rank.
+        target: contiguous array of the same size and dtype, written: the result. May be `source`.
         op: the reduction.
         wire: wire format of the numbers.
         divisor: divisor of the result.
-        nodes: ranks of each node, which are reduced first: the order of larger arrays, so that
-            bits do not depend on sizes. Defaults to none.
+        nodes: ranks of each node, whose contributions are combined first, for dtypes that are their
+            own accumulator: the order of sums is that of a reduction on each node. Defaults to
+            none: rank order.
+        halving_nbytes: size in bytes up to which ranks that are one of each node halve the array
+            recursively. Defaults to 0: never.
     """
     size = world.Get_size()
-    width = max(flat.itemsize, wire.dtype.itemsize)
-    limit = transfer.MAX_NBYTES // width
-    if flat.nbytes <= SMALL_NBYTES and flat.size * size <= limit:
-        rows = np.empty((size, flat.size), wire.dtype)
-        with blocked:
-            world.Allgather(as_bytes(wire.pack(flat)), as_bytes(rows))
-        _reduce(flat, rows, op, wire, divisor, nodes)
-        flat[...] = wire.unpack(wire.pack(flat))
+    if source.nbytes <= halving_nbytes and wire.is_plain and len(nodes) == size:
+        if target is not source:
+            np.copyto(target, source)
+        reduce_by_halves(world, target, op, divisor)
         return
-    # A rank receives a slice from every rank, and slices may differ in length.
-    step = max(1, min(PIECE_NBYTES * size // flat.itemsize, limit // size * size))
-    pieces = [
-        _Piece(world, flat[low : low + step], op, wire, divisor, nodes)
-        for low in range(0, flat.size, step)
-    ]
-    pieces[0].send()
-    for piece, following in itertools.zip_longest(pieces, pieces[1:]):
-        if following is not None:
-            following.send()
-        piece.reduce()
-    for piece in pieces:
-        piece.finish()
+    width = max(source.itemsize, wire.dtype.itemsize)
+    limit = transfer.MAX_NBYTES // width
+    if source.nbytes <= SMALL_NBYTES and source.size * size <= limit:
+        rows = np.empty((size, source.size), wire.dtype)
+        with blocked:
+            world.Allgather(as_bytes(wire.pack(source)), as_bytes(rows))
+        total = np.empty_like(source)
+        _reduce(total, [wire.unpack(row) for row in rows], op, divisor, nodes)
+        target[...] = wire.unpack(wire.pack(total))
+        return
+    nbytes = min(PIECE_NBYTES, max(width, PIECES_NBYTES // size))
+    exchange = _Exchange(world, source, target, wire, max(1, min(nbytes // width, limit)))
+    started = 0
+    for number in range(exchange.count):
+        while started < min(number + WINDOW, exchange.count):
+            exchange.start(started)
+            started += 1
+        contributions = exchange.contributions(number)
+        # A sum in rank order may not be written over one of its terms.
+        total = exchange.part(number)
+        if not wire.is_plain or (target is source and not nodes):
+            total = np.empty_like(total)
+        _reduce(total, contributions, op, divisor, nodes)
+        exchange.send_result(number, total)
+    exchange.finish()
 
 
-class _Piece:
-    """A piece in transfer: `send`, `reduce`, `finish`, each collective."""
+class _Exchange:
+    """The messages of one reduction.
 
-    def __init__(
-        self,
-        world: Any,
-        part: np.ndarray,
-        op: ReduceOp,
-        wire: Wire,
-        divisor: int,
-        nodes: Sequence[Sequence[int]],
-    ):
-        self._world, self._part = world, part
-        self._op, self._wire, self._divisor, self._nodes = op, wire, divisor, nodes
-        size, rank = world.Get_size(), world.Get_rank()
-        counts = np.diff(np.arange(size + 1) * part.size // size)
-        self._mine = int(counts[rank])
-        self._counts = counts * wire.dtype.itemsize
+    Args:
+        world: MPI communicator of the ranks.
+        source: contribution of this rank.
+        target: the result.
+        wire: wire format of the numbers.
+        step: number of elements of a piece.
 
-    def send(self) -> None:
-        """Starts to send every rank its slice. Does not block."""
-        size = len(self._counts)
-        self._rows = np.empty((size, self._mine), self._wire.dtype)
-        received = np.full(size, self._rows[0].nbytes)
-        self._request = self._world.Ialltoallv(
-            [as_bytes(self._wire.pack(self._part)), self._counts, "B"],
-            [as_bytes(self._rows), received, "B"],
-        )
+    Attributes:
+        count: number of pieces of a segment; the last one may be empty on some ranks.
+    """
 
-    def reduce(self) -> None:
-        """Reduces the slice of this rank, once it has arrived, and starts to send it to all."""
-        wait(self._request)
-        total = np.empty(self._mine, self._part.dtype)
-        _reduce(total, self._rows, self._op, self._wire, self._divisor, self._nodes)
-        del self._rows
-        # The contribution has been sent, so the result may overwrite it.
-        plain = self._wire.is_plain
-        self._packed = self._part if plain else np.empty(self._part.size, self._wire.dtype)
-        self._request = self._world.Iallgatherv(
-            as_bytes(self._wire.pack(total)), [as_bytes(self._packed), self._counts, "B"]
-        )
+    def __init__(self, world: Any, source: np.ndarray, target: np.ndarray, wire: Wire, step: int):
+        self._world, self._source, self._target = world, source, target
+        self._wire, self._step = wire, step
+        self._rank, size = world.Get_rank(), world.Get_size()
+        self._bounds = [source.size * rank // size for rank in range(size + 1)]
+        # Each rank sends to another one at a time, so that none receives from all at once.
+        self._later = [(self._rank + shift) % size for shift in range(1, size)]
+        self._earlier = self._later[::-1]
+        longest = max(high - low for low, high in itertools.pairwise(self._bounds))
+        self.count = -(-longest // step)
+        self._arriving: dict[int, list[tuple[int, np.ndarray, Any]]] = {}
+        self._leaving: dict[int, list[Any]] = {}
+        self._results: list[tuple[slice, np.ndarray, Any]] = []
+        self._sent: list[Any] = []
+
+    def start(self, number: int) -> None:
+        """Starts to receive the contributions of a piece and to send those to others."""
+        mine = self._slice(self._rank, number)
+        self._arriving[number] = []
+        for peer in self._earlier if mine.stop > mine.start else ():
+            row = np.empty(mine.stop - mine.start, self._wire.dtype)
+            request = self._world.Irecv(as_bytes(row), peer, CONTRIBUTION)
+            self._arriving[number].append((peer, row, request))
+        self._leaving[number] = [
+            self._world.Isend(self._packed(self._source[part]), peer, CONTRIBUTION)
+            for peer in self._later
+            if (part := self._slice(peer, number)).stop > part.start
+        ]
+
+    def part(self, number: int) -> np.ndarray:
+        """Returns the part of the result that this rank reduces."""
+        return self._target[self._slice(self._rank, number)]
+
+    def contributions(self, number: int) -> list[np.ndarray]:
+        """Waits for the contributions of a piece; returns those of all ranks, in rank order."""
+        mine = self._source[self._slice(self._rank, number)]
+        rows = {self._rank: self._wire.unpack(self._wire.pack(mine))}
+        for peer, row, request in self._arriving.pop(number):
+            wait(request)
+            rows[peer] = self._wire.unpack(row)
+        return [rows[rank] for rank in sorted(rows)]
+
+    def send_result(self, number: int, total: np.ndarray) -> None:
+        """Starts to send the result of a piece, and to receive those of others."""
+        packed = self._wire.pack(total)
+        mine = self.part(number)
+        if not np.may_share_memory(mine, packed):
+            mine[...] = self._wire.unpack(packed)
+        # What has been sent may be overwritten.
+        for request in self._leaving.pop(number):
+            wait(request)
+        for peer in self._earlier:
+            part = self._slice(peer, number)
+            if part.stop > part.start:
+                plain = self._wire.is_plain
+                row = (
+                    self._target[part] if plain else np.empty(part.stop - part.start, packed.dtype)
+                )
+                self._results.append((part, row, self._world.Irecv(as_bytes(row), peer, RESULT)))
+        if total.size:
+            message = as_bytes(packed)
+            self._sent += [self._world.Isend(message, peer, RESULT) for peer in self._later]
 
     def finish(self) -> None:
-        """Waits for the result."""
-        wait(self._request)
-        if self._packed is not self._part:
-            self._part[...] = self._wire.unpack(self._packed)
+        """Waits for the results of all pieces."""
+        for part, row, request in self._results:
+            wait(request)
+            if not self._wire.is_plain:
+                self._target[part] = self._wire.unpack(row)
+        for request in self._sent:
+            wait(request)
+
+    def _packed(self, part: np.ndarray) -> np.ndarray:
+        return as_bytes(self._wire.pack(part))
+
+    def _slice(self, rank: int, number: int) -> slice:
+        """Returns a piece of the segment of a rank; an empty one after its end."""
+        low = min(self._bounds[rank] + number * self._step, self._bounds[rank + 1])
+        return slice(low, min(low + self._step, self._bounds[rank + 1]))
 
 
 def _reduce(
     result: np.ndarray,
-    rows: np.ndarray,
+    numbers: Sequence[np.ndarray],
     op: ReduceOp,
-    wire: Wire,
     divisor: int,
-    nodes: Sequence[Sequence[int]],
+    nodes: Nodes,
 ) -> None:
-    numbers = [wire.unpack(row) for row in rows]
-    if nodes:
-        sums = [np.empty_like(result) for _ in nodes]
-        for total, ranks in zip(sums, nodes, strict=True):
-            reduce_into(total, (numbers[rank] for rank in ranks), op)
-        numbers = sums
-    reduce_into(result, iter(numbers), op)
+    """Reduces contributions. With `nodes`, `result` may be one of them."""
+    if len(nodes) > 1:
+        left, right = combine_rows(
+            [_reduce_node([numbers[rank] for rank in ranks], op) for ranks in nodes],
+            lambda low, high: _combined(low, high, op),
+        )
+        combine(left, right, op, result)
+    else:
+        reduce_into(result, iter(numbers), op)
     if divisor > 1:
         divide(result, divisor)
+
+
+def _reduce_node(numbers: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
+    if len(numbers) == 1:
+        return numbers[0]
+    total = np.empty_like(numbers[0])
+    reduce_into(total, iter(numbers), op)
+    return total
+
+
+def _combined(left: np.ndarray, right: np.ndarray, op: ReduceOp) -> np.ndarray:
+    total = np.empty_like(left)
+    combine(left, right, op, total)
+    return total

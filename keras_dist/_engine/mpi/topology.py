@@ -24,10 +24,12 @@ class Topology:
         cross_rank: index of this node among those that have a rank of this `local_rank`.
         cross_size: number of those nodes.
         is_homogeneous: whether all nodes have the same number of ranks.
-        nodes: ranks of each node; empty where the nodes differ in their number of ranks.
+        nodes: ranks of each node, both in ascending order of their first rank.
+        slices: number of ranks of the smallest node: as many slices of an array cross nodes.
         first_on_node: the first rank of this node.
         local: MPI communicator of the ranks of this node.
-        across: MPI communicator of the ranks of this `local_rank`, one on each node.
+        across: MPI communicator of the ranks of this `local_rank`, one on each node that has it, in
+            the order of `nodes`.
     """
 
     def __init__(self, world: Any | None = None):
@@ -38,7 +40,8 @@ class Topology:
         self.local_rank, self.local_size = 0, 1
         self.cross_rank, self.cross_size = 0, 1
         self.is_homogeneous = True
-        self.nodes: list[list[int]] = []
+        self.nodes = [[0]]
+        self.slices = 1
         self.first_on_node = 0
 
     def discover(self, mpi: Any) -> None:
@@ -51,19 +54,25 @@ class Topology:
         self.local = self.world.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
         self.local_rank, self.local_size = self.local.Get_rank(), self.local.Get_size()
         self.first_on_node = self.local.bcast(self.rank)
-        self.across = self.world.Split(color=self.local_rank, key=self.rank)
+        self.across = self.world.Split(color=self.local_rank, key=self.first_on_node)
         self.cross_rank, self.cross_size = self.across.Get_rank(), self.across.Get_size()
-        positions = self.world.allgather((self.local_size, self.cross_rank, self.local_rank))
-        self.is_homogeneous = len({local_size for local_size, _, _ in positions}) == 1
-        if self.is_homogeneous:
-            order = sorted(range(self.size), key=lambda rank: positions[rank][1:])
-            starts = range(0, self.size, self.local_size)
-            self.nodes = [order[start : start + self.local_size] for start in starts]
+        with_first = enumerate(self.world.allgather(self.first_on_node))
+        members: dict[int, list[int]] = {}
+        for rank, first in with_first:
+            members.setdefault(first, []).append(rank)
+        self.nodes = [members[first] for first in sorted(members)]
+        self.slices = min(map(len, self.nodes))
+        self.is_homogeneous = self.slices == max(map(len, self.nodes))
 
     @property
     def is_one_node(self) -> bool:
         """Whether all ranks are on one node."""
         return self.local_size == self.size
+
+    @property
+    def has_slice(self) -> bool:
+        """Whether this rank exchanges a slice with the same local rank of all other nodes."""
+        return self.local_rank < self.slices
 
     @property
     def mpi_communicators(self) -> tuple[Any, ...]:

@@ -34,7 +34,7 @@ from keras_dist._engine.shm.segments import Segment
 from keras_dist._engine.shm.zero_copy import ResultLease
 from keras_dist._engine.tracing import spans
 
-__all__ = ["BucketReduction", "Finish", "SliceError", "bucket_reduction"]
+__all__ = ["RESULTS", "BucketReduction", "Finish", "Full", "SliceError", "bucket_reduction"]
 
 SMALL_NBYTES = 128 * 1024  # up to here every rank reduces everything: one rendezvous, not two
 CHUNK_NBYTES = 512 * 1024  # reduced at once, while the cache of a core holds it
@@ -88,14 +88,23 @@ class BucketReduction(Protocol):
         """
 
 
-def bucket_reduction(node: Node, bucket: Bucket, op: ReduceOp) -> BucketReduction:
-    """Returns the reduction that fits the size of a bucket."""
+def bucket_reduction(
+    node: Node, bucket: Bucket, op: ReduceOp, slices: int | None = None
+) -> BucketReduction:
+    """Returns the reduction that fits the size of a bucket.
+
+    Args:
+        node: the ranks of this node.
+        bucket: the bucket.
+        op: the reduction.
+        slices: number of ranks that reduce a slice of a large bucket. Defaults to all.
+    """
     if bucket.nbytes <= SMALL_NBYTES:
-        return _Full(node, bucket, op)
-    return _Sliced(node, bucket, op)
+        return Full(node, bucket, op)
+    return _Sliced(node, bucket, op, slices or node.size)
 
 
-class _Full:
+class Full:
     """Every rank reduces everything; two sets of rows, used in turn, save a rendezvous."""
 
     is_shared = False
@@ -122,12 +131,19 @@ class _Full:
         self._bucket.pack_into(self._rows[self._turn ^ 1][self._node.rank], arrays)
 
     def reduce(self, finish: Finish | None = None) -> np.ndarray:
-        # After the rendezvous: the turns of the ranks stay equal.
-        self._turn ^= 1
         with spans.phase("reduce"):
             result = aligned_array(self._bucket.count, self._bucket.dtype)
-            reduce_into(result, iter(self._rows[self._turn]), self._op)
+            self.reduce_published(result)
+        self.next_turn()
         return result
+
+    def reduce_published(self, result: np.ndarray) -> None:
+        """Reduces what the ranks have published into an array; the same again until `next_turn`."""
+        reduce_into(result, iter(self._rows[self._turn ^ 1]), self._op)
+
+    def next_turn(self) -> None:
+        """Ends the call, after the rendezvous: the turns of the ranks stay equal."""
+        self._turn ^= 1
 
 
 class _Sliced:
@@ -135,9 +151,10 @@ class _Sliced:
 
     is_shared = True
 
-    def __init__(self, node: Node, bucket: Bucket, op: ReduceOp):
+    def __init__(self, node: Node, bucket: Bucket, op: ReduceOp, slices: int):
         self._node, self._bucket, self._op = node, bucket, op
-        bounds = slice_bounds(bucket.count, node.size, bucket.dtype.itemsize)
+        bounds = slice_bounds(bucket.count, slices, bucket.dtype.itemsize)
+        bounds += [bucket.count] * (node.size - slices)
         self._mine = slice(*bounds[node.rank : node.rank + 2])
         self._chunks = _chunks(bucket, self._mine)
         self._stride = aligned(bucket.nbytes, PAGE)

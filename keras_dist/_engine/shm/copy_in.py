@@ -34,7 +34,7 @@ class CopyIn:
         self._bucket, self._bounds, self._scratch = bucket, bounds, scratch
         self._stride = aligned(bucket.nbytes)
         self._arrays: Sequence[np.ndarray] = ()
-        self.nbytes = (node.size - 2) * self._stride
+        self.nbytes = max(0, node.size - 2) * self._stride
 
     def bind_memory(self, segment: Segment, offset: int, results: Sequence[np.ndarray]) -> None:
         """Uses a part of a segment, `offset` bytes from its start."""

@@ -1,0 +1,251 @@
+"""Times allreduce of float32 between hosts: keras_dist, the MPI library, gloo, plain sockets.
+
+    python benchmarks/hosts.py [--hosts 2 3] [--ranks 1 2] [--quick]
+
+The hosts are network namespaces of this machine, see scripts/hosts: root is needed. Contenders
+take turns within one run and every number is a median, so that what else the machine does falls on
+all of them alike.
+"""
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+from common import (
+    MIB,
+    answer,
+    last_line,
+    load,
+    machine,
+    options_of,
+    parser,
+    ratio,
+    table,
+    verdicts,
+    write,
+)
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from namespaces import INTERFACE, make_hosts, mpiexec_command
+
+SIZES = [4 * 1024, 64 * 1024, MIB, 16 * MIB, 100 * MIB]
+CONTENDERS = {
+    "ours": "keras_dist.allreduce",
+    "as_it_comes": "MPI as it comes",
+    "two_buffers": "MPI, two warm buffers",
+    "in_place": "MPI, in place",
+    "gloo": "torch, gloo",
+    "sockets": "plain sockets",
+}
+LIBRARY = ("as_it_comes", "two_buffers", "in_place")
+PORTS = {"gloo": 29717, "sockets": 29718}
+# By size in bytes: how long the public call may take, in times of the library's best.
+BOUNDS = {4 * 1024: 2, 64 * 1024: 1.3, MIB: 1, 16 * MIB: 1, 100 * MIB: 1}
+
+
+def main():
+    made = parser(__doc__, quick="fewer rounds, nothing over 16 MiB")
+    made.add_argument("--hosts", type=int, nargs="+", default=[2, 3], help="numbers of hosts")
+    made.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="ranks on each host")
+    made.add_argument("--sizes", type=int, nargs="+", help="sizes in bytes")
+    options = options_of(made, work)
+    sizes = options.sizes or [n for n in SIZES if not options.quick or n <= 16 * MIB]
+    task = {"sizes": sizes, "rounds": (3, 5) if options.quick else (7, 31)}
+    before = load()
+    runs = {
+        (hosts, ranks): start(hosts, ranks, task)
+        for hosts in options.hosts
+        for ranks in options.ranks
+    }
+    report(runs, before, options.output)
+
+
+def start(count, ranks, task):
+    """Runs the worker on test hosts; returns what rank 0 has found."""
+    python = Path(sys.executable)
+    with make_hosts(count) as (hosts, reach), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "task.json"
+        path.write_text(json.dumps({**task, "first": hosts[0].address}))
+        command, settings = mpiexec_command(python, hosts, reach, ranks)
+        worker = [*command, python, Path(__file__).resolve(), "--worker", path]
+        subprocess.run(
+            [*hosts[0].enter, *map(str, worker)],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **settings, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE},
+            check=True,
+        )
+        return json.loads(path.with_suffix(".out").read_text())
+
+
+# --- on every rank ---------------------------------------------------------------------------
+
+
+def work(path):
+    from mpi4py import MPI
+
+    from keras_dist import _engine
+    from keras_dist.launch.microbench import compare
+
+    task = json.loads(Path(path).read_text())
+    world = MPI.COMM_WORLD
+    gloo, peer = connect_gloo(world, task["first"]), connect_peer(world, task["first"])
+    found = {"library": _engine.library.version(MPI), "sizes": {}}
+    for nbytes in task["sizes"]:
+        calls = prepare(MPI, nbytes // 4, gloo, peer)
+        found["sizes"][nbytes] = compare(MPI, calls, task["rounds"])
+    if world.rank == 0:
+        answer(path, found)
+
+
+def connect_gloo(world, first):
+    """Returns torch.distributed over gloo; `None` without torch."""
+    try:
+        import torch
+        import torch.distributed as distributed
+    except ImportError:
+        return None
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"tcp://{first}:{PORTS['gloo']}",
+        rank=world.rank,
+        world_size=world.size,
+    )
+    return distributed
+
+
+def connect_peer(world, first):
+    """Returns a TCP connection of two ranks; `None` for more."""
+    if world.size != 2:
+        return None
+    if world.rank == 0:
+        with socket.create_server(("", PORTS["sockets"])) as server:
+            world.Barrier()
+            peer, _ = server.accept()
+    else:
+        world.Barrier()
+        peer = socket.create_connection((first, PORTS["sockets"]))
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return peer
+
+
+def prepare(MPI, count, gloo, peer):
+    """Returns a function for each contender, after checking what it computes."""
+    import keras_dist
+
+    world = MPI.COMM_WORLD
+    pattern = np.arange(count, dtype=np.float32) % 251
+    expected = pattern * world.size + sum(range(world.size))
+    mine = pattern + world.rank
+    out, place = np.zeros_like(mine), np.zeros_like(mine)
+
+    def as_it_comes():
+        fresh = np.empty_like(mine)
+        world.Allreduce(mine, fresh)
+        return fresh
+
+    def two_buffers():
+        world.Allreduce(mine, out)
+        return out
+
+    def in_place():
+        world.Allreduce(MPI.IN_PLACE, place)
+        return place
+
+    calls = {
+        "ours": lambda: keras_dist.allreduce(mine, "sum"),
+        "as_it_comes": as_it_comes,
+        "two_buffers": two_buffers,
+        "in_place": in_place,
+    }
+    if gloo is not None:
+        import torch
+
+        tensor = torch.from_numpy(place)
+
+        def through_gloo():
+            gloo.all_reduce(tensor)
+            return place
+
+        calls["gloo"] = through_gloo
+    if peer is not None:
+        calls["sockets"] = lambda: exchange(peer, mine, out)
+    for name, call in calls.items():
+        place[...] = mine  # of calls in place
+        right = np.array_equal(call(), pattern + 1 - world.rank if name == "sockets" else expected)
+        if not world.allreduce(right, MPI.LAND):
+            raise SystemExit(f"{name} is wrong at {mine.nbytes} bytes")
+    place.fill(0)  # or the sums would grow from call to call, to infinity
+    return calls
+
+
+def exchange(peer, mine, theirs):
+    """Sends as many bytes as an allreduce of two ranks does, and receives as many at once."""
+    sender = threading.Thread(target=peer.sendall, args=(mine.data.cast("B"),))
+    sender.start()
+    rest = theirs.data.cast("B")
+    while rest:
+        rest = rest[peer.recv_into(rest) :]
+    sender.join()
+    return theirs
+
+
+# --- what came out ---------------------------------------------------------------------------
+
+
+def report(runs, before, directory):
+    library = next(iter(runs.values()))["library"].split(",")[0]
+    text = [f"# allreduce of float32 between hosts\n\n{library}; {machine()}; {before}."]
+    text.append("Medians, in milliseconds.")
+    rows = []
+    for (hosts, ranks), run in runs.items():
+        sizes = {int(size): samples for size, samples in run["sizes"].items()}
+        names = [name for name in CONTENDERS if name in next(iter(sizes.values()))]
+        body = [
+            [title(size), *(f"{1e3 * statistics.median(samples[name]):.3f}" for name in names)]
+            for size, samples in sizes.items()
+        ]
+        heading = f"{hosts} hosts, {ranks} rank{'s' * (ranks > 1)} on each"
+        text.append(f"\n## {heading}\n")
+        text.append(table(["size", *(CONTENDERS[name] for name in names)], body))
+        rows += judge(heading, sizes)
+    text.append("\n## Must reach\n\n" + verdicts(rows))
+    print("\n".join(text))
+    slug = "openmpi" if library.startswith("Open MPI") else library.split()[0].lower()
+    write(directory, f"hosts_{slug}", "\n".join([*text, "", last_line(rows)]))
+    print(last_line(rows))
+
+
+def judge(heading, sizes):
+    """Returns the rows of what must be reached on these hosts."""
+    rows = []
+
+    def at_most(size, other, bound, words):
+        value = ratio(sizes[size]["ours"], sizes[size][other])
+        what = f"{heading}, {title(size)}, against {words}"
+        rows.append((what, f"<= {bound} x its time", f"{value:.2f} x", value <= bound))
+
+    for size, samples in sizes.items():
+        if size in BOUNDS:
+            best = min(LIBRARY, key=lambda name: statistics.median(samples[name]))
+            at_most(size, best, BOUNDS[size], "MPI best prepared")
+        if size >= 16 * MIB and "gloo" in samples:
+            at_most(size, "gloo", 1, CONTENDERS["gloo"])
+        if size >= 16 * MIB and "sockets" in samples:
+            at_most(size, "sockets", 1.4, CONTENDERS["sockets"])
+    return rows
+
+
+def title(nbytes):
+    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes / 1024:g} KiB"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Recursive halving for any number of nodes; threads stand in for more ranks than tests start."""
+
+import queue
+import threading
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from keras_dist._engine.arithmetic import ReduceOp, combine
+from keras_dist._engine.mpi.halving import SEGMENT_NBYTES, crossover, reduce_by_halves
+from keras_dist._engine.rounds import combine_rows
+
+
+class Network:
+    """Ranks that are threads; counts the messages of each."""
+
+    def __init__(self, size):
+        self.size, self.messages = size, [0] * size
+        self.queues = defaultdict(queue.SimpleQueue)
+
+    def run(self, work):
+        threads = [threading.Thread(target=work, args=(Rank(self, r),)) for r in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+class Rank:
+    def __init__(self, network, rank):
+        self.network, self.rank = network, rank
+
+    def Get_rank(self):
+        return self.rank
+
+    def Get_size(self):
+        return self.network.size
+
+    def Isend(self, buffer, peer, tag):
+        self.network.messages[self.rank] += 1
+        self.network.queues[self.rank, peer].put(buffer.copy())
+        return Done()
+
+    def Irecv(self, buffer, peer, tag):
+        return Receiving(self.network.queues[peer, self.rank], buffer)
+
+
+class Done:
+    def Test(self):
+        return True
+
+
+class Receiving:
+    def __init__(self, messages, buffer):
+        self.messages, self.buffer = messages, buffer
+
+    def Test(self):
+        try:
+            self.buffer[...] = self.messages.get_nowait()
+        except queue.Empty:
+            return False
+        return True
+
+
+def added(low, high):
+    total = np.empty_like(low)
+    combine(low, high, ReduceOp.SUM, total)
+    return total
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 1000])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 11, 13, 16])
+def test_all_nodes_have_the_sum_in_the_order_of_the_rounds(size, count):
+    rows = [np.random.default_rng(r).standard_normal(count).astype("f4") for r in range(size)]
+    expected = added(*combine_rows(rows, added)) / np.float32(size)
+    network, results = Network(size), [row.copy() for row in rows]
+    network.run(lambda rank: reduce_by_halves(rank, results[rank.rank], ReduceOp.SUM, size))
+    for result in results:
+        np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
+        assert result.tobytes() == results[0].tobytes()
+    assert max(network.messages) <= 2 * (size.bit_length() - 1) + 1
+
+
+def test_sums_have_the_bits_of_the_rounds():
+    rows = [np.random.default_rng(r).standard_normal(1000).astype("f4") for r in range(11)]
+    results = [row.copy() for row in rows]
+    Network(11).run(lambda rank: reduce_by_halves(rank, results[rank.rank], ReduceOp.SUM, 1))
+    assert results[0].tobytes() == added(*combine_rows(rows, added)).tobytes()
+
+
+def test_halving_is_for_many_nodes_and_small_arrays():
+    costs = {"latency": 10e-6, "message": 3e-6, "byte": 1e-9}
+    assert crossover(4, **costs) == 0
+    assert crossover(64, **costs) == 64 * SEGMENT_NBYTES
+    assert 0 < crossover(65, **costs) < crossover(100, **costs) < crossover(1000, **costs)
+    assert crossover(1000, **{**costs, "byte": 0.0}) == 1000 * SEGMENT_NBYTES
