@@ -26,7 +26,7 @@ __all__ = ["SMALL_NBYTES", "reduce_through_mpi"]
 SMALL_NBYTES = 32 * 1024
 # Bytes of a piece from one rank to another, and from all ranks together.
 PIECE_NBYTES, PIECES_NBYTES = 2**20, 2**22
-WINDOW = 4  # pieces of each segment that are under way
+WINDOW = 2  # pieces of each segment that are under way: one travels while another is reduced
 CONTRIBUTION, RESULT = 3, 4  # MPI tags
 
 Nodes = Sequence[Sequence[int]]
