@@ -72,11 +72,11 @@ plan = _engine.PlanOptions(1, lend=True)
 lent = _engine.FusedAllreduce(comm, ["a", "b"], specs, options, plan)
 met, told = DigestExchange.compare, _engine.Communicator.allgather_bytes
 meetings, kept = [], []
-def compare(self, digest):
+def compare(self, digest, payload=None):
     if len(meetings) == moment:
         die()
     meetings.append(digest)
-    return met(self, digest)
+    return met(self, digest, payload)
 def tell(self, *args):
     if meetings and moment is None:
         die()
