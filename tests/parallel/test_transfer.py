@@ -87,9 +87,10 @@ def reduced(comm, compression, op=ReduceOp.AVERAGE, dtype=np.float32, count=10_0
     flat = draw(comm.rank, count, dtype) * np.dtype(dtype).type(scale)
     wire = wire_for(_engine.parse_compression(compression, comm.where()), flat.dtype, "[test]")
     result = np.empty_like(flat)
-    reduction.reduce_through_mpi(comm.world, flat, result, op, wire)
+    sums = reduction.Combination(op)
+    reduction.reduce_through_mpi(comm.world, flat, result, sums, wire)
     assert equal_on_all(result.tobytes())
-    reduction.reduce_through_mpi(comm.world, flat, flat, op, wire)
+    reduction.reduce_through_mpi(comm.world, flat, flat, sums, wire)
     assert flat.tobytes() == result.tobytes()
     return flat
 

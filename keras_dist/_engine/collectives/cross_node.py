@@ -8,8 +8,8 @@ from keras_dist._engine.arithmetic import ReduceOp, divide
 from keras_dist._engine.buckets import Bucket
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
-from keras_dist._engine.mpi.digests import MAX_PAYLOAD_NBYTES, Payload
-from keras_dist._engine.mpi.reduction import SMALL_NBYTES, reduce_through_mpi
+from keras_dist._engine.mpi.peers import MAX_PAYLOAD_NBYTES, Message
+from keras_dist._engine.mpi.reduction import SMALL_NBYTES, Combination, reduce_through_mpi
 from keras_dist._engine.mpi.transfer import wait
 from keras_dist._engine.shm.bucket_reduction import Finish
 from keras_dist._engine.tracing import spans
@@ -34,6 +34,7 @@ class CrossNodeReduction:
         self._comm, self._buckets, self._op = comm, buckets, op
         self._compression = compression
         self._wires: dict[int, Wire] = {}
+        self._messages: dict[int, Message] = {}
         #: the reduction on each node: an average over several nodes is a sum, divided at the end
         self.op_on_node = op
         if op is ReduceOp.AVERAGE and not comm.is_one_node:
@@ -47,16 +48,22 @@ class CrossNodeReduction:
         dtype = self._buckets[number].dtype
         return self._comm.is_one_node or (dtype.kind in "fc" and dtype.itemsize >= 4)
 
-    def payload(self, number: int) -> Payload | None:
-        """Returns what of a bucket travels with the digests; `None` if it is too large for that."""
+    def travels(self, number: int) -> bool:
+        """Returns whether a bucket crosses nodes in the messages with the digests."""
         bucket = self._buckets[number]
-        travels = (
+        return (
             self._comm.digests.carries
             and self.reduces_on_node(number)
             and bucket.nbytes <= MAX_PAYLOAD_NBYTES
             and (self._compression is Compression.none or bucket.nbytes <= SMALL_NBYTES)
         )
-        return Payload(bucket.count, bucket.dtype, self.op_on_node) if travels else None
+
+    def message(self, number: int) -> Message:
+        """Returns the message in which a bucket travels; its memory is used again."""
+        if number not in self._messages:
+            bucket = self._buckets[number]
+            self._messages[number] = Message(bucket.count, bucket.dtype, self.op_on_node)
+        return self._messages[number]
 
     def finish_payload(self, result: np.ndarray) -> None:
         """Completes the result of a payload, in place."""
@@ -76,9 +83,9 @@ class CrossNodeReduction:
         by_node = not self._comm.is_one_node and self.reduces_on_node(number)
         nodes = self._comm.topology.nodes if by_node else []
         op = self.op_on_node if nodes else self._op
-        wire = self._wire(number)
-        divisor, halving = self._divisor(op), self._comm.halving_nbytes
-        reduce_through_mpi(self._comm.world, source, target, op, wire, divisor, nodes, halving)
+        sums = Combination(op, self._divisor(op), nodes)
+        wire, halving = self._wire(number), self._comm.halving_nbytes
+        reduce_through_mpi(self._comm.world, source, target, sums, wire, halving)
 
     def finish(self, number: int) -> Finish | None:
         """Returns a function that reduces this rank's slice of a bucket over all nodes, in place.
@@ -87,19 +94,18 @@ class CrossNodeReduction:
         """
         if self._comm.is_one_node:
             return None
-        topology, op = self._comm.topology, self.op_on_node
-        across, wire = topology.across, self._wire(number)
+        topology, wire = self._comm.topology, self._wire(number)
         if not topology.has_slice:
             return None
-        nodes = [[node] for node in range(topology.cross_size)]
+        across, op = topology.across, self.op_on_node
+        sums = Combination(op, self._divisor(op), [[node] for node in range(topology.cross_size)])
 
         def finish(part: np.ndarray, is_ready: bool) -> bool:
             everywhere = np.array([is_ready], np.uint8)
             # Sent beside the data, none of which is used if a slice is missing.
             answer = across.Iallreduce(everywhere.copy(), everywhere, self._comm.mpi.MIN)
             with spans.phase("cross-node"):
-                divisor, halving = self._divisor(op), self._comm.halving_nbytes
-                reduce_through_mpi(across, part, part, op, wire, divisor, nodes, halving)
+                reduce_through_mpi(across, part, part, sums, wire, self._comm.halving_nbytes)
                 wait(answer)
             return bool(everywhere[0])
 

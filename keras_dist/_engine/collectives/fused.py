@@ -15,7 +15,7 @@ from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import count_update
-from keras_dist._engine.mpi.digests import Payload
+from keras_dist._engine.mpi.peers import Payload
 from keras_dist._engine.mpi.topology import first_error
 from keras_dist._engine.options import OpOptions, PlanOptions
 from keras_dist._engine.ordering.ticket import Handle
@@ -91,8 +91,7 @@ class FusedAllreduce:
         """Drops memory and wire formats: those of other ranks, or of ranks that have died."""
         self._losses = self.comm.faults.losses
         self._shared: dict[int, BucketReduction] | None = None
-        self._payloads: dict[int, Payload | None] = {}
-        self._results = [ResultMemory(bucket.count, bucket.dtype) for bucket in self.buckets]
+        self._results = self._new_results()
         self._cross_node = CrossNodeReduction(
             self.comm, self.buckets, self._options.op, self._options.compression
         )
@@ -157,7 +156,10 @@ class FusedAllreduce:
     def release(self) -> None:
         """Frees its memory until the plan is used again; the same on all ranks."""
         self._shared = None
-        self._results = [ResultMemory(bucket.count, bucket.dtype) for bucket in self.buckets]
+        self._results = self._new_results()
+
+    def _new_results(self) -> list[ResultMemory]:
+        return [ResultMemory(bucket.count, bucket.dtype) for bucket in self.buckets]
 
     def _follow_ranks(self) -> None:
         """Moves the plan to the communicator of the current ranks."""
@@ -205,22 +207,17 @@ class FusedAllreduce:
     def _payload(
         self, number: int, arrays: Sequence[np.ndarray], reduction: BucketReduction | None
     ) -> Payload | None:
-        """Returns what of the bucket travels with the digests, if it does."""
-        if number not in self._payloads:
-            self._payloads[number] = self._cross_node.payload(number)
-        payload = self._payloads[number]
-        if payload is None:
+        """Returns the bucket as a payload, if it travels with the digests."""
+        # If memory could not be shared, ranks of a node have no sum of their own.
+        has_sum = reduction is not None or self.comm.node is None
+        if not has_sum or not self._cross_node.travels(number):
             return None
+        message = self._cross_node.message(number)
         if isinstance(reduction, Full):
-            payload.load = functools.partial(reduction.reduce_published, payload.numbers)
-        elif reduction is None and self.comm.node is None:
-            payload.load = functools.partial(
-                self.buckets[number].pack_into, payload.numbers, arrays
-            )
+            load = functools.partial(reduction.reduce_published, message.numbers)
         else:
-            return None
-        payload.result = self._results[number].take()
-        return payload
+            load = functools.partial(self.buckets[number].pack_into, message.numbers, arrays)
+        return Payload(message, load, self._results[number].take())
 
     def _take(self, payload: Payload, reduction: BucketReduction | None) -> np.ndarray:
         """Returns the result that has travelled with the digests."""
@@ -229,10 +226,8 @@ class FusedAllreduce:
             self.comm.digests.compare(PAYLOAD_ALONE, payload)
         if isinstance(reduction, Full):
             reduction.next_turn()
-        result = payload.result
-        del payload.result
-        self._cross_node.finish_payload(result)
-        return result
+        self._cross_node.finish_payload(payload.result)
+        return payload.result
 
     def _meet(
         self,
@@ -338,5 +333,5 @@ class FusedAllreduce:
         if self.comm.is_one_node:
             return True
         if not reduction.is_shared:
-            return self._cross_node.payload(number) is not None
+            return self._cross_node.travels(number)
         return self._cross_node.reduces_on_node(number)

@@ -12,7 +12,7 @@ from keras_dist._engine.collectives.matching import by_name, match_names
 from keras_dist._engine.collectives.refusals import RepeatRendezvous, resolve_refused
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import describe_progress
-from keras_dist._engine.mpi.digests import Payload
+from keras_dist._engine.mpi.peers import Payload
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.recovery.ulfm import check_alive
 from keras_dist._engine.shm.wait import note
@@ -91,7 +91,7 @@ def rendezvous_count() -> int:
     return getattr(_of_thread, "count", 0)
 
 
-class raise_on_all:  # noqa: N801: used like a function; a generator takes three times as long
+class raise_on_all:  # a class, since a generator takes three times as long
     """Context manager that raises an error in the arguments of this rank on every rank.
 
     Wraps the checks before a rendezvous. A rank whose check fails comes to the rendezvous to report

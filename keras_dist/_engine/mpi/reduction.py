@@ -6,6 +6,7 @@ the caller. The bits of an element do not depend on the rank that reduces it: wi
 every contribution is compressed, and every rank takes the result from its wire format.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from keras_dist._engine.mpi.transfer import as_bytes, wait
 from keras_dist._engine.rounds import combine_rows
 from keras_dist._engine.shm.wait import blocked
 
-__all__ = ["SMALL_NBYTES", "reduce_through_mpi"]
+__all__ = ["SMALL_NBYTES", "Combination", "reduce_through_mpi"]
 
 # Up to here every rank reduces everything: one message instead of two.
 SMALL_NBYTES = 32 * 1024
@@ -29,17 +30,58 @@ PIECE_NBYTES, PIECES_NBYTES = 2**20, 2**22
 WINDOW = 2  # pieces of each segment that are under way: one travels while another is reduced
 CONTRIBUTION, RESULT = 3, 4  # MPI tags
 
-Nodes = Sequence[Sequence[int]]
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """How the contributions of the ranks become one result.
+
+    Args:
+        op: the reduction.
+        divisor: divisor of the result.
+        nodes: ranks of each node, whose contributions are combined first, for dtypes that are their
+            own accumulator: the order of sums is that of a reduction on each node. Defaults to
+            none: rank order.
+    """
+
+    op: ReduceOp
+    divisor: int = 1
+    nodes: Sequence[Sequence[int]] = ()
+
+    def reduce_into(self, result: np.ndarray, numbers: Sequence[np.ndarray]) -> None:
+        """Reduces contributions, given in rank order.
+
+        Args:
+            result: array that is written. With `nodes`, it may be one of the contributions.
+            numbers: contributions of all ranks.
+        """
+        if len(self.nodes) > 1:
+            sums = [self._reduce_node([numbers[rank] for rank in ranks]) for ranks in self.nodes]
+            left, right = combine_rows(sums, self._combined)
+            combine(left, right, self.op, result)
+        else:
+            reduce_into(result, iter(numbers), self.op)
+        if self.divisor > 1:
+            divide(result, self.divisor)
+
+    def _reduce_node(self, numbers: Sequence[np.ndarray]) -> np.ndarray:
+        if len(numbers) == 1:
+            return numbers[0]
+        total = np.empty_like(numbers[0])
+        reduce_into(total, iter(numbers), self.op)
+        return total
+
+    def _combined(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        total = np.empty_like(left)
+        combine(left, right, self.op, total)
+        return total
 
 
 def reduce_through_mpi(
     world: Any,
     source: np.ndarray,
     target: np.ndarray,
-    op: ReduceOp,
+    sums: Combination,
     wire: Wire,
-    divisor: int = 1,
-    nodes: Nodes = (),
     halving_nbytes: int = 0,
 ) -> None:
     """Reduces a flat array over ranks. Collective: every rank of `world`; blocks.
@@ -48,50 +90,59 @@ def reduce_through_mpi(
         world: MPI communicator of the ranks.
         source: contiguous array: the contribution of this rank.
         target: contiguous array of the same size and dtype, written: the result. May be `source`.
-        op: the reduction.
+        sums: how contributions are combined.
         wire: wire format of the numbers.
-        divisor: divisor of the result.
-        nodes: ranks of each node, whose contributions are combined first, for dtypes that are their
-            own accumulator: the order of sums is that of a reduction on each node. Defaults to
-            none: rank order.
         halving_nbytes: size in bytes up to which ranks that are one of each node halve the array
             recursively. Defaults to 0: never.
     """
     size = world.Get_size()
-    if source.nbytes <= halving_nbytes and wire.is_plain and len(nodes) == size:
+    width = max(source.itemsize, wire.dtype.itemsize)
+    fits = source.size * size * width <= transfer.MAX_NBYTES
+    if source.nbytes <= halving_nbytes and wire.is_plain and len(sums.nodes) == size:
         if target is not source:
             np.copyto(target, source)
-        reduce_by_halves(world, target, op, divisor)
-        return
-    width = max(source.itemsize, wire.dtype.itemsize)
-    limit = transfer.MAX_NBYTES // width
-    if source.nbytes <= SMALL_NBYTES and source.size * size <= limit:
-        rows = np.empty((size, source.size), wire.dtype)
-        with blocked:
-            world.Allgather(as_bytes(wire.pack(source)), as_bytes(rows))
-        total = np.empty_like(source)
-        _reduce(total, [wire.unpack(row) for row in rows], op, divisor, nodes)
-        target[...] = wire.unpack(wire.pack(total))
-        return
-    nbytes = min(PIECE_NBYTES, max(width, PIECES_NBYTES // size))
-    exchange = _Exchange(world, source, target, wire, max(1, min(nbytes // width, limit)))
+        reduce_by_halves(world, target, sums.op, sums.divisor)
+    elif source.nbytes <= SMALL_NBYTES and fits:
+        _reduce_everything(world, source, target, sums, wire)
+    else:
+        nbytes = min(PIECE_NBYTES, PIECES_NBYTES // size, transfer.MAX_NBYTES)
+        _reduce_in_pieces(world, source, target, sums, wire, max(1, nbytes // width))
+
+
+def _reduce_everything(
+    world: Any, source: np.ndarray, target: np.ndarray, sums: Combination, wire: Wire
+) -> None:
+    """Sends all contributions to all ranks."""
+    rows = np.empty((world.Get_size(), source.size), wire.dtype)
+    with blocked:
+        world.Allgather(as_bytes(wire.pack(source)), as_bytes(rows))
+    total = np.empty_like(source)
+    sums.reduce_into(total, [wire.unpack(row) for row in rows])
+    target[...] = wire.unpack(wire.pack(total))
+
+
+def _reduce_in_pieces(
+    world: Any, source: np.ndarray, target: np.ndarray, sums: Combination, wire: Wire, step: int
+) -> None:
+    """Reduces pieces of `step` elements, some of which are under way."""
+    segments = _Segments(world, source, target, wire, step)
     started = 0
-    for number in range(exchange.count):
-        while started < min(number + WINDOW, exchange.count):
-            exchange.start(started)
+    for number in range(segments.count):
+        while started < min(number + WINDOW, segments.count):
+            segments.start(started)
             started += 1
-        contributions = exchange.contributions(number)
+        contributions = segments.contributions(number)
+        total = segments.part(number)
         # A sum in rank order may not be written over one of its terms.
-        total = exchange.part(number)
-        if not wire.is_plain or (target is source and not nodes):
+        if not wire.is_plain or (target is source and not sums.nodes):
             total = np.empty_like(total)
-        _reduce(total, contributions, op, divisor, nodes)
-        exchange.send_result(number, total)
-    exchange.finish()
+        sums.reduce_into(total, contributions)
+        segments.send_result(number, total)
+    segments.finish()
 
 
-class _Exchange:
-    """The messages of one reduction.
+class _Segments:
+    """The messages of one reduction, of which each rank reduces a segment.
 
     Args:
         world: MPI communicator of the ranks.
@@ -158,10 +209,9 @@ class _Exchange:
         for peer in self._earlier:
             part = self._slice(peer, number)
             if part.stop > part.start:
-                plain = self._wire.is_plain
-                row = (
-                    self._target[part] if plain else np.empty(part.stop - part.start, packed.dtype)
-                )
+                row = self._target[part]
+                if not self._wire.is_plain:
+                    row = np.empty(row.size, packed.dtype)
                 self._results.append((part, row, self._world.Irecv(as_bytes(row), peer, RESULT)))
         if total.size:
             message = as_bytes(packed)
@@ -183,37 +233,3 @@ class _Exchange:
         """Returns a piece of the segment of a rank; an empty one after its end."""
         low = min(self._bounds[rank] + number * self._step, self._bounds[rank + 1])
         return slice(low, min(low + self._step, self._bounds[rank + 1]))
-
-
-def _reduce(
-    result: np.ndarray,
-    numbers: Sequence[np.ndarray],
-    op: ReduceOp,
-    divisor: int,
-    nodes: Nodes,
-) -> None:
-    """Reduces contributions. With `nodes`, `result` may be one of them."""
-    if len(nodes) > 1:
-        left, right = combine_rows(
-            [_reduce_node([numbers[rank] for rank in ranks], op) for ranks in nodes],
-            lambda low, high: _combined(low, high, op),
-        )
-        combine(left, right, op, result)
-    else:
-        reduce_into(result, iter(numbers), op)
-    if divisor > 1:
-        divide(result, divisor)
-
-
-def _reduce_node(numbers: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
-    if len(numbers) == 1:
-        return numbers[0]
-    total = np.empty_like(numbers[0])
-    reduce_into(total, iter(numbers), op)
-    return total
-
-
-def _combined(left: np.ndarray, right: np.ndarray, op: ReduceOp) -> np.ndarray:
-    total = np.empty_like(left)
-    combine(left, right, op, total)
-    return total
