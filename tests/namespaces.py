@@ -4,8 +4,8 @@
     scripts/hosts 2 keras-dist --version  a command there
 
 Each host has a name (host1, host2, ...), an address, a file /etc/hosts with all names, and its own
-/dev/shm. The hosts share file systems and processes. `$KERAS_DIST_TEST_HOSTS` has the names, and
-`$KERAS_DIST_TEST_REACH` is a program that takes the place of ssh.
+/dev/shm. The hosts share file systems and processes. `$TEST_HOSTS` has the names, and
+`$TEST_HOSTS_REACH` is a program that takes the place of ssh.
 
 A host lives as long as the process that holds its namespaces, which ends with the pipe to this
 process: nothing is left after a kill.
@@ -219,8 +219,8 @@ def main():
         with make_hosts(options.count) as (hosts, reach):
             environment = {
                 **os.environ,
-                "KERAS_DIST_TEST_HOSTS": ",".join(host.name for host in hosts),
-                "KERAS_DIST_TEST_REACH": str(reach),
+                "TEST_HOSTS": ",".join(host.name for host in hosts),
+                "TEST_HOSTS_REACH": str(reach),
             }
             command = options.command or [os.environ.get("SHELL", "sh")]
             return subprocess.run([*hosts[0].enter, *command], env=environment).returncode

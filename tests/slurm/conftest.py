@@ -1,0 +1,17 @@
+"""A Slurm cluster of two nodes on this machine, for jobs that are submitted for real."""
+
+import pytest
+from namespaces import Unavailable
+from slurm_cluster import make_cluster
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """The cluster; skips the test where it cannot be made."""
+    # slurmd expects that others can enter its directories.
+    folder = tmp_path_factory.mktemp("slurm")
+    try:
+        with make_cluster(folder, 2) as made:
+            yield made
+    except Unavailable as error:
+        pytest.skip(f"no Slurm cluster: {error}")

@@ -1,0 +1,167 @@
+"""A Slurm cluster on test hosts of this machine, one node on each."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from namespaces import Unavailable, make_hosts
+
+# The Debian package of each file that the cluster needs.
+NEEDED = {
+    "munged": "munge",
+    "sbatch": "slurm-client",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "/usr/lib/x86_64-linux-gnu/pmix2/lib/libpmix.so": "libpmix-dev",
+}
+READY_SECONDS = 30
+# Character devices that every machine has stand for GPUs.
+GPUS = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random"]
+
+# Nodes share the file system: each has directories of its own (%n). `cred_expire` is also the delay
+# before a requeued job starts.
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={first}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+TmpFS={folder}/tmp.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/builtin
+SlurmdParameters=config_overrides
+GresTypes=gpu
+KillWait=30
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+NodeName={nodes} Sockets=1 CoresPerSocket=16 ThreadsPerCore=1 Gres=gpu:{gpus} State=UNKNOWN
+"""
+
+
+class Cluster:
+    """A running Slurm cluster.
+
+    Args:
+        folder: its configuration, state and logs.
+        hosts: its nodes, of which the first runs slurmctld.
+        reach: a program that takes the place of ssh.
+    """
+
+    def __init__(self, folder, hosts, reach):
+        self.folder, self.hosts, self.reach = folder, hosts, reach
+        self._variables = {"SLURM_CONF": str(folder / "slurm.conf")}
+
+    def run(self, *command, **variables):
+        """Runs a command on the first node; returns its output.
+
+        Raises:
+            AssertionError: it fails.
+        """
+        done = subprocess.run(
+            [*self.hosts[0].enter, *map(str, command)],
+            env={**os.environ, **self._variables, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}"
+        return done.stdout
+
+    def submit(self, script, *options, **variables):
+        """Submits a batch script; returns the number of the job."""
+        return int(self.run("sbatch", "--parsable", *options, script, **variables))
+
+    def job(self, number):
+        """Returns the fields of a job, as `scontrol show job` names them."""
+        words = self.run("scontrol", "--oneliner", "show", "job", number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait(self, number, *states, seconds=120):
+        """Waits until a job is in one of the states; returns its fields."""
+        end = time.monotonic() + seconds
+        while (fields := self.job(number))["JobState"] not in states:
+            assert time.monotonic() < end, f"{fields}\n{self.logs()}"
+            time.sleep(0.2)
+        return fields
+
+    def logs(self):
+        """Returns the ends of the logs of Slurm."""
+        logs = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in logs)
+
+    def start(self):
+        """Starts the daemons and waits until all nodes are idle."""
+        munge = self.folder / "munge"
+        munge.mkdir(mode=0o755)
+        (munge / "key").write_bytes(secrets.token_bytes(128))
+        (munge / "key").chmod(0o600)
+        names = {"key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        files = [f"--{name}={munge / file}" for name, file in names.items()]
+        self._start(0, "munged", "--foreground", "--force", f"--socket={munge / 'socket'}", *files)
+        self._start(0, "slurmctld", "-D")
+        for number, host in enumerate(self.hosts):
+            for name in ("spool", "tmp"):
+                (self.folder / f"{name}.{host.name}").mkdir()
+            self._start(number, "slurmd", "-D", "-N", host.name)
+        end = time.monotonic() + READY_SECONDS
+        while self._idle_nodes() < len(self.hosts):
+            if time.monotonic() > end:
+                raise AssertionError(f"no idle nodes\n{self.logs()}")
+            time.sleep(0.2)
+
+    def _start(self, number, *command):
+        with open(self.folder / f"{Path(command[0]).name}-{number}.log", "w") as log:
+            subprocess.Popen(  # ends with its host
+                [*self.hosts[number].enter, *command],
+                env={**os.environ, **self._variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _idle_nodes(self):
+        with contextlib.suppress(AssertionError):
+            return self.run("sinfo", "--noheader", "--Node", "--states=idle").count("\n")
+        return 0
+
+
+@contextlib.contextmanager
+def make_cluster(folder, nodes):
+    """Makes a Slurm cluster with configuration, state and logs in a folder, and removes it.
+
+    Raises:
+        Unavailable: a package is missing, or hosts cannot be made; the text names the reason.
+    """
+    missing = {package for file, package in NEEDED.items() if shutil.which(file) is None}
+    missing -= {package for file, package in NEEDED.items() if Path(file).exists()}
+    if missing:
+        raise Unavailable(f"Debian packages missing: {', '.join(sorted(missing))}")
+    with make_hosts(nodes) as (hosts, reach):
+        text = CONFIGURATION.format(
+            folder=folder,
+            first=hosts[0].name,
+            nodes=f"host[1-{nodes}]",
+            gpus=len(GPUS),
+        )
+        (folder / "slurm.conf").write_text(text)
+        (folder / "state").mkdir()
+        (folder / "gres.conf").write_text(f"Name=gpu File={','.join(GPUS)}\n")
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        cluster = Cluster(folder, hosts, reach)
+        cluster.start()
+        yield cluster
