@@ -15,14 +15,17 @@ from common import (
     answer,
     free_memory,
     last_line,
+    library_calls,
+    library_slug,
     load,
     machine,
+    medians,
     options_of,
     parser,
     plotter,
     ratio,
     start,
-    table,
+    title,
     verdicts,
     write,
 )
@@ -101,28 +104,13 @@ def prepare(MPI, comm, count):
     plan = _engine.PlanOptions(mine.nbytes, lend=True)
     fused = _engine.FusedAllreduce(comm, ["a"], specs, options, plan)
 
-    def as_it_comes():
-        fresh = np.empty_like(mine)
-        world.Allreduce(mine, fresh)
-        return fresh
-
-    def two_buffers():
-        world.Allreduce(mine, out)
-        return out
-
-    def in_place():
-        world.Allreduce(MPI.IN_PLACE, place)
-        return place
-
     def copy():
         np.copyto(twin, mine)
         return twin
 
     calls = {
         "ours": lambda: fused([mine])[0],
-        "as_it_comes": as_it_comes,
-        "two_buffers": two_buffers,
-        "in_place": in_place,
+        **library_calls(MPI, mine, place, out),
         "copy": copy,
     }
     for name, call in calls.items():
@@ -143,18 +131,14 @@ def report(runs, before, directory):
     text.append(f"# allreduce of float32\n\n{library}; {machine()}; {before}.")
     text.append("Medians, in milliseconds.")
     for ranks, run in runs.items():
-        body = [
-            [title(int(size)), *(f"{1e3 * statistics.median(s[c]):.3f}" for c in CONTENDERS)]
-            for size, s in run["sizes"].items()
-        ]
         text.append(f"\n## {ranks} ranks\n")
-        text.append(table(["size", *CONTENDERS.values()], body))
+        text.append(medians(run["sizes"], CONTENDERS))
         if ranks == 2:
             rows = judge({int(size): samples for size, samples in run["sizes"].items()})
     if rows:
         text.append("\n## Must reach, 2 ranks\n\n" + verdicts(rows))
     print("\n".join(text))
-    slug = "openmpi" if library.startswith("Open MPI") else library.split()[0].lower()
+    slug = library_slug(library)
     write(directory, f"allreduce_{slug}", "\n".join([*text, "", last_line(rows)]))
     plot(runs, directory / f"allreduce_{slug}.png", library)
     print(last_line(rows))
@@ -193,10 +177,6 @@ def judge(sizes):
         what = f"{title(4096)}, {CONTENDERS['ours']} beyond MPI best prepared"
         rows.append((what, "<= 25 us more", f"{more:+.1f} us", more <= 25))
     return rows
-
-
-def title(nbytes):
-    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes / 1024:g} KiB"
 
 
 def plot(runs, path, library):

@@ -10,6 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 RESULTS = Path(__file__).with_name("results")
 MIB = 2**20
 
@@ -60,6 +62,60 @@ def answer(path, found):
 def ratio(numerators, denominators):
     """Returns the median of the ratios of two lists of numbers, round by round."""
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def library_calls(MPI, mine, place, out):
+    """Returns the ways to call `Allreduce` of the MPI library, by name.
+
+    Args:
+        MPI: mpi4py's `MPI` module.
+        mine: contribution of this rank.
+        place: array that the call in place reduces.
+        out: array for the result of the other call with warm buffers.
+    """
+    world = MPI.COMM_WORLD
+
+    def as_it_comes():
+        fresh = np.empty_like(mine)
+        world.Allreduce(mine, fresh)
+        return fresh
+
+    def two_buffers():
+        world.Allreduce(mine, out)
+        return out
+
+    def in_place():
+        world.Allreduce(MPI.IN_PLACE, place)
+        return place
+
+    return {"as_it_comes": as_it_comes, "two_buffers": two_buffers, "in_place": in_place}
+
+
+def title(nbytes):
+    """Returns a size in bytes in words."""
+    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes / 1024:g} KiB"
+
+
+def medians(sizes, contenders):
+    """Returns a table of medians in milliseconds.
+
+    Args:
+        sizes: by size in bytes, the samples of each contender.
+        contenders: titles of the contenders by name.
+    """
+    body = [
+        [
+            title(int(size)),
+            *(f"{1e3 * statistics.median(samples[name]):.3f}" for name in contenders),
+        ]
+        for size, samples in sizes.items()
+    ]
+    return table(["size", *contenders.values()], body)
+
+
+def library_slug(library):
+    """Returns the name of an MPI library for files, from its version in words."""
+    return "openmpi" if library.startswith("Open MPI") else library.split()[0].lower()
 
 
 def machine():

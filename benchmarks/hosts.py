@@ -1,6 +1,7 @@
 """Times allreduce of float32 between hosts: keras_dist, the MPI library, gloo, plain sockets.
 
     python benchmarks/hosts.py [--hosts 2 3] [--ranks 1 2] [--quick]
+    KERAS_DIST_REDUCTION=library python benchmarks/hosts.py
 
 The hosts are network namespaces of this machine, see scripts/hosts: root is needed. Contenders
 take turns within one run and every number is a median, so that what else the machine does falls on
@@ -22,18 +23,21 @@ from common import (
     MIB,
     answer,
     last_line,
+    library_calls,
+    library_slug,
     load,
     machine,
+    medians,
     options_of,
     parser,
     ratio,
-    table,
+    title,
     verdicts,
     write,
 )
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from namespaces import INTERFACE, make_hosts, mpiexec_command
+from namespaces import INTERFACE, Unavailable, make_hosts, mpiexec_command
 
 SIZES = [4 * 1024, 64 * 1024, MIB, 16 * MIB, 100 * MIB]
 CONTENDERS = {
@@ -59,11 +63,14 @@ def main():
     sizes = options.sizes or [n for n in SIZES if not options.quick or n <= 16 * MIB]
     task = {"sizes": sizes, "rounds": (3, 5) if options.quick else (7, 31)}
     before = load()
-    runs = {
-        (hosts, ranks): start(hosts, ranks, task)
-        for hosts in options.hosts
-        for ranks in options.ranks
-    }
+    try:
+        runs = {
+            (hosts, ranks): start(hosts, ranks, task)
+            for hosts in options.hosts
+            for ranks in options.ranks
+        }
+    except Unavailable as error:
+        made.error(f"no test hosts: {error}")
     report(runs, before, options.output)
 
 
@@ -146,24 +153,9 @@ def prepare(MPI, count, gloo, peer):
     mine = pattern + world.rank
     out, place = np.zeros_like(mine), np.zeros_like(mine)
 
-    def as_it_comes():
-        fresh = np.empty_like(mine)
-        world.Allreduce(mine, fresh)
-        return fresh
-
-    def two_buffers():
-        world.Allreduce(mine, out)
-        return out
-
-    def in_place():
-        world.Allreduce(MPI.IN_PLACE, place)
-        return place
-
     calls = {
         "ours": lambda: keras_dist.allreduce(mine, "sum"),
-        "as_it_comes": as_it_comes,
-        "two_buffers": two_buffers,
-        "in_place": in_place,
+        **library_calls(MPI, mine, place, out),
     }
     if gloo is not None:
         import torch
@@ -203,22 +195,23 @@ def exchange(peer, mine, theirs):
 def report(runs, before, directory):
     library = next(iter(runs.values()))["library"].split(",")[0]
     text = [f"# allreduce of float32 between hosts\n\n{library}; {machine()}; {before}."]
+    reduction = os.environ.get("KERAS_DIST_REDUCTION", "ordered")
+    text[0] += "" if reduction == "ordered" else f" KERAS_DIST_REDUCTION={reduction}."
     text.append("Medians, in milliseconds.")
     rows = []
     for (hosts, ranks), run in runs.items():
         sizes = {int(size): samples for size, samples in run["sizes"].items()}
-        names = [name for name in CONTENDERS if name in next(iter(sizes.values()))]
-        body = [
-            [title(size), *(f"{1e3 * statistics.median(samples[name]):.3f}" for name in names)]
-            for size, samples in sizes.items()
-        ]
+        measured = next(iter(sizes.values()))
+        contenders = {name: words for name, words in CONTENDERS.items() if name in measured}
         heading = f"{hosts} hosts, {ranks} rank{'s' * (ranks > 1)} on each"
         text.append(f"\n## {heading}\n")
-        text.append(table(["size", *(CONTENDERS[name] for name in names)], body))
+        text.append(medians(sizes, contenders))
         rows += judge(heading, sizes)
     text.append("\n## Must reach\n\n" + verdicts(rows))
     print("\n".join(text))
-    slug = "openmpi" if library.startswith("Open MPI") else library.split()[0].lower()
+    slug = library_slug(library)
+    if reduction != "ordered":
+        slug += f"_{reduction}"
     write(directory, f"hosts_{slug}", "\n".join([*text, "", last_line(rows)]))
     print(last_line(rows))
 
@@ -241,10 +234,6 @@ def judge(heading, sizes):
         if size >= 16 * MIB and "sockets" in samples:
             at_most(size, "sockets", 1.4, CONTENDERS["sockets"])
     return rows
-
-
-def title(nbytes):
-    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes / 1024:g} KiB"
 
 
 if __name__ == "__main__":

@@ -123,6 +123,15 @@ VARIABLES = (
         "copy or mpi",
     ),
     Variable(
+        "reduction",
+        _one_of("ordered", "library"),
+        "ordered",
+        "Reduction between nodes of arrays over 64 KiB. `ordered`: sums in an order that depends on "
+        "the number of nodes only. `library`: `MPI_Allreduce`, whose order of sums depends on the "
+        "MPI library, its settings and the size.",
+        "ordered or library",
+    ),
+    Variable(
         "overlap",
         _one_of("auto", "on", "off"),
         "auto",
@@ -239,6 +248,7 @@ class Settings:
     threads: int
     pin_device: bool
     reduce: str
+    reduction: str
     overlap: str
     compression: str
     stall_seconds: int

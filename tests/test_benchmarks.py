@@ -60,15 +60,16 @@ def test_allreduce(tmp_path):
 
 def test_hosts(tmp_path):
     with hosts_or_skip(2):
-        options = ["--quick", "--hosts", "2", "--ranks", "1", "--sizes", "4096", "--output"]
-        job = subprocess.run(
-            [sys.executable, str(FOLDER / "hosts.py"), *options, str(tmp_path)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-        )
+        pass  # the benchmark makes its own
+    options = ["--quick", "--hosts", "2", "--ranks", "1", "--sizes", "4096", "--output"]
+    job = subprocess.run(
+        [sys.executable, str(FOLDER / "hosts.py"), *options, str(tmp_path)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
     assert re.search(r"^\| 4 KiB +\|( +\d+\.\d{3} \|)+$", job.stdout, re.MULTILINE), job.stdout
     last = told(job, r"passed \d of 1")[0]
     (written,) = tmp_path.glob("*.md")

@@ -40,6 +40,7 @@ class Communicator:
         reduce: how ranks of a node reduce: `"copy"` or `"mpi"`.
         job: communicator of all ranks of the job; `None` if it is this one.
         ranks: numbers of these ranks in the job, ascending. Defaults to all.
+        reduction: how nodes reduce: `"ordered"` or `"library"`.
 
     Attributes:
         topology: the place of this rank among nodes; `rank`, `size`, `world` and `is_one_node` are
@@ -64,9 +65,10 @@ class Communicator:
         reduce: str = "copy",
         job: "Communicator | None" = None,
         ranks: Sequence[int] | None = None,
+        reduction: str = "ordered",
     ):
         self.mpi: Any = mpi
-        self.reduce = reduce
+        self.reduce, self.reduction = reduce, reduction
         self.thread_multiple = mpi is None or mpi.Query_thread() >= mpi.THREAD_MULTIPLE
         self._job = job
         self.ranks: Sequence[int] = ranks or (0,)

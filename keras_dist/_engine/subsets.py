@@ -21,7 +21,7 @@ def subset(job: Communicator, ranks: Sequence[int]) -> Communicator:
     everyone = job.world.Get_group()
     group = everyone.Incl(ranks)
     comm = job.world.Create_group(group)
-    made = Communicator(job.mpi, comm, job.reduce, job, ranks)
+    made = Communicator(job.mpi, comm, job.reduce, job, ranks, job.reduction)
     comm.Free()
     group.Free()
     everyone.Free()

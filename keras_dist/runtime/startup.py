@@ -20,6 +20,7 @@ __all__ = ["compare_versions", "join_ranks", "take_device"]
 ALIKE = (
     "bucket_nbytes",
     "reduce",
+    "reduction",
     "overlap",
     "compression",
     "stall_seconds",
@@ -60,7 +61,7 @@ def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
     if mpi is not None:
         _check_settings(members or mpi.COMM_WORLD)
     settings = config.settings()
-    joined = _engine.Communicator(mpi, members, settings.reduce)
+    joined = _engine.Communicator(mpi, members, settings.reduce, reduction=settings.reduction)
     joined.watch(settings.stall_seconds, settings.stall_abort_seconds)
     if mpi is not None:
         _engine.library.unlink_mpich_memory()

@@ -106,7 +106,12 @@ def test_threads_are_this_ranks_share_of_the_cores():
 
 @pytest.mark.parametrize(
     ("field", "values"),
-    [("bucket_nbytes", (1, 2)), ("reduce", ("copy", "mpi")), ("compression", ("none", "fp16"))],
+    [
+        ("bucket_nbytes", (1, 2)),
+        ("reduce", ("copy", "mpi")),
+        ("reduction", ("ordered", "library")),
+        ("compression", ("none", "fp16")),
+    ],
 )
 def test_different_settings_are_found_before_data_moves(monkeypatch, field, values):
     if world.size == 1:

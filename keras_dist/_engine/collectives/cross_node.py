@@ -1,6 +1,7 @@
 """The part of a bucket's reduction that crosses nodes, through MPI."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,7 @@ class CrossNodeReduction:
     ):
         self._comm, self._buckets, self._op = comm, buckets, op
         self._compression = compression
+        self._library = comm.mpi if comm.reduction == "library" else None
         self._wires: dict[int, Wire] = {}
         self._messages: dict[int, Message] = {}
         #: the reduction on each node: an average over several nodes is a sum, divided at the end
@@ -84,8 +86,7 @@ class CrossNodeReduction:
         nodes = self._comm.topology.nodes if by_node else []
         op = self.op_on_node if nodes else self._op
         sums = Combination(op, self._divisor(op), nodes)
-        wire, halving = self._wire(number), self._comm.halving_nbytes
-        reduce_through_mpi(self._comm.world, source, target, sums, wire, halving)
+        self._reduce(self._comm.world, source, target, sums, self._wire(number))
 
     def finish(self, number: int) -> Finish | None:
         """Returns a function that reduces this rank's slice of a bucket over all nodes, in place.
@@ -105,11 +106,17 @@ class CrossNodeReduction:
             # Sent beside the data, none of which is used if a slice is missing.
             answer = across.Iallreduce(everywhere.copy(), everywhere, self._comm.mpi.MIN)
             with spans.phase("cross-node"):
-                reduce_through_mpi(across, part, part, sums, wire, self._comm.halving_nbytes)
+                self._reduce(across, part, part, sums, wire)
                 wait(answer)
             return bool(everywhere[0])
 
         return finish
+
+    def _reduce(
+        self, world: Any, source: np.ndarray, target: np.ndarray, sums: Combination, wire: Wire
+    ) -> None:
+        halving_nbytes = self._comm.halving_nbytes
+        reduce_through_mpi(world, source, target, sums, wire, halving_nbytes, self._library)
 
     def _divisor(self, op: ReduceOp) -> int:
         return 1 if op is self._op else self._comm.size

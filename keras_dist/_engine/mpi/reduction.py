@@ -30,6 +30,14 @@ PIECE_NBYTES, PIECES_NBYTES = 2**20, 2**22
 WINDOW = 2  # pieces of each segment that are under way: one travels while another is reduced
 CONTRIBUTION, RESULT = 3, 4  # MPI tags
 
+_MPI_OPS = {
+    ReduceOp.AVERAGE: "SUM",
+    ReduceOp.SUM: "SUM",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.PRODUCT: "PROD",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
@@ -83,6 +91,7 @@ def reduce_through_mpi(
     sums: Combination,
     wire: Wire,
     halving_nbytes: int = 0,
+    library: Any | None = None,
 ) -> None:
     """Reduces a flat array over ranks. Collective: every rank of `world`; blocks.
 
@@ -94,11 +103,15 @@ def reduce_through_mpi(
         wire: wire format of the numbers.
         halving_nbytes: size in bytes up to which ranks that are one of each node halve the array
             recursively. Defaults to 0: never.
+        library: mpi4py's `MPI` module where `MPI_Allreduce` reduces dtypes that are their own
+            accumulator. Defaults to `None`: the order of sums is that of `sums`.
     """
     size = world.Get_size()
     width = max(source.itemsize, wire.dtype.itemsize)
     fits = source.size * size * width <= transfer.MAX_NBYTES
-    if source.nbytes <= halving_nbytes and wire.is_plain and len(sums.nodes) == size:
+    if library is not None and wire.is_plain and len(sums.nodes) > 1:
+        _reduce_by_library(world, source, target, sums, library)
+    elif source.nbytes <= halving_nbytes and wire.is_plain and len(sums.nodes) == size:
         if target is not source:
             np.copyto(target, source)
         reduce_by_halves(world, target, sums.op, sums.divisor)
@@ -107,6 +120,21 @@ def reduce_through_mpi(
     else:
         nbytes = min(PIECE_NBYTES, PIECES_NBYTES // size, transfer.MAX_NBYTES)
         _reduce_in_pieces(world, source, target, sums, wire, max(1, nbytes // width))
+
+
+def _reduce_by_library(
+    world: Any, source: np.ndarray, target: np.ndarray, sums: Combination, mpi: Any
+) -> None:
+    """Reduces by `MPI_Allreduce`."""
+    step = transfer.MAX_NBYTES // source.itemsize
+    op = getattr(mpi, _MPI_OPS[sums.op])
+    for low in range(0, source.size, step):
+        part = target[low : low + step]
+        sent = mpi.IN_PLACE if target is source else source[low : low + step]
+        with blocked:
+            world.Allreduce(sent, part, op)
+    if sums.divisor > 1:
+        divide(target, sums.divisor)
 
 
 def _reduce_everything(
