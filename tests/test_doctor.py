@@ -64,7 +64,11 @@ def test_doctor_says_what_is_missing(capsys, monkeypatch, tmp_path):
             "Threads",
             "Use an MPI library built for MPI_THREAD_SERIALIZED or higher.",
         ),
-        ({"shares_memory": False}, "Speed", "Ranks of one node share memory on x86 under Linux"),
+        (
+            {"shares_memory": False},
+            "Speed",
+            "Ranks of one node share memory on x86 and aarch64 under Linux",
+        ),
     ],
 )
 def test_what_a_job_finds_has_a_remedy(facts, what, remedy):

@@ -18,6 +18,7 @@ from keras_dist._engine.faults.stall_watchdog import StallWatchdog
 from keras_dist._engine.mpi.digests import DigestExchange
 from keras_dist._engine.mpi.halving import halving_nbytes
 from keras_dist._engine.mpi.hello import decline
+from keras_dist._engine.mpi.memory_fence import MemoryFence, orders_stores
 from keras_dist._engine.mpi.topology import Topology, first_error, share
 from keras_dist._engine.mpi.transfer import allgather_parts
 from keras_dist._engine.ordering.order import CollectiveOrder
@@ -89,6 +90,7 @@ class Communicator:
         self.subsets = 0
         self._warned = False
         self.node: Node | None = None
+        self._fence: MemoryFence | None = None
         self.halving_nbytes = 0
         self._set_topology(Topology())
         if mpi is not None:
@@ -150,6 +152,8 @@ class Communicator:
         self.plans.clear()
         self.idle_memory.clear()
         self.node = None
+        if self._fence is not None:
+            self._fence.free()
         worlds = (self.services.detach_channel_world(), *self.topology.mpi_communicators)
         for world in filter(None, worlds):
             try:
@@ -237,7 +241,9 @@ class Communicator:
             return lost(self.where(), [self._neighbours[index] for index in indices])
 
         rank, size = self.topology.local_rank, self.topology.local_size
-        node, reason = join_node(rank, size, share_on_node, error, self._decline)
+        if self._fence is None and not orders_stores():
+            self._fence = MemoryFence(self.mpi)
+        node, reason = join_node(rank, size, share_on_node, error, self._decline, self._fence)
         reason = first_error(self.world, reason)
         if reason is not None or node is None:
             self.warn_no_shared_memory(reason)

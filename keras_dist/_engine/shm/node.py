@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_dist._engine.shm.processes import Processes, namespace
 from keras_dist._engine.shm.segments import Segment, ShmBarrier, clean_up, make_segment
+from keras_dist._engine.shm.wait import CAN_SLEEP
 
 __all__ = ["Node", "join_node"]
 
@@ -56,6 +57,7 @@ def join_node(
     share: Callable[[Any], list[Any]],
     lost: Callable[[list[int]], Exception],
     poll: Callable[[], None],
+    fence: Callable[[], None] | None = None,
 ) -> tuple[Node | None, str | None]:
     """Allocates the shared memory of the ranks of a node.
 
@@ -67,14 +69,13 @@ def join_node(
         share: returns the objects of all ranks of the node, in rank order.
         lost: makes the error for ranks of the node that have died.
         poll: called repeatedly while this rank waits.
+        fence: full memory fence. Defaults to `None`: the processor keeps the order of stores.
 
     Returns:
         The node and `None`, or `None` and the reason why there is no shared memory.
     """
-    if platform.machine() not in ("x86_64", "AMD64"):
-        # Elsewhere cores may see the stores of another core in another order, and Python has no
-        # memory fence.
-        return None, f"it relies on the order of stores of x86, and this is {platform.machine()}"
+    if not CAN_SLEEP:
+        return None, f"keras_dist does not know how to wait in it on {platform.machine()}"
     clean_up()
     segment, reason = make_segment(ShmBarrier.nbytes_for(size), rank, share)
     if segment is None:
@@ -88,5 +89,5 @@ def join_node(
             raise lost(dead)
         poll()
 
-    barrier = ShmBarrier(segment, rank, size, check)
+    barrier = ShmBarrier(segment, rank, size, check, fence)
     return Node(rank, size, share, barrier, processes.dead), None

@@ -209,16 +209,25 @@ class ShmBarrier:
         rank: index of this rank on the node.
         size: number of ranks on the node.
         check: called repeatedly while this rank waits; raises if a rank has died.
+        fence: full memory fence; every access of this rank to the memory that the barrier protects
+            is on one side of it. Defaults to `None`: the processor keeps the order.
     """
 
     LINES = 3  # counter, two digests
 
-    def __init__(self, segment: Segment, rank: int, size: int, check: Callable[[], None]):
-        self._check = check
+    def __init__(
+        self,
+        segment: Segment,
+        rank: int,
+        size: int,
+        check: Callable[[], None],
+        fence: Callable[[], None] | None = None,
+    ):
+        self._check, self._fence = check, fence
         end = self.nbytes_for(size)
         self._left = segment.memory[end - LINE : end].data
         lines = segment.memory[: end - LINE].reshape(size, self.LINES, LINE)
-        self._counters = [Counter(lines[r, 0, :4].view(np.uint32)) for r in range(size)]
+        self._counters = [Counter(lines[r, 0, :4].view(np.uint32), fence) for r in range(size)]
         self._mine = self._counters[rank]
         self._others = [c for r, c in enumerate(self._counters) if r != rank]
         self._digests = [
@@ -286,4 +295,6 @@ class ShmBarrier:
         self._mine.raise_to(self._count)
 
     def _agree(self, digest: bytes) -> bool:
+        if self._fence is not None:
+            self._fence()
         return all(other == digest for other in self._digests[self._count % 2])

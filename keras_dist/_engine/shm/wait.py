@@ -1,7 +1,7 @@
 """Waits: counters in shared memory, and a record of what each thread waits for.
 
 A thread that waits for a counter spins briefly and then sleeps in the kernel, which wakes it (a
-futex: Linux on x86). Spinning reacts within a microsecond but keeps a core busy that another rank,
+futex, on Linux). Spinning reacts within a microsecond but keeps a core busy that another rank,
 or the framework of this one, may need. All waits for other ranks are recorded here, by whatever
 means a thread waits, and their time is added up.
 """
@@ -9,6 +9,7 @@ means a thread waits, and their time is added up.
 import contextlib
 import ctypes
 import os
+import platform
 import time
 from collections.abc import Callable, Sequence
 from threading import get_ident
@@ -18,6 +19,7 @@ import numpy as np
 
 __all__ = [
     "AT_THE_END",
+    "CAN_SLEEP",
     "PATIENCE_SECONDS",
     "Counter",
     "also_blocked",
@@ -33,8 +35,9 @@ AT_THE_END = "the end of the script"  # the operation of ranks that have nothing
 SPIN_SECONDS = 30e-6
 PATIENCE_SECONDS = 0.5  # a sleeping thread checks this often whether the others are alive
 
-# The C library has no wrapper of this system call.
-_FUTEX = 202
+# The number of the system call, for which the C library has no wrapper.
+_FUTEX = {"x86_64": 202, "AMD64": 202, "aarch64": 98}.get(platform.machine(), 0)
+CAN_SLEEP = _FUTEX > 0
 _WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1  # operations on words that processes share
 
 
@@ -113,10 +116,13 @@ class Counter:
 
     Args:
         word: uint32 array of shape (1,) in shared memory, alone on its cache line.
+        fence: called before the counter is set, so that others see the stores before it first.
+            Defaults to `None`: the processor does not reorder stores.
     """
 
-    def __init__(self, word: np.ndarray):
+    def __init__(self, word: np.ndarray, fence: Callable[[], None] | None = None):
         self._view = word.data
+        self._fence = fence
         self._address = ctypes.c_void_p(word.ctypes.data)
 
     def raise_to(self, value: int) -> None:
@@ -125,6 +131,8 @@ class Counter:
         The system call happens even if no thread sleeps: it takes a microsecond and is a full
         memory barrier, which a check would need as well.
         """
+        if self._fence is not None:
+            self._fence()
         self._view[0] = value
         self.wake()
 

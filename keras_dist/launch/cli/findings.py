@@ -119,7 +119,9 @@ def of_a_job(found: Mapping[str, Any], seconds: float) -> Iterator[Finding]:
     if found["shares_memory"]:
         yield Finding("Speed", f"{speed}, in shared memory")
     else:
-        remedy = "Ranks of one node share memory on x86 under Linux, with room in /dev/shm."
+        remedy = (
+            "Ranks of one node share memory on x86 and aarch64 under Linux, with room in /dev/shm."
+        )
         yield Finding("Speed", f"{speed}, through MPI", remedy)
     says = {True: "yes", False: "no", None: "unknown"}[found["cuda_aware"]]
     yield Finding("CUDA-aware", f"{says}; gradients of GPUs travel through host memory, no NCCL")
