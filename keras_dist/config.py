@@ -126,9 +126,9 @@ VARIABLES = (
         "reduction",
         _one_of("ordered", "library"),
         "ordered",
-        "Reduction between nodes of arrays over 64 KiB. `ordered`: the order of sums depends on "
-        "the number of nodes only. `library`: `MPI_Allreduce`, whose order of sums depends on the "
-        "MPI library, its settings and the size.",
+        "Reduction between nodes of float32, float64 and complex arrays over 64 KiB. `ordered`: "
+        "the order of sums depends on the nodes only. `library`: `MPI_Allreduce`, whose order of "
+        "sums depends on the MPI library, its settings and the size.",
         "ordered or library",
     ),
     Variable(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from namespaces import Unavailable, make_hosts
 
-# The Debian package of each file that the cluster needs.
+# The Debian package of each program or file that the cluster needs.
 NEEDED = {
     "munged": "munge",
     "sbatch": "slurm-client",
@@ -56,11 +56,10 @@ class Cluster:
     Args:
         folder: its configuration, state and logs.
         hosts: its nodes, of which the first runs slurmctld.
-        reach: a program that takes the place of ssh.
     """
 
-    def __init__(self, folder, hosts, reach):
-        self.folder, self.hosts, self.reach = folder, hosts, reach
+    def __init__(self, folder, hosts):
+        self.folder, self.hosts = folder, hosts
         self._variables = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def run(self, *command, **variables):
@@ -147,11 +146,10 @@ def make_cluster(folder, nodes):
     Raises:
         Unavailable: a package is missing, or hosts cannot be made; the text names the reason.
     """
-    missing = {package for file, package in NEEDED.items() if shutil.which(file) is None}
-    missing -= {package for file, package in NEEDED.items() if Path(file).exists()}
+    missing = [package for file, package in NEEDED.items() if not _is_installed(file)]
     if missing:
-        raise Unavailable(f"Debian packages missing: {', '.join(sorted(missing))}")
-    with make_hosts(nodes) as (hosts, reach):
+        raise Unavailable(f"Debian packages missing: {', '.join(missing)}")
+    with make_hosts(nodes) as (hosts, _):
         text = CONFIGURATION.format(
             folder=folder,
             first=hosts[0].name,
@@ -162,6 +160,10 @@ def make_cluster(folder, nodes):
         (folder / "state").mkdir()
         (folder / "gres.conf").write_text(f"Name=gpu File={','.join(GPUS)}\n")
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        cluster = Cluster(folder, hosts, reach)
+        cluster = Cluster(folder, hosts)
         cluster.start()
         yield cluster
+
+
+def _is_installed(file):
+    return os.path.exists(file) if os.path.isabs(file) else shutil.which(file) is not None

@@ -256,15 +256,18 @@ def test_bits_do_not_depend_on_bucket_sizes_or_methods(op, way):
 def test_the_library_reduces_between_nodes_on_request(monkeypatch, op, way):
     comm = _engine.Communicator(runtime.communicator().mpi, None, way, reduction="library")
     by_library, calls = reduction._reduce_by_library, []
-    monkeypatch.setattr(
-        reduction, "_reduce_by_library", lambda *all: calls.append(all) or by_library(*all)
-    )
+
+    def recorded(*arguments):
+        calls.append(arguments)
+        by_library(*arguments)
+
+    monkeypatch.setattr(reduction, "_reduce_by_library", recorded)
     monkeypatch.setattr(reduction.transfer, "MAX_NBYTES", 100_000)  # several calls of MPI
     for dtype in (np.float32, np.float64, np.int32):
-        del calls[:]
+        calls.clear()
         mine = contribution(keras_dist.rank(), 50_000, dtype)
-        reduction_options = _engine.OpOptions(_engine.parse_op(op))
-        [found] = _engine.collectives.allreduce(comm, [mine], ["x"], reduction_options, 2**23)
+        options = _engine.OpOptions(_engine.parse_op(op))
+        [found] = _engine.collectives.allreduce(comm, [mine], ["x"], options, 2**23)
         expected = keras_dist.allreduce(mine, op)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
         assert equal_on_all(found.tobytes())

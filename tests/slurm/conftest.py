@@ -8,7 +8,6 @@ from slurm_cluster import make_cluster
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
     """The cluster; skips the test where it cannot be made."""
-    # slurmd expects that others can enter its directories.
     folder = tmp_path_factory.mktemp("slurm")
     try:
         with make_cluster(folder, 2) as made:

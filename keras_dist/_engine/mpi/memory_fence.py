@@ -12,7 +12,7 @@ __all__ = ["MemoryFence", "orders_stores"]
 
 def orders_stores() -> bool:
     """Returns whether other cores see the stores of a core in their order."""
-    return platform.machine() in ("x86_64", "AMD64")
+    return platform.machine() == "x86_64"
 
 
 class MemoryFence:

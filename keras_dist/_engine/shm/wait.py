@@ -36,7 +36,7 @@ SPIN_SECONDS = 30e-6
 PATIENCE_SECONDS = 0.5  # a sleeping thread checks this often whether the others are alive
 
 # The number of the system call, for which the C library has no wrapper.
-_FUTEX = {"x86_64": 202, "AMD64": 202, "aarch64": 98}.get(platform.machine(), 0)
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
 CAN_SLEEP = _FUTEX > 0
 _WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1  # operations on words that processes share
 
