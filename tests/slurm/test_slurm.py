@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from jobs import is_alive, lean, pids
+from namespaces import MPICH as MPICH_SETTINGS
 
 JOBS = Path(__file__).parents[2] / "examples" / "jobs"
 RELIABILITY = Path(__file__).parents[2] / "docs" / "reliability.md"
@@ -73,7 +74,7 @@ def submit(cluster, open_mpi, tmp_path):
         if train_slowly:
             (folder / "slow").touch()
         (folder / "train.py").write_text(TRAIN)
-        given = lean(KERAS_BACKEND="torch", OMP_NUM_THREADS="1")
+        given = lean(KERAS_BACKEND="torch", OMP_NUM_THREADS="1", **MPICH_SETTINGS)
         given |= {"HOME": str(home), "PATH": f"{tmp_path / 'bin'}:{given['PATH']}"}
         size = ["--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=2"]
         return cluster.submit(
@@ -137,13 +138,6 @@ def test_srun_starts_the_ranks_with_their_gpus(cluster, submit, tmp_path):
     complete(cluster, folder, submit(SRUN, folder))
     assert about(folder) == ranks()
     assert output(folder).count(f"trained {STEPS} steps") == 4
-
-
-def test_srun_starts_mpich_by_pmi2(cluster, submit, tmp_path):
-    script, folder = tmp_path / "pmi2.sh", tmp_path / "job"
-    script.write_text(SRUN.read_text().replace("--mpi=pmix", "--mpi=pmi2"))
-    complete(cluster, folder, submit(script, folder, python=MPICH))
-    assert about(folder) == ranks()
 
 
 def script_of_the_page():
