@@ -81,7 +81,7 @@ LIBRARIES = {
 
 # The packages and modules of the engine, lowest first; modules of one line are not ordered.
 ENGINE_LAYERS = [
-    "arithmetic compression buckets rounds signature",
+    "arithmetic compression buckets pieces rounds signature",
     "result_memory",
     "tracing options",
     "shm",

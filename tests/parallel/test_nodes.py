@@ -215,11 +215,10 @@ def travelled(rows, compression, divisor):
 
 
 def added_in_rounds(rows):
-    """Adds the upper nodes to the lower ones, until one is left."""
+    """Adds neighbours until one is left; at first as many as leave a power of two."""
     while len(rows) > 1:
-        width = 2 ** ((len(rows) - 1).bit_length() - 1)
-        lower, upper = rows[:width], rows[width:]
-        rows = [*map(np.add, lower, upper), *lower[len(upper) :]]
+        paired = 2 * (len(rows) - 2 ** (len(rows).bit_length() - 1)) or len(rows)
+        rows = [*map(np.add, rows[:paired:2], rows[1:paired:2]), *rows[paired:]]
     return rows[0]
 
 
@@ -295,7 +294,7 @@ def test_compressed_results_are_rounded_once(dtype, compression, count):
 def test_pieces_between_nodes_do_not_change_bits(monkeypatch):
     mine = contribution(keras_dist.rank(), 100_000, np.float32)
     whole = [keras_dist.allreduce(mine, compression=each).tobytes() for each in ("none", "bf16")]
-    monkeypatch.setattr(reduction, "PIECE_NBYTES", 3000)
+    monkeypatch.setattr(reduction, "piece_nbytes", lambda ranks: 3000)
     cut = [keras_dist.allreduce(mine, compression=each).tobytes() for each in ("none", "bf16")]
     assert cut == whole
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from keras_dist._engine.arithmetic import ReduceOp, combine, divide
 from keras_dist._engine.mpi.transfer import as_bytes, wait
-from keras_dist._engine.rounds import Round, rounds
+from keras_dist._engine.rounds import Exchange, halving
 
 __all__ = ["crossover", "halving_nbytes", "reduce_by_halves"]
 
@@ -33,45 +33,29 @@ def reduce_by_halves(world: Any, target: np.ndarray, op: ReduceOp, divisor: int)
         divisor: divisor of the result.
     """
     rank = world.Get_rank()
-    plan = rounds(rank, world.Get_size())
-    first, last = plan[0], plan[-1]
-    if not first.receives:
-        _exchange(world, first, target, target)
-        _exchange(world, last, target, target)
-        return
+    plan = halving(rank, world.Get_size(), target.size)
     theirs = np.empty_like(target)
-    if not first.sends:
-        _exchange(world, first, target, theirs)
-        combine(target, theirs, op, target)
-    mine, halves = slice(0, target.size), []
     for step in plan:
-        if step.sends and step.receives:
-            middle = (mine.start + mine.stop) // 2
-            kept, given = slice(mine.start, middle), slice(middle, mine.stop)
-            if rank > step.peer:
-                kept, given = given, kept
-            _exchange(world, step, target[given], theirs[kept])
-            left, right = target[kept], theirs[kept]
+        _exchange(world, step, target, theirs)
+        if step.received is not None:
+            left, right = target[step.received], theirs[step.received]
             if rank > step.peer:
                 left, right = right, left
-            combine(left, right, op, target[kept])
-            halves.append((step, kept, given))
-            mine = kept
-    if divisor > 1:
-        divide(target[mine], divisor)
-    for step, kept, given in reversed(halves):
-        _exchange(world, step, target[kept], target[given])
-    if not last.receives:
-        _exchange(world, last, target, theirs)
+            combine(left, right, op, target[step.received])
+    reduced = plan[-1].received
+    if divisor > 1 and reduced is not None:
+        divide(target[reduced], divisor)
+    for step in reversed(plan):
+        _exchange(world, step.reverse, target, target)
 
 
-def _exchange(world: Any, step: Round, sent: np.ndarray, received: np.ndarray) -> None:
-    """Exchanges arrays with another node, as far as the round does both."""
+def _exchange(world: Any, step: Exchange, source: np.ndarray, target: np.ndarray) -> None:
+    """Sends elements of one array, and receives elements of another, as far as the step does."""
     requests = []
-    if step.receives:
-        requests.append(world.Irecv(as_bytes(received), step.peer, HALF))
-    if step.sends:
-        requests.append(world.Isend(as_bytes(sent), step.peer, HALF))
+    if step.received is not None:
+        requests.append(world.Irecv(as_bytes(target[step.received]), step.peer, HALF))
+    if step.sent is not None:
+        requests.append(world.Isend(as_bytes(source[step.sent]), step.peer, HALF))
     for request in requests:
         wait(request)
 

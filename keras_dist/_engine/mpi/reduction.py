@@ -7,7 +7,6 @@ every contribution is compressed, and every rank takes the result from its wire 
 """
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from keras_dist._engine.compression import Wire
 from keras_dist._engine.mpi import transfer
 from keras_dist._engine.mpi.halving import reduce_by_halves
 from keras_dist._engine.mpi.transfer import as_bytes, wait
+from keras_dist._engine.pieces import Pieces, piece_nbytes
 from keras_dist._engine.rounds import combine_rows
 from keras_dist._engine.shm.wait import blocked
 
@@ -25,8 +25,6 @@ __all__ = ["SMALL_NBYTES", "Combination", "reduce_through_mpi"]
 
 # Up to here every rank reduces everything: one message instead of two.
 SMALL_NBYTES = 32 * 1024
-# Bytes of a piece from one rank to another, and from all ranks together.
-PIECE_NBYTES, PIECES_NBYTES = 2**20, 2**22
 WINDOW = 2  # pieces of each segment that are under way: one travels while another is reduced
 CONTRIBUTION, RESULT = 3, 4  # MPI tags
 
@@ -118,7 +116,7 @@ def reduce_through_mpi(
     elif source.nbytes <= SMALL_NBYTES and fits:
         _reduce_everything(world, source, target, sums, wire)
     else:
-        nbytes = min(PIECE_NBYTES, PIECES_NBYTES // size, transfer.MAX_NBYTES)
+        nbytes = min(piece_nbytes(size), transfer.MAX_NBYTES)
         _reduce_in_pieces(world, source, target, sums, wire, max(1, nbytes // width))
 
 
@@ -153,46 +151,39 @@ def _reduce_in_pieces(
     world: Any, source: np.ndarray, target: np.ndarray, sums: Combination, wire: Wire, step: int
 ) -> None:
     """Reduces pieces of `step` elements, some of which are under way."""
-    segments = _Segments(world, source, target, wire, step)
+    pieces = Pieces(world.Get_rank(), world.Get_size(), source.size, step)
+    messages = _Messages(world, source, target, wire, pieces)
     started = 0
-    for number in range(segments.count):
-        while started < min(number + WINDOW, segments.count):
-            segments.start(started)
+    for number in range(pieces.count):
+        while started < min(number + WINDOW, pieces.count):
+            messages.start(started)
             started += 1
-        contributions = segments.contributions(number)
-        total = segments.part(number)
+        contributions = messages.contributions(number)
+        total = target[pieces.part(number)]
         # A sum in rank order may not be written over one of its terms.
         if not wire.is_plain or (target is source and not sums.nodes):
             total = np.empty_like(total)
         sums.reduce_into(total, contributions)
-        segments.send_result(number, total)
-    segments.finish()
+        messages.send_result(number, total)
+    messages.finish()
 
 
-class _Segments:
-    """The messages of one reduction, of which each rank reduces a segment.
+class _Messages:
+    """The messages of one reduction.
 
     Args:
         world: MPI communicator of the ranks.
         source: contribution of this rank.
         target: the result.
         wire: wire format of the numbers.
-        step: number of elements of a piece.
-
-    Attributes:
-        count: number of pieces of a segment; the last one may be empty on some ranks.
+        pieces: which rank reduces what.
     """
 
-    def __init__(self, world: Any, source: np.ndarray, target: np.ndarray, wire: Wire, step: int):
+    def __init__(
+        self, world: Any, source: np.ndarray, target: np.ndarray, wire: Wire, pieces: Pieces
+    ):
         self._world, self._source, self._target = world, source, target
-        self._wire, self._step = wire, step
-        self._rank, size = world.Get_rank(), world.Get_size()
-        self._bounds = [source.size * rank // size for rank in range(size + 1)]
-        # Each rank sends to another one at a time, so that none receives from all at once.
-        self._later = [(self._rank + shift) % size for shift in range(1, size)]
-        self._earlier = self._later[::-1]
-        longest = max(high - low for low, high in itertools.pairwise(self._bounds))
-        self.count = -(-longest // step)
+        self._wire, self._pieces, self._rank = wire, pieces, world.Get_rank()
         self._arriving: dict[int, list[tuple[int, np.ndarray, Any]]] = {}
         self._leaving: dict[int, list[Any]] = {}
         self._results: list[tuple[slice, np.ndarray, Any]] = []
@@ -200,25 +191,21 @@ class _Segments:
 
     def start(self, number: int) -> None:
         """Starts to receive the contributions of a piece and to send those to others."""
-        mine = self._slice(self._rank, number)
+        mine = self._pieces.part(number)
         self._arriving[number] = []
-        for peer in self._earlier if mine.stop > mine.start else ():
+        for peer in self._pieces.senders if mine.stop > mine.start else ():
             row = np.empty(mine.stop - mine.start, self._wire.dtype)
             request = self._world.Irecv(as_bytes(row), peer, CONTRIBUTION)
             self._arriving[number].append((peer, row, request))
         self._leaving[number] = [
             self._world.Isend(self._packed(self._source[part]), peer, CONTRIBUTION)
-            for peer in self._later
-            if (part := self._slice(peer, number)).stop > part.start
+            for peer in self._pieces.receivers
+            if (part := self._pieces.part(number, peer)).stop > part.start
         ]
-
-    def part(self, number: int) -> np.ndarray:
-        """Returns the part of the result that this rank reduces."""
-        return self._target[self._slice(self._rank, number)]
 
     def contributions(self, number: int) -> list[np.ndarray]:
         """Waits for the contributions of a piece; returns those of all ranks, in rank order."""
-        mine = self._source[self._slice(self._rank, number)]
+        mine = self._source[self._pieces.part(number)]
         rows = {self._rank: self._wire.unpack(self._wire.pack(mine))}
         for peer, row, request in self._arriving.pop(number):
             wait(request)
@@ -228,14 +215,14 @@ class _Segments:
     def send_result(self, number: int, total: np.ndarray) -> None:
         """Starts to send the result of a piece, and to receive those of others."""
         packed = self._wire.pack(total)
-        mine = self.part(number)
+        mine = self._target[self._pieces.part(number)]
         if not np.may_share_memory(mine, packed):
             mine[...] = self._wire.unpack(packed)
         # What has been sent may be overwritten.
         for request in self._leaving.pop(number):
             wait(request)
-        for peer in self._earlier:
-            part = self._slice(peer, number)
+        for peer in self._pieces.senders:
+            part = self._pieces.part(number, peer)
             if part.stop > part.start:
                 row = self._target[part]
                 if not self._wire.is_plain:
@@ -243,7 +230,9 @@ class _Segments:
                 self._results.append((part, row, self._world.Irecv(as_bytes(row), peer, RESULT)))
         if total.size:
             message = as_bytes(packed)
-            self._sent += [self._world.Isend(message, peer, RESULT) for peer in self._later]
+            self._sent += [
+                self._world.Isend(message, peer, RESULT) for peer in self._pieces.receivers
+            ]
 
     def finish(self) -> None:
         """Waits for the results of all pieces."""
@@ -256,8 +245,3 @@ class _Segments:
 
     def _packed(self, part: np.ndarray) -> np.ndarray:
         return as_bytes(self._wire.pack(part))
-
-    def _slice(self, rank: int, number: int) -> slice:
-        """Returns a piece of the segment of a rank; an empty one after its end."""
-        low = min(self._bounds[rank] + number * self._step, self._bounds[rank + 1])
-        return slice(low, min(low + self._step, self._bounds[rank + 1]))

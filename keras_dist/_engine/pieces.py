@@ -1,0 +1,60 @@
+"""Pieces: which rank reduces which part of an array, and who sends what to whom. Pure.
+
+Each rank reduces a segment of the array, piece by piece: it receives a piece from every other rank
+and sends them the result.
+"""
+
+import itertools
+
+__all__ = ["Pieces", "piece_nbytes"]
+
+# Bytes of a piece from one rank to another: at most, from all ranks together, and at least.
+PIECE_NBYTES, PIECES_NBYTES, SMALLEST_NBYTES = 2**20, 2**22, 2**16
+
+
+def piece_nbytes(ranks: int) -> int:
+    """Returns the size in bytes of a piece.
+
+    Of many ranks, pieces are smaller, so that those under way fit in a cache, but not so small that
+    their number would count more than their size.
+
+    Args:
+        ranks: number of ranks.
+    """
+    return min(PIECE_NBYTES, max(SMALLEST_NBYTES, PIECES_NBYTES // ranks))
+
+
+class Pieces:
+    """The pieces of a reduction, as one rank sees them.
+
+    Args:
+        rank: this rank, 0 to `ranks - 1`.
+        ranks: number of ranks.
+        size: number of elements of the array.
+        step: number of elements of a piece.
+
+    Attributes:
+        count: number of pieces of a segment; the last one may be empty on some ranks.
+        receivers: ranks in the order in which this rank sends to them: each rank sends to another
+            one at a time, so that none receives from all at once.
+        senders: ranks in the order in which messages for this rank arrive.
+    """
+
+    def __init__(self, rank: int, ranks: int, size: int, step: int):
+        self._rank, self._step = rank, step
+        self._bounds = [size * other // ranks for other in range(ranks + 1)]
+        longest = max(high - low for low, high in itertools.pairwise(self._bounds))
+        self.count = -(-longest // step)
+        self.receivers = [(rank + shift) % ranks for shift in range(1, ranks)]
+        self.senders = self.receivers[::-1]
+
+    def part(self, number: int, rank: int | None = None) -> slice:
+        """Returns the elements of a piece; none after the end of the segment.
+
+        Args:
+            number: index of the piece.
+            rank: rank that reduces it. Defaults to `None`: this rank.
+        """
+        rank = self._rank if rank is None else rank
+        low = min(self._bounds[rank] + number * self._step, self._bounds[rank + 1])
+        return slice(low, min(low + self._step, self._bounds[rank + 1]))

@@ -1,0 +1,38 @@
+"""Pieces of a reduction: every element is reduced by one rank, whatever the sizes."""
+
+import numpy as np
+import pytest
+
+from keras_dist._engine.pieces import SMALLEST_NBYTES, Pieces, piece_nbytes
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 64, 1000])
+@pytest.mark.parametrize("ranks", [2, 3, 7, 16])
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_each_element_is_in_one_piece(ranks, size, step):
+    plans = [Pieces(rank, ranks, size, step) for rank in range(ranks)]
+    assert len({plan.count for plan in plans}) == 1
+    times = np.zeros(size, int)
+    for plan in plans:
+        for number in range(plan.count):
+            part = plan.part(number)
+            assert part.stop - part.start <= step
+            times[part] += 1
+    assert (times == 1).all()
+    for rank, plan in enumerate(plans):
+        for number in range(plan.count):
+            assert {other.part(number, rank) == plan.part(number) for other in plans} == {True}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_at_each_place_in_the_order_every_rank_receives_once(ranks):
+    plans = [Pieces(rank, ranks, 100, 10) for rank in range(ranks)]
+    for place in range(ranks - 1):
+        assert {plan.receivers[place] for plan in plans} == set(range(ranks))
+    assert all(sorted([*plan.senders, rank]) == [*range(ranks)] for rank, plan in enumerate(plans))
+
+
+def test_pieces_of_many_ranks_are_small_but_not_tiny():
+    sizes = [piece_nbytes(ranks) for ranks in (2, 8, 64, 10_000)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == SMALLEST_NBYTES
