@@ -58,6 +58,35 @@ def test_allreduce(tmp_path):
     assert written.read_text().strip().endswith(last)
 
 
+def test_scale(tmp_path):
+    python = "/usr/bin/python3"
+    check = subprocess.run([python, "-c", "import simgrid"], capture_output=True, text=True)
+    if check.returncode:
+        pytest.skip(f"no SimGrid: {check.stderr.strip()} (apt-get install python3-simgrid)")
+    job = subprocess.run(
+        [sys.executable, str(FOLDER / "scale.py"), "--quick", "--output", str(tmp_path)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    # The simulation is exact, so the bound holds on every machine.
+    assert told(job, r"passed \d of \d")[0] == "passed 1 of 1", job.stdout
+    assert (tmp_path / "scale.md").exists()
+
+
+def test_a_python_without_the_simulator_is_refused(tmp_path):
+    job = subprocess.run(
+        [sys.executable, str(FOLDER / "scale.py"), "--simulator", "false", "--output", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert job.returncode == 2
+    assert "false cannot import simgrid; install it" in job.stderr
+
+
 def test_hosts(tmp_path):
     with hosts_or_skip(2):
         pass  # the benchmark makes its own
