@@ -117,7 +117,6 @@ def init(
     sets = ProcessSetTable(joined, comm if _engine.library.is_communicator(comm) else None)
     try:
         sets.add(lambda: check_process_sets(requested), "init")
-        startup.compare_versions(joined)
     except errors.KerasDistError:
         sets.free()
         raise

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_dist import _backends, _engine, config, errors
-from keras_dist._version import __version__
 from keras_dist.runtime import launch_environment
+from keras_dist.runtime.host_check import compare_hosts
 
-__all__ = ["compare_versions", "join_ranks", "take_device"]
+__all__ = ["join_ranks", "take_device"]
 
 ALIKE = (
     "bucket_nbytes",
@@ -45,7 +45,7 @@ def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
         LaunchError: the launcher and the MPI library do not match.
         ArgumentTypeError: `comm` is neither a communicator nor a list of ranks.
         ArgumentError: `comm` is a list without this rank, or has ranks that do not exist.
-        MismatchError: settings differ between the ranks.
+        MismatchError: settings or versions differ between the ranks.
     """
     alone = config.settings().single_process
     if not alone:
@@ -60,34 +60,13 @@ def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
     members = _as_comm(mpi, comm)
     if mpi is not None:
         _check_settings(members or mpi.COMM_WORLD)
+        compare_hosts(mpi, members or mpi.COMM_WORLD)
     settings = config.settings()
     joined = _engine.Communicator(mpi, members, settings.reduce, reduction=settings.reduction)
     joined.watch(settings.stall_seconds, settings.stall_abort_seconds)
     if mpi is not None:
         _engine.library.unlink_mpich_memory()
     return joined
-
-
-def compare_versions(comm: _engine.Communicator) -> None:
-    """Checks that all ranks run the same Python, keras_dist, Keras and backend. Collective.
-
-    Raises:
-        MismatchError: the versions differ; raised on every rank.
-    """
-    host = os.uname().nodename
-    versions = _engine.collectives.allgather_object(comm, (host, _versions(_backends.in_use())))
-    first_host, expected = versions[0]
-    for rank, (host, received) in enumerate(versions):
-        if received != expected:
-            raise errors.MismatchError(
-                errors.explain(
-                    f"[rank {rank} of {comm.size}]",
-                    f"{expected} as on rank 0 (on {first_host})",
-                    f"{received} (on {host})",
-                    "Install the same versions on every host, or share one environment between "
-                    "the hosts.",
-                )
-            )
 
 
 def take_device(comm: _engine.Communicator) -> None:
@@ -223,15 +202,6 @@ def _check_settings(comm: Any) -> None:
                         "(Open MPI) or -genv (MPICH).",
                     )
                 )
-
-
-def _versions(backends: Sequence[Any]) -> str:
-    """Returns the versions that must match, as text. Patch releases of Python may differ."""
-    frameworks = [backend.__name__.rpartition(".")[2] for backend in backends]
-    loaded = [(name, sys.modules.get(name)) for name in ("keras", *frameworks)]
-    packages = [f"{name} {module.__version__}" for name, module in loaded if module is not None]
-    python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-    return ", ".join([python, f"keras_dist {__version__}", *packages])
 
 
 def _launcher_mismatch(

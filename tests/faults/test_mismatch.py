@@ -299,3 +299,54 @@ print("in step", hvd.allreduce({tensor}, op=hvd.Sum), flush=True)
     ended = job(2, text, KERAS_BACKEND=face)
     assert ended.returncode == 0, ended.stdout
     assert ended.stdout.count("in step") == 2
+
+
+VERSIONS = """
+import sys, time
+from mpi4py import MPI
+import keras, numpy
+import keras_dist
+from keras_dist.runtime import host_check
+rank, seconds = MPI.COMM_WORLD.rank, time.time()
+fault()
+if rank == 1:
+    CHANGE
+keras_dist.init()
+print(f"rank {rank} has joined", flush=True)
+"""
+CHANGES = {
+    "numpy": ("numpy.__version__ = '1.0'", "numpy 1.0"),
+    "keras_dist": ("host_check.__version__ = '0.1'", "keras_dist 0.1"),
+    "Python": ("sys.version_info = type('Version', (), dict(major=3, minor=9))", "Python 3.9"),
+    "MPI": ("host_check._engine.library.version = lambda mpi: 'MPICH 1.0'", "MPI MPICH 1.0"),
+}
+
+
+@pytest.mark.fault("a host has another version of keras_dist, Python, MPI or numpy", ENDS, within=5)
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_version(job, name):
+    change, received = CHANGES[name]
+    ended = job(2, VERSIONS.replace("CHANGE", change))
+    found = re.findall(
+        rf"\[rank 1 of 2\] Expected {name} [^,]+ as on rank 0 \(on \S+\)\. "
+        rf"Received: {re.escape(received)} \(on \S+\)\. Install the same versions",
+        ended.stdout,
+    )
+    assert ended.returncode != 0
+    assert len(found) >= 2, ended.stdout
+
+
+@pytest.mark.fault(
+    "the clock of a host is minutes apart",
+    "a warning that names the host; the job continues",
+    within=5,
+)
+def test_another_clock(job):
+    change = "real = time.time; time.time = lambda: real() + 300"
+    ended = job(2, VERSIONS.replace("CHANGE", change))
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("has joined") == 2
+    message = (
+        r"Expected clocks of all hosts within 60 s of that of \S+\. Received: \+\d+ s on \S+\. "
+    )
+    assert len(re.findall(message, ended.stdout)) == 1, ended.stdout
