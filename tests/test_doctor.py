@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from keras_dist.launch.cli import bench, findings, main
+from keras_dist.launch.cli import network as cli_network
+from keras_dist.launch.cli.mpiexec import load_library
 
 MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
 
@@ -28,7 +30,7 @@ def test_doctor_finds_what_runs_here(capsys, monkeypatch):
     assert told["Two ranks"][0].startswith("start, reduce correctly and end, in ")
     assert told["Speed"][0].startswith("16 MiB are reduced in ")
     assert ("continue" in told["Dead ranks"][0]) == ("Open MPI v5" in told["MPI library"][0])
-    assert {"Cores", "GPUs", "Threads", "CUDA-aware", "Shared memory"} <= set(told)
+    assert {"Cores", "GPUs", "Threads", "CUDA-aware", "Network", "Shared memory"} <= set(told)
 
 
 def test_doctor_says_what_is_missing(capsys, monkeypatch, tmp_path):
@@ -82,6 +84,36 @@ def test_what_a_job_finds_has_a_remedy(facts, what, remedy):
     assert told[what].remedy.startswith(remedy)
     assert told[what].is_trouble == (facts.get("from_other_threads") is False)
     assert "16 MiB are reduced in 2.0 ms, 8.4 GB/s" in told["Speed"].text
+
+
+@pytest.fixture
+def network(monkeypatch, tmp_path):
+    """The text and remedy for interfaces, given by name as their state and speed."""
+    for name in cli_network.SELECTIONS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cli_network, "INTERFACES", tmp_path)
+
+    def told(**states):
+        for name, (state, speed) in states.items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "operstate").write_text(state)
+            (tmp_path / name / "speed").write_text(speed)
+        (one,) = [each for each in findings.of_the_launcher() if each.what == "Network"]
+        return one.text, one.remedy
+
+    return told
+
+
+def test_doctor_says_how_to_select_one_of_several_networks(network, monkeypatch):
+    assert network() == ("no interface is up", "")
+    assert network(lo=("unknown", ""), eth0=("up", "1000")) == ("eth0 1 Gbit/s", "")
+    text, remedy = network(eth1=("down", "-1"), ib0=("up", "100000"), veth0=("unknown", "-1"))
+    assert text == "eth0 1 Gbit/s, ib0 100 Gbit/s, veth0"
+    assert "To use ib0 only: " in remedy
+    variable = "btl_tcp_if_include ib0" if load_library().is_open_mpi else "UCX_NET_DEVICES=ib0"
+    assert variable in remedy
+    monkeypatch.setenv("UCX_NET_DEVICES", "ib0")
+    assert network() == (f"{text}; UCX_NET_DEVICES=ib0", "")
 
 
 def test_bench_predicts_from_what_it_measures(capsys):

@@ -15,6 +15,7 @@ from typing import Any
 from keras_dist._version import __version__
 from keras_dist.launch.cli.hosts import allocation
 from keras_dist.launch.cli.mpiexec import Library, find_mpiexec, load_library
+from keras_dist.launch.cli.network import interfaces, select_interface, selected
 
 __all__ = ["Finding", "of_a_job", "of_the_launcher", "of_the_machine", "of_the_packages"]
 
@@ -83,7 +84,7 @@ def of_the_machine() -> Iterator[Finding]:
 
 
 def of_the_launcher() -> Iterator[Finding]:
-    """Yields the MPI library and its mpiexec.
+    """Yields the MPI library, its mpiexec, and the network that it may use.
 
     Raises:
         LaunchError: there is no MPI library.
@@ -92,6 +93,7 @@ def of_the_launcher() -> Iterator[Finding]:
     yield Finding("MPI library", library.text)
     yield Finding("Launcher", f"{find_mpiexec(library)}, which belongs to it")
     yield _survival(library)
+    yield _network(library)
 
 
 def of_a_job(found: Mapping[str, Any], seconds: float) -> Iterator[Finding]:
@@ -163,6 +165,21 @@ def _survival(library: Library) -> Finding:
             "Dead ranks", "training can continue without them: --on-failure continue (ULFM)"
         )
     return Finding("Dead ranks", "end the job; --max-restarts restarts it (no ULFM)")
+
+
+def _network(library: Library) -> Finding:
+    up, chosen = interfaces(), selected(os.environ)
+    speeds = {name: f" {speed / 1000:g} Gbit/s" if speed else "" for name, speed in up.items()}
+    text = ", ".join(f"{name}{speed}" for name, speed in speeds.items()) or "no interface is up"
+    text += "".join(f"; {name}={value}" for name, value in chosen.items())
+    if chosen or len(up) < 2:
+        return Finding("Network", text)
+    fastest = max(up, key=lambda name: up[name])
+    remedy = (
+        "MPI selects among several interfaces, which may be the wrong one between hosts. To use "
+        f"{fastest} only: {select_interface(library, fastest)}."
+    )
+    return Finding("Network", text, remedy)
 
 
 def _wanted_backend() -> str:
