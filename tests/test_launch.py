@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from jobs import script
 
-from keras_dist._version import __version__
-
 ROOT = Path(__file__).parents[1]
 MPICH = Path(sys.executable).parent
 
@@ -114,30 +112,6 @@ def test_several_ranks_without_mpi_are_refused():
     assert job.returncode == 1
     assert "Expected 2 ranks or more" in job.stdout
     assert "Received: no MPI library" in job.stdout
-
-
-# --- Different hosts
-
-
-def test_hosts_with_another_version_are_named(run_ranks):
-    text = """
-import os
-from keras_dist import errors
-from keras_dist.runtime import startup
-if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
-    startup.__version__ = "0.0.1"
-try:
-    runtime.init()
-except errors.MismatchError as error:
-    print(error, flush=True)
-"""
-    job = run_ranks(2, *script(text)[1:])
-    python, host = f"Python 3.{sys.version_info.minor}", os.uname().nodename
-    expected = f"[rank 1 of 2] Expected {python}, keras_dist {__version__}"
-    received = f"Received: {python}, keras_dist 0.0.1"
-    assert job.returncode == 0, job.stdout
-    for words in (expected, f" as on rank 0 (on {host}). {received}", f" (on {host}). Install"):
-        assert job.stdout.count(words) == 2, job.stdout
 
 
 # --- Ranks that succeed

@@ -1,0 +1,105 @@
+"""`keras-dist run --hosts` names a host that cannot be entered, before it starts anything."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from namespaces import hosts_or_skip
+
+from keras_dist import errors
+from keras_dist.launch.cli import reach
+from keras_dist.launch.cli.reach import check_reach
+
+ELSEWHERE = "192.0.2.7"  # an address for documentation, which no host has
+THERE = 'shift 4; [ "$1" = 192.0.2.7 ] || exit 255; shift; '
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """A function that checks hosts while `ssh` is a script with the given text."""
+
+    def call(text, *hosts, **variables):
+        ssh = tmp_path / "ssh"
+        ssh.write_text(f"#!/bin/sh\n{text}\n")
+        ssh.chmod(0o755)
+        check_reach(hosts or [ELSEWHERE], {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables})
+
+    return call
+
+
+def test_a_host_with_the_same_python_passes(check):
+    check(f'{THERE} echo a greeting; sh -c "$*"')
+
+
+def test_this_host_is_not_entered(check):
+    check("exit 255", "localhost", "127.0.0.1")
+
+
+def test_another_launcher_is_not_checked(check):
+    check("exit 255", HYDRA_LAUNCHER="rsh")
+    check("exit 255", PRTE_MCA_plm_ssh_agent="/bin/enter")
+
+
+@pytest.mark.parametrize(
+    ("ssh", "expected", "received"),
+    [
+        (
+            "echo a line >&2; echo Permission denied >&2; exit 255",
+            "to enter 192.0.2.7 with ssh",
+            "exit code 255 (Permission denied) from 192.0.2.7. `ssh -o BatchMode=yes ",
+        ),
+        (
+            'echo "sh: 1: python: not found" >&2; exit 127',
+            rf"Python {reach.PYTHON} at \S+ on 192.0.2.7",
+            "exit code 127 (sh: 1: python: not found) from 192.0.2.7. Install the same environment",
+        ),
+        (
+            "echo python 3 8",
+            rf"Python {reach.PYTHON} at \S+ on 192.0.2.7",
+            "Python 3.8 from 192.0.2.7. Install the same environment",
+        ),
+    ],
+)
+def test_a_host_that_cannot_take_part_is_named(check, ssh, expected, received):
+    with pytest.raises(errors.LaunchError, match=f"Expected {expected}") as caught:
+        check(ssh)
+    assert f"Received: {received}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_host_that_does_not_answer_is_named(check, monkeypatch):
+    monkeypatch.setattr(reach, "SECONDS", 1)
+    with pytest.raises(errors.LaunchError, match=r"no answer within 1 s from 192\.0\.2\.7"):
+        check("exec sleep 60")
+
+
+def test_jobs_on_hosts(tmp_path, python_of_library):
+    with hosts_or_skip(2) as (hosts, enter):
+        (tmp_path / "ssh").symlink_to(enter)
+        first = [str(python_of_library), "-m", "keras_dist.launch.cli"]
+        environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+        def run(names):
+            program = [sys.executable, "-c", "import os; print('on', os.uname().nodename)"]
+            words = [*first, "run", "-np", "2", "--hosts", names, *program]
+            return subprocess.run(
+                [*hosts[0].enter, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=100,
+                env=environment,
+            )
+
+        job = run(f"{hosts[0].name},{hosts[1].name}")
+        assert job.returncode == 0, job.stdout
+        told = re.findall(r"on (\S+)", job.stdout)
+        assert sorted(told) == [host.name for host in hosts], job.stdout
+        job = run(f"{hosts[0].name},{ELSEWHERE}")
+        assert job.returncode != 0
+        assert f"Expected to enter {ELSEWHERE} with ssh. Received: exit code 255 (no test host" in (
+            job.stdout
+        )
