@@ -258,6 +258,7 @@ def verdict_rows(found):
 
 def draw(pyplot, found, nodes, sizes, names, directory):
     """Draws the times by number of nodes: points are simulated, lines the formula."""
+    pyplot.rcParams["svg.fonttype"] = "none"  # text remains text
     figure, axes = pyplot.subplots(1, len(GBITS), figsize=(9, 4), sharey=True)
     counts = [count for count in nodes if count > 1]
     for axis, gbit in zip(axes, GBITS, strict=True):
@@ -272,7 +273,7 @@ def draw(pyplot, found, nodes, sizes, names, directory):
                 axis.plot(*zip(*shown, strict=True), mark, color=f"C{colour}", label=label)
         axis.set(xscale="log", yscale="log", xlabel="nodes of 8 ranks", title=f"{gbit} Gbit/s")
     axes[0].set_ylabel("ms")
-    axes[-1].legend(fontsize="x-small")
+    axes[-1].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     path = directory / "scale.svg"
     figure.savefig(path)
