@@ -9,7 +9,8 @@ import pytest
 from namespaces import hosts_or_skip
 
 from keras_dist import errors
-from keras_dist.launch.cli import reach
+from keras_dist.launch.cli import main, reach, run
+from keras_dist.launch.cli.job import Ended
 from keras_dist.launch.cli.reach import check_reach
 
 ELSEWHERE = "192.0.2.7"  # an address for documentation, which no host has
@@ -75,13 +76,47 @@ def test_a_host_that_does_not_answer_is_named(check, monkeypatch):
         check("exec sleep 60")
 
 
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        ([], {"SLURM_JOB_ID": "1"}),
+        (["--mpi-args", "-launcher rsh"], {}),
+        (["--dry-run"], {}),
+    ],
+)
+def test_hosts_are_not_entered_where_mpiexec_may_use_other_means(
+    tmp_path, monkeypatch, words, variables
+):
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\ntouch {tmp_path}/entered; exit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(run, "run_job", lambda *_: Ended(0, None, False))
+    assert main(["run", "-np", "1", "--hosts", ELSEWHERE, *words, "true"]) == 0
+    assert not (tmp_path / "entered").exists()
+
+
+def test_a_host_that_is_lost_between_two_starts_is_tried_again(tmp_path, monkeypatch, capsys):
+    (tmp_path / "ssh").write_text(
+        f"#!/bin/sh\n[ ! -e {tmp_path}/once ] || exit 255\ntouch {tmp_path}/once\n"
+        f"echo python {reach.PYTHON.replace('.', ' ')}\n"
+    )
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    ends = iter([Ended(1, None, False), Ended(0, None, False)])
+    monkeypatch.setattr(run, "run_job", lambda *_: next(ends))
+    assert main(["run", "-np", "1", "--hosts", ELSEWHERE, "--max-restarts", "1", "true"]) == 0
+    assert "Restart 1 of 1" in capsys.readouterr().err
+
+
 def test_jobs_on_hosts(tmp_path, python_of_library):
     with hosts_or_skip(2) as (hosts, enter):
         (tmp_path / "ssh").symlink_to(enter)
         first = [str(python_of_library), "-m", "keras_dist.launch.cli"]
         environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
-        def run(names):
+        def run_on(names):
             program = [sys.executable, "-c", "import os; print('on', os.uname().nodename)"]
             words = [*first, "run", "-np", "2", "--hosts", names, *program]
             return subprocess.run(
@@ -94,11 +129,11 @@ def test_jobs_on_hosts(tmp_path, python_of_library):
                 env=environment,
             )
 
-        job = run(f"{hosts[0].name},{hosts[1].name}")
+        job = run_on(f"{hosts[0].name},{hosts[1].name}")
         assert job.returncode == 0, job.stdout
         told = re.findall(r"on (\S+)", job.stdout)
         assert sorted(told) == [host.name for host in hosts], job.stdout
-        job = run(f"{hosts[0].name},{ELSEWHERE}")
+        job = run_on(f"{hosts[0].name},{ELSEWHERE}")
         assert job.returncode != 0
         assert f"Expected to enter {ELSEWHERE} with ssh. Received: exit code 255 (no test host" in (
             job.stdout

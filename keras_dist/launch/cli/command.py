@@ -16,7 +16,7 @@ from keras_dist.launch.cli.mpiexec import Library, find_mpiexec, mpiexec_options
 from keras_dist.launch.cli.reach import check_reach
 from keras_dist.runtime import launch_environment
 
-__all__ = ["job_command", "number_of_ranks", "settings_of"]
+__all__ = ["check_entry", "job_command", "number_of_ranks", "settings_of"]
 
 OWN = "KERAS_"  # needed on every host
 # These describe this host, terminal or process only.
@@ -41,6 +41,20 @@ def number_of_ranks(options: argparse.Namespace, environment: Mapping[str, str])
     return _ranks(options.np, _named_hosts(options), allocation(environment))
 
 
+def check_entry(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Enters the hosts of options, unless mpiexec may do so by other means than plain ssh.
+
+    Args:
+        options: hosts, parsed by `add_host_options`.
+        environment: environment of mpiexec.
+
+    Raises:
+        LaunchError: a host cannot be entered, or has another Python.
+    """
+    if allocation(environment) is None and not options.mpi_args:
+        check_reach(_named_hosts(options), environment)
+
+
 def job_command(
     options: argparse.Namespace,
     library: Library,
@@ -52,8 +66,8 @@ def job_command(
     """Returns the command line of mpiexec, which ends in the program.
 
     Args:
-        options: hosts and number of ranks, parsed by `add_host_options`; with `dry_run`, hosts
-            are not checked.
+        options: hosts and number of ranks, parsed by `add_host_options`; with `dry_run`, host
+            names are not resolved.
         library: MPI library of the ranks.
         program: command of each rank.
         environment: environment of mpiexec; ranks on other hosts get those that apply there.
@@ -62,16 +76,13 @@ def job_command(
 
     Raises:
         ArgumentError: the number of ranks is missing, or exceeds the slots.
-        LaunchError: there is no mpiexec, a host is unknown or cannot be entered, or this process
-            is a rank itself.
+        LaunchError: there is no mpiexec, a host is unknown, or this process is a rank itself.
     """
     _check_not_a_rank(environment)
     given = allocation(environment)
     hosts = _named_hosts(options)
     if hosts and not getattr(options, "dry_run", False):
         check_names(hosts)
-        if not options.mpi_args:  # which may select another way to enter hosts
-            check_reach(hosts, environment)
     ranks = _ranks(options.np, hosts, given)
     if not hosts and given is not None and given.hosts:
         slots = _slots(given, ranks)

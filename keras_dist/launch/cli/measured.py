@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from keras_dist import errors
-from keras_dist.launch.cli.command import job_command, settings_of
+from keras_dist.launch.cli.command import check_entry, job_command, settings_of
 from keras_dist.launch.cli.job import run_job
 from keras_dist.launch.cli.mpiexec import load_library
 
@@ -34,6 +34,7 @@ def measure(options: argparse.Namespace, ranks: int, sizes: Iterable[int]) -> di
     environment = {**os.environ, **settings_of(options)}
     where = argparse.Namespace(**{**vars(options), "np": ranks})
     command = job_command(where, load_library(), program, environment, binds=False)
+    check_entry(where, environment)
     with tempfile.TemporaryFile("w+") as output:
         ended = run_job(command, environment, SECONDS, output)
         output.seek(0)

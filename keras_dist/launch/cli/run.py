@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_dist import config, errors
-from keras_dist.launch.cli.command import job_command, settings_of
+from keras_dist.launch.cli.command import check_entry, job_command, settings_of
 from keras_dist.launch.cli.config_file import arguments_of_file
 from keras_dist.launch.cli.discovery import with_hosts
 from keras_dist.launch.cli.horovodrun import refuse
@@ -81,7 +81,11 @@ def _run(options: argparse.Namespace, end: float) -> int:
 
     def command_of(restart: int) -> list[str]:
         found = with_hosts(options, restart > 0, end)
-        return job_command(found, library, words, environment, survives_rank_loss, binds)
+        made = job_command(found, library, words, environment, survives_rank_loss, binds)
+        # A host may come back between two restarts, so later starts try it.
+        if not (restart or options.dry_run):
+            check_entry(found, environment)
+        return made
 
     command = command_of(0)
     if options.dry_run or options.verbose:
