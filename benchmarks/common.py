@@ -33,13 +33,15 @@ def mpi():
     return "Open MPI" if "--oversubscribe" in launcher() else "MPICH"
 
 
-def start(script, ranks, task):
+def start(script, ranks, task, timeout=None, **variables):
     """Runs a script's worker on some ranks and returns what its rank 0 found.
 
     Args:
         script: path of the script; it is started with `--worker` and a file's path.
         ranks: how many; 0 for one process without a launcher.
         task: what the worker should do, as JSON can hold it.
+        timeout: seconds after which the ranks are killed. Defaults to `None`: never.
+        **variables: environment variables of the ranks.
     """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "task.json"
@@ -48,8 +50,9 @@ def start(script, ranks, task):
         subprocess.run(
             [*prefix, sys.executable, str(script), "--worker", str(path)],
             stdin=subprocess.DEVNULL,
-            env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
+            env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **variables},
             check=True,
+            timeout=timeout,
         )
         return json.loads(path.with_suffix(".out").read_text())
 

@@ -2,103 +2,107 @@
 
 import contextlib
 import time
+from unittest import mock
 
 import numpy as np
+from models import MODELS
 from ranks import barrier, everyones, total
 
 from keras_dist.launch.microbench import in_turn
 
-BATCH = 128
-WARM_STEPS = 4
-ALONE = ("none", "together", "torch")  # they average nothing
+WARM_STEPS = 3
+ALONE = ("none", "together", "loop")  # they average nothing
+RATE = 0.01
 
 
 def time_fits(task):
-    """Returns images/s of all ranks together, for each contender and round."""
+    """Returns samples/s of all ranks together, for each contender and round.
+
+    Args:
+        task: the model as "task", its "contenders", the number of "rounds" and of measured "steps".
+    """
     from keras_dist import runtime
 
-    steps = WARM_STEPS + task["steps"]
-    data = synthetic(steps)
-    makers = {name: maker(name, task["task"]) for name in task["contenders"]}
-    models = {name: make() for name, (make, _) in makers.items()}
+    model, steps = MODELS[task["task"]], WARM_STEPS + task["steps"]
+    fits = {name: make_fit(name, model, steps) for name in task["contenders"]}
 
-    def images(name):
-        with makers[name][1]():
-            barrier()
-            clock = make_clock(steps)
-            callbacks = [make_barrier(), clock] if name == "together" else [clock]
-            models[name].fit(*data, batch_size=BATCH, epochs=1, verbose=0, callbacks=callbacks)
-        return total(task["steps"] * BATCH / clock.seconds)
+    def rate(name):
+        barrier()
+        clock = make_clock(steps)
+        fits[name](clock)
+        return total(task["steps"] * model.batch_size / clock.seconds)
 
-    for name in models:
-        images(name)
-    found = in_turn(models, task["rounds"], images)
+    for name in fits:
+        rate(name)
+    found = in_turn(fits, task["rounds"], rate)
     if runtime.size() > 1:
-        check_equal({name: models[name] for name in models if name not in ALONE})
+        check_equal({name: fit.model for name, fit in fits.items() if name not in ALONE})
     return found
 
 
-def maker(name, model):
-    """Returns a function that makes a contender's model, and the context it trains in."""
+class Fit:
+    """Trains a model with Keras' fit on a rank's share of the data.
+
+    Args:
+        model: a compiled Keras model.
+        data: as `fit` takes it.
+        callbacks: those of the contender.
+        scope: returns the context in which it trains.
+    """
+
+    def __init__(self, model, data, callbacks=list, scope=contextlib.nullcontext, **options):
+        self.model = model
+        self._data, self._callbacks, self._scope = data, callbacks, scope
+        self._options = {"epochs": 1, "verbose": 0, **options}
+
+    def __call__(self, clock):
+        with self._scope():
+            callbacks = [*self._callbacks(), clock]
+            self.model.fit(*self._data, callbacks=callbacks, **self._options)
+
+
+def make_fit(name, model, steps):
+    """Returns a function of a clock that trains as a contender does."""
     import keras
 
     import keras_dist
 
-    def plain():
-        return compiled(model, keras.optimizers.SGD(0.01))
-
-    def ours():
-        return compiled(model, keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01)))
-
-    def naive():
-        return compiled(model, naive_sgd(0.01))
-
-    def loop():
+    count = steps * model.batch_size
+    if name in ("loop", "ddp", "ddp_apart"):
         from torch_loop import Loop
 
-        return Loop(model, averages=name == "ddp")
-
+        module = model.compiled(keras.optimizers.SGD(RATE))
+        loop = Loop(module, averages=name != "loop", rate=RATE, overlaps=name == "ddp")
+        data = model.data(count, keras_dist.rank())
+        return loop.bound_to(*data, model.batch_size)
     if name == "parallel":
         from data_parallel import data_parallel
 
-        return data_parallel(plain)
-    makers = {
-        "none": plain,
-        "together": plain,
-        "ours": ours,
-        "naive": naive,
-        "torch": loop,
-        "ddp": loop,
-    }
-    return makers[name], contextlib.nullcontext
+        make, scope = data_parallel(lambda: model.compiled(keras.optimizers.SGD(RATE)))
+        inputs, labels = model.data(count, keras_dist.rank())
+        given = list(inputs) if isinstance(inputs, tuple) else inputs
+        return Fit(make(), (given, labels), scope=scope, batch_size=model.batch_size)
+    optimizer = naive_sgd(RATE) if name == "naive" else keras.optimizers.SGD(RATE)
+    if name in ("ours", "apart"):
+        optimizer = keras_dist.DistributedOptimizer(optimizer)
+    whole = model.data(count * keras_dist.size(), 0)
+    data = keras_dist.data.shard(whole, batch_size=model.batch_size)
+    callbacks = {"together": lambda: [make_barrier()]}
+    callbacks |= dict.fromkeys(("ours", "apart"), keras_dist.callbacks)
+    scope = without_overlap if name == "apart" else contextlib.nullcontext
+    return Fit(model.compiled(optimizer), (data,), callbacks.get(name, list), scope)
 
 
-def compiled(name, optimizer):
-    import keras
-    from keras import layers
+def without_overlap():
+    """Returns a context in which plans of gradients do not overlap."""
+    from keras_dist.ops import gradient_plans
 
-    keras.utils.set_random_seed(0)
-    if name == "cnn":
-        stack = [
-            layers.Reshape((28, 28, 1)),
-            layers.Conv2D(32, 3, activation="relu"),
-            layers.Conv2D(64, 3, activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Flatten(),
-            layers.Dense(128, activation="relu"),
-        ]
-    else:
-        stack = [layers.Flatten(), *(layers.Dense(2048, activation="relu") for _ in range(3))]
-    model = keras.Sequential([keras.Input((28, 28)), *stack, layers.Dense(10)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss=loss)
-    return model
+    return mock.patch.object(gradient_plans, "overlaps", lambda comm: False)
 
 
 def naive_sgd(rate):
     """Returns an SGD that averages its gradients one by one, as a first attempt would."""
     import keras
-    import tensorflow as tf
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -108,35 +112,69 @@ def naive_sgd(rate):
         world.Allreduce(gradient, out)
         return out / np.float32(world.size)
 
+    on_host = HOST_CALLS[keras.backend.backend()]
+
     class NaiveSGD(keras.optimizers.SGD):
         def _clip_gradients(self, grads):
-            averaged = []
-            for gradient in grads:
-                averaged.append(tf.numpy_function(average, [gradient], gradient.dtype))
-                averaged[-1].set_shape(gradient.shape)
-            return super()._clip_gradients(averaged)
+            return super()._clip_gradients([on_host(average, gradient) for gradient in grads])
 
     return NaiveSGD(rate)
 
 
-def synthetic(steps):
-    from keras_dist import runtime
+def tensorflow_call(function, gradient):
+    import tensorflow as tf
 
-    random = np.random.default_rng(runtime.rank())
-    images = random.random((steps * BATCH, 28, 28), np.float32)
-    return images, random.integers(0, 10, steps * BATCH)
+    dense = tf.convert_to_tensor(gradient)
+    result = tf.numpy_function(function, [dense], dense.dtype)
+    result.set_shape(dense.shape)
+    return result
+
+
+def jax_call(function, gradient):
+    import jax
+    from jax.experimental import io_callback
+
+    shape = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
+    return io_callback(lambda array: function(np.asarray(array)), shape, gradient, ordered=True)
+
+
+def torch_call(function, gradient):
+    import torch
+
+    return torch.from_numpy(function(gradient.numpy()))
+
+
+HOST_CALLS = {"tensorflow": tensorflow_call, "jax": jax_call, "torch": torch_call}
 
 
 def make_clock(steps):
-    """Returns a callback that takes the seconds from the end of the warm steps to the last."""
+    """Returns a callback that takes the seconds from the end of the warm steps to the last.
+
+    It has no batch hook: keras_dist would agree after every batch on whether it stops training.
+    """
     import keras
 
     class Clock(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch in (WARM_STEPS - 1, steps - 1):
+        def on_train_begin(self, logs=None):
+            self.step, self.batches = self.model.train_function, 0
+
+            def timed(*arguments):
+                result = self.step(*arguments)
+                # JAX returns its state as well.
+                self.count(result[0] if isinstance(result, tuple) else result)
+                return result
+
+            self.model.train_function = timed
+
+        def on_train_end(self, logs=None):
+            self.model.train_function = self.step
+
+        def count(self, logs):
+            self.batches += 1
+            if self.batches in (WARM_STEPS, steps):
                 float(logs["loss"])  # JAX is ahead of its results
                 now = time.perf_counter()
-                if batch == WARM_STEPS - 1:
+                if self.batches == WARM_STEPS:
                     self.begin = now
                 else:
                     self.seconds = now - self.begin
@@ -160,7 +198,10 @@ def make_barrier():
 
 def check_equal(models):
     """Ends the job unless a contender has left the same weights on every rank."""
+    import keras
+
     for name, model in models.items():
-        sums = [float(np.sum(weight, dtype=np.float64)) for weight in model.get_weights()]
+        weights = [keras.ops.convert_to_numpy(weight) for weight in model.trainable_variables]
+        sums = [float(np.sum(weight, dtype=np.float64)) for weight in weights]
         if len({tuple(row) for row in everyones(sums)}) > 1:
             raise SystemExit(f"{name} has left different weights")

@@ -1,6 +1,7 @@
 """Times allreduce of float32 between hosts: keras_dist, the MPI library, gloo, plain sockets.
 
     python benchmarks/hosts.py [--hosts 2 3] [--ranks 1 2] [--quick]
+    python benchmarks/hosts.py --resume     # goes on after an interrupted run
     KERAS_DIST_REDUCTION=library python benchmarks/hosts.py
 
 The hosts are network namespaces of this machine, see scripts/hosts: root is needed. Contenders
@@ -12,9 +13,6 @@ import json
 import os
 import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 from pathlib import Path
 
@@ -31,13 +29,12 @@ from common import (
     options_of,
     parser,
     ratio,
+    slug,
     title,
     verdicts,
     write,
 )
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from namespaces import INTERFACE, Unavailable, make_hosts, mpiexec_command
+from host_jobs import Unavailable, start_on_hosts
 
 SIZES = [4 * 1024, 64 * 1024, MIB, 16 * MIB, 100 * MIB]
 CONTENDERS = {
@@ -59,36 +56,28 @@ def main():
     made.add_argument("--hosts", type=int, nargs="+", default=[2, 3], help="numbers of hosts")
     made.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="ranks on each host")
     made.add_argument("--sizes", type=int, nargs="+", help="sizes in bytes")
+    made.add_argument(
+        "--resume", action="store_true", help="measure only what an earlier run lacks"
+    )
     options = options_of(made, work)
     sizes = options.sizes or [n for n in SIZES if not options.quick or n <= 16 * MIB]
     task = {"sizes": sizes, "rounds": (3, 5) if options.quick else (7, 31)}
     before = load()
-    try:
-        runs = {
-            (hosts, ranks): start(hosts, ranks, task)
-            for hosts in options.hosts
-            for ranks in options.ranks
-        }
-    except Unavailable as error:
-        made.error(f"no test hosts: {error}")
+    kept = options.output / f"{slug('hosts')}.json"
+    known = json.loads(kept.read_text()) if options.resume and kept.exists() else {}
+    runs = {}
+    for hosts in options.hosts:
+        for ranks in options.ranks:
+            # Another reduction, other sizes or rounds are another measurement.
+            key = json.dumps([hosts, ranks, task, os.environ.get("KERAS_DIST_REDUCTION")])
+            if key not in known:
+                try:
+                    known[key] = start_on_hosts(__file__, hosts, ranks, task)
+                except Unavailable as error:
+                    made.error(f"no test hosts: {error}")
+                kept.write_text(json.dumps(known))
+            runs[hosts, ranks] = known[key]
     report(runs, before, options.output)
-
-
-def start(count, ranks, task):
-    """Runs the worker on test hosts; returns what rank 0 has found."""
-    python = Path(sys.executable)
-    with make_hosts(count) as (hosts, reach), tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "task.json"
-        path.write_text(json.dumps({**task, "first": hosts[0].address}))
-        command, settings = mpiexec_command(python, hosts, reach, ranks)
-        worker = [*command, python, Path(__file__).resolve(), "--worker", path]
-        subprocess.run(
-            [*hosts[0].enter, *map(str, worker)],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **settings, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE},
-            check=True,
-        )
-        return json.loads(path.with_suffix(".out").read_text())
 
 
 # --- on every rank ---------------------------------------------------------------------------
@@ -209,10 +198,10 @@ def report(runs, before, directory):
         rows += judge(heading, sizes)
     text.append("\n## Must reach\n\n" + verdicts(rows))
     print("\n".join(text))
-    slug = library_slug(library)
+    name = f"hosts_{library_slug(library)}"
     if reduction != "ordered":
-        slug += f"_{reduction}"
-    write(directory, f"hosts_{slug}", "\n".join([*text, "", last_line(rows)]))
+        name += f"_{reduction}"
+    write(directory, name, "\n".join([*text, "", last_line(rows)]))
     print(last_line(rows))
 
 

@@ -60,7 +60,9 @@ def main():
     ]
     print(verdicts(rows))
     slug = mpi().replace(" ", "").lower()
-    write(options.output, f"launching_{slug}", "\n".join([text, verdicts(rows), last_line(rows)]))
+    write(
+        options.output, f"launching_{slug}", "\n".join([text, verdicts(rows), "", last_line(rows)])
+    )
     print(last_line(rows))
 
 

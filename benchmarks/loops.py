@@ -25,11 +25,14 @@ from common import (
     surroundings,
     table,
 )
-from contenders import BATCH, WARM_STEPS, check_equal, compiled, synthetic
+from contenders import WARM_STEPS, check_equal
+from models import MODELS
 from ranks import barrier, time_calls, total
 
 from keras_dist.launch.microbench import in_turn
 
+MLP = MODELS["mlp"]
+BATCH = MLP.batch_size
 SMALL = 160  # tensors, of
 SMALL_NBYTES = 64 * 1024
 STEPS = {
@@ -76,8 +79,8 @@ def time_steps(task):
     import keras_dist.tensorflow as hvd
 
     steps = WARM_STEPS + task["steps"]
-    images, labels = (tf.constant(one) for one in synthetic(steps))
-    models = {name: compiled("mlp", tf.optimizers.SGD(0.01)) for name in STEPS}
+    images, labels = (tf.constant(one) for one in MLP.data(steps * BATCH, hvd.rank()))
+    models = {name: MLP.compiled(tf.optimizers.SGD(0.01)) for name in STEPS}
     hvd.DistributedOptimizer(models["optimizer"].optimizer)
 
     def make_step(name, model):

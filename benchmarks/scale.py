@@ -6,17 +6,23 @@ Who sends how much to whom, and in which order, comes from the modules that the 
 pieces, the choice between them); SimGrid simulates how long that takes (on Debian: apt-get install
 python3-simgrid). Only the network is simulated. The 8 ranks of a node send to the same nodes at the
 same time, so their messages are one flow.
+
+A result of SimGrid is kept beside the tables, and used again for the same plan and network: a run
+that was interrupted goes on where it was. Messages outside of reductions are counted on jobs of
+this machine (messages.py), and for more ranks follow from the plans.
 """
 
 import functools
-import json
 import math
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from common import conclude, options_of, parser, plotter, table
+from messages import RANKS as COUNTED
+from messages import count_messages
+from services import COLLECTIVES, initialization, inquiry, judge_counted, messages_of_root
+from simulator import Simulator
 
 from keras_dist._engine.mpi.halving import crossover
 from keras_dist._engine.pieces import Pieces, piece_nbytes
@@ -36,6 +42,8 @@ MOST_MESSAGES = 150_000  # of a simulation; SimGrid takes about a minute
 # What must be reached: bytes, nodes, seconds; and how far the formula may be off.
 BOUND = (4_800_000, 1024, 7e-3)
 TOLERANCE = 0.1
+# The network on which initialization and inquiries are simulated.
+SERVICES = ("star", 25)
 
 
 def main():
@@ -43,13 +51,13 @@ def main():
     made.add_argument("--nodes", type=int, nargs="+", help="numbers of nodes")
     made.add_argument("--simulator", default="/usr/bin/python3", help="a Python that has SimGrid")
     options = options_of(made, None)
-    simulator = [options.simulator, str(Path(__file__).with_name("network.py"))]
     check = subprocess.run([options.simulator, "-c", "import simgrid"], capture_output=True)
     if check.returncode:
         made.error(
             f"argument --simulator: {options.simulator} cannot import simgrid; "
             "install it, on Debian with: apt-get install python3-simgrid"
         )
+    simulator = Simulator(options.simulator, options.output / "scale.simulated")
     nodes = options.nodes or [n for n in NODES if not options.quick or n <= 12]
     sizes = list(SIZES.values())[: 1 if options.quick else None]
     cases = [
@@ -62,7 +70,15 @@ def main():
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         times = pool.map(functools.partial(simulated, simulator), *zip(*cases, strict=True))
         found = dict(zip(cases, times, strict=True))
-    report(found, nodes, sizes, options.output)
+        services = {
+            count: [
+                pool.submit(simulator, described(*SERVICES, count), plan(count, RANKS))
+                for plan in (initialization, inquiry)
+            ]
+            for count in nodes
+        }
+    counted = {} if options.quick else count_messages(COUNTED)
+    report(found, nodes, sizes, services, counted, options.output)
 
 
 # --- what the nodes send ---------------------------------------------------------------------
@@ -126,7 +142,7 @@ def in_phases(plans, item_nbytes):
 
 def by_pieces(nodes, count):
     """Returns phases in which results of one piece travel beside contributions of a later one."""
-    step = piece_nbytes(nodes) // ITEM_NBYTES
+    step = piece_nbytes(nodes, count * ITEM_NBYTES) // ITEM_NBYTES
     plans = [Pieces(node, nodes, count, step) for node in range(nodes)]
     total = plans[0].count
 
@@ -152,27 +168,29 @@ def by_pieces(nodes, count):
 # --- how long that takes ---------------------------------------------------------------------
 
 
-def simulated(command, network, gbit, nodes, nbytes):
+def simulated(simulator, network, gbit, nodes, nbytes):
     """Returns seconds by SimGrid; `None` where there would be too many messages."""
-    if nbytes and not uses_halving(nodes, gbit, nbytes):
-        segment = nbytes // RANKS // nodes
-        pieces = -(-segment // piece_nbytes(nodes))
-        if 2 * nodes * (nodes - 1) * pieces > MOST_MESSAGES:
-            return None
-    task = {
+    sends_pieces = nbytes and not uses_halving(nodes, gbit, nbytes)
+    if sends_pieces and 2 * nodes * (nodes - 1) * pieces_of_segment(nodes, nbytes) > MOST_MESSAGES:
+        return None
+    return simulator(described(network, gbit, nodes), plan_of(nodes, gbit, nbytes))
+
+
+def pieces_of_segment(nodes, nbytes):
+    """Returns the number of pieces of a segment of the slice that a rank reduces."""
+    count = nbytes // RANKS // ITEM_NBYTES
+    return Pieces(0, nodes, count, piece_nbytes(nodes, count * ITEM_NBYTES) // ITEM_NBYTES).count
+
+
+def described(network, gbit, nodes):
+    """Returns a network as network.py builds it."""
+    return {
         "nodes": nodes,
         "leaf": NETWORKS[network],
         "byte": byte_seconds(gbit),
         "latency": LATENCY,
         "message": MESSAGE,
-        "phases": plan_of(nodes, gbit, nbytes),
     }
-    if not task["phases"]:
-        return 0.0
-    done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"the simulation of {nodes} nodes has failed:\n{done.stderr}")
-    return float(done.stdout)
 
 
 def formula(network, gbit, nodes, nbytes):
@@ -190,7 +208,7 @@ def formula(network, gbit, nodes, nbytes):
         if leaf:  # of what leaves a switch, twice as many bytes share each link
             times += max(0.0, 2 * ((1 + folds) / leaf - 1 / whole))
         return 2 * (steps + folds) * LATENCY + times * nbytes * byte
-    pieces = -(-(nbytes // RANKS // nodes) // piece_nbytes(nodes))
+    pieces = pieces_of_segment(nodes, nbytes)
     times = 1 - 1 / nodes
     if leaf:
         times = max(times, 2 * (1 - leaf / nodes))
@@ -201,7 +219,7 @@ def formula(network, gbit, nodes, nbytes):
 # --- what came out ---------------------------------------------------------------------------
 
 
-def report(found, nodes, sizes, directory):
+def report(found, nodes, sizes, services, counted, directory):
     names = {nbytes: name for name, nbytes in SIZES.items()}
     text = [
         "# Allreduce between many nodes, simulated",
@@ -221,9 +239,26 @@ def report(found, nodes, sizes, directory):
             ]
             head = ["ranks", "nodes", "agreement", *(names[nbytes] for nbytes in sizes)]
             text += ["", f"**{network.capitalize()}, {gbit} Gbit/s**", "", table(head, rows)]
+    text += ["", *outside_of_reductions(services), "", *messages_of_root(counted, RANKS)]
     if pyplot := plotter():
         draw(pyplot, found, nodes, sizes, names, directory)
-    conclude(directory, "scale", text, verdict_rows(found))
+    conclude(directory, "scale", text, verdict_rows(found) + judge_counted(counted))
+
+
+def outside_of_reductions(services):
+    """Returns the lines of the table of initialization and inquiries."""
+    network, gbit = SERVICES
+    rows = [
+        [
+            f"{count * RANKS:,}",
+            f"{count:,}",
+            f"{1e3 * COLLECTIVES * times[0].result():.2f}",
+            f"{1e3 * times[1].result():.2f}",
+        ]
+        for count, times in services.items()
+    ]
+    head = ["ranks", "nodes", "`keras_dist.init`", "an inquiry of the stall watchdog or of `top`"]
+    return [f"**Outside of reductions, {network}, {gbit} Gbit/s**", "", table(head, rows)]
 
 
 def cell(found, case):

@@ -1,4 +1,4 @@
-"""The models of the benchmark of fit in plain torch, with and without DistributedDataParallel."""
+"""A training loop of plain torch, with and without DistributedDataParallel."""
 
 import os
 import tempfile
@@ -8,38 +8,64 @@ from ranks import mpi_world
 
 
 class Loop:
-    """A model with torch's own training loop, behind the methods of Keras' that are used here.
+    """A torch module with torch's own training loop.
 
     Args:
-        name: which model, "cnn" or "mlp".
+        module: the module; a Keras model is one with the backend torch.
         averages: whether DistributedDataParallel averages its gradients, over gloo.
+        rate: learning rate. Defaults to 0.01.
+        overlaps: whether DistributedDataParallel averages while others are computed. Otherwise
+            its second bucket holds all gradients but the first.
     """
 
-    def __init__(self, name, averages):
-        torch.manual_seed(0)
-        self.model = cnn() if name == "cnn" else mlp()
+    def __init__(self, module, averages, rate=0.01, overlaps=True):
+        self.model = self.called = module
         if averages:
             join_gloo()
-            self.model = torch.nn.parallel.DistributedDataParallel(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
+            size = {} if overlaps else {"bucket_cap_mb": 2**20}
+            self.called = torch.nn.parallel.DistributedDataParallel(module, **size)
+        self.optimizer = torch.optim.SGD(weights_of(module), rate)
         self.loss = torch.nn.CrossEntropyLoss()
 
-    def fit(self, images, labels, batch_size, epochs, verbose, callbacks):
-        images, labels = torch.from_numpy(images), torch.from_numpy(labels)
-        for step in range(len(images) // batch_size):
-            batch = slice(step * batch_size, (step + 1) * batch_size)
+    def fit(self, inputs, labels, batch_size, after_step):
+        """Trains for an epoch.
+
+        Args:
+            inputs: an array, or a tuple of arrays for a Keras model of several inputs.
+            labels: the classes.
+            batch_size: samples a step.
+            after_step: a function of the logs, called after each step.
+        """
+        several = isinstance(inputs, tuple)
+        tensors = [torch.from_numpy(array) for array in (inputs if several else [inputs])]
+        labels = torch.from_numpy(labels)
+        for step in range(len(labels) // batch_size):
+            rows = slice(step * batch_size, (step + 1) * batch_size)
+            batch = [tensor[rows] for tensor in tensors]
             self.optimizer.zero_grad()
-            loss = self.loss(self.model(images[batch]), labels[batch])
+            loss = self.loss(self.called(batch if several else batch[0]), labels[rows])
             loss.backward()
             self.optimizer.step()
-            for callback in callbacks:
-                callback.on_train_batch_end(step, {"loss": loss.detach()})
+            after_step({"loss": loss.detach()})
 
-    def get_weights(self):
-        return [parameter.detach().numpy() for parameter in self.model.parameters()]
+    def bound_to(self, inputs, labels, batch_size):
+        """Returns a function of a clock that trains for an epoch; its `model` is the module."""
+
+        def fit(clock):
+            clock.batches = 0
+            self.fit(inputs, labels, batch_size, clock.count)
+
+        fit.model = self.model
+        return fit
+
+
+def weights_of(module):
+    """Returns the parameters that are trained."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def cnn():
+    torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Unflatten(1, (1, 28)),
         torch.nn.Conv2d(1, 32, 3),
@@ -55,6 +81,7 @@ def cnn():
 
 
 def mlp():
+    torch.manual_seed(0)
     layers, width = [torch.nn.Flatten()], 28 * 28
     for _ in range(3):
         layers += [torch.nn.Linear(width, 2048), torch.nn.ReLU()]

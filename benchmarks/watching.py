@@ -43,7 +43,8 @@ def main():
 
 def work(path):
     import keras
-    from contenders import BATCH, WARM_STEPS, compiled, make_clock, synthetic
+    from contenders import WARM_STEPS, make_clock
+    from models import MODELS
     from ranks import barrier, everyones
 
     import keras_dist
@@ -51,8 +52,9 @@ def work(path):
     keras_dist.init()
     task = json.loads(Path(path).read_text())
     steps = WARM_STEPS + task["steps"]
-    data = synthetic(steps)
-    model = compiled("cnn", keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01)))
+    cnn = MODELS["cnn"]
+    data = cnn.data(steps * cnn.batch_size, keras_dist.rank())
+    model = cnn.compiled(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01)))
     shares = {name: [] for name in CONTENDERS}
 
     def milliseconds(name):
@@ -60,7 +62,7 @@ def work(path):
         with watched(name):
             barrier()
             clock, begun, used = make_clock(steps), time.perf_counter(), seconds_on_core()
-            fitted = {"batch_size": BATCH, "epochs": 1, "verbose": 0}
+            fitted = {"batch_size": cnn.batch_size, "epochs": 1, "verbose": 0}
             model.fit(*data, callbacks=[*callbacks, clock], **fitted)
             share = (seconds_on_core() - used) / (time.perf_counter() - begun)
         shares[name].append(max(row[0] for row in everyones([share])))

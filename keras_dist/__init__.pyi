@@ -2,6 +2,9 @@ from . import (
     callbacks as callbacks,
 )
 from . import (
+    checkpoints as checkpoints,
+)
+from . import (
     data as data,
 )
 from . import (
@@ -21,6 +24,12 @@ from ._version import (
 )
 from .launch.interactive import (
     run as run,
+)
+from .launch.world import (
+    WorldServer as WorldServer,
+)
+from .launch.world import (
+    join_world as join_world,
 )
 from .monitor.timeline.control import (
     start_timeline as start_timeline,
@@ -158,22 +167,13 @@ from .runtime import (
     is_initialized as is_initialized,
 )
 from .runtime import (
-    local_rank as local_rank,
-)
-from .runtime import (
     local_size as local_size,
-)
-from .runtime import (
-    rank as rank,
 )
 from .runtime import (
     remove_process_set as remove_process_set,
 )
 from .runtime import (
     shutdown as shutdown,
-)
-from .runtime import (
-    size as size,
 )
 from .runtime.build_info import (
     ccl_built as ccl_built,
@@ -210,6 +210,15 @@ from .runtime.process_sets import (
 )
 from .runtime.process_sets import (
     global_process_set as global_process_set,
+)
+from .runtime.script_ranks import (
+    local_rank as local_rank,
+)
+from .runtime.script_ranks import (
+    rank as rank,
+)
+from .runtime.script_ranks import (
+    size as size,
 )
 from .training.optimizer import (
     DistributedOptimizer as DistributedOptimizer,

@@ -95,8 +95,9 @@ VARIABLES = (
         "bucket_nbytes",
         _integer,
         "0",
-        "Size of a gradient bucket in bytes; the last tensor of a bucket may exceed it. 0: 25 MiB, "
-        "or a size measured on these ranks when the gradients exceed 25 MiB.",
+        "Size of a gradient bucket in bytes; the last tensor of a bucket may exceed it. 0: 4 MiB "
+        "if gradients are reduced while others are computed; otherwise 25 MiB, or a size measured "
+        "on these ranks when the gradients exceed 25 MiB.",
         "a whole number of bytes, 1 or more, or 0",
     ),
     Variable(
@@ -113,6 +114,14 @@ VARIABLES = (
         "1",
         "1: each rank uses the GPU of its local rank. 0: the script selects the GPU.",
         "0 or 1",
+    ),
+    Variable(
+        "gpu",
+        _one_of("auto", "nccl", "host"),
+        "auto",
+        "How arrays of GPUs are reduced. `nccl`: on the GPUs, by NCCL or RCCL. `host`: through "
+        "pinned host memory. `auto`: by NCCL if it is installed and every rank has its own GPU.",
+        "auto, nccl or host",
     ),
     Variable(
         "reduce",
@@ -135,7 +144,7 @@ VARIABLES = (
         "overlap",
         _one_of("auto", "on", "off"),
         "auto",
-        "Whether torch reduces gradients during the backward pass. `auto`: on several nodes, or "
+        "Whether gradients are reduced while others are computed. `auto`: on several nodes, or "
         "when every rank has more than one core.",
         "auto, on or off",
     ),
@@ -163,11 +172,27 @@ VARIABLES = (
     ),
     Variable(
         "on_failure",
-        _one_of("stop", "continue"),
+        _one_of("stop", "continue", "replace"),
         "stop",
         "Reaction to the death of a rank. `stop`: the job ends. `continue`: the other ranks "
-        "continue, if MPI supports it.",
-        "stop or continue",
+        "continue, if MPI supports it. `replace`: they continue, and a new rank joins them in "
+        "`fit`.",
+        "stop, continue or replace",
+    ),
+    Variable(
+        "join_directory",
+        str,
+        "",
+        "Directory in which the job announces itself, so that ranks can join it with "
+        "`keras-dist join`. Empty: no rank can join.",
+        "a path",
+    ),
+    Variable(
+        "joins",
+        _flag,
+        "0",
+        "1: this process joins the job of `KERAS_DIST_JOIN_DIRECTORY`. `keras-dist join` sets it.",
+        "0 or 1",
     ),
     Variable(
         "restart",
@@ -247,6 +272,7 @@ class Settings:
     bucket_nbytes: int
     threads: int
     pin_device: bool
+    gpu: str
     reduce: str
     reduction: str
     overlap: str
@@ -254,6 +280,8 @@ class Settings:
     stall_seconds: int
     stall_abort_seconds: int
     on_failure: str
+    join_directory: str
+    joins: bool
     restart: int
     timeline: str
     timeline_steps: tuple[int, int | None]

@@ -14,6 +14,7 @@ BARE = """
 from keras_dist import _backends, runtime
 class Nothing:
     def pin_device(*args): pass
+    def gpu_number(): pass
     def limit_threads(*args, **kwargs): pass
     def finish_calls(): pass
 _backends.active = lambda: Nothing

@@ -32,6 +32,8 @@ MODULES = {
     "_engine/signature.py": "tests/test_signature.py",
     "_engine/arithmetic.py": "tests/test_arithmetic.py",
     "data/partition.py": "tests/test_data_partition.py",
+    "data/round_robin.py": "tests/test_data_partition.py",
+    "data/spread.py": "tests/test_data_partition.py",
     "data/order.py": "tests/test_data_order.py",
     "ops/reduction_options.py": "tests/test_reduction_options.py",
     "callbacks/learning_rate.py": "tests/test_learning_rate.py",

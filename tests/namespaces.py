@@ -7,8 +7,8 @@ Each host has a name (host1, host2, ...), an address, a file /etc/hosts with all
 /dev/shm. The hosts share file systems and processes. `$TEST_HOSTS` has the names, and
 `$TEST_HOSTS_REACH` is a program that takes the place of ssh.
 
-A host lives as long as the process that holds its namespaces, which ends with the pipe to this
-process: nothing is left after a kill.
+A host lives as long as the process that holds its namespaces. With the pipe to this process it
+kills the processes on its host and ends: nothing is left after a kill.
 """
 
 import argparse
@@ -25,8 +25,18 @@ from pathlib import Path
 
 TOOLS = ("ip", "mount", "nsenter", "setpriv", "unshare")
 NETWORK = "10.213.77."
+# Waits for the end of a pipe, without another process, then kills the others on this host.
+HOLD = """echo ready
+while read -r line; do :; done
+mine=$(readlink /proc/$$/ns/net)
+for folder in /proc/[0-9]*; do
+    pid=${folder#/proc/}
+    [ $pid = $$ ] || [ "$(readlink $folder/ns/net)" != "$mine" ] || kill -KILL $pid
+done 2> /dev/null
+"""
 INTERFACE = "eth0"
 READY_SECONDS = 10
+TOLD = "TEST_HOSTS_TOLD"  # variable with which a connection ends as soon as its host is lost
 # MPICH's transports use the network interface only; without this UCX and libfabric search others.
 MPICH = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": INTERFACE, "FI_TCP_IFACE": INTERFACE}
 
@@ -60,6 +70,13 @@ class Host:
         """Sets the link of the host "up" or "down"."""
         self.run("ip", "link", "set", INTERFACE, state)
 
+    def limit(self, gbit):
+        """Limits what the host sends to a number of Gbit/s."""
+        # The bucket holds what is sent in 0.1 ms, and at least two segments of 64 KiB.
+        burst = max(128 * 1024, int(gbit * 1e9 / 8 * 1e-4))
+        shape = f"tbf rate {gbit * 1000:.0f}mbit burst {burst} latency 20ms"
+        self.run(*f"tc qdisc replace dev {INTERFACE} root {shape}".split())
+
     def processes(self):
         """Returns the processes on the host, except the one that holds it."""
         mine = os.stat(f"/proc/{self.holder.pid}/ns/net").st_ino
@@ -77,9 +94,13 @@ class Host:
 
     def kill_all(self):
         """Kills the processes on the host."""
+        self.signal(signal.SIGKILL)
+
+    def signal(self, number):
+        """Sends a signal to the processes on the host."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
 
 
 @contextlib.contextmanager
@@ -98,11 +119,12 @@ def make_hosts(count):
     if os.geteuid() != 0:
         raise Unavailable("only root may make network namespaces")
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
+        removed = tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True)
+        folder = Path(stack.enter_context(removed))
         known = [(f"host{number}", f"{NETWORK}{number}") for number in range(1, count + 1)]
         names = folder / "hosts"
         names.write_text("127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for n, a in known))
-        bridge = stack.enter_context(_held("bridge", "", names))
+        bridge = stack.enter_context(_held("bridge", "", names, f"rm -rf {folder}"))
         bridge.run(*"ip link add bridge type bridge".split())
         bridge.run(*"ip link set bridge up".split())
         hosts = [stack.enter_context(_held(name, address, names)) for name, address in known]
@@ -127,13 +149,13 @@ def hosts_or_skip(count):
 
 
 @contextlib.contextmanager
-def _held(name, address, names):
-    """A host without a connection."""
+def _held(name, address, names, at_the_end=""):
+    """A host without a connection, and a shell command for its end."""
     # UCX finds devices in /sys, which shows the namespace in which it was mounted.
     script = (
         f"hostname {name} && mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm && "
-        f"mount --bind {shlex.quote(str(names))} /etc/hosts && ip link set lo up && "
-        "echo ready && exec cat"
+        f"mount --bind {shlex.quote(str(names))} /etc/hosts && ip link set lo up || exit\n"
+        f"{HOLD}{at_the_end}"
     )
     command = ["unshare", "--net", "--mount", "--uts", "sh", "-c", script]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -174,11 +196,16 @@ def _write_reach(path, hosts):
     path.write_text(
         "#!/bin/sh\n"
         # Options with a value, such as -l USER or -p PORT, and without.
-        'while :; do case "$1" in -[lpio]) shift 2 ;; -*) shift ;; *) break ;; esac; done\n'
+        'while :; do case "$1" in\n'
+        '-o) case "$2" in ServerAliveInterval=*) alive=$((5 * ${2#*=})) ;; esac; shift 2 ;;\n'
+        "-[lpi]) shift 2 ;; -*) shift ;; *) break\nesac; done\n"
         f'host=$1; shift\ncase "$host" in\n{cases}'
         '*) echo "no test host $host" >&2; exit 255\nesac\n'
-        # ssh does not notice that a host is lost, and hangs.
-        "code=$?; [ $code -ne 137 ] || exec setpriv --pdeathsig KILL sleep 600; exit $code\n"
+        # ssh notices that a host is lost if it asks whether the host is alive, or is told by TCP.
+        "code=$?; [ $code -eq 137 ] || exit $code\n"
+        f'[ -z "${TOLD}" ] || exit 255\n'
+        '[ "$alive" ] || exec setpriv --pdeathsig KILL sleep 600\n'
+        "sleep $alive; exit 255\n"
     )
     path.chmod(0o755)
     return path

@@ -87,6 +87,20 @@ def test_a_python_without_the_simulator_is_refused(tmp_path):
     assert "false cannot import simgrid; install it" in job.stderr
 
 
+@pytest.mark.slow
+def test_messages(tmp_path):
+    job = subprocess.run(
+        [sys.executable, str(FOLDER / "messages.py"), "--ranks", "2", "--output", str(tmp_path)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert told(job, r"passed \d of \d")[0] == "passed 3 of 3", job.stdout
+
+
+@pytest.mark.slow
 def test_hosts(tmp_path):
     with hosts_or_skip(2):
         pass  # the benchmark makes its own
@@ -101,5 +115,24 @@ def test_hosts(tmp_path):
     )
     assert re.search(r"^\| 4 KiB +\|( +\d+\.\d{3} \|)+$", job.stdout, re.MULTILINE), job.stdout
     last = told(job, r"passed \d of 1")[0]
+    (written,) = tmp_path.glob("*.md")
+    assert written.read_text().strip().endswith(last)
+
+
+@pytest.mark.slow
+def test_fit_hosts(tmp_path):
+    with hosts_or_skip(2):
+        pass  # the benchmark makes its own
+    options = ["--quick", "--models", "cnn", "--backends", "torch", "--gbit", "0", "--output"]
+    job = subprocess.run(
+        [sys.executable, str(FOLDER / "fit_hosts.py"), *options, str(tmp_path)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert re.search(r"^\| torch +\|( +\d+ \(\d\.\d\d\) \|)+", job.stdout, re.MULTILINE), job.stdout
+    last = told(job, r"passed \d of 3")[0]
     (written,) = tmp_path.glob("*.md")
     assert written.read_text().strip().endswith(last)

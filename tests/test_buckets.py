@@ -13,6 +13,7 @@ from keras_dist._engine.buckets import (
     aligned,
     aligned_array,
     plan_buckets,
+    size_class,
     slice_bounds,
 )
 
@@ -71,6 +72,16 @@ def test_a_bucket_is_closed_at_the_byte_and_the_first_one_earlier():
     assert places(plan_buckets(specs, 64, 192)) == [[0], [1], [2], [3], [4], [5], [6]]
 
 
+def test_large_arrays_may_have_buckets_of_their_own():
+    counts = [4, 64, 8, 32, 200, 16]
+    specs = [((count,), np.dtype("float32")) for count in counts]
+    assert places(plan_buckets(specs, 256)) == [[0, 1], [2, 3, 4], [5]]
+    # A bucket is placed where its last array is: it is complete when that has been computed.
+    assert places(plan_buckets(specs, 256, alone=True)) == [[1], [0, 2, 3], [4], [5]]
+    assert places(plan_buckets(specs, 257, alone=True)) == [[0, 1], [4], [2, 3, 5]]
+    assert places(plan_buckets(specs, 256, groups=[[1, 2]], alone=True)) == [[4], [0, 3, 5], [1, 2]]
+
+
 def places(buckets):
     """The arrays of each bucket."""
     return [[slot.index for slot in bucket.slots] for bucket in buckets]
@@ -117,6 +128,24 @@ def test_arrays_are_views_of_a_buffer_with_zeros_between():
         assert part.shape == array.shape and np.shares_memory(part, buffer)
 
 
+def test_gaps_are_cleared_and_nothing_else():
+    float32 = np.dtype("float32")
+    slots = [Slot(0, (3,), 0, 3), Slot(1, (4, 4), 16, 16), Slot(2, (2,), 32, 2)]
+    buffer = np.arange(1, 35, dtype=float32)
+    expected = np.where((buffer > 3) & (buffer < 17), 0, buffer)
+    bucket = Bucket(float32, tuple(slots), 34)
+    assert bucket.clear_gaps(buffer) is buffer
+    np.testing.assert_array_equal(buffer, expected)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "size"),
+    [(0, 1), (1, 1), (4096, 1), (4097, 2), (32769, 9), (65536, 16), (65537, 18), (2**20 + 1, 288)],
+)
+def test_sizes_of_memory_have_steps_of_4_kib_or_an_eighth(nbytes, size):
+    assert size_class(nbytes) == 4096 * size
+
+
 @pytest.mark.parametrize("dtype", ["i1", "f4", "c16", "S24"])
 def test_new_arrays_begin_on_a_cache_line(dtype):
     kept = [aligned_array(count, np.dtype(dtype)) for count in range(1, 40)]
@@ -152,7 +181,7 @@ def test_a_piece_is_a_range_of_the_buffer(bounds):
     low, high = bounds
     arrays = [np.arange(1, 5, dtype="f4"), np.zeros(0, "f4"), np.arange(5, 11, dtype="f4")]
     piece = Piece(THREE, low, high)
-    got = piece.of(arrays, np.zeros(14, "f4"))
+    got = piece.of(arrays, np.full(14, -1, "f4"))
     assert len(piece) == len(got) == high - low
     np.testing.assert_array_equal(got, THREE.pack(arrays)[low:high])
 

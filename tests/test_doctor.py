@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -78,12 +79,29 @@ def test_what_a_job_finds_has_a_remedy(facts, what, remedy):
         "hosts": ["h1"],
         "seconds": {"16777216": 0.002},
         "cuda_aware": None,
+        "gpus": {"ranks": ["", ""], "path": ""},
         **dict.fromkeys(("several_threads", "from_other_threads", "shares_memory"), True),
     }
     told = {one.what: one for one in findings.of_a_job({**usual, **facts}, 1.0)}
     assert told[what].remedy.startswith(remedy)
     assert told[what].is_trouble == (facts.get("from_other_threads") is False)
     assert "16 MiB are reduced in 2.0 ms, 8.4 GB/s" in told["Speed"].text
+
+
+def test_doctor_shows_which_rank_has_which_gpu():
+    gpus = {"ranks": ["0000:0a:00.0 of n1", "0000:0b:00.0 of n1"], "path": "by NCCL: 2 ranks"}
+    found = findings._gpu_path(gpus)
+    ranks = "rank 0 has 0000:0a:00.0 of n1, rank 1 has 0000:0b:00.0 of n1"
+    assert found.text == f"{ranks}; arrays travel by NCCL: 2 ranks"
+
+
+def test_doctor_names_the_version_of_nccl(monkeypatch):
+    assert findings._nccl().text == "cannot be used: there is neither NCCL nor RCCL"
+    nccl = types.SimpleNamespace(version=lambda: 22304, path="/lib/libnccl.so.2")
+    monkeypatch.setattr(findings._gpu, "load_nccl", lambda: nccl)
+    monkeypatch.setattr(findings, "_version", {("nvidia-nccl-cu13",): "2.23.4"}.get)
+    text = "2.23.4 in /lib/libnccl.so.2; nvidia-nccl-cu13 2.23.4"
+    assert findings._nccl().text == text
 
 
 @pytest.fixture
@@ -147,8 +165,51 @@ def test_a_prediction_is_read_off_the_table(monkeypatch, capsys):
     assert ["4", "16.0", "ms", "steps", "of", "144", "ms"] in rows
 
 
-@pytest.mark.parametrize("words", ["--parameters many", "--sizes 1", "--parameters 1M --model m"])
+@pytest.mark.parametrize(
+    "words", ["--batch-size 0", "--parameters many", "--sizes 1", "--parameters 1M --model m"]
+)
 def test_wrong_arguments_are_refused(words):
     with pytest.raises(SystemExit) as ended:
         main(["bench", *words.split()])
     assert ended.value.code == 2
+
+
+def test_a_step_takes_as_long_as_the_slowest_rank_and_the_reduction():
+    assert bench.predict_step([[1.0, 3.0], [2.0, 2.0]], 0.5) == (2.0, 3.0)
+
+
+def test_bench_predicts_the_speed_of_fit(tmp_path, capsys, monkeypatch):
+    import keras
+
+    inputs = [keras.Input((3,)), keras.Input((), dtype="int32")]
+    x = keras.layers.Concatenate()([inputs[0], keras.layers.Embedding(5, 2)(inputs[1])])
+    model = keras.Model(inputs, [keras.layers.Dense(4)(x), keras.layers.Dense(2)(x)])
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    words = ["bench", "-np", "2", "--sizes", "4K", "--model", path, "--batch-size", "8"]
+    assert main(words) == 2
+    assert "a compiled model that Keras loads" in capsys.readouterr().err
+    losses = [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"]
+    model.compile("sgd", losses)
+    model.save(path)
+    measured = []
+
+    def keep(measure):
+        def measure_and_keep(*arguments):
+            measured.append(measure(*arguments))
+            return measured[-1]
+
+        return measure_and_keep
+
+    for name in ("measure", "measure_steps"):
+        monkeypatch.setattr(bench, name, keep(getattr(bench, name)))
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["gradient_nbytes"] == 4 * model.count_params()
+    assert told["step_seconds"] > told["predicted_seconds"]["2"] > 0
+    assert told["samples_per_second"] == 2 * 8 / told["step_seconds"]
+    for name, found in zip(("measure", "measure_steps"), measured, strict=True):
+        monkeypatch.setattr(bench, name, lambda *arguments, found=found: found)
+    assert main(words) == 0
+    rate = f"{told['samples_per_second']:.0f} samples/s"
+    assert f"fit on 2 ranks, batches of 8: {rate}" in capsys.readouterr().out

@@ -152,7 +152,8 @@ def test_synthetic_benchmark_of_torch(run_ranks):
 
 
 @pytest.mark.parametrize(
-    "backend", ["tensorflow", "jax", pytest.param("torch", marks=pytest.mark.slow)]
+    "backend",
+    ["tensorflow", *(pytest.param(name, marks=pytest.mark.slow) for name in ("jax", "torch"))],
 )
 def test_gan(run_ranks, backend):
     job = run_ranks(

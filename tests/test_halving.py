@@ -1,66 +1,12 @@
 """Recursive halving for any number of nodes; threads stand in for more ranks than tests start."""
 
-import queue
-import threading
-from collections import defaultdict
-
 import numpy as np
 import pytest
+from thread_ranks import Network
 
 from keras_dist._engine.arithmetic import ReduceOp, combine
 from keras_dist._engine.mpi.halving import SEGMENT_NBYTES, crossover, reduce_by_halves
-from keras_dist._engine.rounds import combine_rows
-
-
-class Network:
-    """Ranks that are threads; counts the messages of each."""
-
-    def __init__(self, size):
-        self.size, self.messages = size, [0] * size
-        self.queues = defaultdict(queue.SimpleQueue)
-
-    def run(self, work):
-        threads = [threading.Thread(target=work, args=(Rank(self, r),)) for r in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-
-class Rank:
-    def __init__(self, network, rank):
-        self.network, self.rank = network, rank
-
-    def Get_rank(self):
-        return self.rank
-
-    def Get_size(self):
-        return self.network.size
-
-    def Isend(self, buffer, peer, tag):
-        self.network.messages[self.rank] += 1
-        self.network.queues[self.rank, peer].put(buffer.copy())
-        return Done()
-
-    def Irecv(self, buffer, peer, tag):
-        return Receiving(self.network.queues[peer, self.rank], buffer)
-
-
-class Done:
-    def Test(self):
-        return True
-
-
-class Receiving:
-    def __init__(self, messages, buffer):
-        self.messages, self.buffer = messages, buffer
-
-    def Test(self):
-        try:
-            self.buffer[...] = self.messages.get_nowait()
-        except queue.Empty:
-            return False
-        return True
+from keras_dist._engine.rounds import combine_rows, halving, rounds
 
 
 def added(low, high):
@@ -95,3 +41,20 @@ def test_halving_is_for_many_nodes_and_small_arrays():
     assert crossover(64, **costs) == 64 * SEGMENT_NBYTES
     assert 0 < crossover(65, **costs) < crossover(100, **costs) < crossover(1000, **costs)
     assert crossover(1000, **{**costs, "byte": 0.0}) == 1000 * SEGMENT_NBYTES
+
+
+NUMBERS = [*range(2, 130), 255, 256, 257, 1000, 4096, 10_000]
+
+
+@pytest.mark.parametrize("size", NUMBERS)
+def test_the_messages_of_a_node_grow_logarithmically(size):
+    steps = size.bit_length() - 1
+    nodes = {*range(min(size, 70)), *range(max(0, size - 3), size)}
+    for node in nodes:
+        digests = rounds(node, size)
+        # The numbers of up to 64 KiB travel with the digests.
+        assert sum(step.sends for step in digests) <= steps + 1
+        plan = halving(node, size, 100_000)
+        plan += [step.reverse for step in reversed(plan)]
+        assert sum(step.sent is not None for step in plan) <= 2 * steps + 1
+        assert sum(step.received is not None for step in plan) <= 2 * steps + 1

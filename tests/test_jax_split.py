@@ -9,6 +9,7 @@ from jax import numpy as jnp  # noqa: E402
 from jax.extend.core import Primitive  # noqa: E402
 from jax.interpreters import mlir  # noqa: E402
 
+from keras_dist._backends import jax_split  # noqa: E402
 from keras_dist._backends.jax_split import split_at  # noqa: E402
 
 double = Primitive("double")
@@ -21,11 +22,17 @@ mlir.register_lowering(
 
 
 def recording(seen):
-    def work(*arrays):
-        seen.append([type(array) for array in arrays])
-        return [jax.device_put(2 * np.asarray(array)) for array in arrays]
+    def start(*arrays):
+        seen.append("start")
+        host = [np.asarray(array) for array in arrays]
 
-    return work
+        def wait():
+            seen.append("wait")
+            return [jax.device_put(2 * array) for array in host]
+
+        return wait
+
+    return start
 
 
 def once(state, x):
@@ -73,6 +80,80 @@ def arguments():
     return {"a": jnp.arange(6.0).reshape(3, 2), "b": jnp.ones(2)}, jnp.arange(12.0).reshape(4, 3)
 
 
+def layered(state, x):
+    """A host call for the gradient of each layer, the last one first; then their norm."""
+
+    def loss(layers):
+        hidden = x
+        for layer in layers:
+            hidden = jnp.tanh(hidden @ layer)
+        return hidden.sum(), hidden.mean()
+
+    gradients, mean = jax.grad(loss, has_aux=True)(state)
+    doubled = [double.bind(gradient)[0] for gradient in reversed(gradients)][::-1]
+    norm = sum((gradient**2).sum() for gradient in doubled)
+    return [w - g for w, g in zip(state, doubled, strict=True)], (mean, norm)
+
+
+def layers():
+    return [jnp.eye(3) * number for number in (1.0, 2.0, 3.0)], jnp.arange(12.0).reshape(4, 3) / 9
+
+
+def layered_twice(state, x):
+    """The second step has host calls that need the results of the first."""
+    first, logs = layered(state, x)
+    second, more = layered(first, x + 1)
+    return second, (logs, more)
+
+
+@pytest.mark.parametrize("function", [layered, layered_twice])
+def test_host_calls_overlap_with_programs(function):
+    expected, seen = function(*layers()), []
+    split = split_at(double, recording(seen), function, lambda: True)
+    for _ in range(2):
+        result = split(*layers())
+        for value, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(value, other, rtol=1e-3)
+    step = ["start"] * 3 + ["wait"] * 3
+    assert seen == 2 * (step if function is layered else [*step, *step])
+
+
+def test_each_overlapping_call_has_a_program_before_and_after_it():
+    compiled, start = [], recording([])
+    with pytest.MonkeyPatch.context() as patch:
+        compile_one = jax_split._compiled
+        patch.setattr(
+            jax_split, "_compiled", lambda *given: compiled.append(1) or compile_one(*given)
+        )
+        split_at(double, start, layered)(*layers())
+        assert len(compiled) == 2
+        compiled.clear()
+        split_at(double, start, layered, lambda: True)(*layers())
+        # The mean is computed beside the last gradient or after it.
+        assert 6 <= len(compiled) <= 7
+
+
+def test_inputs_that_the_host_still_reads_are_not_donated():
+    def function(state, x):
+        return double.bind(state["a"])[0], state["a"] + 1
+
+    state, x = arguments()
+    seen = []
+
+    def start(array):
+        view = np.asarray(array)
+        before = view.copy()
+
+        def wait():
+            seen.append(np.array_equal(view, before))
+            return [jax.device_put(2 * view)]
+
+        return wait
+
+    split_at(double, start, function, lambda: True)(state, x)
+    assert seen == [True]
+
+
 @pytest.mark.parametrize(
     ("function", "calls"),
     [
@@ -95,7 +176,7 @@ def test_a_split_function_equals_the_whole_function(function, calls):
         assert jax.tree.structure(result) == jax.tree.structure(expected)
         for value, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(value, other, rtol=1e-6)
-        assert len(seen) == calls * repeat
+        assert seen.count("start") == seen.count("wait") == calls * repeat
 
 
 def test_arguments_of_other_shapes_are_traced_again():
@@ -115,13 +196,26 @@ def test_the_first_argument_is_donated():
     assert not x.is_deleted()
 
 
+def test_a_value_that_is_returned_twice_has_memory_for_each():
+    def same(state, x):
+        value = double.bind(x)[0] + state["a"] + state["b"]
+        return {"a": value, "b": value, "c": -value}, x
+
+    split = split_at(double, recording([]), same)
+    state = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    for expected in (4, 10):  # the second call donates both
+        state, _ = split(state, jnp.ones(3))
+        assert state.pop("c").tolist() == [-expected] * 3
+        assert state["a"].tolist() == state["b"].tolist() == [expected] * 3
+
+
 def test_results_of_the_host_are_copied():
     memory = np.zeros((3, 2), np.float32)
 
-    def host(array):
+    def start(array):
         memory[...] = np.asarray(array)
-        return [jax.device_put(memory, may_alias=True)]
+        return lambda: [jax.device_put(memory, may_alias=True)]
 
-    result, _ = split_at(double, host, only_a_host_call)(*arguments())
+    result, _ = split_at(double, start, only_a_host_call)(*arguments())
     memory[...] = -1
     np.testing.assert_array_equal(result, np.arange(6.0).reshape(3, 2))

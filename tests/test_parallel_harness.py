@@ -221,3 +221,12 @@ def test_rows_of_the_table_of_backends_are_recorded(run_tests, tmp_path, monkeyp
             },
         },
     }
+
+
+def test_slow_tests_on_ranks_are_run_by_the_suite():
+    folder = Path(__file__).parents[1]
+    text = (folder / "scripts" / "test").read_text()
+    (named,) = re.findall(r"tests/parallel/test_\{(\S+)\}\.py \"\$@\" -m slow", text)
+    files = (folder / "tests" / "parallel").glob("test_*.py")
+    slow = {path.stem.removeprefix("test_") for path in files if "mark.slow" in path.read_text()}
+    assert slow == set(named.split(","))

@@ -33,6 +33,15 @@ def test_at_each_place_in_the_order_every_rank_receives_once(ranks):
 
 
 def test_pieces_of_many_ranks_are_small_but_not_tiny():
-    sizes = [piece_nbytes(ranks) for ranks in (2, 8, 64, 10_000)]
+    sizes = [piece_nbytes(ranks, 2**40) for ranks in (2, 8, 64, 10_000)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] == SMALLEST_NBYTES
+
+
+@pytest.mark.parametrize("mib", [2, 4, 5, 16, 100])
+def test_a_segment_has_several_pieces_of_a_mebibyte_or_more(mib):
+    nbytes = mib * 2**20
+    size = piece_nbytes(2, nbytes)
+    count = Pieces(0, 2, nbytes // 4, size // 4).count
+    assert count >= 4 or size == 2**20
+    assert 2**20 <= size <= 2**22

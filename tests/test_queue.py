@@ -3,6 +3,7 @@
 import functools
 import threading
 import time
+import types
 import weakref
 
 import pytest
@@ -11,6 +12,7 @@ from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.ordering.queue import CollectiveQueue
 from keras_dist._engine.ordering.ticket import Reordered
 from keras_dist._engine.recovery.retry import Retry
+from keras_dist._engine.shm import wait
 
 
 @pytest.fixture
@@ -46,6 +48,28 @@ def test_operations_run_in_the_order_of_their_calls(queue):
     assert done == list(range(12))
     for thread in threads:
         thread.join()
+
+
+def test_an_operation_naps_until_somebody_waits_for_it(queue, monkeypatch):
+    paces, napped = [], threading.Event()
+    clock = types.SimpleNamespace(sleep=lambda _: paces.append("nap"), perf_counter=time.monotonic)
+    monkeypatch.setattr(wait, "time", clock)
+    monkeypatch.setattr(
+        wait, "os", types.SimpleNamespace(sched_yield=lambda: paces.append("yield"))
+    )
+
+    def work():
+        wait.pause()
+        napped.set()
+        while paces[-1] == "nap":
+            wait.pause()
+
+    handle = queue.queue(work, "work")
+    assert napped.wait(60)
+    handle.wait()
+    assert paces[0] == "nap" and paces[-1] == "yield"
+    wait.pause()  # a thread that waits for itself
+    assert paces[-1] == "yield"
 
 
 def test_the_operation_that_ranks_agree_on_moves_to_the_front(queue):

@@ -11,7 +11,7 @@ from namespaces import hosts_or_skip
 from keras_dist import errors
 from keras_dist.launch.cli import main, reach, run
 from keras_dist.launch.cli.job import Ended
-from keras_dist.launch.cli.reach import check_reach
+from keras_dist.launch.cli.reach import check_reach, ssh_of_mpiexec
 
 ELSEWHERE = "192.0.2.7"  # an address for documentation, which no host has
 THERE = 'shift 4; [ "$1" = 192.0.2.7 ] || exit 255; shift; '
@@ -21,11 +21,11 @@ THERE = 'shift 4; [ "$1" = 192.0.2.7 ] || exit 255; shift; '
 def check(tmp_path, monkeypatch):
     """A function that checks hosts while `ssh` is a script with the given text."""
 
-    def call(text, *hosts, **variables):
+    def call(text, *hosts):
         ssh = tmp_path / "ssh"
         ssh.write_text(f"#!/bin/sh\n{text}\n")
         ssh.chmod(0o755)
-        check_reach(hosts or [ELSEWHERE], {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables})
+        check_reach(hosts or [ELSEWHERE], str(ssh))
 
     return call
 
@@ -38,9 +38,13 @@ def test_this_host_is_not_entered(check):
     check("exit 255", "localhost", "127.0.0.1")
 
 
-def test_another_launcher_is_not_checked(check):
-    check("exit 255", HYDRA_LAUNCHER="rsh")
-    check("exit 255", PRTE_MCA_plm_ssh_agent="/bin/enter")
+def test_mpiexec_may_have_another_launcher(tmp_path):
+    (tmp_path / "ssh").touch(0o755)
+    path = {"PATH": str(tmp_path)}
+    assert ssh_of_mpiexec(path) == str(tmp_path / "ssh")
+    assert ssh_of_mpiexec({"PATH": "/nowhere"}) is None
+    assert ssh_of_mpiexec({**path, "HYDRA_LAUNCHER": "rsh"}) is None
+    assert ssh_of_mpiexec({**path, "PRTE_MCA_plm_ssh_agent": "/bin/enter"}) is None
 
 
 @pytest.mark.parametrize(
@@ -55,6 +59,16 @@ def test_another_launcher_is_not_checked(check):
             'echo "sh: 1: python: not found" >&2; exit 127',
             rf"Python {reach.PYTHON} at \S+ on 192.0.2.7",
             "exit code 127 (sh: 1: python: not found) from 192.0.2.7. Install the same environment",
+        ),
+        (
+            f"echo python {reach.PYTHON.replace('.', ' ')}; echo mpi Some MPI 1.0",
+            r"(MPICH|Open MPI)\b.*, the MPI library of this host, at \S+ on 192.0.2.7",
+            "Some MPI 1.0 from 192.0.2.7. Install the same environment",
+        ),
+        (
+            f"echo python {reach.PYTHON.replace('.', ' ')}; echo no mpi4py >&2; exit 1",
+            r"(MPICH|Open MPI)\b.*, the MPI library of this host, at \S+ on 192.0.2.7",
+            "exit code 1 (no mpi4py) from 192.0.2.7. Install the same environment",
         ),
         (
             "echo python 3 8",
@@ -100,7 +114,7 @@ def test_hosts_are_not_entered_where_mpiexec_may_use_other_means(
 def test_a_host_that_is_lost_between_two_starts_is_tried_again(tmp_path, monkeypatch, capsys):
     (tmp_path / "ssh").write_text(
         f"#!/bin/sh\n[ ! -e {tmp_path}/once ] || exit 255\ntouch {tmp_path}/once\n"
-        f"echo python {reach.PYTHON.replace('.', ' ')}\n"
+        'shift 5; sh -c "$*"\n'
     )
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

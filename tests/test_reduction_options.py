@@ -37,6 +37,9 @@ class NoBackend:
     def pin_device(*args):
         pass
 
+    def gpu_number():
+        pass
+
     def limit_threads(*args, **kwargs):
         pass
 
@@ -71,6 +74,8 @@ OTHERS = {
     "passes": 2,
     "averages": True,
     "scale_local": False,
+    "shard_state": True,
+    "shard_gradients": True,
 }
 
 
@@ -109,6 +114,8 @@ def test_defaults(parsed):
             "passes": 1,
             "averages": False,
             "scale_local": True,
+            "shard_state": False,
+            "shard_gradients": False,
         }
 
 
@@ -156,6 +163,8 @@ def test_every_argument_sets_its_field(parsed):
         sparse_as_dense=1,
         groups=[[variable], []],
         scale_local_gradients=0,
+        shard_state=1,
+        shard_gradients=1,
     )
     assert vars(options) == {
         "op": ReduceOp.SUM,
@@ -168,6 +177,8 @@ def test_every_argument_sets_its_field(parsed):
         "passes": 3,
         "averages": True,
         "scale_local": False,
+        "shard_state": True,
+        "shard_gradients": True,
     }
     flags = (options.sparse_as_dense, options.averages, options.scale_local, options.passes)
     assert [type(one) for one in flags] == [bool, bool, bool, int]

@@ -4,7 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from keras_dist._engine.result_memory import ResultMemory
+from keras_dist._engine import result_memory
+from keras_dist._engine.result_memory import ResultMemory, ResultPool
 
 FLOAT = np.dtype(np.float32)
 
@@ -49,3 +50,36 @@ def test_results_are_flat_aligned_and_writable(dtype):
     result = memory.take()
     assert result.shape == (17,) and result.dtype == dtype and result.flags.writeable
     assert address(result) % 64 == 0 and not result.view(np.uint8).any()
+
+
+def test_results_that_are_held_have_memory_of_their_own():
+    pool = ResultPool()
+    held = [pool.take(1000) for _ in range(9)]
+    assert len({address(array) for array in held}) == 9
+    assert all(array.nbytes == 1000 and address(array) % 64 == 0 for array in held)
+    held[-1][:] = 7
+    part = held[-1][10:].view(np.int16)
+    del held
+    assert address(pool.take(1000)) != address(part) - 10
+    assert (part.view(np.uint8) == 7).all()
+
+
+def test_results_in_turn_use_the_same_memory():
+    pool, seen = ResultPool(), set()
+    first, second = pool.take(5000), pool.take(4999)
+    for _ in range(10):
+        first, second = pool.take(5000), first
+        seen.add(address(first))
+    assert len(seen) <= 3 and second is not None
+
+
+@pytest.mark.parametrize("limit", [3 * 4096, 0])
+def test_the_memory_that_is_kept_is_bounded(monkeypatch, limit):
+    monkeypatch.setattr(result_memory, "MAX_POOL_NBYTES", limit)
+    pool = ResultPool()
+    for nbytes in (4096, 100, 8192, 50_000, 1, 8192):
+        array = pool.take(nbytes)
+        array[:] = 1
+        kept = sum(memory.nbytes for several in pool._by_size.values() for memory in several)
+        assert kept <= max(limit, 2**16)
+    assert len(pool._by_size) == 1 or limit

@@ -19,6 +19,7 @@ LAYERS = [
     "errors _version",
     "config",
     "_compat",
+    "_gpu",
     "_engine _backends",
     "runtime",
     "storage",
@@ -26,11 +27,13 @@ LAYERS = [
     "data",
     "training",
     "layers optimizers",
+    "checkpoints",
     "callbacks",
     "elastic",
     "tensorflow torch jax",
     "migrate",
     "launch",
+    "dask kubernetes ray spark",
     "",
 ]
 
@@ -39,6 +42,7 @@ LAYERS = [
 LIBRARIES = {
     "": ("lazy_loader", ""),
     "runtime": ("lazy_loader numpy", ""),
+    "_gpu": ("numpy", ""),
     "_engine": ("numpy", "ml_dtypes"),
     "_engine.mpi.library": ("", "mpi4py"),
     "_backends": ("numpy", "keras ml_dtypes"),
@@ -49,7 +53,7 @@ LIBRARIES = {
     "_compat.tensorflow": ("tensorflow", ""),
     "_compat.tf_data": ("tensorflow", ""),
     "_compat.torch": ("torch", ""),
-    "_compat.jax": ("jax", ""),
+    "_compat.jax": ("jax numpy", ""),
     "ops": ("numpy", "keras"),
     "monitor": ("", "pynvml matplotlib"),
     "monitor.prometheus": ("prometheus_client", ""),
@@ -63,6 +67,7 @@ LIBRARIES = {
     "training": ("keras numpy", ""),
     "training.random_generators": ("", "torch"),
     "training.saving": ("h5py", ""),
+    "checkpoints": ("keras numpy", ""),
     "layers": ("keras", ""),
     "optimizers": ("keras", ""),
     "callbacks": ("keras numpy", "tensorflow"),
@@ -75,27 +80,34 @@ LIBRARIES = {
     "migrate": ("libcst", ""),
     "launch": ("numpy", "keras mpi4py rich yaml IPython"),
     "launch.interactive": ("cloudpickle", "rich"),
+    "dask": ("cloudpickle distributed", ""),
+    "kubernetes": ("cloudpickle lazy_loader", ""),
+    "kubernetes.progress": ("keras numpy", ""),
+    "ray": ("lazy_loader ray", ""),
+    "ray.report": ("keras numpy", ""),
+    "spark": ("cloudpickle pyspark", ""),
     "launch.cli.drawing": ("rich", ""),
     "launch.notebook": ("IPython nbformat traitlets", ""),
 }
 
 # The packages and modules of the engine, lowest first; modules of one line are not ordered.
 ENGINE_LAYERS = [
-    "arithmetic compression buckets pieces rounds signature",
-    "result_memory",
+    "arithmetic compression buckets messages pieces rounds rank_tree row_sums signature",
+    "result_memory inquiry",
     "tracing options",
     "shm",
     "mpi ordering",
     "faults services",
     "communicator",
     "recovery",
+    "nccl",
     "collectives",
     "files point_to_point rpc subsets clocks tuning",
     "",
 ]
 
 # Packages whose modules are private: other packages import only the names of the package.
-FACES = ["_engine"]
+FACES = ["_engine", "_gpu"]
 
 COLLECTIVES = set(
     "adasum allgather allgather_async allgather_object allreduce allreduce_async alltoall "
@@ -369,6 +381,7 @@ OPTIONAL = {
     "dtypes": "of tables of pandas",
     "element_spec": "of iterators of tf.data",
     "epochs": "of data sets of ours",
+    "host_discovery_script": "of some commands of ours",
     "is_on": "of a thread of ours",
     "name": "of variables; tensors have none",
     "num_batches": "of data sets of ours and Keras, a public name; lists have none",

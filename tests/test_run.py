@@ -205,3 +205,11 @@ def test_a_file_that_makes_no_sense_is_refused(refuse, tmp_path, text, message):
     assert message in refuse("--config-file", str(file), "-np", "2", "true").replace(
         str(file), "FILE"
     )
+
+
+def test_a_process_joins_through_a_private_directory_only(tmp_path, capsys):
+    tmp_path.chmod(0o755)
+    assert main(["join", str(tmp_path), sys.executable, "-c", "pass"]) == 2
+    message = capsys.readouterr().err
+    assert f"{tmp_path} to be a directory that only this user can access" in message
+    assert "mode drwxr-xr-x" in message and "chmod 700" in message

@@ -129,6 +129,7 @@ OTHER_VALUES = {
     "prescale": 2.0,
     "postscale": 2.0,
     "compression": "fp16",
+    "library": "NCCL",
     "buckets": ((0, 1),),
     "bucket": 0,
     "error": ValueError("wrong"),

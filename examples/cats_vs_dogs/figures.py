@@ -103,6 +103,9 @@ def scaling(measured):
     figure, axes = plt.subplots(figsize=(5.4, 3.6), layout="constrained")
     ranks, speed = measured.ranks, measured.images_per_second
     axes.plot(ranks, ranks * speed[0], "--", color="#9a9a9a", label="n times one rank")
+    if "apart" in measured:  # tables of earlier versions lack it
+        style = {"color": "#d98032", "label": "n processes that never meet"}
+        axes.plot(ranks, measured.apart, "s:", **style)
     axes.plot(ranks, speed, "o-", color="#2a7f62", label="measured")
     for n, images in zip(ranks, speed, strict=True):
         below = {"xytext": (0, -16), "textcoords": "offset points", "ha": "center"}

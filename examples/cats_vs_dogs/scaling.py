@@ -3,7 +3,8 @@
     python examples/cats_vs_dogs/scaling.py --out examples/cats_vs_dogs
 
 writes `scaling.csv` and `scaling.png`. Each rank has one core unless --threads says otherwise, as
-each node of a cluster brings its own: what is asked is what more ranks add.
+each node of a cluster brings its own: what is asked is what more ranks add. As many processes that
+never meet show what the machine itself allows.
 """
 
 import argparse
@@ -39,26 +40,39 @@ def main():
 
 
 def measure(ranks, threads, epochs, more):
-    """Trains on so many ranks and returns a row of the table."""
+    """Trains on so many ranks, and in so many processes apart; returns a row of the table."""
     print(f"{ranks} rank{'s' if ranks > 1 else ''} ...", flush=True)
+    options = ["--data", "drawings", "--epochs", str(epochs), *more]
     launcher = Path(sys.executable).with_name("keras-dist")
-    with tempfile.TemporaryDirectory() as out:
-        command = [launcher, "run", "-np", str(ranks), sys.executable, TRAIN, "--out", out]
-        subprocess.run(
-            [*command, "--data", "drawings", "--epochs", str(epochs), *more],
-            env={**os.environ, "KERAS_DIST_THREADS": str(threads)},
-            stdout=subprocess.DEVNULL,
-            check=True,
-        )
-        history = pd.read_csv(Path(out) / "history.csv")[1:]
-    best = history.loc[history.samples_per_second.idxmax()]
+    [together] = train([launcher, "run", "-np", str(ranks)], 1, threads, options)
+    apart = train([], ranks, threads, options)
     return {
         "ranks": ranks,
-        "images_per_second": round(best.samples_per_second, 1),
-        "waiting": round(best.waiting, 3),
+        "images_per_second": round(together.samples_per_second, 1),
+        "apart": round(sum(best.samples_per_second for best in apart), 1),
+        "waiting": round(together.waiting, 3),
         "cores": len(os.sched_getaffinity(0)),
         "threads": threads,
     }
+
+
+def train(launcher, count, threads, options):
+    """Starts jobs at the same time and returns the fastest epoch of each, without the first."""
+    environment = {**os.environ, "KERAS_DIST_THREADS": str(threads)}
+    with tempfile.TemporaryDirectory() as out:
+        outs = [Path(out) / str(number) for number in range(count)]
+        jobs = [
+            subprocess.Popen(
+                [*launcher, sys.executable, TRAIN, "--out", out, *options],
+                env=environment,
+                stdout=subprocess.DEVNULL,
+            )
+            for out in outs
+        ]
+        if sum(job.wait() for job in jobs):
+            raise SystemExit("train.py has failed")
+        histories = [pd.read_csv(out / "history.csv")[1:] for out in outs]
+    return [history.loc[history.samples_per_second.idxmax()] for history in histories]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._compat import contract
 
-__all__ = ["Backend", "active", "in_use", "use"]
+__all__ = ["Backend", "active", "in_use", "take_gradients", "use"]
 
 HostFunction = Callable[[np.ndarray], np.ndarray]
 
@@ -36,6 +36,12 @@ class Backend(Protocol):
             A warning with the remedy; `None` if the device could be pinned.
         """
 
+    def gpu_number(self) -> int | None:
+        """Returns the GPU of this process, a number among those that the driver shows to it.
+
+        `None` if the framework uses none.
+        """
+
     def limit_threads(self, count: int, override: bool) -> None:
         """Sets the size of the compute pool.
 
@@ -45,6 +51,12 @@ class Backend(Protocol):
 
     def finish_calls(self) -> None:
         """Waits for the host callbacks of all programs that this thread has started."""
+
+    def host_array(self, tensor: Any) -> np.ndarray:
+        """Returns the array of a tensor: a view where it lies in host memory, otherwise a copy.
+
+        The array must not be written to, nor held until the next train step.
+        """
 
     def reduce_gradients(
         self,
@@ -67,7 +79,8 @@ class Backend(Protocol):
                 (a numpy function of one bucket), `queue_bucket(number, arrays)` (which does not
                 block) and `overlaps` (whether to queue buckets).
             reduce_slices: a numpy function of name, values and indices of a sparse gradient; it
-                returns values and indices.
+                returns values and indices. Of arrays in GPU memory it returns those of all ranks,
+                and the number by which to divide the sums of rows of equal index.
             when: a boolean tensor, equal on all ranks: whether to reduce in this step. Otherwise
                 the gradients are returned unchanged. Defaults to `None`: always.
 
@@ -76,7 +89,7 @@ class Backend(Protocol):
         """
 
     def differentiable_host_callback(
-        self, tensor: Any, forward: HostFunction, backward: HostFunction
+        self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
     ) -> Any:
         """Adds a host function, and its gradient, to a computation.
 
@@ -88,9 +101,28 @@ class Backend(Protocol):
                 dtype.
             backward: a function of the gradient of the result; it returns the gradient of the
                 tensor. Both are arrays.
+            on_device: whether the functions take a `DeviceArray` for a tensor in GPU memory.
+                Otherwise they take a copy on the host.
 
         Returns:
             The result of `forward`, as a tensor.
+        """
+
+    def call_host(
+        self,
+        function: Callable[..., Sequence[np.ndarray]],
+        tensors: Sequence[Any],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> list[Any]:
+        """Adds a host function of several arrays to a train step.
+
+        Args:
+            function: takes the array of each tensor; returns an array for each, of the same dtype.
+            tensors: the arguments.
+            shapes: of the results.
+
+        Returns:
+            List of the results, as tensors.
         """
 
     def after(self, earlier: Any, tensors: Sequence[Any]) -> list[Any]:
@@ -223,6 +255,26 @@ def in_use() -> list[Backend]:
     if (not backends or "keras" in sys.modules) and active() not in backends:
         backends.append(active())
     return backends
+
+
+def take_gradients(
+    optimizer: Any, variables: Sequence[Any], receive: Callable[[Any, Any], None]
+) -> None:
+    """Passes the gradients of train steps on as torch produces them, and frees them.
+
+    Other frameworks return all gradients of a compiled step at once.
+
+    Args:
+        optimizer: only train steps of a model that is compiled with it count.
+        variables: the Keras variables whose gradients are taken.
+        receive: a bound method, which takes a variable and its gradient; its object is not kept.
+
+    Raises:
+        ArgumentError: a variable is not in host memory.
+    """
+    from keras_dist._backends import torch_gradients  # imports torch
+
+    torch_gradients.take_gradients(optimizer, variables, receive)
 
 
 @functools.cache  # AutoGraph does not trace cached functions

@@ -1,12 +1,13 @@
 """The JAX backend: a primitive for the reduction, and train steps that are split at it.
 
-A compiled JAX program can call the host only by a callback, which copies its arguments and results.
-So `jax_split` compiles the train step as two programs, before and after the reduction, between
-which the host accesses the arrays in place. In a step that is not split, such as a `jax.jit` in the
-script, the primitive becomes a callback.
+A compiled JAX program can call the host (`jax_callback`), which then copies results, and JAX takes
+time to order such programs. So `jax_split` compiles the train step as two programs, before and
+after the reduction, between which the host accesses the arrays in place. In a step that is not
+split, such as a `jax.jit` in the script, the primitive becomes a call of the host.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +15,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from keras_dist._backends import jax_callback
+from keras_dist._backends.jax_device import gpu_number, place_of, to_array, to_jax
 from keras_dist._backends.jax_devices import choose_gpu
 from keras_dist._backends.jax_split import split_at
+from keras_dist._gpu import uniform
 
 HostFunction = Callable[[np.ndarray], np.ndarray]
 
@@ -27,11 +30,14 @@ __all__ = [
     "after",
     "as_dense",
     "build_from",
+    "call_host",
     "check_model",
     "coalesce",
     "differentiable_host_callback",
     "finish_calls",
     "first_batch",
+    "gpu_number",
+    "host_array",
     "limit_threads",
     "multiply",
     "pin_device",
@@ -61,6 +67,11 @@ def finish_calls() -> None:
         jax.effects_barrier()
 
 
+def host_array(tensor: Any) -> np.ndarray:
+    """See `Backend`."""
+    return np.asarray(tensor)
+
+
 def reduce_gradients(
     gradients: Sequence[Any],
     names: Sequence[str],
@@ -69,17 +80,35 @@ def reduce_gradients(
     reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
     when: Any = None,
 ) -> list[Any]:
-    """Reduces gradients, last gradient first. See `Backend.reduce_gradients`."""
+    """Reduces gradients, last gradient first. See `Backend.reduce_gradients`.
+
+    A bucket that overlaps is a host call of its own.
+    """
     backwards = [jax.numpy.asarray(gradient) for gradient in reversed(gradients)]
     if not backwards:
         return []
     positions = range(len(gradients) - 1, -1, -1)
     fused = plan(positions, [(g.shape, np.dtype(g.dtype)) for g in backwards])
     now = np.bool_(True) if when is None else when
-    return list(reversed(_reduction.bind(now, *backwards, fused=fused)))
+    # The programs of a GPU run while the host waits for a bucket; without one, buckets are queued.
+    if not fused.overlaps or gpu_number() is not None:
+        return list(reversed(_call(fused, now, backwards, on_device=True)))
+    reduced: dict[int, Any] = {}
+    for number, bucket in enumerate(fused.buckets):
+        members = [slot.index for slot in bucket.slots]
+        results = _call(
+            functools.partial(fused.reduce_bucket, number),
+            now,
+            [backwards[index] for index in members],
+            queue=functools.partial(fused.queue_bucket, number),
+        )
+        reduced.update(zip(members, results, strict=True))
+    return [reduced[index] for index in positions]
 
 
-def differentiable_host_callback(tensor: Any, forward: HostFunction, backward: HostFunction) -> Any:
+def differentiable_host_callback(
+    tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
+) -> Any:
     """Splits the step at the call and at its gradient.
 
     See `Backend.differentiable_host_callback`.
@@ -89,7 +118,7 @@ def differentiable_host_callback(tensor: Any, forward: HostFunction, backward: H
         def apply(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
             return [function(array) for array in arrays]
 
-        [result] = _reduction.bind(np.bool_(True), local, fused=apply)
+        [result] = _call(apply, np.bool_(True), [local], on_device=on_device)
         return result
 
     differentiable = jax.custom_vjp(lambda local: call(forward, local))
@@ -97,6 +126,20 @@ def differentiable_host_callback(tensor: Any, forward: HostFunction, backward: H
         lambda local: (call(forward, local), None), lambda _, gradient: (call(backward, gradient),)
     )
     return differentiable(tensor)
+
+
+def call_host(
+    function: Callable[..., Sequence[np.ndarray]],
+    tensors: Sequence[Any],
+    shapes: Sequence[tuple[int, ...]],
+) -> list[Any]:
+    """Splits the step at the call. See `Backend.call_host`."""
+
+    def apply(arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        return function(*arrays)
+
+    given = [jax.numpy.asarray(tensor) for tensor in tensors]
+    return list(_call(apply, np.bool_(True), given, shapes=tuple(shapes)))
 
 
 def after(earlier: Any, tensors: Sequence[Any]) -> list[Any]:
@@ -188,7 +231,7 @@ def train_step_for_host(model: Any) -> Iterator[None]:
         yield
         return
     own = model.__dict__.get("train_step")
-    model.__dict__["train_step"] = split_at(_reduction, _on_host, model.train_step)
+    model.__dict__["train_step"] = split_at(_reduction, _start, model.train_step, _overlaps)
     model.jit_compile = False
     try:
         yield
@@ -200,34 +243,62 @@ def train_step_for_host(model: Any) -> Iterator[None]:
 
 
 # A function of `now`, whether to reduce in this step, and gradients; returns the reduced gradients.
+# Its parameters are a function of their arrays, one that queues it if it overlaps, whether it takes
+# arrays in GPU memory, and the shapes of the results if they are not those of the gradients.
 _reduction = Primitive("keras_dist_reduction")
 _reduction.multiple_results = True
 
 
-def _on_host(now: Any, *gradients: Any, fused: Any) -> list[Any]:
-    """Reduces arrays on the host, without copies of arguments and results."""
+def _call(
+    function: Any,
+    now: Any,
+    arrays: Sequence[Any],
+    queue: Any = None,
+    on_device: bool = False,
+    shapes: Any = None,
+) -> list[Any]:
+    """Adds a host call to a step."""
+    results: list[Any] = _reduction.bind(
+        now, *arrays, reduce=function, queue=queue, on_device=on_device, shapes=shapes
+    )
+    return results
+
+
+def _start(
+    now: Any, *gradients: Any, reduce: Any, queue: Any, on_device: bool, **_: Any
+) -> Callable[[], list[Any]]:
+    """Reduces arrays where they are, without copies of arguments and results."""
     if not now:
-        return list(gradients)
-    results = fused([np.asarray(gradient) for gradient in gradients])
-    return [
-        # The result is committed to a device only if the gradient is. Otherwise the second step
-        # would receive committed weights and be compiled again.
-        jax.device_put(result, gradient.sharding if gradient.committed else None, may_alias=True)
-        for result, gradient in zip(results, gradients, strict=True)
-    ]
+        return lambda: list(gradients)
+    take = to_array if on_device else np.asarray
+    arrays = uniform([take(gradient) for gradient in gradients])
+    wait = functools.partial(list, reduce(arrays)) if queue is None else queue(arrays).wait
+    places = [place_of(gradient) for gradient in gradients]
+    return lambda: [to_jax(result, place) for result, place in zip(wait(), places, strict=True)]
 
 
-def _in_callback(now: Any, *gradients: Any, fused: Any) -> Any:
-    def reduce(now: Any, *arrays: Any) -> tuple[np.ndarray, ...]:
-        host = [np.asarray(array) for array in arrays]
-        return tuple(np.array(result) for result in fused(host)) if now else tuple(host)
-
-    shapes = tuple(jax.ShapeDtypeStruct(g.shape, g.dtype) for g in gradients)
-    return io_callback(reduce, shapes, now, *gradients, ordered=True)
+def _overlaps(queue: Any, **_: Any) -> bool:
+    return queue is not None
 
 
-# The effect of an ordered callback keeps host calls in program order.
-_ordered = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
-_reduction.def_impl(_on_host)
-_reduction.def_effectful_abstract_eval(lambda now, *gradients, fused: (list(gradients), _ordered))
-mlir.register_lowering(_reduction, mlir.lower_fun(_in_callback, multiple_results=True))
+def _in_program(now: Any, *gradients: Any, reduce: Any, shapes: Any, **_: Any) -> list[Any]:
+    def call(arrays: list[np.ndarray]) -> Sequence[np.ndarray]:
+        now, *host = arrays
+        return [now, *(reduce(host) if now else host)]
+
+    found = [gradient.shape for gradient in gradients] if shapes is None else shapes
+    return jax_callback.call_host(call, [now, *gradients], [(), *found])[1:]
+
+
+_reduction.def_impl(lambda *arguments, **parameters: _start(*arguments, **parameters)())
+
+
+@_reduction.def_effectful_abstract_eval
+def _abstract(now: Any, *gradients: Any, shapes: Any, **_: Any) -> Any:
+    ordered = {jax_callback.ORDERED}
+    if shapes is None:
+        return list(gradients), ordered
+    return [g.update(shape=s) for s, g in zip(shapes, gradients, strict=True)], ordered
+
+
+mlir.register_lowering(_reduction, mlir.lower_fun(_in_program, multiple_results=True))

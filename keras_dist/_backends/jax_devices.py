@@ -12,7 +12,7 @@ import jax
 
 from keras_dist._compat.jax import has_client, restrict_to_device, visible_devices
 
-__all__ = ["choose_gpu"]
+__all__ = ["choose_gpu", "number_of_gpu"]
 
 # By platform of JAX: the library of the driver, and its functions to start and to count GPUs.
 DRIVERS = {
@@ -44,6 +44,23 @@ def choose_gpu(local_rank: int, local_size: int) -> str | None:
     if local_size > 1 and count > 1:
         restrict_to_device(platform, local_rank % count)
     return _ranks_per_device(local_size, count)
+
+
+def number_of_gpu() -> int | None:
+    """Returns the GPU of this process among those that the driver shows; `None` if there is none.
+
+    Creates no client.
+    """
+    default = jax.config.jax_default_device
+    if default is not None or has_client():
+        gpus = [default] if isinstance(default, jax.Device) else _gpus_of_client()
+        is_gpu = bool(gpus) and gpus[0].platform != "cpu"
+        return int(gpus[0].local_hardware_id) if is_gpu else None
+    platform = next(filter(_may_use, DRIVERS), None)
+    if platform is None or not _count(platform):
+        return None
+    visible = visible_devices(platform)
+    return 0 if visible == "all" else int(visible.split(",")[0])
 
 
 def _choose_default(local_rank: int, local_size: int) -> str | None:

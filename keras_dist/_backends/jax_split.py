@@ -3,6 +3,10 @@
 The function is traced once. Its equations are assigned to stages: those that depend on no result of
 the host, those that depend on the first, and so on. Each stage is compiled as a program; values
 that a later stage needs stay on the device.
+
+Host calls that overlap run while programs compute. A stage before such calls is compiled as a
+program for each of them, which computes its arguments, and one for the rest; the stage after them
+as a program for each, which uses its results.
 """
 
 import collections
@@ -16,19 +20,29 @@ from keras_dist._compat.jax import abstract_of, subset_of
 
 __all__ = ["split_at"]
 
-Call = Callable[..., list[Any]]
+Wait = Callable[[], Sequence[Any]]
+Start = Callable[..., Wait]
+
+NONE = 2**31  # host calls have smaller numbers
 
 
-def split_at(marker: core.Primitive, on_host: Call, function: Callable[..., Any]) -> Any:
+def split_at(
+    marker: core.Primitive,
+    start: Start,
+    function: Callable[..., Any],
+    overlaps: Callable[..., bool] = lambda **_: False,
+) -> Any:
     """Compiles a function as programs with host calls between them.
 
     Args:
         marker: the primitive that represents a host call. Within loops and branches its lowering
             applies.
-        on_host: the host function: takes the inputs and parameters of the marker, returns its
-            outputs.
+        start: starts the host call: takes the inputs and parameters of the marker, returns a
+            function that waits for its outputs. Calls start in program order.
         function: a function of pytrees of arrays; its first argument is donated, as by
             `jax.jit(function, donate_argnums=0)`.
+        overlaps: returns whether the host call of a marker with certain parameters runs while
+            programs compute. Defaults to never.
 
     Returns:
         A function with the same arguments and results.
@@ -40,7 +54,7 @@ def split_at(marker: core.Primitive, on_host: Call, function: Callable[..., Any]
         signature = (structure, tuple(abstract_of(leaf) for leaf in leaves))
         program = programs.get(signature)
         if program is None:
-            program = programs[signature] = _Program(marker, on_host, function, arguments)
+            program = programs[signature] = _Program(marker, start, function, overlaps, arguments)
         return program(leaves)
 
     return run
@@ -49,8 +63,10 @@ def split_at(marker: core.Primitive, on_host: Call, function: Callable[..., Any]
 class _Program:
     """A function traced and split for certain shapes of its arguments."""
 
-    def __init__(self, marker: core.Primitive, on_host: Call, function: Any, arguments: Any):
-        self._on_host = on_host
+    def __init__(
+        self, marker: core.Primitive, start: Start, function: Any, overlaps: Any, arguments: Any
+    ):
+        self._start = start
         flat, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         while any(_is_call_of(marker, equation) for equation in flat.jaxpr.eqns):
             flat = jax.make_jaxpr(_inlined(flat, marker))(*jax.tree.leaves(arguments))
@@ -58,54 +74,146 @@ class _Program:
         self._inputs = flat.jaxpr.invars
         self._outputs = flat.jaxpr.outvars
         self._constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
-        donated = set(self._inputs[: len(jax.tree.leaves(arguments[0]))])
         # The host reuses the memory of its results, so the step returns copies of them.
         of_host = {v for e in flat.jaxpr.eqns if e.primitive is marker for v in e.outvars}
-        self._copied = [_is_variable(v) and v in of_host for v in self._outputs]
-        self._stages = self._split(flat.jaxpr, marker, donated)
+        self._copied = _in_use(self._outputs, of_host)
+        stages = _Stages(flat.jaxpr.eqns, marker, overlaps)
+        donated = set(self._inputs[: len(jax.tree.leaves(arguments[0]))]) - stages.read_meanwhile
+        self._stages = self._compile(flat.jaxpr, stages, donated)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        values: dict[Any, Any] = dict(zip(self._inputs, leaves, strict=True)) | self._constants
-        for compiled, inputs, outputs, markers in self._stages:
-            results = compiled(*[values[variable] for variable in inputs])
-            values.update(zip(outputs, results, strict=True))
+        values = _Values(dict(zip(self._inputs, leaves, strict=True)) | self._constants)
+        for programs, markers in self._stages:
+            # JAX returns before a program has ended: the next ones compute while the host waits for
+            # the results of the first.
+            for compiled, inputs, outputs in programs:
+                values.set(outputs, compiled(*map(values.of, inputs)))
             for marker in markers:
-                arrays = [_value(values, variable) for variable in marker.invars]
-                results = self._on_host(*arrays, **marker.params)
-                values.update(zip(marker.outvars, results, strict=True))
-        results = [_value(values, variable) for variable in self._outputs]
+                arrays = map(values.of, marker.invars)
+                values.expect(marker.outvars, self._start(*arrays, **marker.params))
+        values.wait()
         results = [
-            jax.numpy.array(result) if copied else result
-            for result, copied in zip(results, self._copied, strict=True)
+            jax.numpy.array(values.of(variable)) if copied else values.of(variable)
+            for variable, copied in zip(self._outputs, self._copied, strict=True)
         ]
         return jax.tree.unflatten(self._structure, results)
 
-    def _split(self, jaxpr: Any, marker: core.Primitive, donated: set[Any]) -> list[Any]:
-        """Returns, for each stage, its program, inputs, outputs and the host calls after it."""
-        stage_of: dict[Any, int] = collections.defaultdict(int)
-        equations: dict[int, list[Any]] = collections.defaultdict(list)
-        markers: dict[int, list[Any]] = collections.defaultdict(list)
-        for equation in jaxpr.eqns:
-            stage = max((stage_of[v] for v in _variables(equation.invars)), default=0)
-            is_marker = equation.primitive is marker
-            (markers if is_marker else equations)[stage].append(equation)
-            stage_of.update((variable, stage + is_marker) for variable in equation.outvars)
-        last = max([0, *equations, *(stage + 1 for stage in markers)])
-        # From the last stage to the first: values that later stages need are outputs.
+    def _compile(self, jaxpr: Any, stages: "_Stages", donated: set[Any]) -> list[Any]:
+        """Returns, for each stage, its programs with inputs and outputs, and its host calls."""
+        # From the last program to the first: values that later programs need are outputs.
         needed = set(_variables(self._outputs))
-        stages: list[Any] = []
-        for stage in range(last, -1, -1):
-            for equation in markers[stage]:
-                needed.update(_variables(equation.invars))
-            computed = {v for equation in equations[stage] for v in equation.outvars}
-            outputs = [v for e in equations[stage] for v in e.outvars if v in needed]
-            read = [v for equation in equations[stage] for v in _variables(equation.invars)]
-            inputs = [v for v in dict.fromkeys(read) if v not in computed]
-            free = [v in donated and v not in needed for v in inputs]
-            compiled = _compiled(subset_of(jaxpr, equations[stage], inputs, outputs), free)
-            stages.append((compiled, inputs, outputs, markers[stage]))
-            needed.update(inputs)
-        return stages[::-1]
+        compiled: list[Any] = []
+        for stage in range(stages.last, -1, -1):
+            markers, programs = stages.markers[stage], []
+            for marker in markers:
+                needed.update(_variables(marker.invars))
+            for equations in reversed(stages.programs(stage)):
+                computed = {v for equation in equations for v in equation.outvars}
+                outputs = [v for e in equations for v in e.outvars if v in needed]
+                read = [v for equation in equations for v in _variables(equation.invars)]
+                inputs = [v for v in dict.fromkeys(read) if v not in computed]
+                free = [v in donated and v not in needed for v in inputs]
+                program = _compiled(subset_of(jaxpr, equations, inputs, outputs), free)
+                programs.append((program, inputs, outputs))
+                needed.update(inputs)
+            compiled.append((programs[::-1], markers))
+        return compiled[::-1]
+
+
+class _Values:
+    """The values of variables, some of which the host may still compute."""
+
+    def __init__(self, known: dict[Any, Any]):
+        self._known = known
+        self._waits: dict[Any, tuple[Sequence[Any], Wait]] = {}
+
+    def of(self, atom: Any) -> Any:
+        """Returns the value of a variable or literal; waits for it if necessary."""
+        if not _is_variable(atom):
+            return atom.val
+        if atom in self._waits:
+            self._finish(*self._waits[atom])
+        return self._known[atom]
+
+    def set(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Sets the values of variables."""
+        self._known.update(zip(variables, values, strict=True))
+
+    def expect(self, variables: Sequence[Any], wait: Wait) -> None:
+        """Sets the function that waits for the values of variables."""
+        self._waits.update(dict.fromkeys(variables, (variables, wait)))
+
+    def wait(self) -> None:
+        """Waits for all values."""
+        while self._waits:
+            self._finish(*next(iter(self._waits.values())))
+
+    def _finish(self, variables: Sequence[Any], wait: Wait) -> None:
+        for variable in variables:
+            del self._waits[variable]
+        self.set(variables, wait())
+
+
+class _Stages:
+    """The equations and host calls of a function by stage.
+
+    Args:
+        equations: the equations, in program order.
+        marker: the primitive that represents a host call.
+        overlaps: see `split_at`.
+    """
+
+    def __init__(self, equations: Sequence[Any], marker: core.Primitive, overlaps: Any):
+        self._stage_of: dict[Any, int] = collections.defaultdict(int)  # of a variable
+        #: number of the last host call of the stage before, if it overlaps, that a variable needs
+        self._after: dict[Any, int] = collections.defaultdict(int)
+        #: number of the first host call of its stage that needs a variable
+        self._before: dict[Any, int] = collections.defaultdict(lambda: NONE)
+        #: equations of each stage, each with the number that its results have in `_after`
+        self._equations: dict[int, list[tuple[Any, int]]] = collections.defaultdict(list)
+        self.markers: dict[int, list[Any]] = collections.defaultdict(list)
+        #: inputs of host calls that read them while programs compute
+        self.read_meanwhile: set[Any] = set()
+        self._overlapping: set[int] = set()  # stages
+        numbers: dict[int, int] = {}  # of host calls
+        for equation in equations:
+            inputs = _variables(equation.invars)
+            stage = max((self._stage_of[v] for v in inputs), default=0)
+            after = max((self._after[v] for v in inputs if self._stage_of[v] == stage), default=0)
+            if equation.primitive is marker:
+                numbers[id(equation)] = len(numbers) + 1
+                self.markers[stage].append(equation)
+                stage, after = stage + 1, 0
+                if overlaps(**equation.params):
+                    after = numbers[id(equation)]
+                    self.read_meanwhile.update(inputs)
+                    self._overlapping.add(stage - 1)
+            else:
+                self._equations[stage].append((equation, after))
+            self._stage_of.update(dict.fromkeys(equation.outvars, stage))
+            self._after.update(dict.fromkeys(equation.outvars, after))
+        self.last = max([0, *self._equations, *(stage + 1 for stage in self.markers)])
+        for stage in self._overlapping:
+            for equation in self.markers[stage][::-1]:
+                self._need(equation, stage, numbers[id(equation)])
+            for equation, _ in self._equations[stage][::-1]:
+                self._need(equation, stage, self._first_call_after(equation))
+
+    def _need(self, equation: Any, stage: int, number: int) -> None:
+        """Notes the first host call for which the inputs of an equation are needed."""
+        for variable in _variables(equation.invars):
+            if self._stage_of[variable] == stage:
+                self._before[variable] = min(self._before[variable], number)
+
+    def _first_call_after(self, equation: Any) -> int:
+        return min((self._before[v] for v in equation.outvars), default=NONE)
+
+    def programs(self, stage: int) -> list[list[Any]]:
+        """Returns the equations of each program of a stage, in the order of the programs."""
+        found: dict[tuple[int, int], list[Any]] = collections.defaultdict(list)
+        for equation, after in self._equations[stage]:
+            found[self._first_call_after(equation), after].append(equation)
+        return [found[key] for key in sorted(found)]
 
 
 def _compiled(jaxpr: Any, free: Sequence[bool]) -> Any:
@@ -136,13 +244,13 @@ def _called(equation: Any) -> Any:
     return equation.params[_CALLED[equation.primitive.name]]
 
 
-def _inlined(closed: Any, marker: core.Primitive) -> Call:
+def _inlined(closed: Any, marker: core.Primitive) -> Callable[..., list[Any]]:
     """Returns a function in which the called functions that contain the marker are inlined."""
     jaxpr = closed.jaxpr
 
     def run(*leaves: Any) -> list[Any]:
-        values = dict(zip(jaxpr.invars, leaves, strict=True))
-        values |= dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        values = _Values(dict(zip(jaxpr.invars, leaves, strict=True)))
+        values.set(jaxpr.constvars, closed.consts)
         for equation in jaxpr.eqns:
             inputs = list(dict.fromkeys(_variables(equation.invars)))
             if _is_call_of(marker, equation):
@@ -150,15 +258,22 @@ def _inlined(closed: Any, marker: core.Primitive) -> Call:
             else:
                 inner = core.ClosedJaxpr(subset_of(jaxpr, [equation], inputs, equation.outvars), [])
                 atoms = inputs
-            results = core.jaxpr_as_fun(inner)(*[_value(values, atom) for atom in atoms])
-            values.update(zip(equation.outvars, results, strict=True))
-        return [_value(values, atom) for atom in jaxpr.outvars]
+            values.set(equation.outvars, core.jaxpr_as_fun(inner)(*map(values.of, atoms)))
+        return [values.of(atom) for atom in jaxpr.outvars]
 
     return run
 
 
-def _value(values: dict[Any, Any], variable: Any) -> Any:
-    return values[variable] if _is_variable(variable) else variable.val
+def _in_use(atoms: Sequence[Any], used: set[Any]) -> list[bool]:
+    """Returns whether each atom is a variable whose memory is in use, also by an atom before it.
+
+    `jax.jit` returns an array of its own for each result, so that a caller may donate all.
+    """
+    found = []
+    for atom in atoms:
+        found.append(_is_variable(atom) and atom in used)
+        used.update(_variables([atom]))
+    return found
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:

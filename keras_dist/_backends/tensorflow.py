@@ -15,7 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist._backends.tensorflow_batches import build_from, first_batch, skip_batches
+from keras_dist._backends.tensorflow_device import gpu_number, uses_gpu
 from keras_dist._backends.tensorflow_host import on_host
+from keras_dist._backends.tensorflow_overlap import QueuedBuckets
 from keras_dist._backends.tensorflow_step import train_step_for_host
 
 # Mean size of a tensor below which a copy takes less time than a tensor made of a leased result.
@@ -27,11 +29,14 @@ __all__ = [
     "after",
     "as_dense",
     "build_from",
+    "call_host",
     "check_model",
     "coalesce",
     "differentiable_host_callback",
     "finish_calls",
     "first_batch",
+    "gpu_number",
+    "host_array",
     "limit_threads",
     "multiply",
     "on_host",
@@ -82,6 +87,15 @@ def finish_calls() -> None:
     """Does nothing: a program returns after its host calls. See `Backend.finish_calls`."""
 
 
+def host_array(tensor: Any) -> np.ndarray:
+    """See `Backend`. The array protocol of TensorFlow copies; its buffer protocol does not."""
+    value = tf.convert_to_tensor(tensor)
+    try:
+        return np.asarray(memoryview(value))
+    except (BufferError, TypeError, ValueError):  # a dtype that is not numpy's, such as bfloat16
+        return value.numpy()
+
+
 def reduce_gradients(
     gradients: Sequence[Any],
     names: Sequence[str],
@@ -101,15 +115,8 @@ def reduce_gradients(
     dense = [i for i in backwards if not isinstance(gradients[i], tf.IndexedSlices)]
     if dense:
         specs = [(shapes[i], np.dtype(gradients[i].dtype.as_numpy_dtype)) for i in dense]
-        fused = plan(dense, specs)
-        for number, bucket in enumerate(fused.buckets):
-            members = [dense[slot.index] for slot in bucket.slots]
-            inputs = [gradients[i] for i in members]
-            wanted = [shapes[i] for i in members]
-            lend = fused.lends and bucket.nbytes >= LENT_NBYTES * len(members)
-            buffers = [] if lend else [range(len(members))]
-            outputs = on_host(fused.bound_to(number, lend), inputs, wanted, buffers=buffers)
-            reduced.update(zip(members, outputs, strict=True))
+        results = _reduce_dense(plan(dense, specs), [gradients[i] for i in dense])
+        reduced.update(zip(dense, results, strict=True))
     for i in backwards:
         if i not in reduced:
             reduced[i] = _reduce_rows(
@@ -118,11 +125,13 @@ def reduce_gradients(
     return [reduced[i] for i in range(len(gradients))]
 
 
-def differentiable_host_callback(tensor: Any, forward: HostFunction, backward: HostFunction) -> Any:
+def differentiable_host_callback(
+    tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
+) -> Any:
     """Adds a host call with a gradient. See `Backend.differentiable_host_callback`."""
 
     def call(function: HostFunction, local: Any) -> Any:
-        return on_host(function, [local], [local.shape])[0]
+        return on_host(function, [local], [local.shape], on_device=on_device)[0]
 
     @tf.custom_gradient
     def differentiable(local: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -130,6 +139,15 @@ def differentiable_host_callback(tensor: Any, forward: HostFunction, backward: H
 
     # A variable as argument would require a gradient of its own.
     return differentiable(tf.convert_to_tensor(tensor))
+
+
+def call_host(
+    function: Callable[..., Sequence[np.ndarray]],
+    tensors: Sequence[Any],
+    shapes: Sequence[tuple[int, ...]],
+) -> list[Any]:
+    """Adds a host call. See `Backend.call_host`."""
+    return on_host(function, [tf.convert_to_tensor(tensor) for tensor in tensors], shapes)
 
 
 def after(earlier: Any, tensors: Sequence[Any]) -> list[Any]:
@@ -188,9 +206,54 @@ def _sum_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
+def _reduce_dense(fused: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Reduces the gradients of a plan, bucket by bucket."""
+    buckets = []
+    for number, bucket in enumerate(fused.buckets):
+        members = [slot.index for slot in bucket.slots]
+        lend = fused.lends and bucket.nbytes >= LENT_NBYTES * len(members)
+        buckets.append((number, members, [gradients[i] for i in members], lend))
+    # On a GPU, operations are on their way while the host waits for a bucket.
+    queued = QueuedBuckets(fused) if fused.overlaps and not uses_gpu() else None
+    if queued is not None:
+        for number, _, inputs, lend in buckets:
+            queued.queue(number, inputs, lend)
+    reduced: dict[int, Any] = {}
+    for number, members, inputs, lend in buckets:
+        wanted = [slot.shape for slot in fused.buckets[number].slots]
+        buffers = [] if lend else [range(len(members))]
+        if queued is not None:
+            outputs = queued.results(number, inputs, wanted, buffers)
+        else:
+            outputs = on_host(
+                fused.bound_to(number, lend), inputs, wanted, buffers=buffers, on_device=True
+            )
+        reduced.update(zip(members, outputs, strict=True))
+    return [reduced[i] for i in range(len(gradients))]
+
+
 def _reduce_rows(
     slices: tf.IndexedSlices, shape: tuple[int, ...], reduce_slices: Callable[..., Any]
 ) -> tf.IndexedSlices:
     shapes = [(None, *shape[1:]), (None,)]
+    if uses_gpu():
+        dtypes = [slices.values.dtype, slices.indices.dtype, tf.int64]
+        given = [slices.values, slices.indices]
+        values, indices, count = on_host(
+            functools.partial(_rows_and_count, reduce_slices),
+            given,
+            [*shapes, ()],
+            dtypes,
+            on_device=True,
+        )
+        total = _sum_rows(tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape))
+        average = total.values / tf.cast(count, total.values.dtype)
+        return tf.IndexedSlices(average, total.indices, dense_shape=slices.dense_shape)
     values, indices = on_host(reduce_slices, [slices.values, slices.indices], shapes)
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+
+
+def _rows_and_count(reduce_slices: Callable[..., Any], values: Any, indices: Any) -> list[Any]:
+    """Returns the rows of all ranks and the number to divide by, wherever the arrays are."""
+    rows, numbers, *count = reduce_slices(values, indices)
+    return [rows, numbers, np.array(count[0] if count else 1, np.int64)]

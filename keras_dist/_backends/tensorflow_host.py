@@ -13,6 +13,8 @@ import numpy as np
 import tensorflow as tf
 from numpy.lib.stride_tricks import as_strided
 
+from keras_dist._backends.tensorflow_device import call_on_device, uses_gpu
+
 __all__ = ["on_host"]
 
 # XLA shows the name in the error about an operation that it cannot compile.
@@ -29,6 +31,7 @@ def on_host(
     shapes: Sequence[Any],
     dtypes: Sequence[Any] | None = None,
     buffers: Sequence[Sequence[int]] = (),
+    on_device: bool = False,
 ) -> list[Any]:
     """Runs a function of numpy arrays on tensors: eagerly, or when the graph runs.
 
@@ -41,14 +44,18 @@ def on_host(
         buffers: lists of indices of results that are views of one buffer, which belongs to the
             graph, in the order of their addresses. Their dtypes are equal, their shapes known.
             Defaults to none.
+        on_device: whether the function takes a `DeviceArray` for a tensor in GPU memory, and may
+            return such arrays.
 
     Returns:
         List of tensors.
     """
     dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else list(dtypes)
-    runs = [] if tf.executing_eagerly() else _runs(buffers, shapes, dtypes)
+    on_device = on_device and uses_gpu()
+    place = call_on_device if on_device else tf.numpy_function
+    runs = [] if tf.executing_eagerly() or on_device else _runs(buffers, shapes, dtypes)
     if not runs:
-        return _call(function, tensors, shapes, dtypes)
+        return _call(function, tensors, shapes, dtypes, place)
     joined = {index for run in runs for index in run}
     runs += [[index] for index in range(len(dtypes)) if index not in joined]
 
@@ -67,9 +74,13 @@ def on_host(
 
 
 def _call(
-    function: Function, tensors: Sequence[Any], shapes: Sequence[Any], dtypes: Sequence[Any]
+    function: Function,
+    tensors: Sequence[Any],
+    shapes: Sequence[Any],
+    dtypes: Sequence[Any],
+    place: Any = tf.numpy_function,
 ) -> list[Any]:
-    outputs = tf.numpy_function(function, tensors, dtypes, name=NODE)
+    outputs = place(function, tensors, dtypes, name=NODE)
     if not dtypes:
         return []
     # An eager call returns a single output without a list.

@@ -1,4 +1,4 @@
-"""The torch backend: gradients on the CPU are reduced in place, others are copied to the host.
+"""The torch backend: the engine reads gradients where they are, on the host or in GPU memory.
 
 keras_dist neither initialises nor uses `torch.distributed`.
 """
@@ -13,6 +13,13 @@ import numpy as np
 import torch
 
 from keras_dist import errors
+from keras_dist._backends.torch_device import (
+    gpu_number,
+    is_on_device,
+    reduce_on_device,
+    to_array,
+    to_tensor,
+)
 from keras_dist._backends.torch_overlap import in_train_step, reduce_dense
 from keras_dist._backends.torch_tensors import (
     copy_to,
@@ -29,11 +36,14 @@ __all__ = [
     "after",
     "as_dense",
     "build_from",
+    "call_host",
     "check_model",
     "coalesce",
     "differentiable_host_callback",
     "finish_calls",
     "first_batch",
+    "gpu_number",
+    "host_array",
     "limit_threads",
     "multiply",
     "pin_device",
@@ -65,6 +75,11 @@ def finish_calls() -> None:
     """Does nothing: an operation returns after its host calls. See `Backend.finish_calls`."""
 
 
+def host_array(tensor: Any) -> np.ndarray:
+    """See `Backend`."""
+    return to_numpy(tensor)
+
+
 @torch.compiler.disable
 def reduce_gradients(
     gradients: Sequence[Any],
@@ -86,32 +101,50 @@ def reduce_gradients(
         parameters = [variables[i].value for i in dense]
         results = reduce_dense(fused, parameters, [gradients[i] for i in dense])
         for i, array in zip(dense, results, strict=True):
-            reduced[i] = to_torch(array, gradients[i])
+            reduced[i] = to_tensor(array, gradients[i])
     for i in backwards:
         if i not in reduced:
             slices = gradients[i].coalesce()
+            if is_on_device(slices.values()):
+                reduced[i] = reduce_on_device(functools.partial(reduce_slices, names[i]), slices)
+                continue
             rows, indices = reduce_slices(names[i], *rows_of(slices))
             reduced[i] = sparse_of(rows, indices, slices)
     return [reduced[i] for i in range(len(gradients))]
 
 
 @torch.compiler.disable
-def differentiable_host_callback(tensor: Any, forward: HostFunction, backward: HostFunction) -> Any:
+def differentiable_host_callback(
+    tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
+) -> Any:
     """Calls the host, with a gradient. See `Backend.differentiable_host_callback`."""
     if tensor.is_meta:  # Keras infers shapes
         return torch.empty_like(tensor)
-    return _HostCallback.apply(tensor, forward, backward)
+    take = to_array if on_device else to_numpy
+    return _HostCallback.apply(tensor, forward, backward, take)
 
 
 class _HostCallback(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, tensor: Any, forward: Any, backward: Any) -> Any:
-        context.on_host = backward
-        return to_torch(forward(to_numpy(tensor)), tensor)
+    def forward(context: Any, tensor: Any, forward: Any, backward: Any, take: Any) -> Any:
+        context.on_host, context.take = backward, take
+        return to_tensor(forward(take(tensor)), tensor)
 
     @staticmethod
     def backward(context: Any, gradient: Any) -> Any:
-        return to_torch(context.on_host(to_numpy(gradient)), gradient), None, None
+        result = context.on_host(context.take(gradient))
+        return to_tensor(result, gradient), None, None, None
+
+
+@torch.compiler.disable
+def call_host(
+    function: Callable[..., Sequence[np.ndarray]],
+    tensors: Sequence[Any],
+    shapes: Sequence[tuple[int, ...]],
+) -> list[Any]:
+    """Calls the host. See `Backend.call_host`."""
+    results = function(*[to_numpy(tensor) for tensor in tensors])
+    return [to_torch(result, tensor) for result, tensor in zip(results, tensors, strict=True)]
 
 
 def after(earlier: Any, tensors: Sequence[Any]) -> list[Any]:
@@ -224,4 +257,4 @@ def train_step_for_host(model: Any) -> Iterator[None]:
     yield
     new = model.train_function
     if new is not before:
-        model.train_function = functools.wraps(new)(in_train_step()(new))
+        model.train_function = functools.wraps(new)(in_train_step(model.optimizer)(new))

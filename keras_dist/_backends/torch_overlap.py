@@ -13,13 +13,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from keras_dist._backends.torch_tensors import to_numpy
+from keras_dist._backends.torch_device import is_on_device, prepared_array, to_array
 from keras_dist._compat.torch import weak_tensor_keys, writes_to
+from keras_dist._gpu import uniform
 
-__all__ = ["ReadyGradients", "in_train_step", "reduce_dense", "version_of"]
+__all__ = ["ReadyGradients", "in_train_step", "optimizer_of_step", "reduce_dense", "version_of"]
 
 _step = threading.local()
 
@@ -31,20 +31,26 @@ def _overlaps() -> Any:
 
 
 @contextlib.contextmanager
-def in_train_step() -> Iterator[None]:
-    """Returns a context in which backward passes belong to a train step."""
-    before, _step.is_on = _is_in_step(), True
+def in_train_step(optimizer: Any = None) -> Iterator[None]:
+    """Returns a context in which backward passes belong to a train step.
+
+    Args:
+        optimizer: the optimizer of the step, if it is known. Defaults to `None`.
+    """
+    before = vars(_step).copy()
+    _step.is_on, _step.optimizer = True, optimizer
     try:
         yield
     finally:
-        _step.is_on = before
+        vars(_step).clear()
+        vars(_step).update(before)
 
 
 def reduce_dense(
     fused: Any,
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
-) -> list[np.ndarray]:
+) -> list[Any]:
     """Reduces dense gradients, or returns the results of an overlapped reduction.
 
     Args:
@@ -63,7 +69,7 @@ def reduce_dense(
         # The plan is another, or the gradients have changed since they were queued: a step is more
         # than one backward pass and one update. So the overlap stops for good.
         overlap.stop()
-    results: list[np.ndarray] = fused([to_numpy(gradient) for gradient in gradients])
+    results: list[Any] = fused(uniform([to_array(gradient) for gradient in gradients]))
     starts = fused.overlaps and _is_in_step() and not overlaps
     if starts and _are_gradients_of(parameters, gradients):
         overlap = _Overlap(fused, parameters)
@@ -83,10 +89,10 @@ class ReadyGradients:
 
     def __init__(self, fused: Any):
         self._fused = fused
-        self._arrays: dict[int, np.ndarray] = {}  # ready but not queued
+        self._arrays: dict[int, Any] = {}  # ready but not queued
         self._handles: list[Any] = []
 
-    def add(self, index: int, array: np.ndarray) -> None:
+    def add(self, index: int, array: Any) -> None:
         """Adds a gradient, and queues the buckets that it completes.
 
         Args:
@@ -105,9 +111,9 @@ class ReadyGradients:
         """Returns whether all gradients have been added."""
         return len(self._handles) == len(self._fused.buckets)
 
-    def results(self) -> list[np.ndarray]:
+    def results(self) -> list[Any]:
         """Waits for the reduced gradients and returns them in the order of the plan."""
-        reduced: dict[int, np.ndarray] = {}
+        reduced: dict[int, Any] = {}
         for bucket, handle in zip(self._fused.buckets, self._handles, strict=True):
             indices = [slot.index for slot in bucket.slots]
             reduced.update(zip(indices, handle.wait(), strict=True))
@@ -151,7 +157,7 @@ class _Overlap:
         self._hooks = []
         self._reset()
 
-    def take(self, gradients: Sequence[torch.Tensor]) -> list[np.ndarray] | None:
+    def take(self, gradients: Sequence[torch.Tensor]) -> list[Any] | None:
         """Waits for the results; returns `None` if other gradients were reduced."""
         ready, versions = self._ready, self._versions
         self._reset()
@@ -174,11 +180,16 @@ class _Overlap:
             return
         self._versions[index] = version_of(gradient)
         self._ready = self._ready or ReadyGradients(fused)
-        self._ready.add(index, to_numpy(gradient))
+        self._ready.add(index, prepared_array(gradient))
 
 
 def _is_in_step() -> bool:
     return getattr(_step, "is_on", False)
+
+
+def optimizer_of_step() -> Any:
+    """Returns the optimizer of the train step that this thread is in; `None` outside of one."""
+    return getattr(_step, "optimizer", None)
 
 
 def version_of(gradient: torch.Tensor) -> Any:
@@ -189,11 +200,12 @@ def version_of(gradient: torch.Tensor) -> Any:
 def _are_gradients_of(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
 ) -> bool:
-    """Returns whether gradients are those from backpropagation, on the CPU."""
-    return all(
+    """Returns whether gradients are those from backpropagation, read where they are."""
+    places = {is_on_device(parameter) for parameter in parameters}
+    return len(places) == 1 and all(
         parameter.is_leaf
         and parameter.grad is not None
-        and parameter.device.type == "cpu"
+        and (parameter.is_cpu or is_on_device(parameter))
         and version_of(parameter.grad) == version_of(gradient)
         for parameter, gradient in zip(parameters, gradients, strict=True)
     )

@@ -49,10 +49,10 @@ def copy_to(device: torch.device, array: np.ndarray) -> torch.Tensor:
     return torch.tensor(array, device=device)
 
 
-def write_into(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
-    """Writes an array into a tensor in place, without autograd, and returns the tensor."""
+def write_into(tensor: torch.Tensor, array: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """Writes an array or a tensor into a tensor, without autograd, and returns the latter."""
     with torch.no_grad():
-        return tensor.copy_(to_torch(array, tensor))
+        return tensor.copy_(array if isinstance(array, torch.Tensor) else to_torch(array, tensor))
 
 
 def rows_of(tensor: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -1,16 +1,23 @@
 """Private and undocumented names of JAX."""
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from keras_dist._compat.contract import Name, require
+from keras_dist._compat.contract import Name, missing, require
 
 __all__ = [
     "CONTRACT",
     "abstract_of",
+    "emit_buffer_callback",
+    "has_buffer_callbacks",
     "has_client",
+    "put_like",
+    "release_dropped",
     "restrict_to_device",
     "subset_of",
     "version",
@@ -58,6 +65,99 @@ def subset_of(
     )
 
 
+def has_buffer_callbacks(context: Any) -> bool:
+    """Returns whether the host can read and write the memory of a program.
+
+    Args:
+        context: the context of a lowering rule.
+    """
+    return tuple(context.module_context.platforms) == ("cpu",) and _knows_buffers()
+
+
+def emit_buffer_callback(
+    context: Any,
+    effect: Any,
+    function: Callable[[list[np.ndarray], list[np.ndarray]], None],
+    operands: Sequence[Any],
+) -> list[Any]:
+    """Emits an ordered call of the host that reads and writes the memory of a program.
+
+    As `jax.experimental.buffer_callback` does, with a token as first operand and first result.
+
+    Args:
+        context: the context of a lowering rule.
+        effect: the ordered effect whose token orders the calls.
+        function: a function of the operands and the results, as arrays; it writes the results.
+        operands: values of the program.
+
+    Returns:
+        The results, values of the program.
+    """
+    from jax.interpreters import mlir
+
+    count = len(operands)
+
+    def call(stage: Any, *buffers: Any) -> tuple[()]:
+        # A token, the operands, a token, the results.
+        arrays = [np.asarray(buffer) for buffer in buffers[1 : count + 1]]
+        function(arrays, [np.asarray(buffer) for buffer in buffers[count + 2 :]])
+        return ()
+
+    context.module_context.add_host_callback(call)
+    token = require(TOKEN, version).abstract_token
+    with_token = dataclasses.replace(
+        context, avals_in=[token, *context.avals_in], avals_out=[token, *context.avals_out]
+    )
+    lower = jax.ffi.ffi_lowering("xla_buffer_python_cpu_callback", has_side_effect=True)
+    index = np.uint64(len(context.module_context.host_callbacks) - 1)
+    token_out, *results = lower(with_token, context.tokens_in.get(effect), *operands, index=index)
+    tokens = mlir.TokenSet({effect: token_out})
+    context.set_tokens_out(context.tokens_in.update_tokens(tokens))
+    return results
+
+
+@functools.cache
+def _knows_buffers() -> bool:
+    return not missing(BUFFERS)
+
+
+def put_like(array: np.ndarray, like: Any) -> Any | None:
+    """Returns an array as a JAX array beside another, in place; `None` if `jax.device_put` must.
+
+    It takes a tenth of the time of `jax.device_put`, which works out shape and device again.
+
+    Args:
+        array: the array, which nobody changes afterwards.
+        like: a JAX array of the shape, the dtype and the device of the result.
+    """
+    sharding = like.sharding
+    if not isinstance(sharding, jax.sharding.SingleDeviceSharding) or not _puts_in_place():
+        return None
+    if like.weak_type or array.shape != like.shape or array.dtype != like.dtype:
+        return None
+    [device] = sharding.device_set
+    if device.platform != "cpu":
+        return None
+    put = require(PUT, version).batched_device_put
+    return put(like.aval, sharding, [array], [device], like.committed)
+
+
+def release_dropped() -> None:
+    """Releases the memory of arrays that the script has dropped; JAX does it at its next call."""
+    if _releases():
+        require(GARBAGE, version).collect_garbage()
+
+
+@functools.cache
+def _releases() -> bool:
+    return not missing((GARBAGE,))
+
+
+@functools.cache
+def _puts_in_place() -> bool:
+    return not missing((PUT,))
+
+
 def _jaxpr() -> Any:
     return type(jax.make_jaxpr(lambda: 0)().jaxpr)
 
@@ -78,8 +178,50 @@ CLIENT = Name(
     on_use=True,
 )
 
+REFUSED = "to explain which transformations a collective does not support"
+IN_PLACE = "to read and write the memory of a compiled program on the host"
+COPIED = "none: calls of the host copy arguments and results"
+
+TOKEN = Name("jax._src.core", "abstract_token", IN_PLACE, COPIED, on_use=True)
+
+# Without one of these names, calls of the host are `io_callback`s.
+BUFFERS = (
+    TOKEN,
+    *(
+        Name(owner, name, IN_PLACE, COPIED, on_use=True)
+        for owner, name in (
+            ("jax.experimental.buffer_callback", "buffer_callback"),
+            ("jax.ffi", "ffi_lowering"),
+            ("jax.interpreters.mlir:LoweringRuleContext", "set_tokens_out"),
+            ("jax.interpreters.mlir:ModuleContext", "add_host_callback"),
+            ("jax.interpreters.mlir:TokenSet", "get"),
+            ("jax.interpreters.mlir:TokenSet", "update_tokens"),
+        )
+    ),
+)
+
+PUT = Name(
+    "jax._src.interpreters.pxla",
+    "batched_device_put",
+    "to make JAX arrays of results without a copy",
+    "none: jax.device_put makes them, which takes longer",
+    ("aval", "sharding", "xs", "devices", "committed"),
+    on_use=True,
+)
+
+GARBAGE = Name(
+    "jaxlib._jax",
+    "collect_garbage",
+    "to use the memory of results again that the script has dropped",
+    "none: JAX releases them at its next call, and results are copied meanwhile",
+    on_use=True,
+)
+
 CONTRACT = (
     CLIENT,
+    PUT,
+    GARBAGE,
+    *BUFFERS,
     Name(
         lambda: type(jax.config),
         "values",
@@ -98,6 +240,8 @@ CONTRACT = (
         Name("jax.extend.core:Primitive", name, SPLIT, NOT_SPLIT)
         for name in ("bind", "def_effectful_abstract_eval", "def_impl")
     ),
+    Name("jax.interpreters.ad", "primitive_jvps", REFUSED, NOT_SPLIT),
+    Name("jax.interpreters.batching", "primitive_batchers", REFUSED, NOT_SPLIT),
     *(
         Name("jax.interpreters.mlir", name, "to call the host from a step in one piece", NOT_SPLIT)
         for name in ("lower_fun", "register_lowering")

@@ -8,7 +8,7 @@ import enum
 import functools
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from keras_dist import errors
 
 __all__ = [
     "ReduceOp",
+    "Reducer",
     "accumulator",
     "check_dtype",
     "check_factors",
@@ -31,6 +32,7 @@ __all__ = [
     "reduce_each",
     "reduce_into",
     "reduce_rows",
+    "reducer",
     "scaled",
 ]
 
@@ -53,6 +55,9 @@ class ReduceOp(enum.Enum):
 
 
 _BY_NAME = {member.value: member for member in ReduceOp}
+
+#: writes the reduction of arrays of equal shape, one for each rank, into the first argument
+Reducer = Callable[[np.ndarray, Iterable[np.ndarray]], None]
 
 _UFUNCS = {
     ReduceOp.AVERAGE: np.add,
@@ -243,27 +248,37 @@ def reduce_each(
         dtype: dtype of all arrays.
         op: the reduction.
     """
-    ufunc, wide = _UFUNCS[op], accumulator(dtype, op)
-    narrow, averages = wide != dtype, op is ReduceOp.AVERAGE
-    if needs_halves(dtype, op):
-        for result, parts in pieces:
-            result[...] = _integer_mean(parts)
-        return
+    reduce = reducer(dtype, op)
     # Infinities and overflow are the caller's to judge: they reach every rank alike.
     with np.errstate(all="ignore"):
         for result, parts in pieces:
-            total = np.empty(result.shape, wide) if narrow else result
-            each = (part.astype(wide) for part in parts) if narrow else iter(parts)
-            left, count = next(each), 1
-            for part in each:
-                ufunc(left, part, out=total)
-                left, count = total, count + 1
-            if left is not total:
-                total[...] = left
-            if averages and count > 1:
-                divide(total, count)
-            if narrow:
-                result[...] = total.astype(dtype)
+            reduce(result, parts)
+
+
+@functools.cache
+def reducer(dtype: np.dtype, op: ReduceOp) -> Reducer:
+    """Returns `reduce_into` for a dtype and a reduction, which may warn of infinities."""
+    ufunc, wide = _UFUNCS[op], accumulator(dtype, op)
+    narrow, averages = wide != dtype, op is ReduceOp.AVERAGE
+
+    def reduce_halves(result: np.ndarray, parts: Iterable[np.ndarray]) -> None:
+        result[...] = _integer_mean(parts)
+
+    def reduce(result: np.ndarray, parts: Iterable[np.ndarray]) -> None:
+        total = np.empty(result.shape, wide) if narrow else result
+        each = (part.astype(wide) for part in parts) if narrow else iter(parts)
+        left, count = next(each), 1
+        for part in each:
+            ufunc(left, part, out=total)
+            left, count = total, count + 1
+        if left is not total:
+            total[...] = left
+        if averages and count > 1:
+            divide(total, count)
+        if narrow:
+            result[...] = total.astype(dtype)
+
+    return reduce_halves if needs_halves(dtype, op) else reduce
 
 
 def combine(left: np.ndarray, right: np.ndarray, op: ReduceOp, out: np.ndarray) -> None:
@@ -280,12 +295,19 @@ def combine(left: np.ndarray, right: np.ndarray, op: ReduceOp, out: np.ndarray) 
 
 
 def divide(total: np.ndarray, count: int) -> None:
-    """Divides a sum by the number of its contributions, in place.
+    """Divides a sum by the number of its contributions, in place. Never warns or raises.
+
+    A rank may divide only a part of the sum, so that an error would not be that of all ranks.
 
     Args:
         total: the sum, in the dtype of the accumulator; of integers with fewer than 64 bits.
         count: number of contributions.
     """
+    with np.errstate(all="ignore"):
+        _divide(total, count)
+
+
+def _divide(total: np.ndarray, count: int) -> None:
     if total.dtype.kind in "iu":
         # Without float64, which would lose bits beyond 2**53.
         magnitude = np.abs(total) // np.asarray(count, total.dtype)

@@ -6,6 +6,7 @@ same plan without a message.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ __all__ = [
     "aligned",
     "aligned_array",
     "plan_buckets",
+    "size_class",
     "slice_bounds",
 ]
 
@@ -81,6 +83,17 @@ class Bucket:
             for part, shape in zip(self._parts, self._shapes, strict=True)
         ]
 
+    def clear_gaps(self, buffer: np.ndarray) -> np.ndarray:
+        """Sets what no array uses to zero, as it is reduced as well; returns the buffer."""
+        for part in self._gaps:
+            buffer[part] = 0
+        return buffer
+
+    @functools.cached_property
+    def _gaps(self) -> list[slice]:
+        pairs = itertools.pairwise(self._parts)
+        return [slice(a.stop, b.start) for a, b in pairs if a.stop < b.start]
+
     @functools.cached_property
     def _parts(self) -> list[slice]:
         return [slice(slot.offset, slot.offset + slot.count) for slot in self.slots]
@@ -108,23 +121,48 @@ class Piece:
             begin, end = max(slot.offset, low), min(slot.offset + slot.count, high)
             if begin < end:
                 self.parts.append((number, begin - slot.offset, begin - low, end - begin))
-        #: if the piece lies in one array: index of its slot, and the part
-        self.single: tuple[int, slice] | None = None
-        if self.parts and self.parts[0][3] == len(self):
-            slot_number, begin, _, count = self.parts[0]
-            self.single = slot_number, slice(begin, begin + count)
+        #: for each array: index of its slot, and the part; no part where that is the whole array
+        self.slices: list[tuple[int, slice | None]] = [
+            (number, None if count == bucket.slots[number].count else slice(begin, begin + count))
+            for number, begin, _, count in self.parts
+        ]
+        self._is_single = bool(self.parts) and self.parts[0][3] == len(self)
+        self._fillers = self._find_fillers(bucket.dtype)
 
     def __len__(self) -> int:
         return self.high - self.low
 
     def of(self, arrays: Sequence[np.ndarray], scratch: np.ndarray) -> np.ndarray:
         """Returns the piece of flat arrays: a view if it lies in one, else a copy in `scratch`."""
-        if self.single is not None:
-            number, part = self.single
-            return arrays[number][part]
-        for slot, begin, at, count in self.parts:
-            scratch[at : at + count] = arrays[slot][begin : begin + count]
-        return scratch[: len(self)]
+        if self._is_single:
+            [(slot, part)] = self.slices
+            return arrays[slot] if part is None else arrays[slot][part]
+        packed = scratch[: len(self)]
+        self.pack_into(packed, arrays)
+        return packed
+
+    def pack_into(self, target: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+        """Copies the piece of flat arrays; what belongs to no array becomes zero."""
+        if self._is_single:
+            target[...] = self.of(arrays, target)
+            return
+        parts = [arrays[slot] if part is None else arrays[slot][part] for slot, part in self.slices]
+        for index, zeros in self._fillers:
+            parts.insert(index, zeros)
+        if parts:
+            np.concatenate(parts, out=target)
+
+    def _find_fillers(self, dtype: np.dtype) -> list[tuple[int, np.ndarray]]:
+        """Returns zeros for the gaps between the arrays, each with its index among the parts."""
+        found: list[tuple[int, np.ndarray]] = []
+        end = 0
+        for number, (_, _, at, count) in enumerate(self.parts):
+            if at > end:
+                found.append((number + len(found), np.zeros(at - end, dtype)))
+            end = at + count
+        if end < len(self):
+            found.append((len(self.parts) + len(found), np.zeros(len(self) - end, dtype)))
+        return found
 
 
 def aligned_array(
@@ -150,6 +188,11 @@ def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
     return -(-nbytes // to) * to
 
 
+def size_class(nbytes: int) -> int:
+    """Returns the size of memory for a number of bytes: in steps of an eighth, or of 4 KiB."""
+    return aligned(max(1, nbytes), 1 << max(12, nbytes.bit_length() - 4))
+
+
 def slice_bounds(count: int, size: int, itemsize: int) -> list[int]:
     """Returns the first element of the slice of each rank, on a cache line, and the end."""
     step = max(1, ALIGNMENT // itemsize)
@@ -162,6 +205,7 @@ def plan_buckets(
     bucket_nbytes: int,
     first_nbytes: int | None = None,
     groups: Sequence[Sequence[int]] = (),
+    alone: bool = False,
 ) -> tuple[Bucket, ...]:
     """Distributes a list of arrays over buckets.
 
@@ -174,6 +218,8 @@ def plan_buckets(
         first_nbytes: the same for the first bucket, if it is smaller.
         groups: for each group the indices of its arrays. They share a bucket for each dtype,
             whatever their size, with no other array. Defaults to none.
+        alone: whether each array of `bucket_nbytes` or more has a bucket of its own: it is sent
+            from where it lies, while a bucket of several arrays is copied together first.
 
     Returns:
         The buckets, in the order in which they are closed. Their slots have every index once;
@@ -184,8 +230,12 @@ def plan_buckets(
     open_slots: dict[tuple[int | None, np.dtype], list[Slot]] = {}
     for index, (shape, dtype) in enumerate(specs):
         key = group_of.get(index), dtype
+        count = math.prod(shape)
+        if alone and index not in group_of and count * dtype.itemsize >= bucket_nbytes:
+            closed.append(_close([Slot(index, tuple(shape), 0, count)], dtype))
+            continue
         slots = open_slots.setdefault(key, [])
-        slots.append(Slot(index, tuple(shape), _end(slots, dtype), math.prod(shape)))
+        slots.append(Slot(index, tuple(shape), _end(slots, dtype), count))
         limit = bucket_nbytes if closed else min(bucket_nbytes, first_nbytes or bucket_nbytes)
         if index not in group_of and _end(slots, dtype) * dtype.itemsize >= limit:
             closed.append(_close(open_slots.pop(key), dtype))

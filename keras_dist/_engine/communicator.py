@@ -22,9 +22,12 @@ from keras_dist._engine.mpi.memory_fence import MemoryFence, orders_stores
 from keras_dist._engine.mpi.topology import Topology, first_error, share
 from keras_dist._engine.mpi.transfer import allgather_parts
 from keras_dist._engine.ordering.order import CollectiveOrder
+from keras_dist._engine.result_memory import ResultPool
 from keras_dist._engine.services import Services
 from keras_dist._engine.shm.idle_memory import IdleMemory
 from keras_dist._engine.shm.node import Node, join_node
+from keras_dist._engine.shm.region import RegionPool
+from keras_dist._engine.shm.row_memory import RowMemory
 from keras_dist._engine.shm.wait import blocked
 
 __all__ = ["Communicator"]
@@ -53,10 +56,17 @@ class Communicator:
         services: what runs beside the collectives.
         faults: ranks that died, joined or differed.
         plans: plans of recent single calls, the oldest first.
+        calls: short paths of recent single calls, by their arguments.
+        regions: the shared memory of single calls.
+        results: memory of their results that is used again.
         idle_memory: shared memory of gradients that are no longer reduced.
+        row_memory: memory of the rows of sparse reductions.
         bucket_nbytes: bucket size in bytes, once it has been measured.
         fewest_cores: number of cores of the rank that has fewest.
         subsets: number of process sets of the job.
+        gpus: the GPUs of the ranks of the job; `gpu_options` and `gpu_path` say how they are used.
+        tells_gpu_path: whether the path has been logged.
+        nccl: the ranks in NCCL; `None` until they use it.
     """
 
     def __init__(
@@ -83,11 +93,17 @@ class Communicator:
         self.order: CollectiveOrder = CollectiveOrder(label, self.where, shared)
         self.services: Services[Communicator] = Services(self)
         self.faults = FaultState()
-        self.plans: dict[Any, Any] = {}
+        self._forget_calls()
         self.idle_memory = IdleMemory()
+        self.row_memory = RowMemory()
         self.bucket_nbytes: int | None = None
         self.fewest_cores = 1
         self.subsets = 0
+        self.gpus: Sequence[Any] = ()
+        self.gpu_options: tuple[str, bool] = ("host", False)
+        self.gpu_path: Any = None
+        self.tells_gpu_path = False
+        self.nccl: Any = None
         self._warned = False
         self.node: Node | None = None
         self._fence: MemoryFence | None = None
@@ -137,8 +153,13 @@ class Communicator:
         MPI's communicators are not freed: that would need the rank that has died.
         """
         self.services.detach()
-        self.plans.clear()
+        if self.nccl is not None:
+            self.nccl.leave()
+            self.nccl = None
+        self.regions.clear()
+        self._forget_calls()
         self.idle_memory = IdleMemory()
+        self.row_memory = RowMemory()
         self.faults.joined = None
 
     def free(self) -> None:
@@ -147,10 +168,14 @@ class Communicator:
         Queued operations run first; the thread that runs them and all services end.
         """
         self.order.close()
+        if self.nccl is not None:
+            self.nccl.close()
+            self.nccl = None
         self.close_services()
         # The kernel frees their shared memory, unless results in it are still held.
-        self.plans.clear()
+        self._forget_calls()
         self.idle_memory.clear()
+        self.row_memory.release()
         self.node = None
         if self._fence is not None:
             self._fence.free()
@@ -161,6 +186,12 @@ class Communicator:
             except self.mpi.Exception:
                 if self.faults.retry is None:
                     raise  # otherwise a rank has died and its communicators are abandoned
+
+    def _forget_calls(self) -> None:
+        """Drops plans and memory of single calls."""
+        self.plans: dict[Any, Any] = {}
+        self.calls: dict[Any, Any] = {}
+        self.regions, self.results = RegionPool(), ResultPool()
 
     def watch(self, period: int, limit: int) -> None:
         """Starts the stall watchdog. Collective: every rank; blocks.
@@ -212,7 +243,11 @@ class Communicator:
 
     def is_alive(self, rank: int) -> bool:
         """Returns whether a rank of the job is alive; ranks of other nodes count as alive."""
-        return self.node is None or rank not in [self._neighbours[i] for i in self.node.dead()]
+        return self.node is None or rank not in self.ranks_of_node(self.node.dead())
+
+    def ranks_of_node(self, indices: Sequence[int]) -> list[int]:
+        """Returns the ranks of the job that have some indices on this node."""
+        return [self._neighbours[index] for index in indices]
 
     def allgather_bytes(self, payload: bytes | np.ndarray) -> list[np.ndarray]:
         """Sends bytes, of any number, to every rank. Collective: every rank; blocks.
@@ -238,7 +273,7 @@ class Communicator:
         self._neighbours = [self.ranks[index] for index in share_on_node(self.rank)]
 
         def error(indices: list[int]) -> errors.RankLostError:
-            return lost(self.where(), [self._neighbours[index] for index in indices])
+            return lost(self.where(), self.ranks_of_node(indices))
 
         rank, size = self.topology.local_rank, self.topology.local_size
         if self._fence is None and not orders_stores():

@@ -59,8 +59,8 @@ class PlanOptions:
         operation: name of the operation in messages.
         remedy: what to do when the ranks differ.
         lend: whether results may lie in memory that all ranks share, see
-            `keras_dist._engine.shm.zero_copy`. Once a result is kept or written to, results are
-            copies.
+            `keras_dist._engine.shm.zero_copy`. While results are kept in all rows, and once one has
+            been written to, results are copies.
         overlaps: whether the caller should queue buckets as they become ready.
         counts_updates: whether the arrays are gradients: each call counts as an update in messages,
             and ranks exchange notices.
@@ -68,6 +68,7 @@ class PlanOptions:
             divides by the number of the others.
         ranks: returns the current ranks, where the plan may outlive its communicator: the graph of
             a step keeps its plan. Defaults to the communicator of the plan.
+        pooled: whether its shared memory is that of all single calls.
     """
 
     bucket_nbytes: int
@@ -80,3 +81,4 @@ class PlanOptions:
     counts_updates: bool = False
     divides: bool = False
     ranks: Callable[[], Any] | None = None
+    pooled: bool = False

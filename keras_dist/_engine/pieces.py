@@ -9,10 +9,13 @@ import itertools
 __all__ = ["Pieces", "piece_nbytes"]
 
 # Bytes of a piece from one rank to another: at most, from all ranks together, and at least.
-PIECE_NBYTES, PIECES_NBYTES, SMALLEST_NBYTES = 2**20, 2**22, 2**16
+PIECE_NBYTES, PIECES_NBYTES, SMALLEST_NBYTES = 2**22, 3 * 2**22, 2**16
+# A segment has this many pieces, unless they would have fewer bytes than this: the first results
+# travel while the last contributions do.
+PIECES, SPLIT_NBYTES = 4, 2**20
 
 
-def piece_nbytes(ranks: int) -> int:
+def piece_nbytes(ranks: int, nbytes: int) -> int:
     """Returns the size in bytes of a piece.
 
     Of many ranks, pieces are smaller, so that those under way fit in a cache, but not so small that
@@ -20,8 +23,10 @@ def piece_nbytes(ranks: int) -> int:
 
     Args:
         ranks: number of ranks.
+        nbytes: size in bytes of the array.
     """
-    return min(PIECE_NBYTES, max(SMALLEST_NBYTES, PIECES_NBYTES // ranks))
+    most = min(PIECE_NBYTES, max(SMALLEST_NBYTES, PIECES_NBYTES // ranks))
+    return min(most, max(SPLIT_NBYTES, -(-nbytes // (ranks * PIECES))))
 
 
 class Pieces:

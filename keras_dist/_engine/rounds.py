@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["Exchange", "Round", "combine_rows", "halving", "rounds"]
+__all__ = ["Exchange", "Round", "combine_rows", "doubling", "halving", "rounds"]
 
 T = TypeVar("T")
 
@@ -72,6 +72,27 @@ def rounds(index: int, count: int) -> list[Round]:
     if is_paired:
         plan = [Round(index + 1, False, True), *plan, Round(index + 1, True, False)]
     return plan
+
+
+def doubling(index: int, count: int, size: int) -> tuple[list[Exchange], list[Exchange]]:
+    """Returns the exchanges of whole arrays, in the order of the rounds.
+
+    Args:
+        index: index of the node, 0 to `count - 1`.
+        count: number of nodes.
+        size: number of elements.
+
+    Returns:
+        The exchanges after which the nodes that take part in every round have the result, and the
+        one that brings it to a node that does not.
+    """
+    whole = slice(0, size)
+    plan = [
+        Exchange(step.peer, whole if step.sends else None, whole if step.receives else None)
+        for step in rounds(index, count)
+    ]
+    is_folded = bool(plan) and (plan[0].sent is None or plan[0].received is None)
+    return (plan[:-1], plan[-1:]) if is_folded else (plan, [])
 
 
 def halving(index: int, count: int, size: int) -> list[Exchange]:

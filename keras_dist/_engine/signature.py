@@ -80,6 +80,7 @@ class CollectiveSignature:
         prescale: factor of the contributions.
         postscale: factor of the result.
         compression: name of the wire format between nodes.
+        library: what moves arrays in GPU memory; empty for arrays on the host.
         buckets: for each bucket the indices of its arrays.
         bucket: index of the bucket of this operation.
         error: an error in the arguments of this rank, which it reports to the others.
@@ -100,6 +101,7 @@ class CollectiveSignature:
     prescale: float = 1.0
     postscale: float = 1.0
     compression: str = "none"
+    library: str = ""
     buckets: tuple[tuple[int, ...], ...] = ()
     bucket: int | None = None
     error: Exception | None = None
@@ -115,7 +117,7 @@ class CollectiveSignature:
         """16 bytes, equal exactly where the ranks may continue without an exchange."""
         arrays = tuple((entry.shape, entry.dtype) for entry in self.entries)
         factors = (self.prescale, self.postscale)
-        options = (self.op, self.root, self.key, factors, self.compression)
+        options = (self.op, self.root, self.key, factors, self.compression, self.library)
         plan = (self.buckets, self.bucket, self.first)
         riders = (self.holds, self.notice, self.refused)
         compared = (self.operation, options, plan, arrays, str(self.error), riders)
@@ -135,6 +137,7 @@ _LABELS = {
     "prescale": "prescale_factor",
     "postscale": "postscale_factor",
     "compression": "compression",
+    "library": "library of GPU arrays",
 }
 
 

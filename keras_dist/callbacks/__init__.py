@@ -14,7 +14,8 @@ The order of callbacks matters. `keras_dist.callbacks()` returns them in this or
    run collectives.
 4. `AverageStatisticsCallback`: makes statistics equal before validation and checkpoints.
 5. `MetricAverageCallback`: later callbacks see metrics of all ranks and decide alike.
-6. `GoOnWithoutLostRanks`, optional: prints averaged metrics.
+6. `GoOnWithoutLostRanks` or `AdmitRanks`, optional: the former prints averaged metrics, the
+   latter restores the fit before the user's callbacks.
 7. `Throughput`, optional: reduces its own numbers, therefore after the averaging.
 8. `ProgressCallback`: publishes progress to `keras-dist top`.
 9. `LearningRateWarmupCallback`, optional: before the user's schedules, which may take over
@@ -43,6 +44,7 @@ from keras_dist.callbacks.batches import VerifyBatches
 from keras_dist.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from keras_dist.callbacks.checkpoint import BestModelCheckpoint, ModelCheckpoint
 from keras_dist.callbacks.console import RootConsoleCallback
+from keras_dist.callbacks.joining import REACTIONS, AdmitRanks
 from keras_dist.callbacks.learning_rate import (
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
@@ -52,14 +54,17 @@ from keras_dist.callbacks.preemption import PreemptionCallback
 from keras_dist.callbacks.progress import ProgressCallback
 from keras_dist.callbacks.root import RootOnly
 from keras_dist.callbacks.scalars import WriteScalars
+from keras_dist.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_dist.callbacks.statistics import AverageStatisticsCallback
 from keras_dist.callbacks.stopping import AgreeOnStoppingCallback, may_stop_at_a_batch
 from keras_dist.callbacks.survival import GoOnWithoutLostRanks
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.uneven import UnevenDataCallback
 from keras_dist.callbacks.verification import VerifyReplicas
+from keras_dist.runtime import growth
 
 __all__ = [
+    "AdmitRanks",
     "AgreeOnStoppingCallback",
     "AverageStatisticsCallback",
     "BackupAndRestore",
@@ -74,6 +79,7 @@ __all__ = [
     "ProgressCallback",
     "RootConsoleCallback",
     "RootOnly",
+    "ShardedCheckpoint",
     "Throughput",
     "UnevenDataCallback",
     "VerifyBatches",
@@ -115,7 +121,8 @@ def callbacks(
         uneven: behavior if a rank runs out of data before others: `"continue"`, `"stop"` or
             `"error"`, see `UnevenDataCallback`. Defaults to `"continue"`.
         on_failure: behavior if a rank dies. `"continue"`: the remaining ranks go on, see
-            `GoOnWithoutLostRanks`. `"stop"`: the job ends. Defaults to `None`, the value of
+            `GoOnWithoutLostRanks`. `"replace"`: they go on, and a new rank joins them, see
+            `AdmitRanks`. `"stop"`: the job ends. Defaults to `None`, the value of
             `KERAS_DIST_ON_FAILURE`, or `"stop"` if it is not set.
         share_out: when the remaining ranks take over the data of a dead rank: `"next epoch"` or
             `"at once"`, see `GoOnWithoutLostRanks`. Defaults to `"next epoch"`.
@@ -127,7 +134,7 @@ def callbacks(
 
     Raises:
         ArgumentError: `warmup_epochs` is given without `initial_lr`; `uneven` or `on_failure`
-            is unknown; `root_rank` is not 0 with `on_failure="continue"`.
+            is unknown; `root_rank` is not 0 with another `on_failure` than `"stop"`.
     """
     made: list[keras.callbacks.Callback] = [
         RootConsoleCallback(root_rank),
@@ -137,7 +144,11 @@ def callbacks(
         AverageStatisticsCallback(),
         MetricAverageCallback(root_rank=root_rank),
     ]
-    if _continues_on_failure(on_failure, root_rank):
+    reaction = _reaction_to_failure(on_failure, root_rank)
+    replaces = reaction == "replace" and runtime.can_survive_rank_loss()
+    if growth.takes_joiners() or replaces:
+        made.append(AdmitRanks(reaction))
+    elif reaction != "stop":
         made.append(GoOnWithoutLostRanks(share_out=share_out))
     if throughput:
         made.append(Throughput())
@@ -163,16 +174,16 @@ def callbacks(
     return made
 
 
-def _continues_on_failure(on_failure: str | None, root_rank: int) -> bool:
+def _reaction_to_failure(on_failure: str | None, root_rank: int) -> str:
     choice = on_failure or config.settings().on_failure
-    if choice not in ("stop", "continue"):
-        expected = "on_failure to be 'stop', 'continue' or None"
+    if choice not in REACTIONS:
+        expected = "on_failure to be 'stop', 'continue', 'replace' or None"
         remedy = "Omit on_failure to end the job when a rank dies."
-    elif choice == "continue" and root_rank != 0:
-        expected, choice = "root_rank=0 with on_failure='continue'", f"root_rank={root_rank}"
+    elif choice != "stop" and root_rank != 0:
+        expected, choice = f"root_rank=0 with on_failure={choice!r}", f"root_rank={root_rank}"
         remedy = "Use root_rank=0: when a rank dies, the remaining ranks are renumbered from 0."
     else:
-        return choice == "continue"
+        return choice
     raise errors.ArgumentError(errors.explain(runtime.where(), expected, repr(choice), remedy))
 
 

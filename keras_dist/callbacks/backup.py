@@ -4,7 +4,7 @@ import functools
 import json
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 import keras
@@ -13,7 +13,7 @@ import numpy as np
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import BackupAndRestore as KerasBackup
 from keras_dist._compat.keras.models import initial_epoch_from
-from keras_dist.callbacks import fit_state, model_arrays, rank_states, resumed_data
+from keras_dist.callbacks import fit_state, rank_states, resumed_data
 from keras_dist.callbacks.background_writer import NEEDS_ROOM
 from keras_dist.callbacks.callback_list import ListMember
 from keras_dist.callbacks.fit_state import FitState
@@ -26,10 +26,13 @@ from keras_dist.data import epochs
 from keras_dist.storage import versioned_backups
 from keras_dist.storage.retry_policy import RetryPolicy
 from keras_dist.storage.root_action import on_root
+from keras_dist.training import model_arrays
 from keras_dist.training.model_state import accumulators, has_weights, optimizers_of
+from keras_dist.training.ranks_change import is_resuming
 from keras_dist.training.replicas import broadcast_state, build_optimizers_alike
+from keras_dist.training.sharded_state import gathered
 
-__all__ = ["BackupAndRestore"]
+__all__ = ["BackupAndRestore", "contents"]
 
 ABOUT = "about"  # name of the JSON document among the arrays of the file
 
@@ -64,12 +67,13 @@ class BackupAndRestore(ListMember, KerasBackup):
 
     A backup within an epoch (`save_freq` is a number, or the job received a signal) resumes within
     the epoch. Batches that were trained on are read and skipped: no hooks are called for them, and
-    changes of `on_epoch_begin` to the model and its learning rate are undone. Metrics and random
-    generators of each rank resume. With a different number of ranks, rank 0 has the totals of the
-    metrics, random generators of the model are derived from the root's, and other generators
-    restart. Moving statistics are averaged over the ranks before a backup. Accumulated gradients
-    that are not applied yet are lost: make `save_freq` a multiple of `backward_passes_per_step`. Of
-    variables that are local to each rank, only the root's are saved and restored, on the root.
+    changes of `on_epoch_begin` to the model and its learning rate are undone. Metrics, moving
+    statistics and random generators of each rank resume. With a different number of ranks, rank 0
+    has the totals of the metrics, moving statistics are their averages over the ranks, random
+    generators of the model are derived from the root's, and other generators restart. Accumulated
+    gradients that are not applied yet are lost: make `save_freq` a multiple of
+    `backward_passes_per_step`. Of variables that are local to each rank, only the root's are saved
+    and restored, on the root.
 
     The replicas are verified before each write, see `VerifyReplicas`. If the disk is full, or any
     write fails after a first successful write, training continues, the root logs a warning and
@@ -99,6 +103,9 @@ class BackupAndRestore(ListMember, KerasBackup):
     ```
     """
 
+    #: whether a backup is in memory, from which a fit goes on when the ranks have changed
+    in_memory = False
+
     def __init__(self, backup_dir: Any, *args: Any, root_rank: int = 0, **kwargs: Any):
         super().__init__(str(backup_dir), *args, **kwargs)
         runtime.communicator().index_of_root(root_rank)
@@ -119,12 +126,13 @@ class BackupAndRestore(ListMember, KerasBackup):
     def before_training(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Finds the backup before other callbacks change their files."""
         self._fit = FitState(callbacks, self.root_rank)
-        self._fit.agree(
-            self._on_root(self._find, "to find the backup in", versioned_backups.REMEDY)
-        )
+        resumes = self._on_root(self._find, "to find the backup in", versioned_backups.REMEDY)
+        self._fit.agree(resumes and not self._is_left_out())
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restores the backup on all ranks, if the root has one."""
+        if self._is_left_out():
+            return
         optimizer = self.model.optimizer
         if has_weights(self.model) and optimizer is not None and not optimizer.built:
             # As on torch, JAX and several ranks: the saved state must not depend on the job's size.
@@ -187,6 +195,10 @@ class BackupAndRestore(ListMember, KerasBackup):
                 "Remove it by hand.",
             )
 
+    def _is_left_out(self) -> bool:
+        """Returns whether the fit goes on from what another callback has in memory."""
+        return is_resuming() and not self.in_memory
+
     def save_now(self) -> bool:
         """Writes a backup of the current step, unless it is written already.
 
@@ -208,24 +220,36 @@ class BackupAndRestore(ListMember, KerasBackup):
         self.when_all_have_been_called(self._back_up)
 
     def _back_up(self) -> None:
-        verify_before_writing(self.model)
+        statistics = verify_before_writing(self.model)
         self._random_states = self._random.gather(within=self._has_begun)
-        self._rank_states = self._fit.gather(self.model, self.last_logs())
-        if self._on_root(self._write, "to write a backup into", NEEDS_ROOM):
+        self._rank_states = self._fit.gather(self.model, self.last_logs(), statistics)
+        with gathered(self.model, self.root_rank):
+            has_written = self._on_root(self._write, "to write a backup into", NEEDS_ROOM)
+        if has_written:
             self._written = (self._keras_dist_epoch, self._step)
+        # The file has the averages. Training continues as without a backup.
+        rank_states.assign_statistics(self.model, statistics)
 
     def _restore_model(self) -> dict[str, Any] | None:
         """Restores the model on all ranks; returns the other contents, or `None`: no backup."""
-        found = self._on_root(self._read, "to restore the backup in", versioned_backups.REMEDY)
+        found = self._read_state()
         if found is None:
             return None
         self._fit.found(found["parts"])
         # The file contains only the root's accumulated gradients, which other ranks must not get.
-        for gathered in accumulators(optimizers_of(self.model)):
-            gathered.assign(keras.ops.zeros(gathered.shape, gathered.dtype))
-        build_optimizers_alike(self.model)
-        broadcast_state(self.model, self.root_rank)
-        rank_states.restore_random(self.model, self._fit.ranks(), self.root_rank)
+        for accumulator in accumulators(optimizers_of(self.model)):
+            accumulator.assign(keras.ops.zeros(accumulator.shape, accumulator.dtype))
+        states = self._fit.ranks()
+        rank_states.restore_random(self.model, states, self.root_rank)
+        rank_states.restore_statistics(self.model, states)
+        return found
+
+    def _read_state(self) -> dict[str, Any] | None:
+        """Restores weights and optimizers on all ranks; returns the other contents, or `None`."""
+        found = self._on_root(self._read, "to restore the backup in", versioned_backups.REMEDY)
+        if found is not None:
+            build_optimizers_alike(self.model)
+            broadcast_state(self.model, self.root_rank)
         return found
 
     def _resume_epoch(self, resumed: ResumedEpoch) -> None:
@@ -244,7 +268,23 @@ class BackupAndRestore(ListMember, KerasBackup):
         return self._retry_policy.attempt(write, f"to write a backup into {self.backup_dir}")
 
     def _save(self, file: BinaryIO) -> None:
-        about = {
+        np.savez(file, **self._arrays())
+
+    def _arrays(self) -> dict[str, Any]:
+        """Returns the contents of a backup: arrays by name, and a JSON document among them."""
+        about = self._describe()
+        arrays = model_arrays.write(self.model, about)
+        self._add_fit(about, arrays)
+        arrays[ABOUT] = np.array(json.dumps(about))
+        return arrays
+
+    def _add_fit(self, about: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Adds the states of callbacks and ranks to the JSON and the arrays of a backup."""
+        fit_state.write([self._fit.of_callbacks(), *self._rank_states], about, arrays)
+
+    def _describe(self) -> dict[str, Any]:
+        """Returns the place of the fit and the random states, as JSON."""
+        return {
             "epoch": self._keras_dist_epoch,
             "step": self._step,
             "begun": self._has_begun,
@@ -254,14 +294,13 @@ class BackupAndRestore(ListMember, KerasBackup):
             "ranks": runtime.size(),
             "global_batch": resumed_data.global_batch(),
         }
-        arrays = model_arrays.write(self.model, about)
-        fit_state.write([self._fit.of_callbacks(), *self._rank_states], about, arrays)
-        arrays[ABOUT] = np.array(json.dumps(about))
-        np.savez(file, **arrays)
 
     def _find(self) -> bool:
         resumed_data.warn_of_restarting_data()
         self._unsaved = UnsavedState(self._fit.callbacks)
+        return self._has_backup()
+
+    def _has_backup(self) -> bool:
         self._intact = versioned_backups.newest_intact(self._directory)
         return self._intact is not None
 
@@ -271,5 +310,10 @@ class BackupAndRestore(ListMember, KerasBackup):
         with np.load(self._intact, allow_pickle=False) as file:
             about = json.loads(str(file[ABOUT]))
             model_arrays.restore(self.model, about, file, self._intact)
-            parts = fit_state.read(about, file)
-        return {"begun": about["step"] > 0, "stopped": False, **about, "parts": parts}
+            return contents(about, file)
+
+
+def contents(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns the contents of a backup besides the model, of any version."""
+    parts = fit_state.read(about, arrays)
+    return {"begun": about["step"] > 0, "stopped": False, **about, "parts": parts}

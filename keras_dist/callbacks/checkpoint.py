@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_dist import errors, runtime
 from keras_dist._compat.keras.callbacks import ModelCheckpoint as KerasCheckpoint
@@ -14,6 +13,7 @@ from keras_dist.callbacks.verification import verify_before_writing
 from keras_dist.storage.retry_policy import RetryPolicy
 from keras_dist.storage.root_action import on_root
 from keras_dist.training.model_state import state
+from keras_dist.training.sharded_state import gathered, whole_nbytes
 
 __all__ = ["BestModelCheckpoint", "ModelCheckpoint"]
 
@@ -89,7 +89,8 @@ class ModelCheckpoint(KerasCheckpoint):
     def _keras_dist_save(self, path: str, save: Callable[[], None]) -> None:
         verify_before_writing(self.model)
         work = functools.partial(self._save_atomically, path, save)
-        self.best = self._on_root("a checkpoint", work, path)
+        with gathered(self.model, self.root_rank):
+            self.best = self._on_root("a checkpoint", work, path)
 
     def _on_root(self, what: str, work: Callable[[], Any], path: str) -> Any:
         expected = f"to write the checkpoint {path}"
@@ -167,7 +168,6 @@ class _Saver:
 
     def _write(self, save: Callable[[str], None], filepath: str) -> None:
         variables = state(self._model)
-        arrays = [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables]
-        nbytes = sum(array.nbytes for array in arrays)
+        nbytes = sum(whole_nbytes(variable) for variable in variables)
         self._write_file(save, filepath, nbytes + HDF5_NBYTES * (1 + len(variables)))
         self.has_saved = True

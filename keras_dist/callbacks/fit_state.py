@@ -1,14 +1,15 @@
 """The state of a fit in a backup, besides the model: its callbacks and its ranks."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_dist import _engine, errors, runtime
+from keras_dist import _engine, runtime
 from keras_dist.callbacks import callback_states, rank_states
 from keras_dist.callbacks.nested_values import pack, unpack
+from keras_dist.storage.root_action import on_all
 
 __all__ = ["FitState", "Packed", "read", "write"]
 
@@ -53,8 +54,15 @@ class FitState:
         )
         self._appending = callback_states.append_to_files(self.callbacks) if resumes else []
 
-    def gather(self, model: keras.Model, logs: dict[str, Any]) -> list[Packed]:
+    def gather(
+        self, model: keras.Model, logs: dict[str, Any], statistics: Mapping[int, np.ndarray]
+    ) -> list[Packed]:
         """Returns the states of all ranks. Collective: every rank; blocks.
+
+        Args:
+            model: see `rank_states.state`.
+            logs: see `rank_states.state`.
+            statistics: see `rank_states.state`.
 
         Raises:
             CheckpointError: a custom callback fails in `state_dict`, or returns a value that a
@@ -62,11 +70,11 @@ class FitState:
         """
 
         def mine() -> Packed:
-            state = rank_states.state(model, logs)
+            state = rank_states.state(model, logs, statistics)
             state[CALLBACKS] = callback_states.rank_states(self.callbacks, self._on_root)
             return _packed(state)
 
-        return _together(mine, "the states of ranks for a backup")
+        return on_all(mine, "the states of ranks for a backup")
 
     def of_callbacks(self) -> Packed:
         """Returns the states of Keras' callbacks of this rank."""
@@ -89,7 +97,7 @@ class FitState:
         for logger in self._appending:
             logger.append = False
         if self._shared is not None:
-            _together(self._restore, "the states of callbacks from a backup")
+            on_all(self._restore, "the states of callbacks from a backup")
 
     def _restore(self) -> None:
         states = unpack(*self._shared)  # type: ignore[misc]
@@ -130,19 +138,3 @@ def read(about: Mapping[str, Any], file: Mapping[str, np.ndarray]) -> list[Packe
 def _packed(states: Mapping[str, Any]) -> Packed:
     arrays: list[np.ndarray] = []
     return pack(dict(states), arrays), arrays
-
-
-def _together(work: Callable[[], Any], operation: str) -> list[Any]:
-    """Returns the results of all ranks; an error on one rank is raised on all."""
-    mine: Any
-    try:
-        mine = work()
-    except errors.CheckpointError as error:
-        mine = error
-    everyone = _engine.collectives.allgather_object(
-        runtime.communicator(), mine, operation=operation
-    )
-    failed = [result for result in everyone if isinstance(result, errors.CheckpointError)]
-    if failed:
-        raise failed[0]
-    return everyone

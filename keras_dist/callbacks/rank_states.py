@@ -1,10 +1,10 @@
-"""The state of each rank: random generators and metrics of an epoch.
+"""The state of each rank: random generators, moving statistics and metrics of an epoch.
 
 A backup contains the states of all ranks. In a job of the same size each rank restores its own; in
 another size the totals of metrics are preserved.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,23 +14,35 @@ from keras_dist import runtime
 from keras_dist.training.model_state import random_states, to_numpy
 from keras_dist.training.replicas import separate_seeds
 
-__all__ = ["RankState", "of_rank", "restore_metrics", "restore_random", "state"]
+__all__ = [
+    "RankState",
+    "assign_statistics",
+    "of_rank",
+    "restore_metrics",
+    "restore_random",
+    "restore_statistics",
+    "state",
+]
 
 RankState = dict[str, Any]
 
 
-def state(model: keras.Model, logs: dict[str, Any]) -> RankState:
+def state(
+    model: keras.Model, logs: dict[str, Any], statistics: Mapping[int, np.ndarray]
+) -> RankState:
     """Returns the state of this rank.
 
     Args:
         model: the trained model.
         logs: logs of its last batch; only numbers are saved.
+        statistics: values of non-trainable weights on this rank, by index.
     """
     numbers = {name: to_numpy(value) for name, value in logs.items() if _is_number(value)}
     return {
         "random": [to_numpy(variable) for variable in random_states(model)],
         "metrics": [to_numpy(variable) for variable in model.metrics_variables],
         "logs": {name: float(value) for name, value in numbers.items()},
+        "statistics": dict(statistics),
     }
 
 
@@ -53,6 +65,19 @@ def restore_random(model: keras.Model, states: Sequence[RankState], root_rank: i
         return
     for variable, value in zip(random_states(model), of_rank(states)["random"], strict=True):
         variable.assign(value)
+
+
+def restore_statistics(model: keras.Model, states: Sequence[RankState]) -> None:
+    """Restores the moving statistics of each rank; a job of another size keeps their average."""
+    if len(states) == runtime.size():
+        assign_statistics(model, of_rank(states).get("statistics", {}))
+
+
+def assign_statistics(model: keras.Model, statistics: Mapping[int, np.ndarray]) -> None:
+    """Assigns values to non-trainable weights, by index."""
+    weights = list(model.non_trainable_weights)
+    for index, value in statistics.items():
+        weights[index].assign(value)
 
 
 def restore_metrics(model: keras.Model, states: Sequence[RankState]) -> bool:

@@ -1,15 +1,17 @@
 """Verification that replicas are equal: during training, at its end and before writes."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_dist import errors, runtime
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.replicas import average_statistics, broadcast_state, verify_once
 
-__all__ = ["ENDING", "VerifyReplicas", "verify_before_writing"]
+__all__ = ["ENDING", "VerifyReplicas", "are_replicas", "verify_before_writing"]
 
 WRITING, ENDING = "writing", "the end of a fit"
 
@@ -63,7 +65,7 @@ class VerifyReplicas(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the final replicas."""
-        if _are_replicas(self.model):
+        if are_replicas(self.model):
             self._verify(ENDING)
 
     def _verify(self, moment: str) -> None:
@@ -81,7 +83,11 @@ class VerifyReplicas(keras.callbacks.Callback):
                 )
 
 
-def verify_before_writing(model: keras.Model, moment: str = WRITING) -> None:
+def verify_before_writing(
+    model: keras.Model,
+    moment: str = WRITING,
+    check: Callable[[keras.Model], None] | None = None,
+) -> dict[int, np.ndarray]:
     """Checks replicas before a file is written or removed.
 
     Averages non-trainable weights first. Does nothing if the optimizers of the model do not
@@ -93,16 +99,25 @@ def verify_before_writing(model: keras.Model, moment: str = WRITING) -> None:
         model: a built Keras model.
         moment: `WRITING` or `ENDING`; a second check at the same moment is skipped. Defaults to
             `WRITING`.
+        check: called instead, at each write. Defaults to `None`.
+
+    Returns:
+        See `average_statistics`.
 
     Raises:
         MismatchError: the replicas differ; raised on every rank.
     """
-    if _are_replicas(model):
-        average_statistics(model)
+    if not are_replicas(model):
+        return {}
+    own = average_statistics(model)
+    if check is None:
         verify_once(model, moment)
+    else:
+        check(model)
+    return own
 
 
-def _are_replicas(model: keras.Model) -> bool:
+def are_replicas(model: keras.Model) -> bool:
     """Returns whether the distributed optimizers of a model reduce over all ranks."""
     optimizers = distributed_optimizers(model)
     job = runtime.communicator()

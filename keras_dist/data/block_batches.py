@@ -15,6 +15,7 @@ from keras_dist.data.blocks import (
     GlobalBlockShard,
     ordered_blocks,
     remaining_shard,
+    rows_of,
     unread_pieces,
 )
 from keras_dist.data.epochs import Epochs
@@ -63,7 +64,7 @@ class BlockBatches:
         cut: the division of an epoch into blocks.
         plan: the shard of this rank.
         kind: digest of the data set, see `Epochs`.
-        plan_for: returns the plan of a rank among a smaller number of ranks. Defaults to none: the
+        plan_for: returns the plan of a rank among another number of ranks. Defaults to none: the
             data cannot be distributed again.
     """
 
@@ -113,8 +114,10 @@ class BlockBatches:
         return mapped(lambda _: rows.pop(0), self.example)
 
     def reshard(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
-        """Distributes the data over fewer ranks, from a batch or from the next epoch on."""
-        if self._plan_among is None or size == self.plan.size:
+        """Distributes the data over other ranks, from a batch or from the next epoch on."""
+        if self._plan_among is None or (
+            position is None and (rank, size) == (self.plan.rank, self.plan.size)
+        ):
             return
         with self.lock:
             shares = {}
@@ -127,6 +130,18 @@ class BlockBatches:
             self.plan = self._plan_among(rank, size)
             self._shares = shares
             self._windows.clear()
+
+    def suffices(self, size: int, position: tuple[int, int] | None) -> bool:
+        """Returns whether each of `size` ranks would have a row in each step from now on."""
+        steps = self.plan.steps
+        enough = self._cut.total >= size * steps
+        if position is not None and position[1] < steps:
+            epoch, step = position
+            with self.lock:
+                everyone = [self._share_of(rank, epoch) for rank in range(self.plan.size)]
+                left = len(rows_of(unread_pieces(everyone, step)))
+            enough = enough and left >= size * (steps - step)
+        return enough
 
     def _share_of(self, rank: int, epoch: int) -> BlockShard:
         """Returns the shard of one of the previous ranks, perhaps dead."""

@@ -20,22 +20,28 @@ __all__ = [
     "Reshardable",
     "current",
     "fit_arguments",
+    "history",
     "is_sharded",
     "is_sharded_everywhere",
     "kind_of",
     "locked",
     "numbers",
     "of",
+    "position_in_training",
     "positions",
     "register",
+    "replay",
     "reshard",
     "restore",
+    "suffice",
     "training_on",
 ]
 
+Positions = dict[str, tuple[int, int]]
+
 
 class Reshardable(Protocol):
-    """Data that can be distributed again after ranks have died."""
+    """Data that can be distributed again after ranks have died or joined."""
 
     lock: threading.RLock  # held while a batch is read
 
@@ -44,7 +50,10 @@ class Reshardable(Protocol):
         """Epoch and step of the first batch that this rank has not requested."""
 
     def reshard(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
-        """Distributes the data over fewer ranks, see `epochs.reshard`."""
+        """Distributes the data over other ranks, see `epochs.reshard`."""
+
+    def suffices(self, size: int, position: tuple[int, int] | None) -> bool:
+        """Returns whether each of `size` ranks would have a sample in each step from now on."""
 
 
 class Epochs:
@@ -52,7 +61,7 @@ class Epochs:
 
     Args:
         kind: digest of the properties of the data set, the same on all ranks and in every run.
-        data: the data, if it can be distributed over fewer ranks. Defaults to none.
+        data: the data, if it can be distributed over other ranks. Defaults to none.
     """
 
     def __init__(self, kind: str, data: Reshardable | None = None):
@@ -88,6 +97,7 @@ _live: weakref.WeakValueDictionary[int, Epochs] = weakref.WeakValueDictionary()
 _sharded: weakref.WeakKeyDictionary[Any, Epochs | None] = weakref.WeakKeyDictionary()
 _fit_arguments: Mapping[str, Any] = {}
 _everywhere = True
+_history: list[tuple[int, "Positions"]] = []
 
 
 def register(part: Any, epochs: Epochs | None) -> None:
@@ -167,17 +177,57 @@ def positions() -> dict[str, tuple[int, int]]:
 
 
 def reshard(rank: int, size: int, read: Sequence[Mapping[str, tuple[int, int]]] = ()) -> None:
-    """Distributes all live data sets that support it over fewer ranks.
+    """Distributes all live data sets that support it over other ranks.
 
     Args:
-        rank: number of this rank among the remaining ranks.
-        size: number of remaining ranks.
-        read: `positions` of all remaining ranks: the rest of the epoch is distributed at once.
+        rank: number of this rank among the ranks from now on.
+        size: number of ranks from now on.
+        read: `positions` of all ranks: the rest of the epoch is distributed at once.
             Defaults to none: the data is distributed from the next epoch on.
     """
+    latest: Positions = {}
+    for positions in read:
+        latest |= {name: max(at, latest.get(name, at)) for name, at in positions.items()}
+    if latest or not _history or _history[-1] != (size, {}):
+        _history.append((size, latest))
     for name, data in _reshardable():
-        known = [positions[name] for positions in read if name in positions]
-        data.reshard(rank, size, max(known, default=None))
+        data.reshard(rank, size, latest.get(name))
+
+
+def history() -> list[tuple[int, Positions]]:
+    """Returns the number of ranks and the positions of each `reshard` of this process."""
+    return list(_history)
+
+
+def replay(found: Sequence[tuple[int, Positions]]) -> None:
+    """Distributes the data of a new rank as the other ranks have, see `history`."""
+    for size, read in found:
+        reshard(0, size, [read])
+
+
+def position_in_training(number_by_name: Mapping[str, int], step: int) -> Positions:
+    """Returns the position of the training data, if it can be distributed again.
+
+    Args:
+        number_by_name: `numbers` at the beginning of the epoch.
+        step: number of steps of the epoch that are done.
+    """
+    training = current()
+    return {
+        name: (number_by_name.get(name, epochs.number), step)
+        for name, epochs in _named()
+        if epochs is training and epochs.data() is not None
+    }
+
+
+def suffice(size: int, read: Positions) -> bool:
+    """Returns whether the data suffices for a number of ranks, in each step from now on.
+
+    Args:
+        size: number of ranks.
+        read: `position_in_training`; empty at the end of an epoch.
+    """
+    return all(data.suffices(size, read.get(name)) for name, data in _reshardable())
 
 
 def _reshardable() -> Iterator[tuple[str, Reshardable]]:

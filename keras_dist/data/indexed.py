@@ -101,7 +101,7 @@ class Batches:
         plan: the shard of this rank.
         order: the order of every epoch.
         kind: digest of the data set, see `Epochs`.
-        plan_for: returns the plan of a rank among a smaller number of ranks. Defaults to none: the
+        plan_for: returns the plan of a rank among another number of ranks. Defaults to none: the
             data cannot be distributed again.
     """
 
@@ -146,8 +146,10 @@ class Batches:
         return set(self.plan.sizes()) if self._plan_among is None else set()
 
     def reshard(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
-        """Distributes the data over fewer ranks, from a batch or from the next epoch on."""
-        if self._plan_among is None or size == self.plan.size:
+        """Distributes the data over other ranks, from a batch or from the next epoch on."""
+        if self._plan_among is None or (
+            position is None and (rank, size) == (self.plan.rank, self.plan.size)
+        ):
             return
         with self.lock:
             if position is not None and position[1] < self.plan.steps:
@@ -157,6 +159,16 @@ class Batches:
                 self._rest = epoch, rest
             self.plan = self._plan_among(rank, size)
             self._cached = (-1, np.empty(0, np.int64))
+
+    def suffices(self, size: int, position: tuple[int, int] | None) -> bool:
+        """Returns whether each of `size` ranks would have a sample in each step from now on."""
+        plans = [cast(PlanFor, self._plan_among)(r, self.plan.size) for r in range(self.plan.size)]
+        left, steps = sum(plan.count for plan in plans), self.plan.steps
+        enough = left >= size * steps
+        if position is not None and position[1] < steps:
+            left = sum(len(self._left(r, *position)) for r in range(self.plan.size))
+            enough = enough and left >= size * (steps - position[1])
+        return enough
 
     def _indices_by_step(self, epoch: int) -> Callable[[int], np.ndarray]:
         """Returns the function that maps a step of an epoch to the indices of its samples."""
@@ -183,7 +195,7 @@ class Batches:
 def plan_for(
     total: int, options: ShardOptions, batch_size: int, steps: int, rank: int, size: int
 ) -> Plan:
-    """Returns the plan of a rank after other ranks may have died."""
+    """Returns the plan of a rank after ranks may have died or joined."""
     first_rank = rank if size == options.size else 0
     before = dataclasses.replace(options, rank=first_rank)
     first = before.plan(total, batch_size).limited(steps)

@@ -119,7 +119,7 @@ class EvenPlan(Plan):
 
 
 def plan_for_fewer(plan: Plan, total: int, size: int, rank: int, remainder: Remainder) -> EvenPlan:
-    """Returns the plan of a rank after others have died.
+    """Returns the plan of a rank after others have died or joined.
 
     The number of steps and the global batch stay the same.
 
@@ -140,9 +140,9 @@ def plan_for_fewer(plan: Plan, total: int, size: int, rank: int, remainder: Rema
 
 @dataclasses.dataclass(frozen=True)
 class Rest:
-    """The shard of a rank in the rest of an epoch in which ranks have died.
+    """The shard of a rank in the rest of an epoch in which ranks have died or joined.
 
-    The number of steps stays the same; batches grow, and differ by at most one sample.
+    The number of steps stays the same; batches differ by at most one sample.
 
     Args:
         rank: the rank.

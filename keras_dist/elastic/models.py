@@ -64,7 +64,7 @@ class KerasState(_VariablesState):
         **attributes: as for `ObjectState`, such as `epoch=0, batch=0`.
 
     Raises:
-        ArgumentError: the model is not built.
+        ArgumentError: the model is not built, or its optimizer has `shard_state=True`.
     """
 
     _described: Any = None  # the optimizers of a state, while it is restored
@@ -77,6 +77,11 @@ class KerasState(_VariablesState):
             remedy = "Call it on a batch, or its build(), before the state is made."
             raise errors.ArgumentError(errors.explain(runtime.where(), expected, received, remedy))
         self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
+        reduction = getattr(self.optimizer, "_keras_dist", None)
+        if reduction is not None and reduction.options.shard_state:
+            expected, received = "an optimizer with whole state on each rank", "shard_state=True"
+            remedy = "Omit shard_state: a rank that is lost takes its slice with it."
+            raise errors.ArgumentError(errors.explain(runtime.where(), expected, received, remedy))
         if self.optimizer is not None and not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
         super().__init__(directory=directory, **attributes)

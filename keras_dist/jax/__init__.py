@@ -12,11 +12,11 @@ def step(weights, batch):
     return jax.tree.map(lambda w, g: w - 0.01 * g, weights, gradients)
 ```
 
-All functions work inside and outside `jax.jit`. Outside, arrays are read in place; inside, each
-function is a callback, for which JAX copies arguments and results. The order of the calls must be
-the same on every rank. A call outside waits for the programs that were started before it.
+All functions work inside and outside `jax.jit`. Arrays are read in place; inside, results are
+copied, and on GPUs arrays as well. The order of the calls must be the same on every rank. A call
+outside waits for the programs that were started before it.
 
-As elsewhere in JAX, 64-bit arrays become 32-bit without `jax_enable_x64`. JAX callbacks support
+As elsewhere in JAX, 64-bit arrays become 32-bit without `jax_enable_x64`. Calls of the host support
 neither forward-mode differentiation nor `vmap` nor `jax.checkpoint`, so collectives do not either:
 `jax.grad`, `jax.vjp`, `jax.lax.scan` and `jax.lax.cond` work; `jax.jvp`, `jax.jacrev` and
 `jax.hessian` do not.

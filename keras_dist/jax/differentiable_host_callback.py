@@ -1,16 +1,17 @@
-"""Host functions of numpy arrays, called directly or as callbacks of a compiled program."""
+"""Host functions of numpy arrays, called directly or by a compiled program."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import io_callback
 
 from keras_dist import _engine, errors, runtime
 from keras_dist._backends.jax import finish_calls
+from keras_dist._backends.jax_callback import call_host
+from keras_dist._compat.jax import put_like, release_dropped
 
-__all__ = ["differentiable", "host_callback"]
+__all__ = ["as_jax", "as_numpy", "differentiable", "host_callback", "is_concrete"]
 
 _engine.set_completion(finish_calls)  # as `init` does, which may have been called before
 
@@ -41,10 +42,11 @@ def host_callback(
     function: Callable[[list[np.ndarray]], Sequence[np.ndarray]],
     arrays: Sequence[Any],
     shapes: Sequence[tuple[int, ...]],
+    into: Callable[[list[np.ndarray], list[np.ndarray]], None] | None = None,
 ) -> list[Any]:
     """Runs a collective on JAX arrays.
 
-    Outside `jax.jit`, the arrays are read in place. Inside, the collective is an ordered callback,
+    The arrays are read in place. Inside `jax.jit`, the collective is a host call in program order,
     so that all ranks call collectives in the same order.
 
     Args:
@@ -52,25 +54,40 @@ def host_callback(
         arrays: JAX arrays, or values that JAX converts to arrays.
         shapes: shapes of the results inside `jax.jit`; outside, the results may have other shapes.
             The dtypes are those of `arrays`.
+        into: the same function, which writes its results into arrays, its second argument. Defaults
+            to `None`: results are copied.
     """
     given = [jax.numpy.asarray(array) for array in arrays]
     if not _is_traced(given):
-        results = function([np.asarray(array) for array in given])
-        return [
-            jax.device_put(result, array.sharding if array.committed else None, may_alias=True)
-            for result, array in zip(results, given, strict=True)
-        ]
+        release_dropped()
+        results = function([as_numpy(array) for array in given])
+        return [as_jax(result, array) for result, array in zip(results, given, strict=True)]
 
-    def called(*arrays: Any) -> list[np.ndarray]:
-        results = function([np.asarray(array) for array in arrays])
+    def called(arrays: list[np.ndarray]) -> Sequence[np.ndarray]:
+        results = function(arrays)
         for result, shape in zip(results, shapes, strict=True):
             _check_shape(result.shape, shape)
-        return list(results)
+        return results
 
-    specs = [
-        jax.ShapeDtypeStruct(shape, array.dtype) for shape, array in zip(shapes, given, strict=True)
-    ]
-    return list(io_callback(called, specs, *given, ordered=True))
+    return call_host(called, given, shapes, into)
+
+
+def is_concrete(value: Any) -> bool:
+    """Returns whether a value is a JAX array outside of `jax.jit` and transformations."""
+    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+
+
+def as_numpy(array: jax.Array) -> np.ndarray:
+    """Returns a JAX array as a numpy array: in place on the CPU."""
+    return np.asarray(array)
+
+
+def as_jax(array: np.ndarray, like: jax.Array) -> jax.Array:
+    """Returns a numpy array as a JAX array on the devices of another, in place on the CPU."""
+    found = put_like(array, like)
+    if found is not None:
+        return found
+    return jax.device_put(array, like.sharding if like.committed else None, may_alias=True)
 
 
 def _is_traced(arrays: Sequence[Any]) -> bool:

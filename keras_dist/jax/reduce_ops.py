@@ -6,7 +6,14 @@ from typing import Any
 import jax
 
 from keras_dist import ops, runtime
-from keras_dist.jax.differentiable_host_callback import differentiable, host_callback
+from keras_dist._compat.jax import release_dropped
+from keras_dist.jax.differentiable_host_callback import (
+    as_jax,
+    as_numpy,
+    differentiable,
+    host_callback,
+    is_concrete,
+)
 from keras_dist.jax.exchange_ops import grouped_allgather
 from keras_dist.ops.compression import Compression
 from keras_dist.ops.descriptions import described_by
@@ -46,6 +53,12 @@ def allreduce(
         MismatchError: the arguments of the ranks differ; raised on every rank. Inside `jax.jit`,
             JAX raises an error of its own with the same text.
     """
+    if is_concrete(array):
+        release_dropped()
+        reduced = ops.allreduce(
+            as_numpy(array), op, name, prescale_factor, postscale_factor, process_set, compression
+        )
+        return as_jax(reduced, array)
     return grouped_allreduce(
         [array], op, name, prescale_factor, postscale_factor, process_set, compression
     )[0]
@@ -66,7 +79,9 @@ def grouped_allreduce(
     reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set, compression)
 
     def run(given: list[Any]) -> list[Any]:
-        return host_callback(reduction.allreduce, given, [array.shape for array in given])
+        shapes = [array.shape for array in given]
+        into = reduction.allreduce_into if len(given) == 1 else None
+        return host_callback(reduction.allreduce, given, shapes, into)
 
     given = list(map(jax.numpy.asarray, arrays))
     if not reduction.is_differentiable:

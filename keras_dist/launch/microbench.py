@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist import _engine
+from keras_dist import _engine, _gpu
 
 __all__ = ["compare", "count_parameters", "in_turn", "main"]
 
@@ -76,11 +76,21 @@ def compare(
     return in_turn(calls, count, lambda name: sample(name, numbers[name]))
 
 
-def count_parameters(path: str) -> int:
-    """Returns the number of trainable parameters of a saved Keras model. Imports the backend."""
+def count_parameters(path: str, compiled: bool = False) -> int:
+    """Returns the number of trainable parameters of a saved Keras model. Imports the backend.
+
+    Args:
+        path: path of the model.
+        compiled: whether it must be compiled. Defaults to `False`.
+
+    Raises:
+        ValueError: it is not compiled.
+    """
     import keras
 
-    model = keras.saving.load_model(path, compile=False)
+    model = keras.saving.load_model(path, compile=compiled)
+    if compiled and not model.compiled:
+        raise ValueError("the model was saved without an optimizer and a loss")
     return sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)
 
 
@@ -102,11 +112,23 @@ def main() -> None:
         "from_other_threads": MPI.Query_thread() >= MPI.THREAD_SERIALIZED,
         "shares_memory": comm.node is not None,
         "cuda_aware": _engine.library.is_cuda_aware(),
+        "gpus": _gpus(comm),
         "seconds": {nbytes: _reduction(MPI, comm, int(nbytes)) for nbytes in sizes},
     }
     comm.free()
     if MPI.COMM_WORLD.rank == 0:
         print(mark + json.dumps(found), flush=True)
+
+
+def _gpus(comm: _engine.Communicator) -> dict[str, Any]:
+    """Returns the GPU of each rank, as `keras_dist.init` selects it, and the path of its arrays."""
+    runtime = _gpu.load_runtime()
+    count = 0 if runtime is None else runtime.count()
+    facts = _gpu.facts_of(comm.topology.local_rank % count if count else None)
+    gpus = _engine.collectives.allgather_object(comm, _engine.RankGpu(os.uname().nodename, facts))
+    _engine.set_gpus(comm, gpus, "auto", os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
+    ranks = [f"{gpu.facts.bus_id} of {gpu.node}" if gpu.facts.bus_id else "" for gpu in gpus]
+    return {"ranks": ranks, "path": str(_engine.path_of(comm))}
 
 
 def _reduction(mpi: Any, comm: _engine.Communicator, nbytes: int) -> float:

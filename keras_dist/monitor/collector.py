@@ -1,7 +1,8 @@
 """The collector: the root requests the reports of all ranks when a client reads from an endpoint.
 
 A thread of every rank polls its mailbox. Without a reader no message is sent, and training is not
-involved. A rank that does not answer is shown with the age of its last report, and is asked once.
+involved. Requests and reports take the ways of a tree, so that the root exchanges messages with a
+few ranks. A rank that does not answer is shown with the age of its last report, and is asked once.
 """
 
 import functools
@@ -10,6 +11,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from keras_dist import _engine
 from keras_dist.monitor.job import Job, Row
@@ -18,9 +21,10 @@ from keras_dist.monitor.report import Report, of_this_rank, take_sample
 __all__ = ["Collector"]
 
 POLL_SECONDS = 0.5
-BUSY_SECONDS = 0.05  # of the root, while it waits for answers
+BUSY_SECONDS = 0.05  # of a rank that waits for answers
 FRESH_SECONDS = 0.5  # a younger report is not requested again
-PATIENCE_SECONDS = 2.0  # for ranks that do not answer
+ANSWER_SECONDS = 1.0  # for a rank to answer, in two polls
+PATIENCE_SECONDS = 2.0  # for ranks that do not answer, on each level of the tree
 CANNOT_ASK = (
     "rank 0 cannot ask the other ranks: this MPI allows calls from one thread at a time "
     "(below MPI_THREAD_MULTIPLE)"
@@ -50,6 +54,10 @@ class Collector:
         self._wanted = float("-inf")  # reports requested before are too old
         self._asked: dict[int, float] = {}  # when, by rank without an answer yet
         self._known: dict[int, tuple[Report, float]] = {}  # and when it was requested
+        self._inquiries = _engine.Inquiries(
+            comm.rank, self._post, lambda: of_this_rank(comm), self._note_reports, ANSWER_SECONDS
+        )
+        self._patience = PATIENCE_SECONDS * max(1, _engine.rank_tree.height(comm.size - 1))
         self._news = threading.Condition()
         self._wake, self._ends = threading.Event(), False
         name = "keras_dist collector"
@@ -73,13 +81,14 @@ class Collector:
     def job(self) -> Job:
         """Returns the state of the job, after requesting reports. On the root, in any thread.
 
-        Waits one second at most where all ranks answer, else two.
+        With up to nine ranks, it waits one second at most where all answer, else two; with more
+        ranks, as long for each level of the tree.
         """
         with self._news:
             if self._mailbox is not None:
                 self._wanted = time.monotonic() - FRESH_SECONDS
                 self._wake.set()
-                self._news.wait_for(lambda: not self._missing() or self._ends, PATIENCE_SECONDS)
+                self._news.wait_for(lambda: not self._missing() or self._ends, self._patience)
             self._known[0] = of_this_rank(self._comm), time.monotonic()
             rows = [self._row(rank) for rank in range(len(self._processes))]
         host, pid = self._processes[0]
@@ -119,21 +128,27 @@ class Collector:
                 )
 
     def _pause(self) -> float:
-        awaited = time.monotonic() - self._wanted < FRESH_SECONDS + PATIENCE_SECONDS
-        return BUSY_SECONDS if self._asked and awaited else POLL_SECONDS
+        return BUSY_SECONDS if self._inquiries.are_open else POLL_SECONDS
 
     def _exchange(self, mailbox: _engine.Mailbox) -> None:
         for message in mailbox.receive():
-            if message is None:  # a request of the root
-                mailbox.post(0, of_this_rank(self._comm))
-                continue
-            with self._news:
-                self._known[message.rank] = message, self._asked.pop(message.rank)
-                self._news.notify_all()
-        for rank in self._missing():
-            if rank not in self._asked:
-                self._asked[rank] = time.monotonic()
-                mailbox.post(rank, None)
+            self._inquiries.handle(*message)
+        self._inquiries.check()
+        now = time.monotonic()
+        if wanted := [rank for rank in self._missing() if rank not in self._asked]:
+            self._asked.update(dict.fromkeys(wanted, now))
+            self._inquiries.ask(wanted)
+
+    def _post(self, rank: int, *message: Any) -> None:
+        if self._mailbox is not None:
+            self._mailbox.post(rank, message)
+
+    def _note_reports(self, reports: Mapping[int, Report]) -> None:
+        with self._news:
+            for rank, report in reports.items():
+                if (asked := self._asked.pop(rank, None)) is not None:
+                    self._known[rank] = report, asked
+            self._news.notify_all()
 
 
 @functools.cache

@@ -8,6 +8,9 @@ from typing import Any
 
 __all__ = ["Gpu", "gpu_of", "visible"]
 
+MIG = "MIG-"  # prefix of the names of instances of a partitioned GPU
+PLACE_LENGTH = 12  # of such a name, in tables
+
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
@@ -15,21 +18,28 @@ class Gpu:
 
     Args:
         name: product name.
-        use: utilization, 0 to 1.
+        use: utilization, 0 to 1; `None` for a MIG instance, which has none.
         memory_nbytes: used memory in bytes.
         memory_total_nbytes: total memory in bytes.
+        place: its number on the node, or the beginning of the name of a MIG instance.
     """
 
     name: str
-    use: float
+    use: float | None
     memory_nbytes: int
     memory_total_nbytes: int
+    place: str = ""
 
 
-def gpu_of(local_rank: int) -> Gpu | None:
-    """Returns the GPU of a rank: number `local_rank` of the visible GPUs, modulo their number.
+def gpu_of(local_rank: int, bus_id: str = "") -> Gpu | None:
+    """Returns the GPU of a rank.
 
     `None` without an NVIDIA GPU, without a driver, or without `nvidia-ml-py`.
+
+    Args:
+        local_rank: the rank on its node.
+        bus_id: PCI bus id of the GPU that the rank has selected. Defaults to none: it has number
+            `local_rank` of the visible GPUs, modulo their number.
     """
     nvml = _library()
     if nvml is None:
@@ -38,35 +48,50 @@ def gpu_of(local_rank: int) -> Gpu | None:
         handles = _handles(nvml)
         if not handles:
             return None
-        handle = handles[local_rank % len(handles)]
+        place, handle = handles[local_rank % len(handles)]
+        if bus_id and not place.startswith(MIG):
+            handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id.encode())
+            place = str(nvml.nvmlDeviceGetIndex(handle))
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        use = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-        return Gpu(nvml.nvmlDeviceGetName(handle), use, memory.used, memory.total)
-    except nvml.NVMLError:  # a MIG instance has no utilization, for example
+        name = nvml.nvmlDeviceGetName(handle)
+        return Gpu(name, _use(nvml, handle), memory.used, memory.total, place)
+    except nvml.NVMLError:
         return None
 
 
 def visible(
     count: int, uuids: Sequence[str], environment: Mapping[str, str] = os.environ
-) -> list[int]:
+) -> list[int | str]:
     """Returns the GPUs of a node that its processes see, in their order.
 
     Args:
         count: number of GPUs of the node.
         uuids: UUIDs of the GPUs.
-        environment: may hold `CUDA_VISIBLE_DEVICES`, with numbers or UUIDs.
+        environment: may hold `CUDA_VISIBLE_DEVICES`, with numbers, UUIDs or names of MIG instances.
+
+    Returns:
+        Numbers of GPUs; the name of a MIG instance, of which CUDA shows the first one only.
     """
     text = environment.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return list(range(count))
-    found = []
+    found: list[int | str] = []
     for word in filter(None, map(str.strip, text.split(","))):
+        if word.startswith(MIG):
+            return found or [word]
         by_uuid = [number for number, uuid in enumerate(uuids) if uuid.startswith(word)]
         number = int(word) if word.isdecimal() else next(iter(by_uuid), -1)
         if not 0 <= number < count:
             break  # CUDA ignores what follows an invalid entry
         found.append(number)
     return found
+
+
+def _use(nvml: Any, handle: Any) -> float | None:
+    try:
+        return float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+    except nvml.NVMLError:
+        return None
 
 
 @functools.cache
@@ -83,9 +108,14 @@ def _library() -> Any | None:
 
 
 @functools.cache
-def _handles(nvml: Any) -> list[Any]:
+def _handles(nvml: Any) -> list[tuple[str, Any]]:
+    """Returns the place and the handle of each GPU that this process sees."""
     count = nvml.nvmlDeviceGetCount()
     handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(count)]
+    found = visible(count, list(map(nvml.nvmlDeviceGetUUID, handles)))
     return [
-        handles[number] for number in visible(count, list(map(nvml.nvmlDeviceGetUUID, handles)))
+        (str(gpu), handles[gpu])
+        if isinstance(gpu, int)
+        else (gpu[:PLACE_LENGTH], nvml.nvmlDeviceGetHandleByUUID(gpu.encode()))
+        for gpu in found
     ]

@@ -125,7 +125,7 @@ def of_this_rank(comm: "Communicator | None" = None) -> Report:
     Args:
         comm: the ranks of the job. Defaults to those of `keras_dist.init`.
     """
-    from keras_dist import _engine, runtime
+    from keras_dist import _engine, _gpu, runtime
 
     comm = comm or runtime.communicator()
     take_sample()
@@ -151,7 +151,7 @@ def of_this_rank(comm: "Communicator | None" = None) -> Report:
         waited_seconds=latest.waited,
         waits_in=_wait_text(),
         logs=_numbers(dict(progress.logs)),
-        gpu=gpu_of(comm.topology.local_rank),
+        gpu=gpu_of(comm.topology.local_rank, _gpu.selected_bus_id()),
     )
 
 

@@ -2,15 +2,16 @@
 
 import functools
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from keras_dist import _engine, errors, runtime
+from keras_dist import _engine, _gpu, errors, runtime
 from keras_dist.ops.reduce_op import Average, ReduceOp, Sum
 
 __all__ = [
     "as_array",
+    "check_out",
     "check_writeable",
     "names_of",
     "parse_factors",
@@ -27,6 +28,8 @@ def as_array(value: Any) -> np.ndarray:
         ArgumentTypeError: the value is symbolic, as in `tf.function` and `jax.jit`, or not in host
             memory.
     """
+    if isinstance(value, _gpu.DeviceArray):
+        return cast(np.ndarray, value)  # the engine takes it where it is
     try:
         return np.asarray(value)
     except ValueError as error:
@@ -89,6 +92,25 @@ def check_writeable(variable: Any, name: str) -> None:
         expected, received = f"{name} to be writeable", "a read-only array"
         raise errors.ArgumentError(
             errors.explain(where, expected, received, "Pass a writeable copy.")
+        )
+
+
+def check_out(out: Any, array: np.ndarray) -> None:
+    """Checks that the result for an array can be written into another.
+
+    Raises:
+        ArgumentError: `out` is read-only, or has another shape or dtype.
+        ArgumentTypeError: `out` is not a numpy array of numbers.
+    """
+    check_writeable(out, "out")
+    if (out.shape, out.dtype) != (array.shape, array.dtype):
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                f"out to have the shape {array.shape} and dtype {array.dtype} of the value",
+                f"shape {out.shape}, dtype {out.dtype}",
+                "Pass numpy.empty_like(value), or omit out.",
+            )
         )
 
 

@@ -9,28 +9,34 @@ __all__ = ["bucket_nbytes"]
 _log = logging.getLogger("keras_dist")
 
 USUAL_BUCKET_NBYTES = 25 * 2**20
+# With overlap, what is left when backpropagation ends is about a bucket.
+OVERLAPPED_BUCKET_NBYTES = 4 * 2**20
 
 
 def bucket_nbytes(
     comm: _engine.Communicator,
     gradients: _engine.CollectiveSignature | None = None,
     nbytes: int = 0,
+    overlaps: bool = False,
 ) -> int:
     """Returns the size in bytes at which a bucket is closed.
 
-    Collective if the gradients exceed one bucket of the default size: the ranks measure once,
-    unless `KERAS_DIST_BUCKET_NBYTES` is set.
+    Collective if the gradients exceed one bucket of the default size and do not overlap: the ranks
+    measure once, unless `KERAS_DIST_BUCKET_NBYTES` is set.
 
     Args:
         comm: communicator of the ranks.
         gradients: signature of the gradients of an optimizer. Defaults to `None`: values that are
             reduced occasionally, for which nothing is measured.
         nbytes: size of the gradients in bytes.
+        overlaps: whether the reduction overlaps with backpropagation.
 
     Raises:
         MismatchError: the gradients of the ranks differ.
     """
     chosen = config.settings().bucket_nbytes
+    if overlaps and not chosen:
+        return OVERLAPPED_BUCKET_NBYTES
     if chosen or gradients is None or comm.size == 1 or nbytes <= USUAL_BUCKET_NBYTES:
         return chosen or USUAL_BUCKET_NBYTES
     if comm.bucket_nbytes is None:

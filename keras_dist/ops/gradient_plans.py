@@ -45,27 +45,32 @@ class GradientPlans:
             specs: shape and dtype of each gradient.
             groups: indices of the gradients that are reduced together.
         """
-        key = (comm, tuple(names), tuple(specs), tuple(map(tuple, groups)))
+        # Ranks that have joined have no plans yet, and all must make one together.
+        ranks = comm, comm.faults.joins
+        key = (ranks, tuple(names), tuple(specs), tuple(map(tuple, groups)))
         if key not in self._plans:
             # Plans for another communicator are dropped, which frees their shared memory.
-            self._plans = {old: plan for old, plan in self._plans.items() if old[0] is comm}
+            self._plans = {old: plan for old, plan in self._plans.items() if old[0] == ranks}
             nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
             op, prescale, postscale = self._options.scaling(comm.size)
             what = "the reduction of gradients"
+            if self._options.shard_state:
+                what += " for a sharded optimizer"
             gradients = _engine.CollectiveSignature(
                 what, _engine.entries_of(names, specs), op.value, remedy=SAME_MODEL
             )
+            overlapping = overlaps(comm)
             options = _engine.OpOptions(
                 op, prescale=prescale, postscale=postscale, compression=self._options.compression
             )
             plan = _engine.PlanOptions(
-                bucket_nbytes(comm, gradients, nbytes),
+                bucket_nbytes(comm, gradients, nbytes, overlapping),
                 first_nbytes=FIRST_NBYTES,
                 groups=groups,
                 operation=what,
                 remedy=SAME_MODEL,
                 lend=True,
-                overlaps=overlaps(comm),
+                overlaps=overlapping,
                 counts_updates=True,
                 divides=op is not self._options.op,
                 ranks=self._options.ranks,

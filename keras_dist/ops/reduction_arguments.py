@@ -35,6 +35,8 @@ class Reduction:
 
     def allreduce(self, arrays: Sequence[Any]) -> list[np.ndarray]:
         """Reduces arrays. Collective: see `keras_dist.grouped_allreduce`."""
+        if len(arrays) == 1:  # which has a short path
+            return [self.allreduce_one(arrays[0])]
         return ops.grouped_allreduce(
             arrays,
             op=self.op,
@@ -44,6 +46,24 @@ class Reduction:
             process_set=self.process_set,
             compression=self.compression,
         )
+
+    def allreduce_one(self, array: Any, out: np.ndarray | None = None) -> np.ndarray:
+        """Reduces an array, into `out` if given. Collective: see `keras_dist.allreduce`."""
+        return ops.allreduce(
+            array,
+            self.op,
+            self.name,
+            self.prescale_factor,
+            self.postscale_factor,
+            self.process_set,
+            self.compression,
+            out=out,
+        )
+
+    def allreduce_into(self, arrays: Sequence[Any], outs: Sequence[np.ndarray]) -> None:
+        """Reduces a single array of a list into that of another. Collective: as `allreduce`."""
+        [array], [out] = arrays, outs
+        self.allreduce_one(array, out)
 
     def reducescatter(self, arrays: Sequence[Any]) -> list[np.ndarray]:
         """Reduces and scatters arrays. Collective: see `keras_dist.grouped_reducescatter`."""

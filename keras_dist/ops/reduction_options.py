@@ -39,6 +39,8 @@ class ReductionOptions:
         passes: number of backward passes per step.
         averages: whether gradients of several passes are averaged instead of summed.
         scale_local: whether gradients of local variables are divided by the number of ranks.
+        shard_state: whether each rank keeps a slice of the state of the optimizer.
+        shard_gradients: whether each rank keeps a slice of the reduced gradients.
     """
 
     op: _engine.ReduceOp = _engine.ReduceOp.AVERAGE
@@ -51,6 +53,8 @@ class ReductionOptions:
     passes: int = 1
     averages: bool = False
     scale_local: bool = True
+    shard_state: bool = False
+    shard_gradients: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -106,6 +110,8 @@ def parse_reduction_options(
     sparse_as_dense: bool = False,
     groups: Any = None,
     scale_local_gradients: bool = True,
+    shard_state: bool = False,
+    shard_gradients: bool = False,
 ) -> ReductionOptions:
     """Returns the options that arguments of `keras_dist.DistributedOptimizer` select.
 
@@ -133,6 +139,8 @@ def parse_reduction_options(
         passes=passes,
         averages=bool(average_aggregated_gradients),
         scale_local=bool(scale_local_gradients),
+        shard_state=bool(shard_state),
+        shard_gradients=bool(shard_gradients),
     )
 
 

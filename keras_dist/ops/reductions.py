@@ -1,12 +1,13 @@
 """Reductions: one result from the values of all ranks."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_dist import _engine, runtime
-from keras_dist.ops.arguments import as_array, names_of, parse_factors, resolve_op
+from keras_dist.ops.arguments import as_array, check_out, names_of, parse_factors, resolve_op
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.ops.reduce_op import ReduceOp
 from keras_dist.ops.shared_errors import raises_on_all
@@ -20,6 +21,8 @@ __all__ = [
     "sparse_allreduce",
 ]
 
+_Request = tuple[list[np.ndarray], Sequence[str], _engine.OpOptions]
+
 
 @raises_on_all
 def allreduce(
@@ -31,6 +34,7 @@ def allreduce(
     process_set: ProcessSet | None = None,
     compression: _engine.Compressor | str | None = None,
     average: bool | None = None,
+    out: np.ndarray | None = None,
 ) -> np.ndarray:
     """Reduces a value over all ranks; every rank receives the same bits.
 
@@ -58,27 +62,46 @@ def allreduce(
             applied to `Adasum`, nor up to 32 KiB. Defaults to `KERAS_DIST_COMPRESSION`, which
             defaults to `none`.
         average: deprecated: `True` is `op=Average`, `False` is `op=Sum`.
+        out: array of the shape and dtype of `value` that receives the result; may be `value`.
+            Ranks may differ in it. Defaults to a new array.
 
     Returns:
-        New array of the shape and dtype of `value`. A JAX variable that is assigned the result may
-        alias its memory: do not write to the result afterwards.
+        `out`, or a new array of the shape and dtype of `value`. A JAX variable that is assigned the
+        result may alias its memory: do not write to the result afterwards.
 
     Raises:
         MismatchError: the arguments of the ranks differ; raised on every rank.
         ArgumentError: `op` or `compression` is unknown, a factor is not finite, the number of
-            ranks is not a power of two for `Adasum`, or both `op` and `average` are given.
-        ArgumentTypeError: `op` or a factor is not defined for the dtype.
+            ranks is not a power of two for `Adasum`, both `op` and `average` are given, or `out`
+            is read-only or does not fit `value`.
+        ArgumentTypeError: `op` or a factor is not defined for the dtype, or `out` is not an array.
 
     Example:
     ```python
     loss = keras_dist.allreduce(loss)
     ```
     """
-    with _engine.collectives.raise_on_all(runtime.communicator(process_set), "allreduce", name):
-        chosen = resolve_op(op, average)
-    return grouped_allreduce(
-        [value], chosen, name, prescale_factor, postscale_factor, process_set, compression
-    )[0]
+    comm = runtime.communicator(process_set)
+    array = value if type(value) is np.ndarray else _read(comm, value, name)
+    key: Any = None
+    if name is None and average is None and isinstance(array, np.ndarray):
+        key = (array.dtype, array.shape, op, prescale_factor, postscale_factor, compression)
+        try:
+            run = _short_path(comm, key, array, out)
+        except TypeError:  # an argument without a hash
+            key = run = None
+        if run is not None:
+            return run(array, out)
+    with _engine.collectives.raise_on_all(comm, "allreduce", name):
+        resolved = resolve_op(op, average)
+        if out is not None:
+            check_out(out, array)
+    request = _parse(comm, [array], resolved, name, prescale_factor, postscale_factor, compression)
+    [result] = _reduce(comm, *request, key)
+    if out is None:
+        return result
+    np.copyto(out, result)
+    return out
 
 
 @raises_on_all
@@ -114,16 +137,75 @@ def grouped_allreduce(
         ArgumentTypeError: `op` or a factor is not defined for a dtype.
     """
     comm = runtime.communicator(process_set)
+    key = None
+    if name is None:
+        key = _list_key(values, (op, prescale_factor, postscale_factor, compression))
+        run = None if key is None else comm.calls.get(key)
+        if run is not None:
+            return run(values)
+    request = _parse(comm, values, op, name, prescale_factor, postscale_factor, compression)
+    return _reduce(comm, *request, key)
+
+
+def _parse(
+    comm: _engine.Communicator,
+    values: Sequence[Any],
+    op: ReduceOp | str,
+    name: str | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    compression: _engine.Compressor | str | None,
+) -> _Request:
+    """Returns the checked arguments of `grouped_allreduce`; raises errors on all ranks."""
     with _engine.collectives.raise_on_all(comm, "allreduce", name):
         arrays = [as_array(value) for value in values]
         parsed = _engine.parse_op(op, comm.where())
         factors = parse_factors(prescale_factor, postscale_factor)
         compressor = _engine.parse_compression(compression, comm.where())
     options = _engine.OpOptions(parsed, name, *factors, compressor)
-    names = names_of(name, len(arrays))
-    if parsed is ReduceOp.ADASUM:
+    return arrays, names_of(name, len(arrays)), options
+
+
+def _reduce(
+    comm: _engine.Communicator,
+    arrays: Sequence[np.ndarray],
+    names: Sequence[str],
+    options: _engine.OpOptions,
+    key: Any,
+) -> list[np.ndarray]:
+    """Reduces arrays; `key` is that of calls like this one, `None` for none."""
+    if options.op is ReduceOp.ADASUM:
         return _engine.collectives.adasum(comm, arrays, names, options)
-    return _engine.collectives.allreduce(comm, arrays, names, options, bucket_nbytes(comm))
+    return _engine.collectives.allreduce(comm, arrays, names, options, bucket_nbytes(comm), key)
+
+
+def _read(comm: _engine.Communicator, value: Any, name: str | None) -> np.ndarray:
+    with _engine.collectives.raise_on_all(comm, "allreduce", name):
+        return as_array(value)
+
+
+def _short_path(
+    comm: _engine.Communicator, key: Any, array: np.ndarray, out: np.ndarray | None
+) -> Any:
+    """Returns the short path of a call like an earlier one; `None` to go the ordinary way.
+
+    The ordinary way also raises the errors of arguments that do not fit.
+    """
+    run = comm.calls.get(key)
+    if out is None or run is None:
+        return run
+    fits = type(out) is np.ndarray and out.shape == array.shape and out.dtype == array.dtype
+    return run if fits and out.flags.writeable else None
+
+
+def _list_key(values: Sequence[Any], options: tuple[Any, ...]) -> Any:
+    """Returns the key of a call with a list; `None` if it has no short path."""
+    is_list = isinstance(values, list | tuple) and len(values) > 1
+    if not is_list or set(map(type, values)) != {np.ndarray}:
+        return None
+    with contextlib.suppress(TypeError):  # an argument without a hash
+        return _engine.collectives.ListKey(values, options)
+    return None
 
 
 @raises_on_all

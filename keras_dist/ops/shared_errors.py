@@ -28,14 +28,15 @@ def raises_on_all(operation: Callable[P, R]) -> Callable[P, R]:
         operation: a function with one rendezvous or more. Its arguments `name` and `process_set`,
             if any, select the rendezvous.
     """
+    count = _engine.collectives.rendezvous_count
 
     @functools.wraps(operation)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = _engine.collectives.rendezvous_count()
+        before = count()
         try:
             return operation(*args, **kwargs)
         except Exception as error:  # conversion of a value may raise any error
-            if _engine.collectives.rendezvous_count() == before:
+            if count() == before:
                 _publish(operation, error, args, kwargs)
             raise
 

@@ -171,3 +171,6 @@ def _abort(code: int) -> None:
             # the same time. One abort is enough.
             time.sleep(min(mpi.COMM_WORLD.Get_rank(), MAX_STAGGERED_RANKS) * STAGGER_SECONDS)
         mpi.COMM_WORLD.Abort(code)
+        # MPICH's launcher ends this process some time after `Abort` returns. Until then it must
+        # not reach the end of the script, where the other ranks would find a mismatch.
+        os._exit(code)

@@ -11,7 +11,7 @@ import numpy as np
 from keras_dist import _backends, _engine, errors
 from keras_dist._version import __version__
 
-__all__ = ["compare_hosts"]
+__all__ = ["compare_hosts", "versions"]
 
 CLOCK_SECONDS = 60  # by which clocks may differ without a warning
 
@@ -31,9 +31,9 @@ def compare_hosts(mpi: Any, comm: Any) -> None:
         MismatchError: the versions of Python, keras_dist, MPI, numpy, Keras or a backend differ;
             raised on every rank.
     """
-    versions = _versions(mpi)
+    found = versions(mpi)
     comm.Barrier()  # so that all ranks read their clocks at the same time
-    ranks = comm.allgather((os.uname().nodename, versions, time.time()))
+    ranks = comm.allgather((os.uname().nodename, found, time.time()))
     for rank, (host, received, _) in enumerate(ranks):
         _check_versions(f"[rank {rank} of {len(ranks)}]", ranks[0], host, received)
     if comm.rank == 0:
@@ -80,7 +80,7 @@ def _warn_of_clocks(clocks: list[tuple[str, float]]) -> None:
         _log.warning("%s", text)
 
 
-def _versions(mpi: Any) -> dict[str, str]:
+def versions(mpi: Any) -> dict[str, str]:
     """Returns the versions that must match, by name. Patch releases of Python may differ."""
     backends: list[Any] = _backends.in_use()
     frameworks = [backend.__name__.rpartition(".")[2] for backend in backends]

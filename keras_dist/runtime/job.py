@@ -36,13 +36,17 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join_as",
+    "joins_as",
     "local_rank",
     "local_size",
+    "may_change_ranks",
     "notify",
     "rank",
     "ranks_by_id",
     "ranks_of",
     "remove_process_set",
+    "renumber",
     "shutdown",
     "size",
     "survive_rank_loss",
@@ -52,6 +56,7 @@ __all__ = [
 _log = logging.getLogger("keras_dist")
 _sets: ProcessSetTable | None = None  # with the communicator of all ranks
 _detached: str | None = None  # why this process is not a rank any more
+_joins_as: startup.Place | None = None  # while this process has not joined yet
 
 
 def init(
@@ -113,6 +118,8 @@ def init(
             )
         )
     _watch_forks()
+    if config.settings().joins:
+        join_as(startup.place_of_joiner())
     joined = startup.join_ranks(comm)
     sets = ProcessSetTable(joined, comm if _engine.library.is_communicator(comm) else None)
     try:
@@ -120,7 +127,7 @@ def init(
     except errors.KerasDistError:
         sets.free()
         raise
-    startup.take_device(joined)
+    startup.take_device(joined, _joins_as)
     events.publish(events.JOB_JOINED, joined)
     _sets = sets
     if joined.mpi is None and not config.settings().single_process:
@@ -129,9 +136,10 @@ def init(
             f"({_engine.library.mpi_failure()}). For several ranks install one, for example "
             f"with: pip install 'keras_dist[mpich]'"
         )
-    if config.settings().on_failure == "continue":
+    if config.settings().on_failure != "stop":
         survive_rank_loss()
-    events.publish(events.JOB_STARTED, joined)
+    if _joins_as is None:
+        events.publish(events.JOB_STARTED, joined)
     exit_hooks.register_job(_all_communicators, detach)
 
 
@@ -146,6 +154,22 @@ def shutdown() -> None:
         events.publish(events.JOB_ENDING, _sets.job)
         _sets.free()
         _sets = None
+
+
+def join_as(place: startup.Place | None) -> None:
+    """Sets the place that a script sees until this process has joined; `None`: it has joined."""
+    global _joins_as
+    _joins_as = place
+
+
+def joins_as() -> startup.Place | None:
+    """Returns the place that a script sees until this process has joined a job, see `growth`."""
+    return _joins_as
+
+
+def renumber() -> None:
+    """Tells the global process set of the ranks of the job, which have changed."""
+    _process_sets().renumber()
 
 
 def detach(reason: str) -> None:
@@ -221,7 +245,9 @@ def communicator(process_set: ProcessSet | None = None) -> _engine.Communicator:
         ArgumentError: the set has no id, or this rank is not in it.
     """
     sets = _process_sets()
-    return sets.job if process_set is None else sets.communicator(process_set)
+    if process_set is None or process_set is global_process_set:
+        return sets.job
+    return sets.communicator(process_set)
 
 
 def communicators() -> list[_engine.Communicator]:
@@ -264,6 +290,11 @@ def find_process_set(group: Sequence[Ranks]) -> ProcessSet | None:
 def can_survive_rank_loss() -> bool:
     """Returns whether MPI lets this rank continue when others die."""
     return communicator().size > 1 and _engine.library.survives_process_death()
+
+
+def may_change_ranks() -> bool:
+    """Returns whether the ranks of the job may change, because ranks die or join."""
+    return can_survive_rank_loss() or bool(config.settings().join_directory)
 
 
 def survive_rank_loss() -> None:

@@ -34,7 +34,9 @@ SIZES = (
     ("srun", "SLURM_STEP_NUM_TASKS"),
     ("Slurm", "SLURM_NTASKS"),
 )
-THREADS = "TF_NUM_INTRAOP_THREADS"
+# The variables of TensorFlow's pools, and the least number of threads in each: while one of the
+# second waits in a host call, the call may run a graph, which needs another.
+THREADS = {"TF_NUM_INTRAOP_THREADS": 1, "TF_NUM_INTEROP_THREADS": 2}
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
 LOCAL_RANKS = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -44,7 +46,7 @@ LOCAL_RANKS = (
 )
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
-_sized = False
+_sized: set[str] = set()  # the variables of `THREADS` that `limit_threads` has set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,36 +112,41 @@ def starts_ranks() -> bool:
     return announced is not None and announced.size > 1 and not is_child()
 
 
-def limit_threads() -> None:
-    """Sizes TensorFlow's compute pool to this rank's share of the cores, unless the user has.
+def limit_threads(count: int | None = None) -> None:
+    """Sizes TensorFlow's thread pools, unless the user has.
 
-    TensorFlow creates its pool when the first operation runs, which may be before
-    `keras_dist.init()`; only an environment variable set at import takes effect in time.
+    TensorFlow creates its pools when the first operation runs, which may be before
+    `keras_dist.init()`; only environment variables set at import take effect in time.
+
+    Args:
+        count: cores of this rank. Defaults to `None`: its share of those of the node, according to
+            the launcher.
     """
-    global _sized
     local_size = announced_local_size()
-    if local_size > 1 and THREADS not in os.environ:
+    if count is None and local_size > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
         everything = os.cpu_count() or 1
-        share = cores if 0 < cores < everything else max(1, everything // local_size)
-        os.environ[THREADS] = str(share)
-        _sized = True
+        count = cores if 0 < cores < everything else max(1, everything // local_size)
+    if count is not None:
+        for name, least in THREADS.items():
+            if name in _sized or name not in os.environ:
+                os.environ[name] = str(max(count, least))
+                _sized.add(name)
 
 
 def restore_threads() -> None:
-    """Unsets the variable that `limit_threads` has set, before another program is started.
+    """Unsets the variables that `limit_threads` has set, before another program is started.
 
-    That program would take it for the user's choice.
+    That program would take them for the user's choice.
     """
-    global _sized
-    if _sized:
-        del os.environ[THREADS]
-        _sized = False
+    for name in _sized:
+        del os.environ[name]
+    _sized.clear()
 
 
 def has_sized_threads() -> bool:
-    """Returns whether `limit_threads`, not the user, has set the size of the pool."""
-    return _sized
+    """Returns whether `limit_threads`, not the user, has set the size of the compute pool."""
+    return next(iter(THREADS)) in _sized
 
 
 def _first_number(variables: Sequence[str], environment: Mapping[str, str]) -> int | None:

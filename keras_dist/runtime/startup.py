@@ -4,21 +4,33 @@ MPI is authoritative: what the launcher announces is compared with it, and the s
 with each other, before any data is exchanged.
 """
 
+import atexit
 import collections
+import contextlib
+import dataclasses
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from keras_dist import _backends, _engine, config, errors
+from keras_dist import _backends, _engine, _gpu, config, errors
 from keras_dist.runtime import launch_environment
-from keras_dist.runtime.host_check import compare_hosts
+from keras_dist.runtime.host_check import compare_hosts, versions
+from keras_dist.runtime.job_directory import JobDirectory
 
-__all__ = ["join_ranks", "take_device"]
+__all__ = [
+    "Place",
+    "facts_of_joiner",
+    "join_ranks",
+    "place_of_joiner",
+    "share_devices",
+    "take_device",
+]
 
 ALIKE = (
     "bucket_nbytes",
+    "gpu",
     "reduce",
     "reduction",
     "overlap",
@@ -33,6 +45,49 @@ ALIKE = (
 )  # the settings that must be equal on all ranks
 
 _log = logging.getLogger("keras_dist")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The place of a process that has not joined the job yet, as its script sees it.
+
+    Args:
+        rank: the last rank of the job at its start.
+        size: number of ranks of the job at its start.
+        local_rank: number of ranks of the job on this host.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+
+
+def place_of_joiner() -> Place:
+    """Returns the place of this process, which is to join the job of `KERAS_DIST_JOIN_DIRECTORY`.
+
+    Raises:
+        LaunchError: no job is announced there.
+    """
+    directory = config.settings().join_directory
+    about = JobDirectory(directory).job() if directory else None
+    if about is None:
+        raise errors.LaunchError(
+            errors.explain(
+                "[keras_dist.init]",
+                "a running job to join, in KERAS_DIST_JOIN_DIRECTORY",
+                f"no job in {directory!r}",
+                "Pass the directory of the job to keras-dist join, after its training has begun.",
+            )
+        )
+    hosts = about["hosts"]
+    return Place(about["size"] - 1, about["size"], hosts.count(os.uname().nodename))
+
+
+def facts_of_joiner(mpi: Any) -> dict[str, str]:
+    """Returns what must be equal on all ranks: versions, and the settings of `ALIKE`."""
+    settings = config.settings()
+    alike = {config.PREFIX + name.upper(): str(getattr(settings, name)) for name in ALIKE}
+    return {**versions(mpi), **alike}
 
 
 def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
@@ -69,24 +124,52 @@ def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
     return joined
 
 
-def take_device(comm: _engine.Communicator) -> None:
-    """Pins this rank's GPU and sizes thread pools to its share of the cores."""
+def take_device(comm: _engine.Communicator, place: Place | None = None) -> None:
+    """Pins this rank's GPU and sizes thread pools to its share of the cores.
+
+    Args:
+        comm: the ranks.
+        place: the place of a process that has not joined yet. Defaults to `None`.
+    """
     backends = _backends.in_use()
     settings = config.settings()
+    local_rank, local_size = comm.topology.local_rank, comm.topology.local_size
+    if place is not None:
+        local_rank, local_size = place.local_rank, place.local_rank + 1
     if settings.pin_device:
         for backend in backends:
-            warning = backend.pin_device(comm.topology.local_rank, comm.topology.local_size)
+            warning = backend.pin_device(local_rank, local_size)
             if warning is not None:
                 _log.warning("%s %s", comm.where(), warning)
+    _share_gpus(comm, backends)
     for backend in backends:
         _engine.set_completion(backend.finish_calls)
     cores = _cores_of_ranks(comm)
     comm.fewest_cores = min(cores)
-    if comm.size > 1 or settings.threads:
+    if local_size > 1 or comm.size > 1 or settings.threads:
         # `launch_environment.limit_threads` has guessed at import; the user has not chosen.
         override = settings.threads > 0 or launch_environment.has_sized_threads()
+        count = settings.threads or cores[comm.rank]
+        if place is not None and not settings.threads:
+            count = max(1, count // local_size)
+        launch_environment.limit_threads(count)
         for backend in backends:
-            backend.limit_threads(settings.threads or cores[comm.rank], override)
+            backend.limit_threads(count, override)
+
+
+def share_devices(comm: _engine.Communicator) -> None:
+    """Tells all ranks the GPUs and cores of each, after ranks have joined. Collective; blocks."""
+    _share_gpus(comm, _backends.in_use())
+    comm.fewest_cores = min(_cores_of_ranks(comm))
+
+
+def _share_gpus(comm: _engine.Communicator, backends: Sequence[Any]) -> None:
+    """Tells all ranks the GPU of each, by which they choose the path of its arrays. Collective."""
+    numbers = [number for backend in backends if (number := backend.gpu_number()) is not None]
+    mine = _engine.RankGpu(os.uname().nodename, _gpu.facts_of(numbers[0] if numbers else None))
+    shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    gpus, every = zip(*_engine.collectives.allgather_object(comm, (mine, shares)), strict=True)
+    _engine.set_gpus(comm, gpus, config.settings().gpu, all(every))
 
 
 def _as_comm(mpi: Any | None, comm: Any) -> Any | None:
@@ -209,17 +292,25 @@ def _launcher_mismatch(
 ) -> errors.LaunchError:
     mpiexec = os.path.join(os.path.dirname(sys.executable), "mpiexec")
     hint = f" (it may be {mpiexec})" if os.path.exists(mpiexec) else ""
+    if "PMI_FD" in os.environ:
+        atexit.register(_abort_job)
     return errors.LaunchError(
         errors.explain(
             "[keras_dist.init]",
             f"{announced.size} ranks or more, as announced by {announced.launcher} "
             f"({announced.variable})",
-            found,
+            f"{found}, on {os.uname().nodename}",
             "The launcher and the MPI library of mpi4py do not match. Start the job with the "
             f"mpiexec of that library{hint}, or install the launcher's library. To run a single "
             "process on purpose set KERAS_DIST_SINGLE_PROCESS=1.",
         )
     )
+
+
+def _abort_job() -> None:
+    """Ends the job of Hydra, by PMI-1: ranks with its library wait for this one in MPI_Init."""
+    with contextlib.suppress(OSError, ValueError):
+        os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=1\n")
 
 
 def _cores_of_ranks(comm: _engine.Communicator) -> list[int]:

@@ -6,10 +6,13 @@ import pwd
 import stat
 from pathlib import Path
 
+from keras_dist import errors
+
 __all__ = [
     "describe",
     "find_unsafe",
     "is_private_directory",
+    "make_private_directory",
     "private_name",
     "write_private",
 ]
@@ -32,6 +35,24 @@ def is_private_directory(path: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and _is_own(found) and not found.st_mode & OTHERS
+
+
+def make_private_directory(path: Path, where: str) -> None:
+    """Creates a directory that only this user can access, if it does not exist.
+
+    Args:
+        path: the directory.
+        where: the caller, for the message.
+
+    Raises:
+        ArgumentError: it belongs to another user, or others can access it.
+        OSError: it cannot be created.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_private_directory(path):
+        expected = f"{path} to be a directory that only this user can access"
+        remedy = "Choose another directory, or run chmod 700 on it if it is yours."
+        raise errors.ArgumentError(errors.explain(where, expected, describe(path), remedy))
 
 
 def find_unsafe(path: Path) -> Path | None:

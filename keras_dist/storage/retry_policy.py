@@ -46,13 +46,35 @@ class RetryPolicy:
         try:
             self._has_succeeded = write() or self._has_succeeded
         except OSError as error:
-            reason = error.__cause__ if isinstance(error, errors.CheckpointError) else error
-            if not self._has_succeeded and not _is_transient(reason or error):
-                raise
-            received = f"{type(reason).__name__}: {reason}"
-            _log.warning(errors.explain(runtime.where(), expected, received, REMEDY))
+            self.judge(error, expected)
             return False
         return True
+
+    def judge(self, error: OSError, expected: str) -> None:
+        """Raises a failure, or logs it if training should continue; see `attempt`."""
+        if not self._has_succeeded and not _is_transient(_reason(error)):
+            raise error
+        self.log(error, expected)
+
+    def succeed(self) -> None:
+        """Notes a successful write, of this process or of the one whose place it may take."""
+        self._has_succeeded = True
+
+    def log(self, error: OSError, expected: str, remedy: str = REMEDY) -> None:
+        """Logs a failure that does not end the training.
+
+        Args:
+            error: the failure.
+            expected: see `attempt`.
+            remedy: what the user should do. Defaults to the text for a lost write.
+        """
+        reason = _reason(error)
+        received = f"{type(reason).__name__}: {reason}"
+        _log.warning(errors.explain(runtime.where(), expected, received, remedy))
+
+
+def _reason(error: OSError) -> BaseException:
+    return (error.__cause__ if isinstance(error, errors.CheckpointError) else None) or error
 
 
 def _is_transient(error: BaseException) -> bool:

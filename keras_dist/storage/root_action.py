@@ -1,11 +1,11 @@
-"""Work that only the root does; a failure is raised on all ranks."""
+"""Work that only the root does, or each rank for itself; a failure is raised on all ranks."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from keras_dist import _engine, errors, runtime
 
-__all__ = ["on_root"]
+__all__ = ["on_all", "on_root"]
 
 Value = TypeVar("Value")
 
@@ -52,3 +52,36 @@ def on_root(
     if failure is not None:
         raise kind(failure) from cause
     return value
+
+
+def on_all(work: Callable[[], Value], operation: str) -> list[Value]:
+    """Calls a function on every rank and returns the results of all, in rank order.
+
+    Collective: every rank; blocks.
+
+    Args:
+        work: the function; its results are exchanged as objects.
+        operation: name of the operation in messages.
+
+    Raises:
+        KerasDistError: `work` raised it on a rank; raised on every rank.
+        CheckpointError: `work` raised another exception on a rank; raised on every rank.
+    """
+    mine: Any
+    cause: Exception | None = None
+    try:
+        mine = work()
+    except errors.KerasDistError as error:
+        mine = error
+    except Exception as error:  # the other ranks wait
+        cause, received = error, f"{type(error).__name__}: {error}"
+        expected, remedy = f"{operation} without an error", "Fix the error on this rank."
+        text = errors.explain(runtime.where(), expected, received, remedy)
+        mine = errors.CheckpointError(text)
+    everyone = _engine.collectives.allgather_object(
+        runtime.communicator(), mine, operation=operation
+    )
+    failed = [result for result in everyone if isinstance(result, errors.KerasDistError)]
+    if failed:
+        raise failed[0] from cause
+    return everyone

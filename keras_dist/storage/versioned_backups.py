@@ -14,21 +14,26 @@ from typing import BinaryIO
 from keras_dist import errors, runtime
 from keras_dist.storage.atomic_write import beside, move
 
-__all__ = ["REMEDY", "add", "is_intact", "newest_first", "newest_intact"]
+__all__ = ["REMEDY", "add", "is_intact", "newest_first", "newest_intact", "number_of"]
 
 #: remedy for a backup that cannot be read
 REMEDY = "Remove the backup to start over."
 
 SUFFIX = ".npz"
-NAME = re.compile(rf"(\d{{8,}})-([0-9a-f]{{32}}){re.escape(SUFFIX)}")
+NAME = re.compile(r"(\d{8,})-([0-9a-f]{32})\.\w+")
 
 _log = logging.getLogger("keras_dist")
 
 
 def add(
-    directory: pathlib.Path, save: Callable[[BinaryIO], None], previous: pathlib.Path | None
+    directory: pathlib.Path,
+    save: Callable[[BinaryIO], None],
+    previous: pathlib.Path | None,
+    suffix: str = SUFFIX,
+    number: int | None = None,
+    keep: int = 1,
 ) -> pathlib.Path:
-    """Writes a new version; then removes all older versions except one.
+    """Writes a new version; then removes all older versions except one, or as many as are kept.
 
     The previous version survives an interruption at any point.
 
@@ -36,31 +41,41 @@ def add(
         directory: the directory; created if missing.
         save: writes the contents into a file.
         previous: an intact version, which is kept; `None` to keep the newest.
+        suffix: suffix of the names of the versions.
+        number: number of the version. Defaults to `None`, the next one.
+        keep: number of older versions that are kept, from `previous`. Defaults to 1.
 
     Returns:
         The path of the new version.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    for partial in directory.glob(f".*{SUFFIX}"):
+    for partial in directory.glob(f".*{suffix}"):
         partial.unlink(missing_ok=True)  # of a writer that was killed
-    known = newest_first(directory)
-    number = _number(known[0]) + 1 if known else 1
-    previous = previous or next(iter(known), None)
-    with beside(directory / f"backup{SUFFIX}") as partial:
+    known = newest_first(directory, suffix)
+    if number is None:
+        number = number_of(known[0]) + 1 if known else 1
+    start = known.index(previous) if previous in known else 0
+    kept = known[start : start + keep]
+    with beside(directory / f"backup{suffix}") as partial:
         with partial.open("xb") as file:
             save(file)
-        path = directory / f"{number:08d}-{_digest(partial)}{SUFFIX}"
+        path = directory / f"{number:08d}-{_digest(partial)}{suffix}"
         move(partial, path)
     for old in known:
-        if old != previous:
+        if old not in kept:
             old.unlink(missing_ok=True)
     return path
 
 
-def newest_first(directory: pathlib.Path) -> list[pathlib.Path]:
+def newest_first(directory: pathlib.Path, suffix: str = SUFFIX) -> list[pathlib.Path]:
     """Returns the paths of all versions in a directory, intact or not."""
-    found = [path for path in directory.glob(f"*{SUFFIX}") if NAME.fullmatch(path.name)]
-    return sorted(found, key=_number, reverse=True)
+    found = [path for path in directory.glob(f"*{suffix}") if NAME.fullmatch(path.name)]
+    return sorted(found, key=number_of, reverse=True)
+
+
+def number_of(path: pathlib.Path) -> int:
+    """Returns the number of a version."""
+    return int(path.name.partition("-")[0])
 
 
 def newest_intact(directory: pathlib.Path) -> pathlib.Path | None:
@@ -93,10 +108,6 @@ def is_intact(path: pathlib.Path) -> bool:
         return f"-{_digest(path)}" in path.name
     except OSError:
         return False
-
-
-def _number(path: pathlib.Path) -> int:
-    return int(path.name.partition("-")[0])
 
 
 def _digest(path: pathlib.Path) -> str:

@@ -13,7 +13,7 @@ from keras_dist.ops.reduce_op import Average
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.host_callback import as_tensors, collective, differentiable, operation
-from keras_dist.training.distributed import all_accumulators
+from keras_dist.training.distributed import variables_of_rank
 from keras_dist.training.model_state import variable_name
 
 __all__ = [
@@ -203,8 +203,9 @@ def broadcast_variables(
 
     After their broadcast, dropout layers drop the same units on all ranks.
 
-    Variables in which a `DistributedOptimizer` accumulates the gradients of several passes keep
-    their values, although `optimizer.variables` includes them: they differ between ranks.
+    Variables in which a `DistributedOptimizer` accumulates the gradients of several passes, and
+    slices of sharded state, keep their values, although `optimizer.variables` includes them: they
+    differ between ranks.
 
     Returns:
         `None`.
@@ -217,7 +218,7 @@ def broadcast_variables(
     ```
     """
     local = {
-        id(tracked) for variable in all_accumulators() for tracked in (variable, variable.value)
+        id(tracked) for variable in variables_of_rank() for tracked in (variable, variable.value)
     }
     shared = [variable for variable in variables if id(variable) not in local]
     broadcast_(shared, root_rank, process_set=process_set)

@@ -6,6 +6,7 @@ When the graph of a `tf.function` runs, TensorFlow raises an error of its own wi
 
 import contextlib
 from collections.abc import Iterator
+from typing import NoReturn
 
 import tensorflow as tf
 
@@ -15,6 +16,7 @@ __all__ = [
     "FailedPreconditionError",
     "InvalidArgumentError",
     "InvalidTypeError",
+    "raise_tensorflow_error",
     "raise_tensorflow_errors",
 ]
 
@@ -44,6 +46,11 @@ def raise_tensorflow_errors() -> Iterator[None]:
     try:
         yield
     except errors.KerasDistError as error:
-        if type(error) not in BECOMES:
-            raise
-        raise BECOMES[type(error)](None, None, str(error)) from error
+        raise_tensorflow_error(error)
+
+
+def raise_tensorflow_error(error: errors.KerasDistError) -> NoReturn:
+    """Raises an error of keras_dist as one that is also an error of TensorFlow."""
+    if type(error) not in BECOMES:
+        raise error
+    raise BECOMES[type(error)](None, None, str(error)) from error

@@ -11,7 +11,7 @@ from keras_dist._backends.tensorflow import on_host
 from keras_dist._compat.tensorflow import eager_tensor, is_recorded
 from keras_dist.tensorflow.failures import raise_tensorflow_errors
 
-__all__ = ["as_tensors", "collective", "differentiable", "operation"]
+__all__ = ["as_eager", "as_tensors", "collective", "differentiable", "is_eager", "operation"]
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
@@ -53,8 +53,17 @@ def collective(
         return on_host(called, tensors, shapes, dtypes, buffers)
     results = called(*map(np.asarray, tensors))
     arrays = results if isinstance(results, list | tuple) else [results]
-    device = _device()
-    return [eager_tensor(np.asarray(array), device) for array in arrays]
+    return [as_eager(np.asarray(array)) for array in arrays]
+
+
+def is_eager(value: Any) -> bool:
+    """Returns whether a value is a tensor whose array can be read, and no tape is recording."""
+    return tf.executing_eagerly() and isinstance(value, tf.Tensor) and not is_recorded()
+
+
+def as_eager(array: np.ndarray) -> Any:
+    """Returns an array as a tensor on the CPU."""
+    return eager_tensor(array, _device())
 
 
 def differentiable(

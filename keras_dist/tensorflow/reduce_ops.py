@@ -17,7 +17,15 @@ from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.ops.tensor_compression import compressed, decompressed, wire_of
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.exchange_ops import grouped_allgather
-from keras_dist.tensorflow.host_callback import as_tensors, collective, differentiable, operation
+from keras_dist.tensorflow.failures import raise_tensorflow_error
+from keras_dist.tensorflow.host_callback import (
+    as_eager,
+    as_tensors,
+    collective,
+    differentiable,
+    is_eager,
+    operation,
+)
 
 __all__ = ["allreduce", "grouped_allreduce", "grouped_reducescatter", "reducescatter"]
 
@@ -62,6 +70,14 @@ def allreduce(
     loss = hvd.allreduce(loss, op=hvd.Average)
     ```
     """
+    if average is None and compression is None and is_eager(tensor):
+        try:
+            array = ops.allreduce(
+                np.asarray(tensor), op, name, prescale_factor, postscale_factor, process_set
+            )
+        except errors.KerasDistError as error:
+            raise_tensorflow_error(error)
+        return as_eager(array)
     return grouped_allreduce(
         [tensor],
         average,

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 
 from keras_dist import _engine, errors, runtime
+from keras_dist._backends.torch_device import prepared_array, to_array, to_tensor
 from keras_dist._backends.torch_overlap import ReadyGradients
-from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch, write_into
+from keras_dist._backends.torch_tensors import dtype_of, to_torch, write_into
 from keras_dist._compat.torch import weak_tensor_keys
+from keras_dist._gpu import uniform
 from keras_dist.ops.gradient_plans import GradientPlans
 from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.ops.tensor_compression import compressed, decompressed, is_custom
@@ -130,14 +132,16 @@ class Gradients:
         if self._ready is None or layout is None or not self._are_unchanged(layout, dense):
             self._discard_ready()
             layout = self._layout = self._make_layout(dense, has)
-            results = layout.plan([*(self._contribution(parameter) for parameter in dense), has])
+            gradients = [self._contribution(parameter) for parameter in dense]
+            results = layout.plan(uniform([*gradients, self._flags(dense, has)]))
         else:
             for index, parameter in enumerate(dense):
                 if index not in self._versions:
                     self._ready.add(index, self._contribution(parameter))
-            self._ready.add(len(dense), has)
+            self._ready.add(len(dense), self._flags(dense, has))
             results = self._ready.results()
-        anywhere: list[bool] = (results.pop() != 0).tolist()
+        counts = to_tensor(results.pop(), self._flags_like(dense, has))
+        anywhere: list[bool] = (counts != 0).tolist()
         for parameter, array in zip(dense, results, strict=True):
             self._assign(parameter, array)
         for parameter in sparse:
@@ -185,27 +189,38 @@ class Gradients:
         plan = self._plans(self._communicator(), names, specs, self._options.grouped(dense))
         return Layout(plan, dense)
 
-    def _contribution(self, parameter: torch.Tensor) -> np.ndarray:
+    def _contribution(self, parameter: torch.Tensor) -> Any:
         """Returns the contribution of this rank to the reduction of a gradient."""
         gradient: Any = parameter.grad
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         [tensor], self._contexts[id(parameter)] = compressed(self._compression, [dense])
-        return to_numpy(tensor)
+        return prepared_array(tensor)
 
-    def _assign(self, parameter: torch.Tensor, array: np.ndarray) -> None:
+    def _assign(self, parameter: torch.Tensor, array: Any) -> None:
         """Copies a result, whose memory is leased, into the gradient."""
         gradient: Any = parameter.grad
         contexts = self._contexts.pop(id(parameter))
         if not gradient.is_sparse and not is_custom(self._compression):
-            write_into(gradient, array)
+            write_into(gradient, to_tensor(array, gradient))
             return
         [like], _ = compressed(self._compression, [torch.empty(0, dtype=gradient.dtype)])
-        [result] = decompressed(self._compression, [to_torch(array, like)], contexts)
+        [result] = decompressed(self._compression, [to_tensor(array, like)], contexts)
         result = result.to(gradient.device)
         if gradient.is_sparse:
             parameter.grad = result.to_sparse(gradient.sparse_dim())
         else:
             gradient.copy_(result)
+
+    def _flags(self, dense: Sequence[torch.Tensor], has: np.ndarray) -> Any:
+        """Returns the flags as an array where the gradients are."""
+        return to_array(self._flags_like(dense, has))
+
+    def _flags_like(self, dense: Sequence[torch.Tensor], has: np.ndarray) -> torch.Tensor:
+        """Returns the flags as a tensor on the device of the gradients."""
+        likes = map(self._like, reversed(dense))
+        like = next((like for like in likes if like.is_floating_point()), torch.empty(0))
+        flags = to_torch(has, like)
+        return flags.to(dense[0].device) if dense else flags
 
     def _dtype_for_flags(self, dense: Sequence[torch.Tensor]) -> np.dtype:
         """Returns the dtype of the last floating-point gradient: it needs no further bucket."""

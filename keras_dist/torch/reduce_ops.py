@@ -15,7 +15,9 @@ from keras_dist.ops.tensor_compression import compressed, decompressed, wire_of
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.torch.compressors import Compression
 from keras_dist.torch.exchange_ops import grouped_allgather
-from keras_dist.torch.sync_ops import reduce_scatter_tensors, reduce_tensors
+from keras_dist.torch.sync_ops import reduce_scatter_tensors, reduce_tensor, reduce_tensors
+
+NO_WIRE = wire_of(Compression.none)
 
 __all__ = ["allreduce", "grouped_allreduce", "grouped_reducescatter", "reducescatter"]
 
@@ -41,11 +43,15 @@ def allreduce(
     Returns:
         New tensor of the shape, dtype and device of `tensor`.
     """
+    chosen = resolve_op(op, average)
+    if compression is Compression.none and not (torch.is_grad_enabled() and tensor.requires_grad):
+        factors = prescale_factor, postscale_factor
+        return reduce_tensor(tensor, chosen, name, *factors, process_set, NO_WIRE)
     return grouped_allreduce(
         [tensor],
         name=name,
         compression=compression,
-        op=resolve_op(op, average),
+        op=chosen,
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
         process_set=process_set,

@@ -1,6 +1,6 @@
 """Blocking collectives of tensors without gradients, which the other forms use.
 
-A CPU tensor is read in place; a GPU tensor is staged in pinned host memory.
+A tensor is read in place, on the host or, where NCCL moves it, in GPU memory.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from keras_dist import ops
+from keras_dist._backends.torch_device import is_on_device, to_array, to_tensor
 from keras_dist._backends.torch_tensors import (
     rows_of,
     sparse_of,
@@ -36,6 +37,7 @@ __all__ = [
     "grouped_allreduce_",
     "grouped_reducescatter",
     "reduce_scatter_tensors",
+    "reduce_tensor",
     "reduce_tensors",
     "reducescatter",
     "sparse_allreduce",
@@ -46,16 +48,28 @@ Tensors = Sequence[torch.Tensor]
 
 def reduce_tensors(reduction: Reduction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Reduces tensors. Collective: see `keras_dist.grouped_allreduce`."""
-    arrays = reduction.allreduce([to_numpy(tensor) for tensor in tensors])
-    return tuple(to_torch(array, like) for array, like in zip(arrays, tensors, strict=True))
+    arrays = reduction.allreduce([to_array(tensor) for tensor in tensors])
+    return tuple(to_tensor(array, like) for array, like in zip(arrays, tensors, strict=True))
+
+
+def reduce_tensor(tensor: torch.Tensor, *options: Any) -> torch.Tensor:
+    """Reduces a tensor. Collective: see `keras_dist.allreduce`.
+
+    Args:
+        tensor: the tensor.
+        *options: the fields of a `Reduction`.
+    """
+    if is_on_device(tensor):
+        return reduce_tensors(Reduction(*options), tensor)[0]
+    return to_torch(ops.allreduce(to_numpy(tensor), *options), tensor)
 
 
 def reduce_scatter_tensors(
     reduction: Reduction, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Reduces and scatters tensors. Collective: see `keras_dist.grouped_reducescatter`."""
-    arrays = reduction.reducescatter([to_numpy(tensor) for tensor in tensors])
-    return tuple(to_torch(array, like) for array, like in zip(arrays, tensors, strict=True))
+    arrays = reduction.reducescatter([to_array(tensor) for tensor in tensors])
+    return tuple(to_tensor(array, like) for array, like in zip(arrays, tensors, strict=True))
 
 
 @raises_on_all
@@ -71,8 +85,7 @@ def allreduce(
 ) -> torch.Tensor:
     """No gradient."""
     chosen = resolve_op(op, average)
-    reduction = Reduction(chosen, name, prescale_factor, postscale_factor, process_set)
-    return reduce_tensors(reduction, tensor)[0]
+    return reduce_tensor(tensor, chosen, name, prescale_factor, postscale_factor, process_set)
 
 
 @raises_on_all
@@ -91,14 +104,14 @@ def allreduce_(
     Returns:
         `tensor`.
     """
-    return grouped_allreduce_(
-        [tensor],
-        name=name,
-        op=resolve_op(op, average),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-    )[0]
+    chosen = resolve_op(op, average)
+    options = chosen, name, prescale_factor, postscale_factor, process_set
+    if is_on_device(tensor) or not (tensor.is_cpu and tensor.is_contiguous()):
+        return write_into(tensor, reduce_tensor(tensor, *options))
+    array = to_numpy(tensor)
+    ops.allreduce(array, *options, out=array)
+    torch.autograd.graph.increment_version(tensor)  # written in place, which autograd must record
+    return tensor
 
 
 @raises_on_all
@@ -136,8 +149,11 @@ def grouped_allreduce_(
     """
     chosen = resolve_op(op, average)
     reduction = Reduction(chosen, name, prescale_factor, postscale_factor, process_set)
-    arrays = reduction.allreduce([to_numpy(tensor) for tensor in tensors])
-    return [write_into(tensor, array) for tensor, array in zip(tensors, arrays, strict=True)]
+    arrays = reduction.allreduce([to_array(tensor) for tensor in tensors])
+    return [
+        write_into(tensor, to_tensor(array, tensor))
+        for tensor, array in zip(tensors, arrays, strict=True)
+    ]
 
 
 @raises_on_all
@@ -205,9 +221,9 @@ def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """No gradient."""
-    arrays = [to_numpy(tensor) for tensor in tensors]
+    arrays = [to_array(tensor) for tensor in tensors]
     gathered = ops.grouped_allgather(arrays, name, process_set)
-    return [to_torch(array, like) for array, like in zip(gathered, tensors, strict=True)]
+    return [to_tensor(array, like) for array, like in zip(gathered, tensors, strict=True)]
 
 
 @raises_on_all
@@ -236,7 +252,7 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """No gradient."""
-    return to_torch(ops.broadcast(to_numpy(tensor), root_rank, name, process_set), tensor)
+    return to_tensor(ops.broadcast(to_array(tensor), root_rank, name, process_set), tensor)
 
 
 @raises_on_all

@@ -15,7 +15,14 @@ from typing import Any
 import keras
 
 from keras_dist._compat.keras.optimizer_state import trained_by
-from keras_dist.training.model_state import accumulators, families, optimizers_inside, optimizers_of
+from keras_dist.training import sharded_state
+from keras_dist.training.model_state import (
+    accumulators,
+    families,
+    optimizers_inside,
+    optimizers_of,
+    to_numpy,
+)
 
 __all__ = ["build", "describe", "difference", "merge", "reset_undescribed", "variables_of"]
 
@@ -122,4 +129,4 @@ def _reset(optimizer: Any, excluded: set[int]) -> None:
     fresh.build(trained_by(optimizer))
     for variable, value in zip(optimizer.variables, fresh.variables, strict=True):
         if id(variable) not in excluded:
-            variable.assign(value)
+            sharded_state.assign(variable, to_numpy(value))

@@ -29,10 +29,12 @@ from keras_dist._compat.keras.optimizers import (
 )
 from keras_dist.training import saved_options
 from keras_dist.training.gradient_reduction import GradientReduction, check_not_reduced
-from keras_dist.training.model_state import accumulators, optimizers_inside, optimizers_of
+from keras_dist.training.model_state import accumulators, optimizers_inside, optimizers_of, slice_of
+from keras_dist.training.sharding import Sharded, convert
+from keras_dist.training.sharding_checks import check_no_local_variables
 from keras_dist.training.update_check import Update, check_independent, check_reduced
 
-__all__ = ["all_accumulators", "attach", "distributed_optimizers", "is_distributed"]
+__all__ = ["attach", "distributed_optimizers", "is_distributed", "variables_of_rank"]
 
 # The distributed optimizers of this process.
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -50,7 +52,7 @@ def distributed_optimizers(model: Any) -> list["_Distributed"]:
 
 def attach(optimizer: Any, reduction: GradientReduction) -> None:
     """Makes an optimizer reduce its gradients by `reduction`; changes its class in place."""
-    mixin: Any = _Clipping
+    mixin: Any = _ShardedClipping if reduction.options.shard_state else _Clipping
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         mixin = _LossScaled
         if optimizer.inner_optimizer.gradient_accumulation_steps:
@@ -60,13 +62,18 @@ def attach(optimizer: Any, reduction: GradientReduction) -> None:
     object.__setattr__(optimizer, "_keras_dist", reduction)
     optimizer.__class__ = _distributed_class(optimizer.__class__, mixin)
     _attached.add(optimizer)
+    if reduction.options.shard_state and optimizer.built:
+        convert(optimizer)
 
 
-def all_accumulators() -> list[Any]:
-    """Returns the gradient accumulators of all distributed optimizers of this process."""
-    return accumulators(
-        optimizer for outer in _attached for optimizer in (outer, *optimizers_inside(outer))
-    )
+def variables_of_rank() -> list[Any]:
+    """Returns the state variables that differ from rank to rank, of all distributed optimizers.
+
+    These are gradient accumulators, and slices of sharded state.
+    """
+    every = [optimizer for outer in _attached for optimizer in (outer, *optimizers_inside(outer))]
+    slices = [v for optimizer in every for v in optimizer.variables if slice_of(v) is not None]
+    return accumulators(every) + slices
 
 
 @functools.cache
@@ -148,6 +155,7 @@ class _Distributed(UpdateHook):
                 )
             )
         check_independent(self, "local variables")
+        check_no_local_variables(self._keras_dist.options, runtime.where())
         self._keras_dist.registered.append(variable)
 
     def apply(self, grads: Any, trainable_variables: Any = None, *rest: Any, **options: Any) -> Any:
@@ -204,6 +212,19 @@ class _Clipping(ClippingHook, _Distributed):
             # accumulate; on other backends it calls it only in steps that update.
             when = (batches_seen(self) + 1) % self.gradient_accumulation_steps == 0  # type: ignore[attr-defined]
         return self._keras_dist(grads, variables, when)
+
+
+class _ShardedClipping(Sharded, _Clipping):
+    """Mixin for Keras' own `apply` that also shards the state of the optimizer."""
+
+    def _prepared(self, grads: Any, variables: Any) -> Any:
+        ready = super()._prepared(grads, variables)
+        return self._keras_dist_parts(ready, variables)
+
+    def _keras_dist_before_clipping(self, grads: Any) -> Any:
+        if self._keras_dist_shards_gradients:  # reduced already
+            return grads
+        return super()._keras_dist_before_clipping(grads)
 
 
 class _ReducingFirst(_Distributed):

@@ -37,6 +37,7 @@ class GradientReduction:
         self.registered: list[Any] = []  # local variables
         self.variables: Sequence[Any] = ()
         self.has_reduced = False  # in the current update
+        self.shards: Any = None  # the `Shards` of an optimizer that shards its state
         self._plans = GradientPlans(options)
 
     def communicator(self) -> _engine.Communicator | None:
@@ -227,7 +228,7 @@ def _over_ranks(process_set: ProcessSet | None, tensor: Any, op: Any, name: str)
         options = _engine.OpOptions(op)
         return _engine.collectives.allreduce(comm, [array], [name], options, bucket_nbytes(comm))[0]
 
-    return _backends.active().differentiable_host_callback(tensor, reduce, reduce)
+    return _backends.active().differentiable_host_callback(tensor, reduce, reduce, on_device=True)
 
 
 def _check_counts(gradients: Sequence[Any], variables: Sequence[Any]) -> None:

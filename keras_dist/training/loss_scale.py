@@ -11,8 +11,10 @@ from typing import Any
 
 import keras
 
+from keras_dist import runtime
 from keras_dist._compat.keras.optimizers import inner_optimizer
 from keras_dist.training.distributed import attach, is_distributed
+from keras_dist.training.sharding_checks import check_unscaled
 from keras_dist.training.update_check import check_independent
 
 __all__ = ["move_outwards", "watch_loss_scales"]
@@ -27,12 +29,15 @@ def move_outwards(optimizer: Any) -> bool:
         Whether a reduction was moved.
 
     Raises:
-        ArgumentError: the reduction has local variables, which a loss scale does not permit.
+        ArgumentError: the reduction has local variables or shards the state of the optimizer,
+            which a loss scale does not permit.
     """
     inner = inner_optimizer(optimizer)
     if not is_distributed(inner) or is_distributed(optimizer):
         return False
     reduction = inner._keras_dist
+    if reduction.options.shard_state:
+        check_unscaled(optimizer, runtime.where())
     if reduction.local_variables():
         check_independent(optimizer, "local variables")
     inner.__class__ = type(inner).__bases__[1]

@@ -10,15 +10,18 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_dist import _backends
 from keras_dist._compat.keras import models, optimizer_state
 from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, inner_optimizer
 
 __all__ = [
     "SKIPPING",
+    "SLICE",
     "accumulators",
     "bytes_of",
     "families",
     "has_weights",
+    "host_array",
     "keep_local",
     "local_variables",
     "optimizers_inside",
@@ -26,6 +29,7 @@ __all__ = [
     "random_states",
     "replicated_variables",
     "shared_state",
+    "slice_of",
     "state",
     "to_numpy",
     "variable_name",
@@ -35,6 +39,8 @@ __all__ = [
 SKIPPING = "_keras_dist_skipping"
 # Attribute of a model: variables that are local besides those of its optimizers.
 LOCAL = "_keras_dist_local"
+# Attribute of a state variable that is this rank's slice of a whole value, see `sharded_state`.
+SLICE = "_keras_dist_slice"
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
@@ -95,21 +101,28 @@ def state(model: keras.Model) -> list[Any]:
 
 
 def shared_state(model: keras.Model) -> list[Any]:
-    """Returns the state without local variables and their optimizer slots."""
+    """Returns the state without slices, and without local variables and their slots."""
     excluded = _with_slots(optimizers_of(model), local_variables(model))
-    return [variable for variable in state(model) if id(variable) not in excluded]
+    return [v for v in state(model) if id(v) not in excluded and slice_of(v) is None]
+
+
+def slice_of(variable: Any) -> tuple[Any, int] | None:
+    """Returns the `Shards` of a state variable and the index of its variable, if it is a slice."""
+    found: tuple[Any, int] | None = getattr(variable, SLICE, None)
+    return found
 
 
 def replicated_variables(optimizer: Any) -> list[Any]:
     """Returns the variables that the ranks of a distributed optimizer keep equal.
 
-    These are its trainable variables and its state, without local variables and accumulators.
+    These are its trainable variables and its state, without local variables, accumulators and
+    slices.
     """
     every = [optimizer, *optimizers_inside(optimizer)]
     local = optimizer._keras_dist.local_variables()
     own = _with_slots(every, local) | {id(variable) for variable in accumulators(every)}
     variables = [*optimizer_state.trained_by(optimizer), *optimizer.variables]
-    return list({id(v): v for v in variables if id(v) not in own}.values())
+    return list({id(v): v for v in variables if id(v) not in own and not slice_of(v)}.values())
 
 
 def accumulators(optimizers: Iterable[Any]) -> list[Any]:
@@ -156,6 +169,15 @@ def bytes_of(variable: Any) -> np.ndarray:
 def to_numpy(variable: Any) -> np.ndarray:
     """Returns the value of a variable as a host array."""
     return np.asarray(keras.ops.convert_to_numpy(variable))
+
+
+def host_array(variable: Any) -> np.ndarray:
+    """Returns the value of a variable: a view where it lies in host memory, otherwise a copy.
+
+    The array must not be written to, nor held until the next train step.
+    """
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return _backends.active().host_array(value)
 
 
 def _keras_variables(model: keras.Model, variables: Iterable[Any]) -> list[Any]:

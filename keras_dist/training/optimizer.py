@@ -15,6 +15,11 @@ from keras_dist.training.distributed import attach, is_distributed
 from keras_dist.training.gradient_reduction import GradientReduction
 from keras_dist.training.loss_scale import watch_loss_scales
 from keras_dist.training.model_state import optimizers_inside
+from keras_dist.training.sharding_checks import (
+    check_gradients_shardable,
+    check_no_local_variables,
+    check_shardable,
+)
 from keras_dist.training.trainer import watch_models
 from keras_dist.training.update_check import check_independent
 
@@ -37,6 +42,8 @@ def DistributedOptimizer(
     num_groups: int = 0,
     device_dense: str = "",
     device_sparse: str = "",
+    shard_state: bool = False,
+    shard_gradients: bool = False,
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer average its gradients over the ranks before it applies them.
 
@@ -86,6 +93,14 @@ def DistributedOptimizer(
         device_dense: accepted for compatibility with Horovod; has no effect, since gradients pass
             through the host.
         device_sparse: as `device_dense`.
+        shard_state: whether each rank keeps and updates one slice of the variables (ZeRO-1): of
+            the optimizer's state it holds `1 / size`. The weights have the same bits. For
+            optimizers of Keras that update each element by itself. Saving the model is then
+            collective. Defaults to `False`.
+        shard_gradients: whether each rank keeps its slice of the reduced gradients alone (ZeRO-2):
+            they are reduced during backpropagation, and the whole ones are freed. On torch, in
+            host memory, with `shard_state=True`. The weights have the same bits. Defaults to
+            `False`.
 
     Returns:
         `optimizer`.
@@ -118,7 +133,13 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         groups=resolve_groups(groups, num_groups),
         scale_local_gradients=scale_local_gradients,
+        shard_state=shard_state,
+        shard_gradients=shard_gradients,
     )
+    if options.shard_state:
+        check_shardable(optimizer, options, where)
+    if options.shard_gradients:
+        check_gradients_shardable(optimizer, options, where)
     _accumulate(optimizer, options.passes, where)
     attach(optimizer, GradientReduction(options))
     watch_models()
@@ -161,6 +182,8 @@ def PartialDistributedOptimizer(
     if layers and isinstance(optimizer, keras.optimizers.Optimizer):
         check_independent(optimizer, "local variables")
     distributed = DistributedOptimizer(optimizer, **options)
+    if layers:
+        check_no_local_variables(distributed._keras_dist.options, runtime.where())
     distributed._keras_dist.local_layers = layers
     return distributed
 

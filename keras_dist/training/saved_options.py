@@ -59,6 +59,8 @@ def describe(
             "sparse_as_dense": options.sparse_as_dense,
             "groups": groups,
             "scale_local_gradients": options.scale_local,
+            "shard_state": options.shard_state,
+            "shard_gradients": options.shard_gradients,
             "local_variables": [_describe_variable(v, indices) for v in local_variables],
             "local_layers": [
                 {"path": _path(layer), "indices": _indices_of(layer, indices)}
@@ -120,10 +122,13 @@ def settings(
     }
     names = (
         "op process_set compression backward_passes_per_step average_aggregated_gradients "
-        "gradient_predivide_factor sparse_as_dense groups scale_local_gradients"
+        "gradient_predivide_factor sparse_as_dense groups scale_local_gradients "
+        "shard_state shard_gradients"
     )
+    # Files of earlier versions lack the last ones.
+    known = {"shard_state": False, "shard_gradients": False} | saved
     return {
-        name: read.get(name, lambda value: value)(saved[name])
+        name: read.get(name, lambda value: value)(known[name])
         for name in names.split()
         if name not in given
     }

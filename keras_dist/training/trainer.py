@@ -20,6 +20,7 @@ from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_plan import agree_on_fit
 from keras_dist.training.loss_scale import move_outwards
 from keras_dist.training.model_state import SKIPPING, optimizers_of
+from keras_dist.training.ranks_change import again_if_ranks_change
 
 __all__ = ["check_undistributed", "watch_models"]
 
@@ -44,12 +45,13 @@ def watch_models() -> None:
         # A step that was traced before the optimizer was wrapped, or for another communicator,
         # has no reduction or an outdated one.
         reductions = [
-            (optimizer._keras_dist, optimizer._keras_dist.communicator())
+            (optimizer._keras_dist, comm, 0 if comm is None else comm.faults.joins)
             for optimizer in optimizers
+            for comm in [optimizer._keras_dist.communicator()]
         ]
         force = force or self.__dict__.get(TRACED_FOR) != reductions
         for_host: Any = contextlib.nullcontext()
-        if any(comm is not None for _, comm in reductions):
+        if any(comm is not None for _, comm, _ in reductions):
             backend = _backends.active()
             check_undistributed(f"a model whose gradients keras_dist alone averages, {self.name!r}")
             backend.check_model(self)
@@ -112,8 +114,7 @@ def _checked(fit: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(fit)
     position = list(signature.parameters).index("callbacks")
 
-    @functools.wraps(fit)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def once(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         if epochs.is_sharded(bound.arguments["x"]) and runtime.size() > 1:
@@ -133,6 +134,10 @@ def _checked(fit: Callable[..., Any]) -> Callable[..., Any]:
             # A fit that failed while it skipped batches must not make the next fit skip them.
             if (end := model.__dict__.pop(SKIPPING, None)) is not None:
                 end()
+
+    @functools.wraps(fit)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        return again_if_ranks_change(functools.partial(once, *args, **kwargs))
 
     return checked
 

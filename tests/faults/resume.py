@@ -4,9 +4,10 @@
     python tests/faults/resume.py --kills 3 --backends jax --seed 5
 
 Each job is `keras-dist run --max-restarts N` of tests/faults/resume_training.py with N kills: a fit
-with EarlyStopping, ReduceLROnPlateau, ModelCheckpoint, CSVLogger and a learning rate warmup, with a
-backup after each epoch or each batch. The table shows how many jobs ended with weights and
-optimizers that are equal bit for bit, equal files, and equal history and callback states.
+of a model with batch normalization, with EarlyStopping, ReduceLROnPlateau, ModelCheckpoint,
+CSVLogger and a learning rate warmup, with a backup after each epoch or each batch. The table shows
+how many jobs ended with weights and optimizers that are equal bit for bit, equal files, and equal
+history and callback states.
 """
 
 import argparse

@@ -74,7 +74,7 @@ x = rng.standard_normal((BATCH * size * 5, 6)).astype("float32")
 y = (x @ rng.standard_normal((6, 3))).argmax(axis=1)
 data = keras_dist.data.shard((x, y), batch_size=BATCH)
 held_out = keras_dist.data.shard((x[::2], 2 - y[::2]), batch_size=BATCH)
-layers = [keras.Input((6,)), keras.layers.Dense(8, "relu")]
+layers = [keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.BatchNormalization()]
 # torch draws unseeded dropout from its global generator.
 layers.append(keras.layers.Dropout(0.2, seed=3 if keras.backend.backend() == "torch" else None))
 model = keras.Sequential([*layers, keras.layers.Dense(3, "softmax")])

@@ -88,3 +88,43 @@ except errors.BackendError as error:
 """
     ended = job(2, text)
     assert ended.returncode == 0, ended.stdout
+
+
+@pytest.mark.fault(
+    "an average of integers whose sum does not fit their dtype",
+    "the exact average, rounded towards zero",
+    within=60,
+)
+@pytest.mark.fault(
+    "on torch no rank has a gradient of a weight, with weight decay and momentum",
+    "the weight stays as it is",
+    within=60,
+)
+def test_what_was_wrong_without_an_error(job):
+    text = """
+import keras, numpy as np
+import keras_dist
+
+fault()
+lowest = np.full(3, -(2**62), np.int64)
+assert (keras_dist.allreduce(lowest) == lowest).all()
+assert keras_dist.allreduce(np.array([2**63 - 1 - keras_dist.rank()])).tolist() == [2**63 - 2]
+assert keras_dist.allreduce(np.array([-3 * keras_dist.rank()])).tolist() == [-1]
+
+class Layer(keras.layers.Dense):
+    def build(self, shape):
+        super().build(shape)
+        self.unused = self.add_weight(shape=(3,), initializer="ones", name="unused")
+
+keras.utils.set_random_seed(1)
+layer = Layer(1)
+model = keras.Sequential([keras.Input((6,)), layer])
+before = keras.ops.convert_to_numpy(layer.kernel)
+sgd = keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1)
+model.compile(keras_dist.DistributedOptimizer(sgd), "mse")
+model.fit(np.ones((16, 6)), np.ones(16), epochs=2, verbose=0, callbacks=keras_dist.callbacks())
+assert (keras.ops.convert_to_numpy(layer.unused) == 1.0).all(), layer.unused
+assert (keras.ops.convert_to_numpy(layer.kernel) != before).all()
+"""
+    ended = job(2, text, KERAS_BACKEND="torch")
+    assert ended.returncode == 0, ended.stdout

@@ -1,5 +1,7 @@
 """Faults of the network and of whole hosts: two test hosts of this machine, connected by TCP."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from jobs import BARE, lean
-from namespaces import INTERFACE, hosts_or_skip, mpiexec_command
+from namespaces import INTERFACE, MPICH, TOLD, hosts_or_skip, mpiexec_command
 
 LOSS = f"tc qdisc add dev {INTERFACE} root tbf rate 400mbit burst 8k limit 16k".split()
 SLOW = f"tc qdisc add dev {INTERFACE} root tbf rate 40mbit burst 32k latency 400ms".split()
@@ -20,6 +22,8 @@ import numpy as np
 from keras_dist import _engine, runtime
 comm = runtime.communicator()
 here, steps = pathlib.Path(os.environ["FAULT_FOLDER"]), int(sys.argv[1])
+if os.environ.get("KERAS_DIST_RESTART", "0") != "0":
+    steps = 3
 options = _engine.OpOptions(_engine.ReduceOp.SUM)
 start = np.arange(300_000, dtype=np.float32) % 100
 for step in range(steps):
@@ -43,12 +47,18 @@ def two_hosts():
 
 @pytest.fixture
 def run(request, two_hosts, tmp_path):
-    """A function that runs STEPS on two hosts, injects a fault, and returns code and output."""
+    """A function that runs STEPS on two hosts, injects a fault, and returns code and output.
+
+    With `launches`, a list of options, `keras-dist run` starts the job, else mpiexec.
+    """
     hosts, reach = two_hosts
     within = request.node.get_closest_marker("fault").kwargs["within"]
 
-    def call(python, inject, steps=100, **variables):
+    def call(python, inject, steps=100, launches=None, **variables):
         command, settings = mpiexec_command(python, hosts, reach, 1)
+        if launches is not None:
+            command, settings = launcher_command(python, hosts, reach, tmp_path / "bin")
+            command += launches
         (tmp_path / "steps.py").write_text(BARE + STEPS)
         arguments = [*hosts[0].enter, *command, python, tmp_path / "steps.py", steps]
         with (
@@ -79,6 +89,18 @@ def run(request, two_hosts, tmp_path):
     return call
 
 
+def launcher_command(python, hosts, reach, folder):
+    """Returns the command of `keras-dist run` on hosts, and its environment."""
+    folder.mkdir()
+    (folder / "ssh").symlink_to(reach)
+    names = ",".join(host.name for host in hosts)
+    one_interface = {"HYDRA_IFACE": INTERFACE, "PRTE_MCA_prte_if_include": INTERFACE}
+    one_interface |= {"OMPI_MCA_btl_tcp_if_include": INTERFACE, "OMPI_MCA_btl": "tcp,self,sm"}
+    path = f"{folder}:{python.parent}:{os.environ['PATH']}"
+    command = [python, "-m", "keras_dist.launch.cli", "run", "--hosts", names]
+    return command, {**MPICH, **one_interface, "PATH": path}
+
+
 def wait_for(condition, seconds):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -86,7 +108,7 @@ def wait_for(condition, seconds):
 
 
 @pytest.mark.fault(
-    "the link of a host goes down for 3 s, with one rank on each of two hosts",
+    "the link of a host goes down for 3 s, with MPICH and with Open MPI on two hosts",
     "the reduction waits, and the job continues; results are right",
     within=60,
 )
@@ -100,6 +122,9 @@ def test_a_link_that_comes_back(run, python_of_library):
     assert code == 0 and printed.count("ends well") == 2, printed
 
 
+LIMITS = {"KERAS_DIST_STALL_SECONDS": "2", "KERAS_DIST_STALL_ABORT_SECONDS": "5"}
+
+
 @pytest.mark.fault(
     "a host of two is lost: its link is down, its processes are killed, under MPICH",
     "at `KERAS_DIST_STALL_ABORT_SECONDS` (here 5) the job ends, exit code not 0",
@@ -107,18 +132,61 @@ def test_a_link_that_comes_back(run, python_of_library):
 )
 def test_a_host_is_lost(run):
     python = Path(sys.executable)
-    limits = {"KERAS_DIST_STALL_SECONDS": "2", "KERAS_DIST_STALL_ABORT_SECONDS": "5"}
-    code, printed = run(python, lambda first, second: second.lose(), 10**6, **limits)
+    code, printed = run(python, lambda first, second: second.lose(), 10**6, **LIMITS)
     assert code != 0, printed
 
 
+@pytest.mark.fault(
+    "a host of two is lost, under `keras-dist run` with MPICH or Open MPI",
+    "at `KERAS_DIST_STALL_ABORT_SECONDS` (here 5) the job ends, exit code not 0; nothing is left, "
+    "and with Open MPI an error names the host",
+    within=30,
+)
+@pytest.mark.parametrize("told", ["", "1"], ids=["ssh hangs", "ssh ends"])
+def test_a_host_of_the_launcher_is_lost(run, python_of_library, told):
+    def lose(first, second):
+        second.lose()
+
+    variables = {**LIMITS, TOLD: told}
+    code, printed = run(python_of_library, lose, 10**6, launches=[], **variables)
+    assert code not in (None, 0), printed
+    if "openmpi" in str(python_of_library):
+        expected = "Expected host2 to answer until the job ends. Received: exit code 255 of ssh to"
+        assert expected in printed, printed
+
+
+@pytest.mark.fault(
+    "a host of two is lost, under `keras-dist run --max-restarts` with Open MPI, whose mpiexec "
+    "returns exit code 0 where ssh ends",
+    "the job is not taken for successful: it restarts",
+    within=60,
+)
+def test_a_job_that_has_lost_a_host_restarts(run, open_mpi):
+    def lose_for_a_second(first, second):
+        second.lose()
+        time.sleep(1)
+        second.link("up")
+
+    variables = {**LIMITS, TOLD: "1", "KERAS_DIST_STALL_ABORT_SECONDS": "20"}
+    code, printed = run(
+        open_mpi,
+        lose_for_a_second,
+        10**6,
+        launches=["--max-restarts", "1"],
+        **variables,
+    )
+    assert "Restart 1 of 1 in 1 s" in printed, printed
+    assert code == 0 and printed.count("ends well") == 2, printed
+
+
 RESENT = pytest.mark.fault(
-    "packets between two hosts are lost: a queue of 16 KiB at 400 Mbit/s",
+    "packets between two hosts are lost: a queue of 16 KiB at 400 Mbit/s, with MPICH and with Open "
+    "MPI",
     "TCP sends them again; results are right",
     within=60,
 )
 DELAYED = pytest.mark.fault(
-    "the link of one host is slow: 40 Mbit/s",
+    "the link of one host is slow: 40 Mbit/s, with MPICH and with Open MPI",
     "all ranks train at its speed; results are right",
     within=60,
 )
@@ -131,4 +199,21 @@ DELAYED = pytest.mark.fault(
 )
 def test_a_bad_link(run, python_of_library, queue, steps):
     code, printed = run(python_of_library, lambda first, second: second.run(*queue), steps)
+    assert code == 0 and printed.count("ends well") == 2, printed
+
+
+@pytest.mark.fault(
+    "a host is slow: its processes run for 0.1 s of each 0.5 s, with MPICH and with Open MPI",
+    "all ranks train at its speed; results are right",
+    within=60,
+)
+def test_a_slow_host(run, python_of_library):
+    def slow_down(first, second):
+        for _ in range(8):
+            second.signal(signal.SIGSTOP)
+            time.sleep(0.4)
+            second.signal(signal.SIGCONT)
+            time.sleep(0.1)
+
+    code, printed = run(python_of_library, slow_down, 30)
     assert code == 0 and printed.count("ends well") == 2, printed

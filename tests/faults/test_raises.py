@@ -42,6 +42,20 @@ def test_user_code_raises_under_open_mpi(job, open_mpi):
     assert_told_once(ended, 1, "broken on purpose")
 
 
+def test_a_rank_that_aborts_goes_no_further(job):
+    """`Abort` of MPICH returns, and the launcher ends the process later."""
+    text = f"""
+from mpi4py import MPI
+class Returning(MPI.Intracomm):
+    def Abort(self, errorcode=0):
+        pass
+{on_rank_1("MPI.COMM_WORLD = Returning(MPI.COMM_WORLD); raise ValueError('broken on purpose')")}
+"""
+    ended = job(2, text, bare=True)
+    assert_told_once(ended, 1, "broken on purpose")
+    assert "[0] " not in ended.stdout, ended.stdout
+
+
 @pytest.mark.fault("user code raises while others compute, outside Python", ENDS, within=5)
 def test_user_code_raises_while_others_compute(job):
     text = """
@@ -243,4 +257,4 @@ fit(data=(data,), batch_size=None)
     ended = job(2, text)
     assert ended.returncode != 0
     assert "[1] ValueError: broken on purpose" in ended.stdout
-    assert "[0] " not in ended.stdout
+    assert "[0] " not in ended.stdout, ended.stdout

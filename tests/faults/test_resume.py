@@ -8,7 +8,7 @@ EQUAL = "equal those of an uninterrupted run bit for bit"
 
 @pytest.mark.fault(
     "a rank is killed within an epoch, twice, under `keras-dist run --max-restarts`, with "
-    "`EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint` and `CSVLogger`",
+    "`BatchNormalization`, `EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint` and `CSVLogger`",
     f"weights, checkpoints, CSV file and history {EQUAL}",
     within=120,
 )

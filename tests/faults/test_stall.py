@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from keras_dist._engine.rank_tree import branches
+
 BEGIN = """
 import os, signal, time
 from keras_dist import ops
@@ -108,6 +110,31 @@ if rank == 0:
     assert seconds < 20
     assert re.search(r"ranks 1, 2 of 3 have waited \d+ s for rank 0 in allreduce", job.stdout)
     assert "no answer, the process is stopped (SIGSTOP, or a debugger)" in job.stdout
+
+
+@pytest.mark.fault(
+    "of 12 ranks, one that asks another for the root is stopped (SIGSTOP), and the other does not "
+    "arrive",
+    ENDS.format("the latter with its stack"),
+    within=30,
+)
+def test_a_stopped_rank_does_not_hide_those_that_it_asks(run_watched):
+    [relay, below], *_ = [part for part in branches(range(1, 12)) if len(part) > 1]
+    text = f"""
+def stay_away():
+    time.sleep(1000)
+if rank == {relay}:
+    os.kill(os.getpid(), signal.SIGSTOP)
+if rank == {below}:
+    stay_away()
+{LOSS}
+"""
+    job, _ = run_watched(12, text)
+    assert job.returncode != 0
+    assert re.search(rf"s for ranks {relay}, {below} in allreduce\('loss'\)", job.stdout)
+    assert "in stay_away" in job.stdout
+    assert "no answer, the process is stopped (SIGSTOP, or a debugger)" in job.stdout
+    assert "The job ends now: the limit is 3 s" in job.stdout
 
 
 @pytest.mark.fault(

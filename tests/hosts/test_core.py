@@ -19,13 +19,21 @@ EQUALITY = [
     "::test_resumed_training_equals_training_that_was_not_interrupted",
 ]
 
-# The other numbers of hosts and ranks are for the slow tests.
-CASES = [(2, 1), *(pytest.param(*case, marks=SLOW) for case in ((2, 2), (3, 1), (3, 2)))]
+# The other libraries, numbers of hosts and ranks, and training are for the slow tests.
+SIZES = [(2, 1), (2, 2), (3, 1), (3, 2)]
+CASES = [
+    pytest.param(library, tests, *size, id=f"{library}-{name}-{size[0]}-{size[1]}", marks=marks)
+    for library in ("mpich", "openmpi")
+    for name, tests in (("engine", ENGINE), ("equality", EQUALITY))
+    for size in SIZES
+    for marks in [() if (library, name, size) == ("mpich", "engine", (2, 1)) else SLOW]
+]
 
 
-@pytest.mark.parametrize(("hosts", "ranks_per_host"), CASES, indirect=["hosts"])
 @pytest.mark.parametrize(
-    "tests", [ENGINE, pytest.param(EQUALITY, marks=SLOW)], ids=["engine", "equality"]
+    ("python_of_library", "tests", "hosts", "ranks_per_host"),
+    CASES,
+    indirect=["python_of_library", "hosts"],
 )
 def test_the_core_of_the_suite(run_on_hosts, python_of_library, ranks_per_host, tests):
     options = ["--color=no", "-q", "-x", "-p", "no:cacheprovider"]

@@ -76,7 +76,7 @@ def test_fit_reduces_between_two_programs_and_by_no_callback(monkeypatch):
 
     if keras_dist.size() == 1:
         pytest.skip("one rank does not reduce")
-    monkeypatch.setattr(backend, "io_callback", None)  # a callback would fail
+    monkeypatch.setattr(backend, "call_host", None)  # a callback would fail
     expected, x, y = expected_and_rows(keras.optimizers.SGD(0.1))
     model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=keras_dist.callbacks())

@@ -172,15 +172,10 @@ def test_shuffled_arrays_go_on_in_the_order_of_the_epoch(directory):
     keras_dist.barrier()
     assert fit_arrays(BackupAndRestore(directory)) == (expected, [2, 3], came_to)
     keras_dist.barrier()
-    # Within an epoch moving statistics differ: they were averaged for the backup.
-    learnt = [value_of(variable) for variable in model_state.replicated_variables(model.optimizer)]
     with pytest.raises(Interrupted):
         fit_arrays(BackupAndRestore(directory, save_freq=1), Interrupt(2, batch=0))
     keras_dist.barrier()
-    assert fit_arrays(BackupAndRestore(directory))[1:] == ([2, 3], came_to)
-    assert [
-        value_of(variable) for variable in model_state.replicated_variables(model.optimizer)
-    ] == learnt
+    assert fit_arrays(BackupAndRestore(directory)) == (expected, [2, 3], came_to)
 
 
 def test_the_model_itself_starts_anew_once_it_is_done(directory):

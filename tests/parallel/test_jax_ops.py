@@ -1,6 +1,7 @@
 """keras_dist.jax: collectives of arrays and pytrees, inside and outside `jax.jit`."""
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 
 import keras_dist
 import keras_dist.jax as hvd
-from keras_dist import ops
+from keras_dist import errors, ops
+from keras_dist._backends import jax_callback
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -265,14 +267,20 @@ def test_calls_wait_for_programs_started_before_them():
     assert float(last) == 100 * hvd.size()
 
 
+def recorded_order(monkeypatch):
+    """Returns a list to which each call of `allreduce` adds its factor before the reduction."""
+    order, reduce = [], ops.allreduce
+
+    def recorded(array, op, name, prescale_factor, *others, **options):
+        order.append(prescale_factor)
+        return reduce(array, op, name, prescale_factor, *others, **options)
+
+    monkeypatch.setattr(ops, "allreduce", recorded)
+    return order
+
+
 def test_operations_run_in_program_order(monkeypatch):
-    order, reduce = [], ops.grouped_allreduce
-
-    def recorded(arrays, **options):
-        order.append(options["prescale_factor"])
-        return reduce(arrays, **options)
-
-    monkeypatch.setattr(ops, "grouped_allreduce", recorded)
+    order = recorded_order(monkeypatch)
 
     @jax.jit
     def program(matrix):
@@ -286,6 +294,86 @@ def test_operations_run_in_program_order(monkeypatch):
     for found, factor in zip(results, (0.5, 1, 2, 4), strict=True):
         equal(found, np.full(found.shape, factor * hvd.size()))
     assert order == [0.5, 1.0, 2.0, 4.0]
+
+
+def test_operations_of_loops_branches_and_later_programs_run_in_program_order(monkeypatch):
+    order = recorded_order(monkeypatch)
+    ones = jnp.ones(3).block_until_ready()
+
+    def scaled(factor):
+        return lambda x: hvd.allreduce(x * 0 + 1, "sum", prescale_factor=factor)
+
+    @jax.jit
+    def first(matrix, flag):
+        slow = jax.lax.fori_loop(0, 20, lambda _, a: jnp.tanh(a @ a), matrix)
+        late = scaled(1.0)(slow[:3, 0])
+        # None of these needs the results of others.
+        looped = jax.lax.scan(lambda c, x: (c, scaled(2.0)(x)), 0, jnp.ones((3, 3)))[1]
+        branch = jax.lax.cond(flag, scaled(4.0), scaled(8.0), ones)
+        return late, looped, branch, scaled(16.0)(ones)
+
+    second = jax.jit(scaled(32.0))
+    found = *first(jnp.eye(300), True), second(ones)
+    for result, factor in zip(found, (1, 2, 4, 16, 32), strict=True):
+        equal(result, np.full(result.shape, factor * hvd.size()))
+    assert order == [1, 2, 2, 2, 4, 16, 32]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_loops_and_branches_have_the_bits_of_single_calls(monkeypatch, in_place):
+    if not in_place:  # as other devices, and versions of JAX without buffer callbacks
+        monkeypatch.setattr(jax_callback, "has_buffer_callbacks", lambda context: False)
+    rows = jnp.asarray(np.random.default_rng(hvd.rank()).standard_normal((4, 40_000)), "float32")
+
+    def step(carry, given):
+        number, row = given
+        mean = hvd.allreduce(jnp.maximum(carry, row))
+        out = jax.lax.cond(
+            number % 2 == 0,
+            lambda x: hvd.allreduce(x, "sum", prescale_factor=1 / 3),
+            lambda x: hvd.allreduce(x, "max"),
+            row,
+        )
+        return mean, out
+
+    program = jax.jit(lambda rows: jax.lax.scan(step, rows[0], (jnp.arange(4), rows)))
+    mean, outs = program(rows)
+    carry = rows[0]
+    for number, row in enumerate(rows):
+        carry, out = step(carry, (np.int32(number), row))
+        assert np.asarray(outs[number]).tobytes() == np.asarray(out).tobytes()
+    assert np.asarray(mean).tobytes() == np.asarray(carry).tobytes()
+    assert ("xla_buffer_python" in program.lower(rows).as_text()) is in_place
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "bfloat16", "float16", "float32", "complex64"])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5)])
+def test_programs_reduce_every_dtype_and_shape(dtype, shape):
+    x = jnp.asarray(np.arange(np.prod(shape)).reshape(shape) + hvd.rank(), dtype)
+    op = "max" if dtype == "bool" else "sum"
+    donating = jax.jit(lambda x: hvd.allreduce(x, op), donate_argnums=0)
+    expected = np.asarray(hvd.allreduce(x, op))
+    found = np.asarray(donating(x + x.dtype.type(0)))
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda: jax.vmap(hvd.allreduce)(jnp.ones((2, 3))),
+        lambda: jax.jit(jax.grad(lambda x: hvd.allreduce(x, "max").sum()))(jnp.ones(3)),
+    ],
+)
+def test_transformations_without_meaning_are_explained(transformed):
+    with pytest.raises(errors.ArgumentError, match=r"Use jax\.grad or jax\.vjp"):
+        transformed()
+
+
+def test_a_program_that_is_not_compiled_reduces():
+    traced = jax.make_jaxpr(hvd.allreduce)(jnp.ones(3))
+    [found] = jax.extend.core.jaxpr_as_fun(traced)(jnp.full(3, float(hvd.rank())))
+    equal(found, np.full(3, (hvd.size() - 1) / 2))
 
 
 def test_mismatches_are_errors_on_every_rank_and_the_job_continues():

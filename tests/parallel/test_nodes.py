@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 from bits import equal_on_all
 from mpi4py import MPI
+from test_rows import expected_of, rows_of
 
 import keras_dist
 from keras_dist import _engine, errors, runtime
 from keras_dist._engine.arithmetic import ReduceOp
-from keras_dist._engine.mpi import reduction
+from keras_dist._engine.collectives import row_exchange
+from keras_dist._engine.mpi import reduction, transfer
+from keras_dist._engine.mpi.transfer import allgather_in_place
 from keras_dist._engine.shm import bucket_reduction
 
 OPS = ["sum", "average", "min", "max"]
@@ -88,7 +91,7 @@ def test_a_bucket_is_reduced_on_the_nodes_first():
     fused = _engine.FusedAllreduce(comm, ["a", "b", "c"], specs, _engine.OpOptions(), plan)
     for _ in range(3):
         results = fused(arrays)
-    assert fused.lends and fused.nbytes > 2 * 4 * LARGE
+    assert fused.lends and fused.memory.is_ready(0)
     if comm.rank == comm.size - 1:  # it keeps memory that other ranks of its node would write to
         kept = results, [result.copy() for result in results]
     for _ in range(4):
@@ -96,7 +99,6 @@ def test_a_bucket_is_reduced_on_the_nodes_first():
         results = fused([array + 1 for array in arrays])
         del results
         results = fused(arrays)
-    assert not fused.lends
     if comm.rank == comm.size - 1:
         for result, before in zip(*kept, strict=True):
             np.testing.assert_array_equal(result, before)
@@ -129,6 +131,28 @@ def test_a_slice_that_one_rank_cannot_reduce_is_an_error_on_all_nodes(monkeypatc
     np.testing.assert_array_equal(fused([mine])[0], expected)
     comm.world.Barrier()
     comm.free()
+
+
+@pytest.mark.parametrize("limit", [5_000, 2**30])  # several messages, one
+def test_a_part_of_the_rows_of_each_node_crosses_in_each_local_rank(monkeypatch, limit):
+    comm, sent = runtime.communicator(), []
+    parts = [rows_of(r, 400 * (r + 1), (16,)) for r in range(comm.size)]
+
+    def recorded(world, buffer, bounds, in_place):
+        low, high = bounds[world.Get_rank()]
+        sent.append(high - low)
+        allgather_in_place(world, buffer, bounds, in_place)
+
+    monkeypatch.setattr(row_exchange, "allgather_in_place", recorded)
+    monkeypatch.setattr(transfer, "MAX_NBYTES", limit)
+    found, _ = keras_dist.sparse_allreduce(*parts[comm.rank])
+    assert found.tobytes() == expected_of(parts, "average")[0].tobytes()
+    if comm.node is None:
+        assert sent == []
+        return
+    # Of each row and its index, one local rank of its node sends a byte to the other nodes.
+    unique = sum(len(np.unique(indices)) for _, indices in parts)
+    assert sum(keras_dist.allgather_object(sum(sent))) == unique * (16 * 4 + 8)
 
 
 def test_a_rank_on_another_node_that_differs_is_named():
@@ -294,7 +318,7 @@ def test_compressed_results_are_rounded_once(dtype, compression, count):
 def test_pieces_between_nodes_do_not_change_bits(monkeypatch):
     mine = contribution(keras_dist.rank(), 100_000, np.float32)
     whole = [keras_dist.allreduce(mine, compression=each).tobytes() for each in ("none", "bf16")]
-    monkeypatch.setattr(reduction, "piece_nbytes", lambda ranks: 3000)
+    monkeypatch.setattr(reduction, "piece_nbytes", lambda ranks, nbytes: 3000)
     cut = [keras_dist.allreduce(mine, compression=each).tobytes() for each in ("none", "bf16")]
     assert cut == whole
 
@@ -331,3 +355,37 @@ def test_a_wrong_compressor_is_an_error_on_every_rank():
     with pytest.raises(errors.ArgumentError, match="decompress of Wrong"):
         keras_dist.allreduce(np.ones(50_000, np.float32), compression=wrong)
     assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
+
+
+KIB = 256  # elements of float32
+
+
+@pytest.mark.parametrize("count", [KIB, 64 * KIB, 1024 * KIB])
+@pytest.mark.parametrize("other", [0, KIB + 1, 63 * KIB, 1000 * KIB, 5000 * KIB])
+def test_numbers_in_messages_do_not_outlive_a_difference(count, other):
+    is_last = keras_dist.rank() == keras_dist.size() - 1
+    mine, size = np.ones(count, np.float32), keras_dist.size()
+    out = np.zeros_like(mine)
+    for _ in range(2):  # the second call has a short path
+        assert (keras_dist.allreduce(mine, "sum") == size).all()
+    with pytest.raises(errors.MismatchError):
+        if not is_last:
+            keras_dist.allreduce(mine, "sum", out=out)
+        elif other:
+            keras_dist.allreduce(np.ones(other, np.float32), "sum")
+        else:
+            keras_dist.barrier()
+    assert (out == 0).all() and (mine == 1).all()
+    for _ in range(2):
+        assert (keras_dist.allreduce(mine, "sum", out=out) == size).all()
+
+
+@pytest.mark.parametrize("count", [KIB, 40 * KIB, 100 * KIB, 1024 * KIB, 3000 * KIB])
+@pytest.mark.parametrize("op", ["sum", "average"])
+def test_a_short_path_has_the_bits_of_a_plan(count, op):
+    mine = contribution(keras_dist.rank(), count, np.float32)
+    first, second = keras_dist.allreduce(mine, op), keras_dist.allreduce(mine, op)
+    [grouped] = keras_dist.grouped_allreduce([mine], op)
+    by_name = keras_dist.allreduce(mine, op, name="bits")
+    assert first.tobytes() == second.tobytes() == grouped.tobytes() == by_name.tobytes()
+    assert equal_on_all(first)

@@ -1,13 +1,15 @@
 """A resumed fit: callbacks, metrics and learning rates continue as without an interruption."""
 
 import datetime
+import inspect
 import logging
+import unittest.mock
 
 import keras
 import numpy as np
 import pytest
 from test_backup import Interrupt, Interrupted, everything_of
-from training import BATCH, distributed, make_data
+from training import BATCH, agreed, distributed, make_data
 
 import keras_dist
 from keras_dist import errors
@@ -52,16 +54,36 @@ class Counts(keras.callbacks.Callback):
         self.batches, self.sums = state["batches"], state["sums"]
 
 
-def new_model(optimizer=None, graph=False):
+class Statistics(keras.callbacks.Callback):
+    """Records the moving statistics of this rank after each batch of the last epoch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.found = {}
+
+    def on_train_batch_end(self, batch, logs=None):
+        weights = self.model.non_trainable_weights
+        self.found[batch] = [keras.ops.convert_to_numpy(weight).tobytes() for weight in weights]
+
+
+def new_model(optimizer=None, graph=False, regularised=False):
     """A model that runs eagerly on TensorFlow, unless tracing is tested: tracing takes longest."""
     optimizer = optimizer or keras.optimizers.SGD(0.1, momentum=0.9)
     eagerly = not graph and keras.backend.backend() == "tensorflow"
-    return distributed(optimizer, metrics=["accuracy"], run_eagerly=eagerly)
+    return distributed(optimizer, regularised, metrics=["accuracy"], run_eagerly=eagerly)
 
 
-def fit(*callbacks, behind=(), epochs=2, optimizer=None, model=None, graph=False, **options):
+def fit(
+    *callbacks,
+    behind=(),
+    epochs=2,
+    optimizer=None,
+    model=None,
+    graph=False,
+    regularised=False,
+    **options,
+):
     """Trains on different samples on each rank; returns the model and its history."""
-    model = model or new_model(optimizer, graph)
+    model = model or new_model(optimizer, graph, regularised)
     x, y = make_data(STEPS * BATCH, seed=keras_dist.rank())
     callbacks = [*keras_dist.callbacks(*callbacks), *behind]
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0, **options}
@@ -137,12 +159,14 @@ def test_training_that_was_stopped_stays_stopped(shared_tmp_path, caplog):
     assert caplog.text.count("training was stopped after epoch 2") == (keras_dist.rank() == 0)
 
 
-@pytest.mark.parity("a resumed epoch: equal learning rates at batches, batch numbers and metrics")
+@pytest.mark.parity(
+    "a resumed epoch: equal learning rates at batches, batch numbers, metrics and moving statistics"
+)
 def test_every_batch_of_an_epoch_resumes_to_the_bit(shared_tmp_path):
     made = []
 
     def make():
-        made[:] = [Counts()]
+        made[:] = [Counts(), Statistics()]
         # From 0, which would zero a velocity that is scaled with the rate.
         ramp = LearningRateScheduleCallback(
             0.2, lambda epoch: abs(epoch - 1), staircase=False, steps_per_epoch=STEPS
@@ -150,15 +174,18 @@ def test_every_batch_of_an_epoch_resumes_to_the_bit(shared_tmp_path):
         falling = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7)
         return [ramp, falling, *made]
 
-    model, expected = fit(*make(), graph=True)
-    counts = made[0]
+    model, expected = fit(*make(), graph=True, regularised=True)
+    counts, statistics = made
+    assert keras_dist.size() == 1 or not agreed(statistics.found)
     for batch in range(STEPS):
         folder = shared_tmp_path / f"backup {batch}"
-        again, found = resumed(folder, 1, batch, make, graph=True)
+        again, found = resumed(folder, 1, batch, make, graph=True, regularised=True)
         assert everything_of(again) == everything_of(model), batch
         assert found.history == expected.history, batch
         assert made[0].batches == counts.batches == 2 * list(range(STEPS))
         assert made[0].sums == counts.sums
+        later = range(batch + 1, STEPS)
+        assert made[1].found == {number: statistics.found[number] for number in later}
 
 
 def test_a_warmup_resumes_to_the_bit_within_an_epoch(shared_tmp_path):
@@ -294,7 +321,19 @@ def test_callbacks_whose_state_is_lost_are_named_once(shared_tmp_path, caplog):
     )
 
 
-def test_what_keras_callbacks_keep_has_the_names_that_are_known():
+STATELESS = {"CSVLogger", "LambdaCallback", "LearningRateScheduler", "ProgbarLogger"}
+STATELESS |= {"Callback", "CallbackList", "RemoteMonitor", "TerminateOnNaN"}
+
+
+def test_every_callback_of_keras_is_known():
+    kinds = [kind for kind in vars(keras.callbacks).values() if isinstance(kind, type)]
+    known = STATELESS | callback_states.STATE_ATTRIBUTES.keys()
+    assert {
+        kind.__name__ for kind in kinds if issubclass(kind, keras.callbacks.Callback)
+    } == known, "add new callbacks to STATE_ATTRIBUTES, or to STATELESS here"
+
+
+def test_what_keras_callbacks_keep_has_the_names_that_are_known(monkeypatch):
     made = {
         "BackupAndRestore": keras.callbacks.BackupAndRestore("directory"),
         "EarlyStopping": keras.callbacks.EarlyStopping(),
@@ -304,6 +343,10 @@ def test_what_keras_callbacks_keep_has_the_names_that_are_known():
         "SwapEMAWeights": keras.callbacks.SwapEMAWeights(),
         "TensorBoard": keras.callbacks.TensorBoard(),
     }
+    if "OrbaxCheckpoint" in callback_states.STATE_ATTRIBUTES:
+        kind = keras.callbacks.OrbaxCheckpoint
+        monkeypatch.setattr(inspect.getmodule(kind), "ocp", unittest.mock.MagicMock())
+        made["OrbaxCheckpoint"] = kind("directory")
     made["EarlyStopping"].on_train_begin()
     made["History"].on_train_begin()
     for kind, names in callback_states.STATE_ATTRIBUTES.items():

@@ -102,6 +102,8 @@ def test_threads_are_this_ranks_share_of_the_cores():
     if world.size > 1:
         chosen = tf.config.threading.get_intra_op_parallelism_threads()
         assert (chosen or int(os.environ["TF_NUM_INTRAOP_THREADS"])) == expected
+        # A host call that runs a graph needs a second thread.
+        assert int(os.environ["TF_NUM_INTEROP_THREADS"]) == max(expected, 2)
 
 
 @pytest.mark.parametrize(

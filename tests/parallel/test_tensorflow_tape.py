@@ -314,12 +314,12 @@ def test_large_gradients_are_read_without_a_copy(count, is_leased):
 
     for _ in range(9):
         step(tf.ones([count]))
-    in_turn = seen[3:] == seen[:-3] and len(set(seen)) == 3
+    few = len(set(seen)) <= 3
     with open("/proc/self/maps") as lines:
         segments = [line for line in lines if "/dev/shm" in line]
     bounds = [[int(end, 16) for end in line.split()[0].split("-")] for line in segments]
     shared = [any(low <= address < high for low, high in bounds) for address in seen]
-    assert (in_turn and all(shared)) if is_leased else not any(shared)
+    assert (few and all(shared)) if is_leased else not any(shared)
 
 
 @pytest.mark.parametrize("options", [{}, {"backward_passes_per_step": 2}], ids=str)

@@ -47,11 +47,12 @@ def test_an_unreadable_cache_is_measured_again(cache, text):
     assert "measured on steps" in how
 
 
-def test_few_gradients_are_not_worth_measuring(monkeypatch):
+def test_few_gradients_and_those_that_overlap_are_not_measured(monkeypatch):
     monkeypatch.setattr(_engine, "best_bucket_nbytes", None)  # a call would fail
     comm = runtime.communicator()
     assert bucket_size.bucket_nbytes(comm) == 25 * 2**20
     assert bucket_size.bucket_nbytes(comm, CALL, 2**20) == 25 * 2**20
+    assert bucket_size.bucket_nbytes(comm, CALL, 2**30, overlaps=True) == 4 * 2**20
 
 
 def test_different_gradients_are_named_before_the_measurement(cache, monkeypatch):

@@ -19,10 +19,10 @@ def make_model(optimizer=None, regularised=False, **options):
     return compiled(keras.Sequential(layers), optimizer, **options)
 
 
-def distributed(optimizer=None, **options):
+def distributed(optimizer=None, regularised=False, **options):
     """The same classifier with a distributed optimizer."""
     wrapped = keras_dist.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.1))
-    return make_model(optimizer=wrapped, **options)
+    return make_model(wrapped, regularised, **options)
 
 
 def compiled(model, optimizer=None, **options):

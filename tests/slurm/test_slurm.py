@@ -1,9 +1,12 @@
 """examples/jobs/slurm_*.sh, submitted to a Slurm cluster of two nodes."""
 
+import dataclasses
+import functools
 import json
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +58,21 @@ print(f"trained {pace.steps} steps", flush=True)
 STEPS = 30 * 4
 
 
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A job that was submitted.
+
+    Args:
+        number: its number in Slurm.
+        folder: its directory.
+        again: submits it in another directory, and returns that job.
+    """
+
+    number: int
+    folder: Path
+    again: Callable[[Path], "Job"]
+
+
 @pytest.fixture
 def submit(cluster, open_mpi, tmp_path):
     """A function that submits a script of examples/jobs with the ranks of a small cluster."""
@@ -77,9 +95,10 @@ def submit(cluster, open_mpi, tmp_path):
         given = lean(KERAS_BACKEND="torch", OMP_NUM_THREADS="1", **MPICH_SETTINGS)
         given |= {"HOME": str(home), "PATH": f"{tmp_path / 'bin'}:{given['PATH']}"}
         size = ["--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=2"]
-        return cluster.submit(
-            script, *size, f"--chdir={folder}", f"--output={folder / 'output'}", *options, **given
-        )
+        where = [f"--chdir={folder}", f"--output={folder / 'output'}"]
+        number = cluster.submit(script, *size, *where, *options, **given)
+        again = functools.partial(submit, script, python=python, train_slowly=train_slowly)
+        return Job(number, folder, lambda folder: again(folder, *options))
 
     return submit
 
@@ -127,15 +146,24 @@ def wait_for(condition, seconds=60):
         time.sleep(0.2)
 
 
-def complete(cluster, folder, number):
-    """Waits for the end of a job that must succeed."""
-    ended = cluster.wait(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", seconds=300)
-    assert ended["JobState"] == "COMPLETED", output(folder)
+def complete(cluster, job, tries=3):
+    """Waits for the end of a job that must succeed; returns it.
+
+    Open MPI sometimes fails to start ranks on a machine with too few cores: then no rank has
+    printed anything about itself, and the job is submitted again.
+    """
+    states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+    ended = cluster.wait(job.number, *states, seconds=300)
+    started = [fields for fields in about(job.folder) if fields["restarts"] == ended["Restarts"]]
+    if ended["JobState"] == "FAILED" and not started and tries > 1:
+        folder = job.folder.with_name(f"{job.folder.name}-again")
+        return complete(cluster, job.again(folder), tries - 1)
+    assert ended["JobState"] == "COMPLETED", output(job.folder)
+    return job
 
 
 def test_srun_starts_the_ranks_with_their_gpus(cluster, submit, tmp_path):
-    folder = tmp_path / "job"
-    complete(cluster, folder, submit(SRUN, folder))
+    folder = complete(cluster, submit(SRUN, tmp_path / "job")).folder
     assert about(folder) == ranks()
     assert output(folder).count(f"trained {STEPS} steps") == 4
 
@@ -150,17 +178,17 @@ def script_of_the_page():
 def test_a_job_at_its_time_limit_is_requeued_and_resumes_to_the_bit(cluster, submit, tmp_path):
     script = tmp_path / "page.sh"
     script.write_text(script_of_the_page())
-    whole, folders = tmp_path / "whole", [tmp_path / "srun", tmp_path / "page"]
     # Slurm sends the signal 120 to 150 s before the limit.
     options = ["--time=4", "--nodes=2"]
-    numbers = [
-        submit(script, folder, *options, train_slowly=True)
-        for script, folder in zip([SRUN, script], folders, strict=True)
+    interrupted = [
+        submit(SRUN, tmp_path / "srun", *options, train_slowly=True),
+        submit(script, tmp_path / "page", *options, train_slowly=True),
     ]
-    complete(cluster, whole, submit(SRUN, whole))
-    for number, folder in zip(numbers, folders, strict=True):
-        complete(cluster, folder, number)
-        assert cluster.job(number)["Restarts"] == "1"
+    whole = complete(cluster, submit(SRUN, tmp_path / "whole")).folder
+    for submitted in interrupted:
+        job = complete(cluster, submitted)
+        folder = job.folder
+        assert cluster.job(job.number)["Restarts"] == "1"
         # The jobs run side by side, on different GPUs.
         found = [{**fields, "gpus": None} for fields in about(folder)]
         assert found == ranks("0", gpus=None) + ranks("1", gpus=None)
@@ -174,18 +202,17 @@ def test_a_job_at_its_time_limit_is_requeued_and_resumes_to_the_bit(cluster, sub
 def test_keras_dist_run_starts_the_ranks_of_the_allocation(
     cluster, submit, tmp_path, python_of_library
 ):
-    folder = tmp_path / "job"
-    number = submit(MPIRUN, folder, python=python_of_library)
-    complete(cluster, folder, number)
-    assert about(folder) == ranks()
-    logs = [(folder / "logs" / str(number) / f"rank-{rank}.log").read_text() for rank in range(4)]
+    job = complete(cluster, submit(MPIRUN, tmp_path / "job", python=python_of_library))
+    assert about(job.folder) == ranks()
+    folder = job.folder / "logs" / str(job.number)
+    logs = [(folder / f"rank-{rank}.log").read_text() for rank in range(4)]
     assert all("trained" in log for log in logs)
 
 
 @pytest.mark.parametrize("script", [SRUN, MPIRUN], ids=["srun", "mpirun"])
 def test_scancel_ends_every_rank(cluster, submit, tmp_path, script):
     folder = tmp_path / "job"
-    number = submit(script, folder, train_slowly=True)
+    number = submit(script, folder, train_slowly=True).number
     started(folder)
     cluster.run("scancel", number)
     cluster.wait(number, "CANCELLED", seconds=60)
@@ -197,7 +224,7 @@ def test_scancel_ends_every_rank(cluster, submit, tmp_path, script):
 
 def test_top_shows_the_job(cluster, submit, tmp_path):
     folder = tmp_path / "job"
-    number = submit(SRUN, folder, train_slowly=True)
+    number = submit(SRUN, folder, train_slowly=True).number
     started(folder)
     ranks_in_fit = []
 

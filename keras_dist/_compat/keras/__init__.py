@@ -1,6 +1,13 @@
 """Private and undocumented names of Keras."""
 
-from keras_dist._compat.keras import callbacks, models, optimizer_state, optimizers, seeds
+from keras_dist._compat.keras import (
+    callbacks,
+    models,
+    optimizer_state,
+    optimizers,
+    seeds,
+    sliced_updates,
+)
 from keras_dist._compat.keras.versions import version
 
 __all__ = ["CONTRACT", "version"]
@@ -8,6 +15,7 @@ __all__ = ["CONTRACT", "version"]
 CONTRACT = (
     *optimizers.CONTRACT,
     *optimizer_state.CONTRACT,
+    *sliced_updates.CONTRACT,
     *models.CONTRACT,
     *seeds.CONTRACT,
     *callbacks.CONTRACT,

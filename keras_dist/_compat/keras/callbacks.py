@@ -27,6 +27,9 @@ STATE_ATTRIBUTES = {
     "SwapEMAWeights": ("_ema_weights_in_model",),
     "TensorBoard": ("_global_test_batch", "_global_train_batch"),
 }
+if hasattr(keras.callbacks, "OrbaxCheckpoint"):  # of recent versions
+    counters = ("_batches_seen_since_last_saving", "_last_batch_seen", "_total_batches_seen")
+    STATE_ATTRIBUTES["OrbaxCheckpoint"] = (*counters, "best")
 
 
 def model_of(callback: Any) -> Any:

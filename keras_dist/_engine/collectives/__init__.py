@@ -1,19 +1,24 @@
 """The collectives: operations that every rank of a communicator calls."""
 
+from keras_dist._engine.collectives import on_device
 from keras_dist._engine.collectives.adasum import adasum, check_power_of_two
-from keras_dist._engine.collectives.allgather import allgather, grouped_allgather
-from keras_dist._engine.collectives.allreduce import allreduce
+from keras_dist._engine.collectives.allgather import allgather
+from keras_dist._engine.collectives.allgather import grouped_allgather as _grouped_allgather
+from keras_dist._engine.collectives.allreduce import ListKey, allreduce
 from keras_dist._engine.collectives.alltoall import alltoall
 from keras_dist._engine.collectives.barrier import barrier
-from keras_dist._engine.collectives.broadcast import broadcast, broadcast_into
+from keras_dist._engine.collectives.broadcast import broadcast as _broadcast
+from keras_dist._engine.collectives.broadcast import broadcast_into
+from keras_dist._engine.collectives.device_rows import rows_through
 from keras_dist._engine.collectives.end_of_script import wait_for_end
 from keras_dist._engine.collectives.join import join_all
 from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
-from keras_dist._engine.collectives.reducescatter import reducescatter
+from keras_dist._engine.collectives.reducescatter import reducescatter as _reducescatter
 from keras_dist._engine.collectives.rendezvous import raise_on_all, rendezvous_count, report_error
-from keras_dist._engine.collectives.slices import reduce_slices
+from keras_dist._engine.collectives.slices import reduce_slices as _reduce_slices
 
 __all__ = [
+    "ListKey",
     "adasum",
     "allgather",
     "allgather_object",
@@ -33,3 +38,8 @@ __all__ = [
     "report_error",
     "wait_for_end",
 ]
+
+broadcast = on_device.through(_broadcast, on_device.broadcast)
+grouped_allgather = on_device.through(_grouped_allgather, on_device.allgather)
+reduce_slices = rows_through(_reduce_slices)
+reducescatter = on_device.through(_reducescatter, on_device.reducescatter)

@@ -1,24 +1,25 @@
 """allreduce: one result from the values of all ranks, with equal bits on each."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
+from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.collectives.fused import FusedAllreduce
 from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.rendezvous import raise_on_all, rendezvous
+from keras_dist._engine.collectives.repeated import repeated
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.options import OpOptions, PlanOptions
 from keras_dist._engine.recovery.retry import retried
 
-__all__ = ["allreduce"]
+__all__ = ["ListKey", "allreduce"]
 
-# Limits of the plans that are kept: their number, and their shared memory in bytes.
-MAX_PLANS = 64
-MAX_PLAN_NBYTES = 256 * 2**20
+MAX_CALLS = 4096  # several may have one plan: a compressor is part of a call by identity
+MAX_PLANS = 1024  # that are kept; the regions are the memory of all of them
 
 _spec_of = operator.attrgetter("shape", "dtype")
 
@@ -31,10 +32,11 @@ def allreduce(
     names: Sequence[str],
     options: OpOptions,
     bucket_nbytes: int,
+    repeat: Hashable | None = None,
 ) -> list[np.ndarray]:
     """Reduces a list of arrays. Collective: every rank; blocks.
 
-    The plans of recent calls are kept: a call like an earlier one finds its memory allocated.
+    The plans of recent calls are kept. Their memory is that of all single calls, by size.
 
     Args:
         comm: the ranks.
@@ -42,6 +44,8 @@ def allreduce(
         names: names of the arrays in messages.
         options: the reduction.
         bucket_nbytes: size in bytes at which a bucket is closed.
+        repeat: key of `comm.calls` for the short path of calls like this one, if they have one: a
+            function of the array or of the list, see `repeated`. Defaults to none.
 
     Returns:
         New arrays of the same shapes and dtypes, bit-equal on all ranks.
@@ -55,30 +59,66 @@ def allreduce(
         if comm.faults.joined is not None:
             exchange_among(comm, None)
         return []
-    specs = tuple(map(_spec_of, arrays))
-    factors = (options.prescale, options.postscale)
-    others = (tuple(names), options.op, bucket_nbytes, options.key, factors)
-    key = _PlanKey(specs, (*others, options.compression.name))
     with comm.lock:
-        fused = comm.plans.get(key)
-        if fused is None:
-            with raise_on_all(comm, "allreduce", options.key):
-                fused = FusedAllreduce(comm, names, specs, options, PlanOptions(bucket_nbytes))
-        results = fused(arrays)
-        if comm.faults.joined is not None:
-            return results  # ranks that have joined do not know the plan
-        # The cache changes after all ranks have agreed, so it is the same on all.
-        is_new = comm.plans.pop(key, None) is None
-        comm.plans[key] = fused
-        if is_new:
-            _drop_oldest(comm.plans)
+        plan = _plan_of(comm, arrays, names, options, bucket_nbytes)
+        results = plan(arrays)
+        if repeat is not None:
+            _keep_short_path(plan, names, bucket_nbytes, repeat)
     return results
 
 
-class _PlanKey:
-    """A key of plans, hashed by a part of it: faster for many arrays."""
+def _keep_short_path(
+    plan: FusedAllreduce, names: Sequence[str], bucket_nbytes: int, repeat: Hashable
+) -> None:
+    comm, options = plan.comm, plan.options
+    if options.op is ReduceOp.ADASUM or comm.size == 1 or comm.faults.retry is not None:
+        return
 
-    def __init__(self, specs: tuple[Any, ...], others: tuple[Any, ...]):
+    def ordinary(given: Any) -> Any:
+        if len(names) == 1:
+            return allreduce(comm, [given], names, options, bucket_nbytes)[0]
+        return allreduce(comm, given, names, options, bucket_nbytes)
+
+    run = repeated(plan, ordinary)
+    if run is not None:
+        if len(comm.calls) >= MAX_CALLS:
+            comm.calls.clear()
+        comm.calls[repeat] = run
+
+
+def _plan_of(
+    comm: Communicator,
+    arrays: Sequence[np.ndarray],
+    names: Sequence[str],
+    options: OpOptions,
+    bucket_nbytes: int,
+) -> FusedAllreduce:
+    """Returns the plan of an earlier call like this one, or a new one."""
+    factors = (options.prescale, options.postscale)
+    others = (tuple(names), options.op, bucket_nbytes, options.key, factors)
+    key = ListKey(arrays, (*others, options.compression.name))
+    plan: FusedAllreduce | None = comm.plans.get(key)
+    if plan is None:
+        with raise_on_all(comm, "allreduce", options.key):
+            pooled = PlanOptions(bucket_nbytes, lend=True, pooled=True)
+            plan = FusedAllreduce(comm, names, list(map(_spec_of, arrays)), options, pooled)
+        while len(comm.plans) >= MAX_PLANS:
+            comm.plans.pop(next(iter(comm.plans)), None)
+            comm.calls.clear()
+        comm.plans[key] = plan
+    return plan
+
+
+class ListKey:
+    """A key for calls with a list of arrays, hashed by a part of it: faster for many arrays.
+
+    Args:
+        arrays: the arrays, one or more; shapes and dtypes count.
+        others: what else counts.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray], others: Hashable):
+        specs = tuple(map(_spec_of, arrays))
         self._parts = specs, others
         self._hash = hash((len(specs), specs[0], others))
 
@@ -86,11 +126,4 @@ class _PlanKey:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _PlanKey) and self._parts == other._parts
-
-
-def _drop_oldest(plans: dict[Any, FusedAllreduce]) -> None:
-    nbytes = sum(plan.nbytes for plan in plans.values())
-    # The newest plan stays, whatever its size: it is likely to be used again.
-    while len(plans) > 1 and (len(plans) > MAX_PLANS or nbytes > MAX_PLAN_NBYTES):
-        nbytes -= plans.pop(next(iter(plans))).nbytes
+        return isinstance(other, ListKey) and self._parts == other._parts

@@ -1,15 +1,15 @@
 """The part of a bucket's reduction that crosses nodes, through MPI."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.arithmetic import ReduceOp, divide
+from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.buckets import Bucket
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
-from keras_dist._engine.mpi.peers import MAX_PAYLOAD_NBYTES, Message
+from keras_dist._engine.mpi.peers import MAX_PAYLOAD_NBYTES, MAX_TRAVELLING_NBYTES, Legs, Payload
 from keras_dist._engine.mpi.reduction import SMALL_NBYTES, Combination, reduce_through_mpi
 from keras_dist._engine.mpi.transfer import wait
 from keras_dist._engine.shm.bucket_reduction import Finish
@@ -36,7 +36,7 @@ class CrossNodeReduction:
         self._compression = compression
         self._library = comm.mpi if comm.reduction == "library" else None
         self._wires: dict[int, Wire] = {}
-        self._messages: dict[int, Message] = {}
+        self._legs: dict[int, Legs] = {}
         #: the reduction on each node: an average over several nodes is a sum, divided at the end
         self.op_on_node = op
         if op is ReduceOp.AVERAGE and not comm.is_one_node:
@@ -52,25 +52,25 @@ class CrossNodeReduction:
 
     def travels(self, number: int) -> bool:
         """Returns whether a bucket crosses nodes in the messages with the digests."""
-        bucket = self._buckets[number]
-        return (
-            self._comm.digests.carries
-            and self.reduces_on_node(number)
-            and bucket.nbytes <= MAX_PAYLOAD_NBYTES
-            and (self._compression is Compression.none or bucket.nbytes <= SMALL_NBYTES)
-        )
+        nbytes = self._buckets[number].nbytes
+        compresses = self._compression is not Compression.none and nbytes > SMALL_NBYTES
+        if compresses or not (self._comm.digests.carries and self.reduces_on_node(number)):
+            return False
+        if nbytes <= MAX_PAYLOAD_NBYTES:
+            return True
+        # Otherwise ranks of a node measure the limit of halving apart, and a large bucket is
+        # reduced in slices, after the rendezvous.
+        if self._comm.node is not None or self._library is not None:
+            return False
+        return nbytes <= min(self._comm.halving_nbytes, MAX_TRAVELLING_NBYTES)
 
-    def message(self, number: int) -> Message:
-        """Returns the message in which a bucket travels; its memory is used again."""
-        if number not in self._messages:
-            bucket = self._buckets[number]
-            self._messages[number] = Message(bucket.count, bucket.dtype, self.op_on_node)
-        return self._messages[number]
-
-    def finish_payload(self, result: np.ndarray) -> None:
-        """Completes the result of a payload, in place."""
-        if (divisor := self._divisor(self.op_on_node)) > 1:
-            divide(result, divisor)
+    def payload(self, number: int, load: Callable[[], np.ndarray], result: np.ndarray) -> Payload:
+        """Returns a bucket that travels; see `Payload`."""
+        if number not in self._legs:
+            bucket, peers = self._buckets[number], self._comm.digests.peers
+            self._legs[number] = peers.legs(bucket.count, bucket.dtype)
+        op = self.op_on_node
+        return Payload(self._legs[number], op, self._divisor(op), load, result)
 
     def reduce(self, number: int, source: np.ndarray, target: np.ndarray) -> None:
         """Reduces a bucket over all ranks, without shared memory. Collective; blocks.

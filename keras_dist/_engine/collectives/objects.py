@@ -7,6 +7,7 @@ from keras_dist import errors
 from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.rendezvous import raise_on_all, rendezvous
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.messages import as_message
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.signature import CollectiveSignature
 
@@ -76,7 +77,7 @@ def exchange_or_raise(comm: Communicator, found: Any) -> list[Any]:
     Raises:
         KerasDistError: that of the first rank that has one; raised on every rank.
     """
-    parts = comm.allgather_bytes(pickle.dumps(found))
+    parts = comm.allgather_bytes(as_message(found))
     objects = [pickle.loads(part.tobytes()) for part in parts]
     for each in objects:
         if isinstance(each, errors.KerasDistError):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from keras_dist import errors
@@ -12,6 +13,7 @@ from keras_dist._engine.collectives.matching import by_name, match_names
 from keras_dist._engine.collectives.refusals import RepeatRendezvous, resolve_refused
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import describe_progress
+from keras_dist._engine.messages import as_message
 from keras_dist._engine.mpi.peers import Payload
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.recovery.ulfm import check_alive
@@ -19,7 +21,14 @@ from keras_dist._engine.shm.wait import note
 from keras_dist._engine.signature import JOINED, CollectiveSignature, JoinedRanks, difference
 from keras_dist._engine.tracing import spans
 
-__all__ = ["raise_on_all", "rendezvous", "rendezvous_count", "report_error", "resolve_difference"]
+__all__ = [
+    "raise_on_all",
+    "rendezvous",
+    "rendezvous_count",
+    "repeated_rendezvous",
+    "report_error",
+    "resolve_difference",
+]
 
 SAME_STEPS = (
     "Every rank must make the same calls and the same number of steps: share the data out "
@@ -32,7 +41,14 @@ UNDEFINED = (
 )
 ELSEWHERE = "not in fit, evaluate or predict"
 
-_of_thread = threading.local()
+
+class _OfThread(threading.local):
+    """How often the thread has started a rendezvous."""
+
+    count = 0
+
+
+_of_thread = _OfThread()
 
 
 def rendezvous(
@@ -63,7 +79,7 @@ def rendezvous(
     """
     if comm.size == 1:
         return False
-    _of_thread.count = rendezvous_count() + 1
+    _of_thread.count += 1
     note(comm.ranks, call)
     while True:
         with contextlib.suppress(RepeatRendezvous):
@@ -86,9 +102,43 @@ def _meet(
     return call.holds
 
 
+def repeated_rendezvous(
+    comm: Communicator, call: CollectiveSignature
+) -> Callable[[Payload | None], bool]:
+    """Returns a short form of `rendezvous` for a call that is repeated.
+
+    The caller holds the lock, brings no notice and has refused no name. The function takes the
+    payload, and returns whether all ranks brought the same digest; otherwise they have agreed to
+    continue, as after `rendezvous`.
+
+    Args:
+        comm: the ranks, two or more.
+        call: what this rank is about to do.
+    """
+    ranks, digests, digest = comm.ranks, comm.digests, call.digest
+    on_node = digests.on_node
+
+    def again(payload: Payload | None) -> bool:
+        _of_thread.count += 1
+        note(ranks, call)
+        if on_node is None:
+            same = digests.compare(digest, payload)
+        else:
+            digests.count += 1
+            same = on_node(digest)
+        if not same:
+            try:
+                resolve_difference(comm, call)
+            except RepeatRendezvous:
+                rendezvous(comm, call, payload=payload)
+        return same
+
+    return again
+
+
 def rendezvous_count() -> int:
     """Returns how often the calling thread has started a rendezvous."""
-    return getattr(_of_thread, "count", 0)
+    return _of_thread.count
 
 
 class raise_on_all:  # a class, since a generator takes three times as long
@@ -165,7 +215,7 @@ def resolve_difference(comm: Communicator, call: CollectiveSignature) -> bool:
         MismatchError: says which rank differs, and in what.
         KerasDistError: an error in the arguments of a rank, see `raise_on_all`.
     """
-    mine = pickle.dumps(_Arrival(call, describe_progress(), comm.order.held_names()))
+    mine = as_message(_Arrival(call, describe_progress(), comm.order.held_names()))
     arrivals = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
     check_alive(comm)
     held = [arrival.held for arrival in arrivals]

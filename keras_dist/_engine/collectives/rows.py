@@ -7,6 +7,7 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.mpi.transfer import alltoall_parts, as_bytes
+from keras_dist._gpu import DeviceArray
 
 __all__ = [
     "check_numbers",
@@ -18,7 +19,9 @@ __all__ = [
 ]
 
 
-def check_rows(comm: Communicator, array: np.ndarray, name: str, purpose: str) -> None:
+def check_rows(
+    comm: Communicator, array: np.ndarray | DeviceArray, name: str, purpose: str
+) -> None:
     """Checks that an array has rows of numbers.
 
     Args:
@@ -39,7 +42,9 @@ def check_rows(comm: Communicator, array: np.ndarray, name: str, purpose: str) -
     check_numbers(comm, array, name, "allgather_object")
 
 
-def check_numbers(comm: Communicator, array: np.ndarray, name: str, other: str) -> None:
+def check_numbers(
+    comm: Communicator, array: np.ndarray | DeviceArray, name: str, other: str
+) -> None:
     """Checks that an array holds numbers, whose bytes are valid on another rank.
 
     Args:

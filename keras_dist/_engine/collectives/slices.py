@@ -1,5 +1,7 @@
 """Sparse reductions: rows of a table, such as the gradient of an embedding."""
 
+import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,14 @@ from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.objects import exchange_or_raise
 from keras_dist._engine.collectives.rendezvous import rendezvous
-from keras_dist._engine.collectives.rows import check_rows, gather_rows
+from keras_dist._engine.collectives.row_exchange import Rows, exchange_rows_of_nodes
+from keras_dist._engine.collectives.rows import check_rows
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.options import OpOptions
 from keras_dist._engine.recovery.retry import retried
+from keras_dist._engine.row_sums import RowGroups
 from keras_dist._engine.signature import Entry
+from keras_dist._engine.tracing import spans
 
 __all__ = ["reduce_slices"]
 
@@ -71,34 +76,80 @@ def reduce_slices(
     mine: Any
     try:
         _check(comm, values, indices, op, name)
-        rows, row_numbers = _contribution(values, indices, op)
-        mine = (len(rows), len(rows))
+        mine = _contribution(values, indices, op, adds_up=comm.size > 1)
     except errors.KerasDistError as error:
         mine = error
     failed = isinstance(mine, errors.KerasDistError)
     with comm.lock:
         call = options.signature("sparse_allreduce", entries=entries, spares=True)
         rendezvous(comm, call, notices)
+        places = None
         if comm.faults.joined is not None:
-            parts = exchange_among(comm, mine if failed else (rows, row_numbers))
-            rows, row_numbers = (np.concatenate(each) for each in zip(*parts, strict=True))
-            return _finish(rows, row_numbers, op, values.dtype, len(parts))
-        lengths = exchange_or_raise(comm, mine)
-        rows, row_numbers = gather_rows(comm, [rows, row_numbers], lengths)
-    return _finish(rows, row_numbers, op, values.dtype, comm.size)
+            parts = exchange_among(comm, mine if failed else (mine.array(), mine.numbers))
+            rows, numbers = (np.concatenate(each) for each in zip(*parts, strict=True))
+            count = len(parts)
+        else:
+            lengths = exchange_or_raise(comm, mine if failed else len(mine))
+            rows, numbers, places = exchange_rows_of_nodes(comm, mine, lengths)
+            count = comm.size
+        groups = RowGroups(numbers, places)
+        # Gradients of several tables are held at the same time.
+        table = name if notices else None
+        sums = comm.row_memory.result(table, (len(groups), rows.shape[1]), values.dtype)
+        with spans.phase("reduce"):
+            _reduce(groups, rows, sums, op, count)
+    return sums.reshape(len(groups), *values.shape[1:]), groups.indices
 
 
-def _finish(
-    rows: np.ndarray, row_numbers: np.ndarray, op: ReduceOp, dtype: np.dtype, count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Reduces the rows of `count` ranks."""
-    if needs_halves(dtype, op):
-        (high, where), (low, _) = (_add_up(half, row_numbers, op) for half in halves(rows))
-        return mean_of_halves(high, low, count), where
-    total, row_numbers = _add_up(rows, row_numbers, op)
-    if op is ReduceOp.AVERAGE and count > 1:
-        divide(total, count)
-    return total.astype(dtype, copy=False), row_numbers
+def _contribution(values: np.ndarray, indices: np.ndarray, op: ReduceOp, adds_up: bool) -> Rows:
+    """Returns the rows of a rank.
+
+    Args:
+        values: see `reduce_slices`.
+        indices: see `reduce_slices`.
+        op: the reduction.
+        adds_up: whether to add up rows of equal index, if a row can hold the sum.
+    """
+    halved = needs_halves(values.dtype, op)
+    dtype = values.dtype if halved else accumulator(values.dtype, op)
+    width = math.prod(values.shape[1:])
+    rows = values.reshape(len(values), width).astype(dtype, copy=False)
+    if halved or not adds_up:
+        return Rows(width, dtype, indices, lambda target: np.copyto(target, rows))
+    groups = RowGroups(indices)
+    return Rows(width, dtype, groups.indices, functools.partial(_add_up, groups, rows))
+
+
+def _add_up(groups: RowGroups, rows: np.ndarray, sums: np.ndarray) -> None:
+    # Infinities and overflow are the caller's to judge: they reach every rank alike.
+    with np.errstate(all="ignore"):
+        groups.sum_rows(rows, sums)
+
+
+def _reduce(
+    groups: RowGroups, rows: np.ndarray, results: np.ndarray, op: ReduceOp, count: int
+) -> None:
+    """Reduces the rows of `count` ranks into an array."""
+    if needs_halves(results.dtype, op):
+        high, low = np.empty_like(results), np.empty_like(results)
+        for half, total in zip(halves(rows), (high, low), strict=True):
+            groups.sum_rows(half, total)
+        results[...] = mean_of_halves(high, low, count)
+        return
+    averages, is_narrow = op is ReduceOp.AVERAGE and count > 1, rows.dtype != results.dtype
+
+    def finish(block: np.ndarray, part: slice) -> None:
+        np.add(block, 0, out=block)  # -0.0 becomes 0.0, as in a dense gradient
+        if averages:
+            divide(block, count)
+        if is_narrow:
+            results[part] = block.astype(results.dtype)
+
+    sums = results
+    if is_narrow:
+        sums = np.empty((groups.block_length(rows), results.shape[1]), rows.dtype)
+    with np.errstate(all="ignore"):
+        groups.sum_rows(rows, sums, finish)
 
 
 def _check(
@@ -123,23 +174,3 @@ def _check(
                 comm.where(), expected, f"shape {indices.shape}", "Pass one index for each row."
             )
         )
-
-
-def _contribution(
-    values: np.ndarray, indices: np.ndarray, op: ReduceOp
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rows of a rank: those of equal index are added up, if a row can hold the sum."""
-    if needs_halves(values.dtype, op):
-        return values, indices
-    return _add_up(values, indices, op)
-
-
-def _add_up(values: np.ndarray, indices: np.ndarray, op: ReduceOp) -> tuple[np.ndarray, np.ndarray]:
-    """Adds up the rows of each index, in the dtype of the accumulator."""
-    row_numbers, inverse = np.unique(indices, return_inverse=True)
-    wide = accumulator(values.dtype, op)
-    total = np.zeros((len(row_numbers), *values.shape[1:]), wide)
-    # Infinities and overflow are the caller's to judge: they reach every rank alike.
-    with np.errstate(all="ignore"):
-        np.add.at(total, inverse.reshape(-1), values.astype(wide, copy=False))
-    return total, row_numbers

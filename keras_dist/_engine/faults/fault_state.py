@@ -17,6 +17,10 @@ class FaultState:
         retry: the `Retry` that repeats operations where the job continues without ranks that die;
             `None` where the job ends.
         losses: number of ranks that have died.
+        spawned: ranks that MPI has spawned; Open MPI does not survive their death.
+        endures: whether ranks may die after some have been spawned.
+        joins: how often ranks have joined.
+        changes: how often the ranks have changed, by deaths or joins.
         mismatch: message of the last `MismatchError`.
         joined: set while some ranks have called `join` and others still reduce.
         on_missing: called when `joined` is set while this rank reduces.
@@ -24,6 +28,10 @@ class FaultState:
 
     retry: Any = None
     losses: int = 0
+    spawned: frozenset[int] = frozenset()
+    endures: bool = True
+    joins: int = 0
+    changes: int = 0
     mismatch: str | None = None
     joined: JoinedRanks | None = None
     on_missing: Callable[[], None] | None = None

@@ -43,6 +43,10 @@ class RankState:
     progress: str
     stacks: str
 
+    def __reduce__(self) -> Any:
+        # Ranks that wait in the same place have the same stacks, which a message holds once.
+        return RankState, (self.waits, self.progress, sys.intern(self.stacks))
+
     def waiting_with(self, ranks: Ranks) -> tuple[str, float] | None:
         """Returns the operation and the seconds of its wait among these ranks, if there is one."""
         return next((wait[1:] for wait in self.waits if wait[0] == ranks), None)

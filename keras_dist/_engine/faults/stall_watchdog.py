@@ -3,21 +3,22 @@
 A thread of every rank checks periodically whether another thread waits for other ranks. While none
 waits for long, no message is sent. A rank that has waited too long sends an alarm to the first rank
 that answers, usually the root. That rank asks all ranks concerned for their state, logs it and,
-after a longer time, ends the job. The threads communicate through a mailbox of their own,
-whatever the ranks wait in; if MPI does not allow several threads at once, each rank reports only
-what it knows itself. Independent of frameworks.
+after a longer time, ends the job. Alarms and questions take the ways of a tree, so that no rank
+exchanges messages with all. The threads communicate through a mailbox of their own, whatever the
+ranks wait in; if MPI does not allow several threads at once, each rank reports only what it knows
+itself. Independent of frameworks.
 """
 
 import dataclasses
-import itertools
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from keras_dist._engine.faults.alarms import ALARM, CONFIRMATION, Alarms
 from keras_dist._engine.faults.rank_state import (
     MAX_NAMED,
     Ranks,
@@ -27,6 +28,7 @@ from keras_dist._engine.faults.rank_state import (
     format_rank_list,
     is_stopped,
 )
+from keras_dist._engine.inquiry import Inquiries, Inquiry
 from keras_dist._engine.mpi.library import failed_process
 from keras_dist._engine.mpi.mailbox import Mailbox
 from keras_dist._engine.shm.segments import clean_up
@@ -54,8 +56,12 @@ class _Case:
     ends: bool = False
     asked: Ranks = ()
     asked_at: float = 0.0
-    number: int = 0
-    states: dict[int, RankState] = dataclasses.field(default_factory=dict)
+    inquiry: Inquiry[RankState] | None = None
+
+    @property
+    def states(self) -> Mapping[int, RankState]:
+        """The states of the ranks that have answered."""
+        return {} if self.inquiry is None else self.inquiry.found
 
 
 class StallWatchdog:
@@ -82,11 +88,15 @@ class StallWatchdog:
         self._launcher = os.getppid()
         self._busy_until = 0.0
         self._due: dict[float, float] = {}  # by start of a wait: seconds until the next alarm
-        self._receiver, self._alarmed_at = 0, 0.0
+        self._alarms = Alarms(
+            self._rank, self._size, self._post, self._open_case, self._patience, period or limit
+        )
+        self._inquiries = Inquiries(
+            self._rank, self._post, current_state, self._note_answers, self._patience
+        )
         self._cases: dict[Ranks, _Case] = {}
         self._reported: dict[Ranks, float] = {}
         self._silent: dict[int, float] = {}  # start of the silence of ranks that have not answered
-        self._numbers = itertools.count()
         self._mailbox = Mailbox(world) if self._talks else None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keras_dist watch", daemon=True)
@@ -107,8 +117,7 @@ class StallWatchdog:
     def stop_communication(self) -> None:
         """Sends no more messages, as a rank has died, and continues to watch this rank."""
         with self._turn:
-            self._talks, self._why_alone = False, A_RANK_HAS_DIED
-            self._cases.clear()
+            self._fall_silent()
 
     def _run(self) -> None:
         try:
@@ -127,14 +136,21 @@ class StallWatchdog:
             for message in self._receive():
                 self._handle(*message)
             self._check_waits()
+            self._alarms.check()
+            self._inquiries.check()
             for case in list(self._cases.values()):
                 self._investigate(case)
         except self._mpi.Exception as error:
             if not failed_process(self._mpi, error):
                 raise
             # A rank that waits for the dead one reports it; others may still be missing.
-            self._talks, self._why_alone = False, A_RANK_HAS_DIED
-            self._cases.clear()
+            self._fall_silent()
+
+    def _fall_silent(self) -> None:
+        self._talks, self._why_alone = False, A_RANK_HAS_DIED
+        self._cases.clear()
+        self._alarms.forget()
+        self._inquiries.forget()
 
     def _end_alone(self) -> None:
         """Ends this rank after its launcher was killed: no other process would."""
@@ -149,15 +165,15 @@ class StallWatchdog:
             os._exit(1)
 
     def _pause(self) -> float:
-        return BUSY_SECONDS if time.perf_counter() < self._busy_until else self._idle_seconds
+        awaits = self._alarms.are_pending or self._inquiries.are_open
+        is_busy = awaits or time.perf_counter() < self._busy_until
+        return BUSY_SECONDS if is_busy else self._idle_seconds
 
     # --- Messages
 
     def _post(self, rank: int, *message: Any) -> None:
         self._busy_until = time.perf_counter() + self._patience
-        if rank == self._rank:
-            self._handle(*message)
-        elif self._mailbox is not None:
+        if self._mailbox is not None:
             self._mailbox.post(rank, message)
 
     def _receive(self) -> list[Any]:
@@ -167,20 +183,17 @@ class StallWatchdog:
             self._busy_until = time.perf_counter() + self._patience
         return found
 
-    def _handle(self, kind: str, sender: int, ranks: Ranks, *more: Any) -> None:
-        if kind == "alarm":
-            self._open_case(ranks, *more)
-            self._post(sender, "heard", self._rank, ranks)
-        elif kind == "heard":
-            self._alarmed_at = 0.0
-        elif kind == "ask":
-            self._post(sender, "answer", self._rank, ranks, *more, current_state())
+    def _handle(self, kind: str, *more: Any) -> None:
+        if kind == ALARM:
+            self._alarms.handle(*more)
+        elif kind == CONFIRMATION:
+            self._alarms.confirm(*more)
         else:
-            number, state = more
-            self._silent.pop(sender, None)
-            case = self._cases.get(ranks)
-            if case is not None and case.number == number:
-                case.states[sender] = state
+            self._inquiries.handle(kind, *more)
+
+    def _note_answers(self, states: Mapping[int, RankState]) -> None:
+        for rank in states:
+            self._silent.pop(rank, None)
 
     # --- As a rank that waits
 
@@ -190,10 +203,7 @@ class StallWatchdog:
         found = waits()
         self._due = {began: self._due.get(began, 0.0) for _, _, began in found}
         if not found:
-            self._receiver, self._alarmed_at = 0, 0.0
-        elif self._alarmed_at and now - self._alarmed_at > self._patience:
-            self._receiver, self._alarmed_at = min(self._receiver + 1, self._rank), 0.0
-            self._due = dict.fromkeys(self._due, 0.0)
+            self._alarms.withdraw()
         for ranks, what, began in found:
             waited = now - began
             ends = 0 < self._limit <= waited
@@ -203,8 +213,7 @@ class StallWatchdog:
             again = waited + (self._patience if ends else self._period)
             self._due[began] = again if ends or not self._limit else min(again, self._limit)
             if self._talks:
-                self._alarmed_at = self._alarmed_at or now
-                self._post(self._receiver, "alarm", self._rank, tuple(ranks), ends)
+                self._alarms.raise_alarm(tuple(ranks), ends)
             else:
                 self._report_alone(what, waited, ends)
 
@@ -236,11 +245,8 @@ class StallWatchdog:
         if not case.asked:
             if now >= case.due:
                 case.asked = tuple(range(self._size)) if case.ends else case.ranks
-                case.asked_at, case.number = now, next(self._numbers)
-                case.states = {}
-                for rank in case.asked:
-                    self._post(rank, "ask", self._rank, case.ranks, case.number)
-        elif len(case.states) == len(case.asked) or now - case.asked_at > self._patience:
+                case.asked_at, case.inquiry = now, self._inquiries.ask(case.asked)
+        elif case.inquiry is not None and case.inquiry.is_over:
             del self._cases[case.ranks]
             self._report(case)
 

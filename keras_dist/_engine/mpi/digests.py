@@ -43,8 +43,10 @@ class DigestExchange:
         )
         if topology.world is not None and self._crosses and self._has_peers:
             # Without shared memory every rank takes part by itself.
-            self._peers = Peers(topology.world if node is None else topology.across)
+            self.peers = Peers(topology.world if node is None else topology.across)
         self.count = 0  # exchanges so far; equal on all ranks
+        #: compares digests, uncounted, where all ranks share the memory of one node
+        self.on_node = None if node is None or self._crosses else node.meet
 
     def compare(self, digest: bytes, payload: Payload | None = None) -> bool:
         """Waits for all ranks and returns whether all brought the same digest. Collective; blocks.
@@ -63,7 +65,7 @@ class DigestExchange:
         same = node is None or node.meet(digest)
         if self._crosses and self._has_peers:
             with waiting:
-                same = self._finish(self._peers.compare(digest, same, payload))
+                same = self._finish(self.peers.compare(digest, same, payload))
         if node is not None and self._answers_on_node:
             same = node.meet(self._answer(same)) and same
         return same
@@ -98,7 +100,7 @@ class DigestExchange:
         if node is not None:
             same = yield from _poll(node.start(digest))
         if self._has_peers:
-            same = yield from self._peers.compare(digest, same)
+            same = yield from self.peers.compare(digest, same)
         if node is not None and self._answers_on_node:
             agrees = yield from _poll(node.start(self._answer(same)))
             same = same and agrees
@@ -122,7 +124,7 @@ class DigestExchange:
                     self._decline()
                     time.sleep(NAP_SECONDS)
                 else:
-                    os.sched_yield()  # to ranks of this host, which may be those it waits for
+                    os.sched_yield()
         except StopIteration as stop:
             return bool(stop.value)
 

@@ -20,6 +20,7 @@ __all__ = ["crossover", "halving_nbytes", "reduce_by_halves"]
 HALF = 5  # MPI tag
 PROBE_NBYTES, PROBE_MESSAGES, PROBES = 2**18, 8, 5
 SEGMENT_NBYTES = 2**16  # of larger segments, pieces overlap with the arithmetic
+PAIR_NBYTES = 2**21  # of two nodes: their segments are the halves
 
 
 def reduce_by_halves(world: Any, target: np.ndarray, op: ReduceOp, divisor: int) -> None:
@@ -70,12 +71,12 @@ def halving_nbytes(world: Any, mpi: Any) -> int:
         mpi: mpi4py's `MPI` module.
 
     Returns:
-        The size of an array in bytes, equal on all ranks; 0 for up to 3 nodes, where halving has no
-        fewer messages.
+        The size of an array in bytes, equal on all ranks of `world`; 0 for 3 nodes, where halving
+        has no fewer messages.
     """
     size = world.Get_size()
     if size <= 3:
-        return 0
+        return PAIR_NBYTES if size == 2 else 0
     one = _probe(world, mpi, 1, 64)
     each = max(0.0, _probe(world, mpi, PROBE_MESSAGES, 64) - one) / (PROBE_MESSAGES - 1)
     byte = max(0.0, _probe(world, mpi, 1, PROBE_NBYTES) - one) / PROBE_NBYTES

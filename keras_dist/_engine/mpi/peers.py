@@ -1,60 +1,93 @@
-"""The exchange of digests with other nodes, and of the numbers of a small bucket with them.
+"""The exchange of digests with other nodes, and of the numbers of a bucket with them.
 
 Nodes exchange in rounds, see `keras_dist._engine.rounds`: a message says what the sender brings,
-and whether all that it has heard of bring the same.
+and whether all that it has heard of bring the same. Numbers follow in the same message. They are
+combined only where the digests are equal, and sent back only after all nodes have been heard.
 """
 
 import dataclasses
-from collections.abc import Callable, Generator
+import os
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.arithmetic import ReduceOp, combine
+from keras_dist._engine.arithmetic import ReduceOp, combine, divide
 from keras_dist._engine.buckets import ALIGNMENT, aligned_array
-from keras_dist._engine.rounds import Round, rounds
+from keras_dist._engine.rounds import Exchange, doubling, halving
 
-__all__ = ["MAX_PAYLOAD_NBYTES", "Message", "Payload", "Peers"]
+__all__ = ["MAX_PAYLOAD_NBYTES", "MAX_TRAVELLING_NBYTES", "Legs", "Payload", "Peers"]
 
 MAX_PAYLOAD_NBYTES = 64 * 1024  # for larger buckets the number of bytes counts, not of messages
-DIGEST = 2  # MPI tag
+MAX_TRAVELLING_NBYTES = 4 * 2**20  # of any bucket that travels; the memory of a message
+EAGER_NBYTES = 32 * 1024  # MPI libraries ask the receiver before they send much more
+DIGEST, HALF, REST = 2, 6, 7  # MPI tags
 HEADER_NBYTES = ALIGNMENT  # the digest, and whether all digests are equal so far
 DIGEST_NBYTES = 16
+SPINS = 32  # polls before the first yield
+BYTE = np.dtype(np.uint8)
 
 
-class Message:
-    """Memory of a message: a header and the numbers of a bucket.
+class _Leg:
+    """An exchange with another node, and its parts of the memory of messages.
 
     Args:
-        count: number of elements of the bucket.
-        dtype: their dtype, that of sums as well.
-        op: the reduction of two contributions.
+        step: the exchange.
+        sent: memory of the message that is sent.
+        received: memory of the message that arrives.
+        dtype: dtype of the numbers.
+        lead: how many elements follow the digest at once; the others are a message of their own.
     """
 
-    def __init__(self, count: int, dtype: np.dtype, op: ReduceOp):
-        self.memory = aligned_array(HEADER_NBYTES + count * dtype.itemsize, np.dtype(np.uint8))
-        self.numbers = self.numbers_of(self.memory, dtype)
-        self.op = op
+    def __init__(
+        self, step: Exchange, sent: np.ndarray, received: np.ndarray, dtype: np.dtype, lead: int
+    ):
+        self.peer, self.given, self.kept = step.peer, step.sent, step.received
+        self.is_mutual = step.sent is not None and step.received is not None
+        self.lead = self.rest = slice(0, 0)
+        if step.sent is not None:
+            start, stop = step.sent.start, step.sent.stop
+            middle = min(start + lead, stop)
+            self.lead, self.rest = slice(start, middle), slice(middle, stop)
+        self.message, self.outgoing = _message(sent, self.lead, dtype)
+        _, self.incoming = _message(received, step.received or slice(0, 0), dtype)
+        self.rest_nbytes = (self.rest.stop - self.rest.start) * dtype.itemsize
+        self.expects_rest = self.incoming.size > lead
+        self.rest_arrives_at = HEADER_NBYTES + min(lead, self.incoming.size) * dtype.itemsize
 
-    def numbers_of(self, message: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
-        """Returns the numbers in the memory of a message of the same bucket."""
-        return message[HEADER_NBYTES : self.memory.size].view(dtype or self.numbers.dtype)
+
+class Legs:
+    """The exchanges of one bucket.
+
+    Args:
+        there: exchanges after which this node has its part of the result, in their order.
+        back: those after which it has the whole result.
+    """
+
+    def __init__(self, there: Sequence[_Leg], back: Sequence[_Leg]):
+        self.there, self.back = there, back
+        own = there[-1].kept if there else None
+        self.own = slice(0, 0) if own is None else own
 
 
 @dataclasses.dataclass
 class Payload:
-    """A small bucket that is reduced over the nodes while the ranks compare their digests.
+    """A bucket that is reduced over the nodes while the ranks compare their digests.
 
     Args:
-        message: the message in which it travels.
-        load: writes the contribution of this node into `message.numbers`, once all its ranks are
-            there.
-        result: array that receives the result.
+        legs: the exchanges.
+        op: the reduction of two contributions.
+        divisor: divisor of the result.
+        load: returns the contribution of this node, once all its ranks are there: a flat array,
+            which may be `result`.
+        result: flat array that receives the result.
         arrived: whether the last exchange has reduced the numbers; the same on all ranks.
     """
 
-    message: Message
-    load: Callable[[], None]
+    legs: Legs
+    op: ReduceOp
+    divisor: int
+    load: Callable[[], np.ndarray]
     result: np.ndarray
     arrived: bool = False
 
@@ -67,12 +100,41 @@ class Peers:
     """
 
     def __init__(self, world: Any):
-        self._world, self._rank = world, world.Get_rank()
-        self._plan = rounds(self._rank, world.Get_size())
-        self._header = np.zeros(HEADER_NBYTES, np.uint8)
-        # Ranks that differ may send more than is expected.
-        longest = HEADER_NBYTES + MAX_PAYLOAD_NBYTES
-        self._received = aligned_array(longest, np.dtype(np.uint8))
+        self._world, self._rank, self._size = world, world.Get_rank(), world.Get_size()
+        # Ranks that differ may send more than is expected. What no message uses is never touched.
+        longest = HEADER_NBYTES + MAX_PAYLOAD_NBYTES + MAX_TRAVELLING_NBYTES
+        self._sent = aligned_array(longest, BYTE)
+        self._received = aligned_array(longest, BYTE)
+        self._header = self._sent[: DIGEST_NBYTES + 1].data
+        self._answer = self._received[: DIGEST_NBYTES + 1].data
+        # How many bytes are in the message that follows.
+        self._rest_sent = self._sent[HEADER_NBYTES - 8 : HEADER_NBYTES].view(np.int64)
+        self._rest_received = self._received[HEADER_NBYTES - 8 : HEADER_NBYTES].view(np.int64)
+        self._digests = self.legs(0, BYTE)
+
+    def legs(self, count: int, dtype: np.dtype) -> Legs:
+        """Returns the exchanges that reduce a bucket.
+
+        Up to `MAX_PAYLOAD_NBYTES` a node sends all it has; above, nodes halve the bucket, which
+        takes more messages and fewer bytes.
+
+        Args:
+            count: number of elements, of up to `MAX_TRAVELLING_NBYTES`; equal on all ranks.
+            dtype: their dtype, that of sums as well.
+        """
+        nbytes, lead = count * dtype.itemsize, count
+        if nbytes > MAX_PAYLOAD_NBYTES:
+            there = halving(self._rank, self._size, count)
+            back = [step.reverse for step in reversed(there)]
+        else:
+            there, back = doubling(self._rank, self._size, count)
+            if nbytes > EAGER_NBYTES:
+                lead = count // 2
+
+        def prepared(steps: Sequence[Exchange]) -> list[_Leg]:
+            return [_Leg(step, self._sent, self._received, dtype, lead) for step in steps]
+
+        return Legs(prepared(there), prepared(back))
 
     def compare(
         self, digest: bytes, same: bool, payload: Payload | None = None
@@ -87,41 +149,102 @@ class Peers:
         Returns:
             Whether all ranks of all nodes bring the same digest; equal on all ranks.
         """
-        message = self._header
-        if payload is not None and same:
-            payload.load()
-            message = payload.message.memory
-        header = message[: DIGEST_NBYTES + 1].data
+        legs, header = self._digests if payload is None else payload.legs, self._header
+        mine = payload.load() if payload is not None and same else None
         header[:DIGEST_NBYTES] = digest
-        for step in self._plan:
-            header[DIGEST_NBYTES] = same
-            requests = []
-            if step.receives:
-                requests.append(self._world.Irecv(self._received, step.peer, DIGEST))
-            if step.sends:
-                # After a difference the numbers are of no use.
-                sent = message if same else message[:HEADER_NBYTES]
-                requests.append(self._world.Isend(sent, step.peer, DIGEST))
-            for request in requests:
-                while not request.Test():
-                    yield
-            if step.receives:
-                theirs = self._received[: DIGEST_NBYTES + 1].tobytes()
-                same = same and theirs[:-1] == digest and theirs[-1] == 1
-                if payload is not None and same:
-                    self._combine(payload, step)
+        for leg in legs.there:
+            same = yield from self._exchange(leg, digest, same, mine)
+            if leg.kept is not None and payload is not None and mine is not None and same:
+                self._combine(payload, leg, mine)
+                mine = payload.result
+        # All nodes that take part in every round have heard from all.
+        if payload is not None and same and payload.divisor > 1:
+            divide(payload.result[legs.own], payload.divisor)
+        for leg in legs.back:
+            if not leg.is_mutual:
+                same = yield from self._exchange(leg, digest, same, mine)
+                if leg.kept is not None and payload is not None and same:
+                    np.copyto(payload.result, leg.incoming)
+            elif payload is not None and same:
+                for request in self._return(leg, payload.result):
+                    yield from _finish(request)
         if payload is not None:
             payload.arrived = same
-            if same and not self._plan[-1].receives:
-                np.copyto(payload.result, payload.message.numbers)
         return same
 
-    def _combine(self, payload: Payload, step: Round) -> None:
-        """Adds what another node has sent, or takes the result from it."""
-        mine, theirs = payload.message.numbers, payload.message.numbers_of(self._received)
-        is_last = step is self._plan[-1]
-        if is_last and not step.sends:
-            np.copyto(payload.result, theirs)
+    def _exchange(
+        self, leg: _Leg, digest: bytes, same: bool, mine: np.ndarray | None
+    ) -> Generator[None, None, bool]:
+        """Exchanges digests, and numbers while they are equal; returns whether they are."""
+        arriving, rest, leaving = None, None, []
+        if leg.kept is not None:
+            arriving = self._world.Irecv(self._received, leg.peer, DIGEST)
+            if leg.expects_rest and same and mine is not None:
+                rest = self._receive_rest(leg)
+        if leg.given is not None:
+            leaving = self._send(leg, same, mine)
+        if arriving is not None:
+            yield from _finish(arriving)
+            same = self._agree(digest, same)
+            if self._rest_received[0]:  # also after a difference: it is on its way
+                yield from _finish(rest or self._receive_rest(leg))
+            elif rest is not None:
+                rest.Cancel()
+                yield from _finish(rest)
+        for request in leaving:
+            yield from _finish(request)
+        return same
+
+    def _receive_rest(self, leg: _Leg) -> Any:
+        """Starts to receive what follows a message; a rank that differs may send more."""
+        return self._world.Irecv(self._received[leg.rest_arrives_at :], leg.peer, REST)
+
+    def _send(self, leg: _Leg, same: bool, mine: np.ndarray | None) -> list[Any]:
+        """Starts to send a digest, and numbers while the digests are equal."""
+        self._header[DIGEST_NBYTES] = same
+        if mine is None or not same:
+            self._rest_sent[0] = 0
+            return [self._world.Isend(leg.message[:HEADER_NBYTES], leg.peer, DIGEST)]
+        self._rest_sent[0] = leg.rest_nbytes
+        np.copyto(leg.outgoing, mine[leg.lead])
+        leaving = [self._world.Isend(leg.message, leg.peer, DIGEST)]
+        if leg.rest_nbytes:
+            rest = mine[leg.rest].view(BYTE)
+            leaving.append(self._world.Isend(rest, leg.peer, REST))
+        return leaving
+
+    def _agree(self, digest: bytes, same: bool) -> bool:
+        """Returns whether a message that has arrived brings this digest as well."""
+        answer = self._answer
+        return same and answer[:DIGEST_NBYTES] == digest and answer[DIGEST_NBYTES] == 1
+
+    def _combine(self, payload: Payload, leg: _Leg, mine: np.ndarray) -> None:
+        """Adds what another node has sent."""
+        left, right = mine[leg.kept], leg.incoming
+        if leg.peer < self._rank:
+            left, right = right, left
+        combine(left, right, payload.op, payload.result[leg.kept])
+
+    def _return(self, leg: _Leg, result: np.ndarray) -> list[Any]:
+        """Starts to exchange parts of the result."""
+        received, sent = result[leg.kept].view(np.uint8), result[leg.given].view(np.uint8)
+        return [
+            self._world.Irecv(received, leg.peer, HALF),
+            self._world.Isend(sent, leg.peer, HALF),
+        ]
+
+
+def _message(memory: np.ndarray, part: slice, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a message with a part of a bucket, and its numbers."""
+    message = memory[: HEADER_NBYTES + (part.stop - part.start) * dtype.itemsize]
+    return message, message[HEADER_NBYTES:].view(dtype)
+
+
+def _finish(request: Any) -> Generator[None, None, None]:
+    """Waits for a request; yields while it takes longer than a peer that is there."""
+    for _ in range(SPINS):
+        if request.Test():
             return
-        left, right = (theirs, mine) if step.peer < self._rank else (mine, theirs)
-        combine(left, right, payload.message.op, payload.result if is_last else mine)
+        os.sched_yield()  # to ranks of this host, which may be those it waits for
+    while not request.Test():
+        yield

@@ -116,7 +116,7 @@ def reduce_through_mpi(
     elif source.nbytes <= SMALL_NBYTES and fits:
         _reduce_everything(world, source, target, sums, wire)
     else:
-        nbytes = min(piece_nbytes(size), transfer.MAX_NBYTES)
+        nbytes = min(piece_nbytes(size, source.size * width), transfer.MAX_NBYTES)
         _reduce_in_pieces(world, source, target, sums, wire, max(1, nbytes // width))
 
 

@@ -5,17 +5,17 @@ Counts and displacements are an `int` before MPI 4, also for mpi4py over such a 
 """
 
 import itertools
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.shm.wait import blocked, waiting
+from keras_dist._engine.shm.wait import blocked, pause, waiting
 from keras_dist._engine.tracing import spans
 
 __all__ = [
     "MAX_NBYTES",
+    "allgather_in_place",
     "allgather_parts",
     "alltoall_parts",
     "as_bytes",
@@ -34,14 +34,10 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
 
 
 def wait(request: Any) -> None:
-    """Waits for a request.
-
-    Data moves only while MPI is called, so there is no sleep: over TCP it took several times as
-    long. The thread yields the core to other ranks, which may be the ones it waits for.
-    """
+    """Waits for a request; see `pause`."""
     with waiting:
         while not request.Test():
-            os.sched_yield()
+            pause()
 
 
 def broadcast_bytes(world: Any, buffer: np.ndarray, root: int) -> None:
@@ -76,6 +72,27 @@ def allgather_parts(
         if owner == world.Get_rank():
             part[...] = mine
         broadcast_bytes(world, part, owner)
+
+
+def allgather_in_place(
+    world: Any, buffer: np.ndarray, bounds: Sequence[tuple[int, int]], in_place: Any
+) -> None:
+    """Sends a part of a buffer of every rank to all. Collective; blocks.
+
+    Args:
+        world: the MPI communicator.
+        buffer: uint8 array; the parts of other ranks are written.
+        bounds: start and end of the part of each rank, in bytes; equal on all ranks.
+        in_place: MPI's `IN_PLACE`.
+    """
+    if buffer.size <= MAX_NBYTES:
+        starts = [low for low, _ in bounds]
+        counts = [high - low for low, high in bounds]
+        with blocked, spans.phase("transfer"):
+            world.Allgatherv(in_place, [buffer, counts, starts, "B"])
+        return
+    for owner, (low, high) in enumerate(bounds):
+        broadcast_bytes(world, buffer[low:high], owner)
 
 
 def alltoall_parts(world: Any, payload: np.ndarray, result: np.ndarray, table: np.ndarray) -> None:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from keras_dist._compat.python import is_foreign_thread, is_mine
 from keras_dist._engine.ordering.ticket import Handle, NameInFlightError, Reordered, Ticket
+from keras_dist._engine.shm.wait import nap_unless
 
 __all__ = ["CollectiveQueue", "HeldNames"]
 
@@ -153,7 +154,12 @@ class CollectiveQueue:
         with self._changed:
             self.refused -= {name}
 
+    def _is_awaited(self) -> bool:
+        """Returns whether a thread waits for an operation in the queue. Takes no lock."""
+        return any(ticket.waiters for ticket in self._tickets.copy())
+
     def _serve(self) -> None:
+        nap_unless(self._is_awaited)
         while (handle := self._next()) is not None:
             try:
                 with self._lock:

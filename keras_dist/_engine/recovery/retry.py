@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from keras_dist import errors
+from keras_dist._engine.messages import as_message
 from keras_dist._engine.ordering.ticket import Reordered
 from keras_dist._engine.recovery.ulfm import agree, is_loss, leave, rebuild
 
@@ -164,7 +165,7 @@ class Retry:
             )
         if not behind:
             return None
-        parts = comm.allgather_bytes(pickle.dumps(self._last) if comm.rank == holder else b"")
+        parts = comm.allgather_bytes(as_message(self._last) if comm.rank == holder else b"")
         return pickle.loads(parts[holder].tobytes()) if comm.rank in behind else None
 
 

@@ -19,7 +19,7 @@ from keras_dist._engine.shm.wait import also_blocked, blocked, note
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
 
-__all__ = ["agree", "check_alive", "is_loss", "leave", "rebuild"]
+__all__ = ["agree", "check_alive", "is_loss", "leave", "rebuild", "sees_dead_ranks"]
 
 NEWS_SECONDS = 1.0  # MPI may report a death this much later
 NAP_SECONDS = 1e-3
@@ -34,7 +34,7 @@ def is_loss(comm: "Communicator", error: BaseException) -> bool:
     # Received data may be invalid, and noticed before the death is reported.
     patience = 0.0 if isinstance(error, errors.KerasDistError) else NEWS_SECONDS
     end = time.perf_counter() + patience
-    while not (known := _sees_dead_ranks(comm.world)) and time.perf_counter() < end:
+    while not (known := sees_dead_ranks(comm.world)) and time.perf_counter() < end:
         time.sleep(NAP_SECONDS)
     return known
 
@@ -83,8 +83,10 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
 
     Raises:
         RankLostError: there are process sets, which are not defined without the rank that died;
-            raised on every rank.
+            raised on every rank. Or a spawned rank has died, which MPI does not survive; raised
+            on some rank at least, and the job must end.
     """
+    _check_survivable(comm)
     if comm.subsets:
         raise errors.RankLostError(
             errors.explain(
@@ -114,9 +116,12 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
             fine = False
         complete = _agree(comm.mpi, shrunk, fine)
     gone = _missing(comm.mpi, before, shrunk)
+    left = [rank for rank in range(before.Get_size()) if rank not in gone]
+    comm.faults.spawned = frozenset(map(left.index, comm.faults.spawned - {*gone}))
     comm.faults.losses += len(gone)
+    comm.faults.changes += 1
     # Ranks may have counted differently when the rank died.
-    comm.digests.count = comm.faults.losses << 32
+    comm.digests.count = comm.faults.changes << 32
     if comm.rank == 0:
         progress = describe_progress()
         where = f" ({progress})" if progress else ""
@@ -127,15 +132,36 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
     return found
 
 
+def _check_survivable(comm: "Communicator") -> None:
+    if not comm.faults.spawned:
+        return
+    dead = set() if comm.node is None else {*comm.ranks_of_node(comm.node.dead())}
+    failed = comm.world.Get_failed()
+    dead.update(failed.Translate_ranks(None, comm.topology.world.Get_group()))
+    failed.Free()
+    lost = sorted(dead & comm.faults.spawned if comm.faults.endures else dead)
+    if lost or not comm.faults.endures:
+        raise errors.RankLostError(
+            errors.explain(
+                comm.where(),
+                "ranks that were started to replace others to live on",
+                f"{have(lost)} died" if lost else "a rank has died",
+                "Open MPI does not continue after the death of a rank that it has spawned. Start "
+                "the job again from its backup; keras-dist run --max-restarts does.",
+            )
+        )
+
+
 def _agree(mpi: Any, world: Any, fine: bool) -> bool:
     try:
         with also_blocked():
-            return bool(world.Agree(fine and not _sees_dead_ranks(world)))
+            return bool(world.Agree(fine and not sees_dead_ranks(world)))
     except mpi.Exception:
         return False
 
 
-def _sees_dead_ranks(world: Any) -> bool:
+def sees_dead_ranks(world: Any) -> bool:
+    """Returns whether a rank of a communicator has died, or another rank has noticed that."""
     dead = world.Get_failed()
     count = dead.Get_size()
     dead.Free()

@@ -4,13 +4,12 @@ Every rank copies a small bucket into shared memory and reduces it whole: one re
 bucket each rank reduces a slice, in rank order, into a result that all ranks see and read in place;
 `copy_in` moves the contributions there.
 
-Why the result can be read in place. There are three results, used in turn. A rank writes to the
-result of call t again only in call t + 3, which it enters only after all ranks have met in call
-t + 2, and a rank comes to that rendezvous only after the code after its call t and its call t + 1
-has run. So the result of call t does not change until the second following call of this rank; the
-same holds for calls on other buckets in between. A rank that comes to call t + 2 while the result
-of call t is still held says so at that rendezvous, see `zero_copy`; then no rank writes to this
-memory any more. A result that is read in place starts on a page.
+Why the result can be read in place. There are several rows for results. A rank writes to the row of
+call t again in call t + 2 at the earliest, which it enters only after all ranks have met in call
+t + 1, where each said which results it still holds, see `result_rows` and `zero_copy`. A row that
+one of them holds is not written. If all other rows are held, all ranks copy the result of call t
+and meet once more, before call t + 1 writes to the same row. A result that is read in place starts
+on a page.
 """
 
 import itertools
@@ -20,18 +19,11 @@ from typing import Protocol
 import numpy as np
 
 from keras_dist._engine.arithmetic import ReduceOp, reduce_each, reduce_into
-from keras_dist._engine.buckets import (
-    Bucket,
-    Piece,
-    aligned,
-    aligned_array,
-    slice_bounds,
-)
+from keras_dist._engine.buckets import Bucket, Piece, aligned, aligned_array, slice_bounds
 from keras_dist._engine.shm.copy_in import CopyIn
 from keras_dist._engine.shm.cow_mapping import PAGE
 from keras_dist._engine.shm.node import Node
-from keras_dist._engine.shm.segments import Segment
-from keras_dist._engine.shm.zero_copy import ResultLease
+from keras_dist._engine.shm.region import Region, held_nbytes
 from keras_dist._engine.tracing import spans
 
 __all__ = ["RESULTS", "BucketReduction", "Finish", "Full", "SliceError", "bucket_reduction"]
@@ -39,9 +31,10 @@ __all__ = ["RESULTS", "BucketReduction", "Finish", "Full", "SliceError", "bucket
 SMALL_NBYTES = 128 * 1024  # up to here every rank reduces everything: one rendezvous, not two
 CHUNK_NBYTES = 512 * 1024  # reduced at once, while the cache of a core holds it
 WHOLE_NBYTES = 32 * 1024  # a part of an array of this size or more is a chunk of its own
-RESULTS = 3
+RESULTS = 3  # at least: one is held while the next is computed and the one after it is copied in
 DONE = b"slices are ready"  # 16 bytes, as a digest
 FAILED = b"a slice is not.."
+READ = b"results are read"
 
 # Reduces this rank's slice over the nodes, in place, before the other ranks of the node see it.
 # Takes the slice and whether it is ready; returns whether it is ready on all nodes.
@@ -58,27 +51,35 @@ class BucketReduction(Protocol):
     A call is `publish`, a rendezvous and `reduce`, see `FusedAllreduce`.
     """
 
-    nbytes: int  # of shared memory, for all ranks together
+    capacity: int  # size in bytes of a row of its region
     is_shared: bool  # whether the result lies in shared memory
+    region: Region
 
-    def bind_memory(self, segment: Segment, offset: int) -> None:
-        """Uses a part of a segment, `offset` bytes from its start."""
+    def region_nbytes(self, size: int, capacity: int) -> int:
+        """Returns the size in bytes of a region on a node of `size` ranks, of whole pages."""
+
+    def bind(self, region: Region) -> None:
+        """Uses a region, whose rows have the `capacity` or more."""
 
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
         """Makes the arrays of this rank visible to the others, before the rendezvous."""
 
-    @property
-    def is_held(self) -> bool:
-        """Whether a result is held that ranks may write to after the rendezvous."""
-
     def lend(self) -> np.ndarray | None:
         """Returns the fused result of the last call to read in place, or `None`: copy it."""
 
-    def reduce(self, finish: Finish | None = None) -> np.ndarray:
+    def end(self) -> None:
+        """Ends a call that has reduced: this rank has lent or copied its result.
+
+        Collective: every rank of the node.
+        """
+
+    def reduce(self, finish: Finish | None = None, out: np.ndarray | None = None) -> np.ndarray:
         """Reduces, after the rendezvous. Collective: every rank of the node.
 
         Args:
             finish: reduces a slice over the nodes. Defaults to `None`: there is one node.
+            out: flat array for a copy of the result, which is written while the reduced slice is in
+                the cache; only without `finish`. Defaults to none.
 
         Returns:
             The fused result; if `is_shared`, copy or lend it.
@@ -89,7 +90,11 @@ class BucketReduction(Protocol):
 
 
 def bucket_reduction(
-    node: Node, bucket: Bucket, op: ReduceOp, slices: int | None = None
+    node: Node,
+    bucket: Bucket,
+    op: ReduceOp,
+    slices: int | None = None,
+    results: int = RESULTS,
 ) -> BucketReduction:
     """Returns the reduction that fits the size of a bucket.
 
@@ -98,52 +103,61 @@ def bucket_reduction(
         bucket: the bucket.
         op: the reduction.
         slices: number of ranks that reduce a slice of a large bucket. Defaults to all.
+        results: number of results of a large bucket in a new region. Defaults to 3.
     """
     if bucket.nbytes <= SMALL_NBYTES:
         return Full(node, bucket, op)
-    return _Sliced(node, bucket, op, slices or node.size)
+    return _Sliced(node, bucket, op, slices or node.size, results)
 
 
 class Full:
     """Every rank reduces everything; two sets of rows, used in turn, save a rendezvous."""
 
     is_shared = False
-    is_held = False
 
     def __init__(self, node: Node, bucket: Bucket, op: ReduceOp):
         self._node, self._bucket, self._op = node, bucket, op
-        self._stride = aligned(bucket.nbytes)
-        self._turn = 0
-        self.nbytes = aligned(2 * node.size * self._stride, PAGE)
+        self.capacity = aligned(bucket.nbytes)
 
-    def bind_memory(self, segment: Segment, offset: int) -> None:
-        size, stride = self._node.size, self._stride
-        rows = [
-            segment.array(offset + row * stride, self._bucket.count, self._bucket.dtype)
-            for row in range(2 * size)
-        ]
-        self._rows = (rows[:size], rows[size:])
+    def region_nbytes(self, size: int, capacity: int) -> int:
+        return aligned(2 * size * capacity, PAGE)
+
+    def bind(self, region: Region) -> None:
+        self.region, size = region, self._node.size
+        bucket = self._bucket
+        rows = [region.row(number, bucket.count, bucket.dtype) for number in range(2 * size)]
+        #: by turn: the contributions of the ranks, and that of this rank
+        self.contributions = (rows[:size], rows[size:])
+        self.mine = [turn[self._node.rank] for turn in self.contributions]
 
     def lend(self) -> np.ndarray | None:
         return None
 
-    def publish(self, arrays: Sequence[np.ndarray]) -> None:
-        self._bucket.pack_into(self._rows[self._turn ^ 1][self._node.rank], arrays)
+    def end(self) -> None:
+        pass
 
-    def reduce(self, finish: Finish | None = None) -> np.ndarray:
+    def publish(self, arrays: Sequence[np.ndarray]) -> None:
+        self._bucket.pack_into(self.mine[self.region.turn ^ 1], arrays)
+
+    def reduce(self, finish: Finish | None = None, out: np.ndarray | None = None) -> np.ndarray:
         with spans.phase("reduce"):
-            result = aligned_array(self._bucket.count, self._bucket.dtype)
-            self.reduce_published(result)
+            if out is None:
+                out = aligned_array(self._bucket.count, self._bucket.dtype)
+            self.reduce_published(out)
         self.next_turn()
-        return result
+        return out
 
     def reduce_published(self, result: np.ndarray) -> None:
         """Reduces what the ranks have published into an array; the same again until `next_turn`."""
-        reduce_into(result, iter(self._rows[self._turn ^ 1]), self._op)
+        reduce_into(result, iter(self._published), self._op)
 
     def next_turn(self) -> None:
         """Ends the call, after the rendezvous: the turns of the ranks stay equal."""
-        self._turn ^= 1
+        self.region.turn ^= 1
+
+    @property
+    def _published(self) -> list[np.ndarray]:
+        return self.contributions[self.region.turn ^ 1]
 
 
 class _Sliced:
@@ -151,57 +165,49 @@ class _Sliced:
 
     is_shared = True
 
-    def __init__(self, node: Node, bucket: Bucket, op: ReduceOp, slices: int):
-        self._node, self._bucket, self._op = node, bucket, op
+    def __init__(self, node: Node, bucket: Bucket, op: ReduceOp, slices: int, results: int):
+        self._node, self._bucket, self._op, self._count = node, bucket, op, results
         bounds = slice_bounds(bucket.count, slices, bucket.dtype.itemsize)
         bounds += [bucket.count] * (node.size - slices)
         self._mine = slice(*bounds[node.rank : node.rank + 2])
         self._chunks = _chunks(bucket, self._mine)
-        self._stride = aligned(bucket.nbytes, PAGE)
-        self._turn = 0
+        self.capacity = aligned(bucket.nbytes, PAGE)
         scratch = node.scratch(CHUNK_NBYTES).view(bucket.dtype)
         self._copies = CopyIn(node, bucket, bounds, scratch)
-        self.nbytes = RESULTS * self._stride + aligned(self._copies.nbytes, PAGE)
 
-    def bind_memory(self, segment: Segment, offset: int) -> None:
-        self._results = [
-            segment.array(offset + turn * self._stride, self._bucket.count, self._bucket.dtype)
-            for turn in range(RESULTS)
+    def region_nbytes(self, size: int, capacity: int) -> int:
+        return held_nbytes(size) + (self._count + max(0, size - 2)) * capacity
+
+    def bind(self, region: Region) -> None:
+        self.region, bucket, node = region, self._bucket, self._node
+        self._rows = region.results or region.make_results(self._count, node.rank, node.size)
+        rows = [
+            region.row(number, bucket.count, bucket.dtype)
+            for number in range(self._rows.count + max(0, node.size - 2))
         ]
-        offsets = [offset + turn * self._stride for turn in range(RESULTS)]
-        views = [segment.private_view(start, self._bucket.nbytes) for start in offsets]
-        known = [view for view in views if view is not None]
-        self._lease = ResultLease(known, self._bucket.dtype) if known else None
-        # By turn: each chunk and its memory in the result.
-        self._targets = [
-            [(result[chunk.low : chunk.high], chunk) for chunk in self._chunks]
-            for result in self._results
-        ]
-        self._copies.bind_memory(segment, offset + RESULTS * self._stride, self._results)
+        self._results = rows[: self._rows.count]
+        self._copies.bind(self._results, rows[self._rows.count :], self._chunks)
 
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
-        self._copies.publish(arrays, self._next_turn())
-
-    @property
-    def is_held(self) -> bool:
-        lease = self._lease
-        return lease is not None and lease.is_held((self._next_turn() + 1) % RESULTS)
+        self._copies.publish(arrays, self._rows.next)
+        self._rows.announce()
 
     def lend(self) -> np.ndarray | None:
-        return None if self._lease is None else self._lease.lend(self._turn)
+        return self._rows.lend(self._bucket.count, self._bucket.dtype)
 
-    def reduce(self, finish: Finish | None = None) -> np.ndarray:
-        # After the rendezvous: the turns of the ranks stay equal.
-        self._turn = self._next_turn()
-        result = self._results[self._turn]
+    def end(self) -> None:
+        if self._rows.is_crowded:
+            with spans.phase("wait for readers"):
+                self._node.meet(READ)
+
+    def reduce(self, finish: Finish | None = None, out: np.ndarray | None = None) -> np.ndarray:
+        # After the rendezvous: the ranks choose alike.
+        turn = self._rows.advance()
+        result = self._results[turn]
         failure = None
         try:
             with spans.phase("reduce"):
-                pieces = (
-                    (target, self._copies.parts(chunk, self._turn))
-                    for target, chunk in self._targets[self._turn]
-                )
-                reduce_each(pieces, self._bucket.dtype, self._op)
+                reduce_each(self._copies.pieces(turn, out), self._bucket.dtype, self._op)
         except Exception as error:  # ranks of all nodes wait for this slice
             failure = error
         ready = failure is None
@@ -213,10 +219,11 @@ class _Sliced:
         if not (ready and same):
             what = "an error on another rank" if failure is None else repr(failure)
             raise SliceError(what) from failure
+        if out is not None:
+            with spans.phase("copy out"):
+                for rest in (slice(0, self._mine.start), slice(self._mine.stop, None)):
+                    out[rest] = result[rest]
         return result
-
-    def _next_turn(self) -> int:
-        return (self._turn + 1) % RESULTS
 
 
 def _chunks(bucket: Bucket, part: slice) -> list[Piece]:

@@ -1,13 +1,12 @@
 """Copies of contributions into shared memory, for the ranks that reduce them."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from keras_dist._engine.buckets import Bucket, Piece, aligned
+from keras_dist._engine.buckets import Bucket, Piece
 from keras_dist._engine.shm.node import Node
-from keras_dist._engine.shm.segments import Segment
 
 __all__ = ["CopyIn"]
 
@@ -30,56 +29,78 @@ class CopyIn:
     """
 
     def __init__(self, node: Node, bucket: Bucket, bounds: Sequence[int], scratch: np.ndarray):
-        self._rank, self._size = node.rank, node.size
-        self._bucket, self._bounds, self._scratch = bucket, bounds, scratch
-        self._stride = aligned(bucket.nbytes)
-        self._arrays: Sequence[np.ndarray] = ()
-        self.nbytes = max(0, node.size - 2) * self._stride
-
-    def bind_memory(self, segment: Segment, offset: int, results: Sequence[np.ndarray]) -> None:
-        """Uses a part of a segment, `offset` bytes from its start."""
-        self._results = results
-        self._rows = [
-            segment.array(offset + row * self._stride, self._bucket.count, self._bucket.dtype)
-            for row in range(self._size - 2)
+        self._rank, self._size, self._scratch = node.rank, node.size, scratch
+        slices = enumerate(itertools.pairwise(bounds))
+        self._others = [
+            (owner, Piece(bucket, *ends)) for owner, ends in slices if owner != node.rank
         ]
-        # By turn: the target, the index of the array and its part.
-        self._copies = [list(self._plan_copies(turn)) for turn in range(len(results))]
-        self._found: dict[tuple[int, int], list[np.ndarray]] = {}
+        self._arrays: Sequence[np.ndarray] = ()
+
+    def bind(
+        self, results: Sequence[np.ndarray], rows: Sequence[np.ndarray], chunks: Sequence[Piece]
+    ) -> None:
+        """Uses shared memory.
+
+        Args:
+            results: the memory of the results, by turn.
+            rows: a row for each rank beyond two.
+            chunks: the parts of the slice of this rank.
+        """
+
+        def target(owner: int, rank: int, turn: int) -> np.ndarray:
+            """Returns the memory to which `rank` copies the slice that `owner` reduces."""
+            others_before = rank - (rank > owner)
+            return results[turn] if others_before == 0 else rows[others_before - 1]
+
+        def others(chunk: Piece, turn: int, ranks: Iterable[int]) -> list[np.ndarray]:
+            part = slice(chunk.low, chunk.low + len(chunk))
+            return [target(self._rank, rank, turn)[part] for rank in ranks]
+
+        before, after = range(self._rank), range(self._rank + 1, self._size)
+        # By turn: the slices of other ranks, each with its target; the chunks of this rank, each
+        # with the contributions of lower and of higher ranks.
+        self._copies, self._chunks = [], []
+        for turn, result in enumerate(results):
+            copies = [
+                (target(owner, self._rank, turn)[piece.low : piece.low + len(piece)], piece)
+                for owner, piece in self._others
+            ]
+            parts = [
+                (
+                    result[chunk.low : chunk.low + len(chunk)],
+                    others(chunk, turn, before),
+                    chunk,
+                    others(chunk, turn, after),
+                )
+                for chunk in chunks
+            ]
+            self._copies.append(copies)
+            self._chunks.append(parts)
 
     def publish(self, arrays: Sequence[np.ndarray], turn: int) -> None:
         """Makes the arrays of this rank visible to the others, before the rendezvous."""
         self._arrays = [array if array.ndim == 1 else array.reshape(-1) for array in arrays]
-        for target, slot, part in self._copies[turn]:
-            target[...] = self._arrays[slot][part]
+        for target, piece in self._copies[turn]:
+            piece.pack_into(target, self._arrays)
 
-    def parts(self, chunk: Piece, turn: int) -> list[np.ndarray]:
-        """Returns a chunk of all contributions, in rank order.
+    def pieces(
+        self, turn: int, out: np.ndarray | None
+    ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+        """Yields the chunks of this rank: the result, and all contributions in rank order.
 
-        The first or second is the memory of the result, which is written after both are read.
+        The first or second contribution is the memory of the result, which is written after both
+        are read.
+
+        Args:
+            turn: turn of the result.
+            out: flat array for a copy of what has been reduced. Defaults to none.
         """
-        others = self._found.get((turn, chunk.low))
-        if others is None:
-            others = self._found[turn, chunk.low] = [
-                self._target(self._rank, rank, turn)[chunk.low : chunk.high]
-                for rank in range(self._size)
-                if rank != self._rank
-            ]
-        mine = chunk.of(self._arrays, self._scratch)
-        return [*others[: self._rank], mine, *others[self._rank :]]
+        arrays, scratch = self._arrays, self._scratch
+        for target, before, chunk, after in self._chunks[turn]:
+            yield target, [*before, chunk.of(arrays, scratch), *after]
+            if out is not None:
+                out[chunk.low : chunk.low + len(chunk)] = target
 
     def forget(self) -> None:
         """Releases the arrays of this rank, after it has reduced."""
         self._arrays = ()
-
-    def _target(self, owner: int, rank: int, turn: int) -> np.ndarray:
-        """Returns the memory to which `rank` copies the slice that `owner` reduces."""
-        others_before = rank - (rank > owner)
-        return self._results[turn] if others_before == 0 else self._rows[others_before - 1]
-
-    def _plan_copies(self, turn: int) -> Iterator[tuple[np.ndarray, int, slice]]:
-        for owner, (low, high) in enumerate(itertools.pairwise(self._bounds)):
-            if owner != self._rank:
-                target = self._target(owner, self._rank, turn)
-                for slot, begin, at, count in Piece(self._bucket, low, high).parts:
-                    yield target[low + at : low + at + count], slot, slice(begin, begin + count)

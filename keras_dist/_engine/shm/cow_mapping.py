@@ -49,15 +49,17 @@ class CowMapping:
         address = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
         self._offset = 8 * (address // PAGE)
 
-    def is_written(self) -> bool:
-        """Returns whether this process has written to the part."""
+    def is_written(self, nbytes: int | None = None) -> bool:
+        """Returns whether this process has written to the first `nbytes`; defaults to all."""
+        pages = -(-(len(self.memory) if nbytes is None else nbytes) // PAGE)
+        entries = memoryview(self._entries)[: 8 * pages]
         try:
-            found = os.preadv(_pagemap(), [self._entries], self._offset)
+            found = os.preadv(_pagemap(), [entries], self._offset)
         except OSError:  # the descriptor was closed by other code
             found = 0
-        if found < len(self._entries):
+        if found < len(entries):
             return True  # unknown: assume a write
-        kinds = np.frombuffer(self._entries, np.uint8)[7::8]
+        kinds = np.frombuffer(entries, np.uint8)[7::8]
         return bool(np.any((kinds & PRESENT != 0) & (kinds & OF_FILE == 0)))
 
 

@@ -29,13 +29,14 @@ class IdleMemory:
         self._last_uses: weakref.WeakKeyDictionary[_Plan, int] = weakref.WeakKeyDictionary()
         self._updates = 0
 
-    def used(self, plan: _Plan) -> None:
+    def used(self, plan: _Plan, is_update: bool = True) -> None:
         """Counts an update by a plan, and releases plans that have been idle for too long.
 
         Args:
             plan: the plan, after its rendezvous; the caller holds the lock of the communicator.
+            is_update: whether this use counts as an update. Defaults to `True`.
         """
-        self._updates += 1
+        self._updates += is_update
         self._last_uses.pop(plan, None)
         self._last_uses[plan] = self._updates
         for idle in list(self._last_uses):

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Sequence
 from threading import get_ident
@@ -24,8 +25,10 @@ __all__ = [
     "Counter",
     "also_blocked",
     "blocked",
+    "nap_unless",
     "note",
     "noted",
+    "pause",
     "waited_seconds",
     "waiting",
     "waits",
@@ -33,6 +36,7 @@ __all__ = [
 
 AT_THE_END = "the end of the script"  # the operation of ranks that have nothing more to do
 SPIN_SECONDS = 30e-6
+NAP_SECONDS = 100e-6
 PATIENCE_SECONDS = 0.5  # a sleeping thread checks this often whether the others are alive
 
 # The number of the system call, for which the C library has no wrapper.
@@ -51,6 +55,15 @@ _syscall = ctypes.CDLL(None).syscall
 # If two threads add at once, the time of one may be lost.
 _waited_seconds = 0.0
 
+
+class _Pace(threading.local):
+    """For each thread, what tells whether somebody waits for it; `None`: it waits itself."""
+
+    is_awaited: Callable[[], bool] | None = None
+
+
+_pace = _Pace()
+
 # By thread: its last ranks and operation; and since when it waits, if it does.
 _last: dict[int, tuple[Sequence[int], Any]] = {}
 _since: dict[int, float] = {}
@@ -59,6 +72,27 @@ _since: dict[int, float] = {}
 def waited_seconds() -> float:
     """Returns the seconds that this process has waited for other ranks since it started."""
     return _waited_seconds
+
+
+def nap_unless(is_awaited: Callable[[], bool]) -> None:
+    """Makes `pause` nap in the calling thread, except while somebody waits for what it does.
+
+    Args:
+        is_awaited: returns whether somebody does.
+    """
+    _pace.is_awaited = is_awaited
+
+
+def pause() -> None:
+    """Lets other threads run before the next look at what this one waits for.
+
+    Yields the core: data moves only while MPI is called, so that sleeping over TCP took several
+    times as long. But a thread that nobody waits for naps: the core belongs to the computation.
+    """
+    if _pace.is_awaited is None or _pace.is_awaited():
+        os.sched_yield()
+    else:
+        time.sleep(NAP_SECONDS)
 
 
 def note(ranks: Sequence[int], what: Any) -> None:
@@ -121,7 +155,7 @@ class Counter:
     """
 
     def __init__(self, word: np.ndarray, fence: Callable[[], None] | None = None):
-        self._view = word.data
+        self.view = word.data
         self._fence = fence
         self._address = ctypes.c_void_p(word.ctypes.data)
 
@@ -133,12 +167,12 @@ class Counter:
         """
         if self._fence is not None:
             self._fence()
-        self._view[0] = value
-        self.wake()
+        self.view[0] = value
+        _syscall(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
 
     def has_reached(self, value: int) -> bool:
         """Returns whether the counter has reached `value`; both are modulo 2**32."""
-        return _reached(self._view[0], value)
+        return _reached(self.view[0], value)
 
     def wake(self) -> None:
         """Wakes threads that sleep on the counter; any process may call this."""
@@ -151,13 +185,13 @@ class Counter:
             value: the value to wait for.
             check: called repeatedly; raises if waiting is useless.
         """
-        began = time.perf_counter()
-        while not _reached(seen := self._view[0], value):
-            if time.perf_counter() < began + SPIN_SECONDS:
+        view, end = self.view, time.perf_counter() + SPIN_SECONDS
+        while ((seen := view[0]) - value) % 2**32 >= 2**31:  # `has_reached`, in line
+            if time.perf_counter() < end:
                 os.sched_yield()
             else:
                 _syscall(_FUTEX, self._address, _WAIT, seen, _patience, None, 0)
-                if not _reached(self._view[0], value):
+                if not _reached(view[0], value):
                     check()
 
 

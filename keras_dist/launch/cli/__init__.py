@@ -16,6 +16,8 @@ USAGE = 2  # as argparse ends
 COMMANDS = {
     "bench": "measure the cost of gradient reductions, and predict it for a model",
     "doctor": "check whether jobs can run here, with remedies",
+    "export": "write a sharded checkpoint as one .keras file",
+    "join": "add a rank to a running job",
     "migrate": "convert a Horovod script",
     "run": "start a job, and restart it after a failure",
     "run-notebook": "run a notebook on all ranks",

@@ -1,7 +1,9 @@
 """`keras-dist bench`: the cost of gradient reductions on this machine, and for a model.
 
 Predictions interpolate linearly between the measured sizes, and extrapolate in proportion to the
-bytes beyond the largest. They hold for a reduction with nothing else running.
+bytes beyond the largest. With --batch-size, the ranks also train the model for some steps, without
+communication and on random data; a step of a real job takes as long as the slowest rank does, and
+the reduction.
 """
 
 import argparse
@@ -9,15 +11,16 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_dist import errors
 from keras_dist.launch.cli.command import number_of_ranks
-from keras_dist.launch.cli.measured import measure
+from keras_dist.launch.cli.measured import measure, measure_steps
 from keras_dist.launch.cli.options import add_host_options
 
-__all__ = ["add_to", "predict"]
+__all__ = ["add_to", "predict", "predict_step"]
 
 SIZES = ("4K", "64K", "1M", "16M", "100M")
 UNITS = {"": 0, "K": 1, "M": 2, "G": 3}
@@ -46,6 +49,10 @@ def add_to(commands: Any) -> None:
         help="number of parameters of a model, such as 25.6M",
     )
     model.add_argument("--model", metavar="FILE", help="a saved Keras model")
+    parser.add_argument(
+        "--batch-size", type=_count(1000, least=1), metavar="N",
+        help="train --model with N samples a rank and step, and predict the speed of fit",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -67,12 +74,35 @@ def predict(seconds: Mapping[int, float], nbytes: int) -> float:
     return seconds[below] + share * (seconds[above] - seconds[below])
 
 
+def predict_step(durations: Sequence[Sequence[float]], reduction: float) -> tuple[float, float]:
+    """Returns the seconds of a step without communication, and those of a step with a reduction.
+
+    Args:
+        durations: seconds of steps that ranks took without waiting for each other, by rank.
+        reduction: seconds of a reduction.
+    """
+    alone = statistics.fmean(statistics.fmean(steps) for steps in durations)
+    slowest = statistics.fmean(map(max, zip(*durations, strict=True)))
+    return alone, slowest + reduction
+
+
 def _bench(options: argparse.Namespace) -> int:
-    parameters = options.parameters
+    if options.batch_size and options.model is None:
+        raise errors.ArgumentError(
+            errors.explain(
+                "[keras-dist bench]",
+                "--model with --batch-size",
+                "--batch-size alone",
+                "Pass a saved model, compiled as it is to be trained.",
+            )
+        )
+    parameters, sizes = options.parameters, list(options.sizes)
     if options.model is not None:
-        parameters = _parameters_of(options.model)
+        parameters = _parameters_of(options.model, compiled=options.batch_size is not None)
+    if options.batch_size:
+        sizes.append(FLOAT_NBYTES * parameters)
     options.np = options.np or _number_of_ranks(options)
-    runs = {ranks: measure(options, ranks, options.sizes) for ranks in _up_to(options.np)}
+    runs = {ranks: measure(options, ranks, sizes) for ranks in _up_to(options.np)}
     seconds = {
         ranks: {int(size): time for size, time in run["seconds"].items()}
         for ranks, run in runs.items()
@@ -80,9 +110,16 @@ def _bench(options: argparse.Namespace) -> int:
     nbytes = None if parameters is None else FLOAT_NBYTES * parameters
     predicted = {} if nbytes is None else {n: predict(of, nbytes) for n, of in seconds.items()}
     first = runs[options.np]
+    fit: dict[str, float] = {}
+    if options.batch_size:
+        durations = measure_steps(options, options.np, options.model, options.batch_size)
+        alone, step = predict_step(durations, predicted[options.np])
+        rate = options.np * options.batch_size / step
+        fit = {"step_alone_seconds": alone, "step_seconds": step, "samples_per_second": rate}
     if options.json:
         found = {"library": first["library"], "hosts": first["hosts"], "seconds": seconds}
-        print(json.dumps({**found, "gradient_nbytes": nbytes, "predicted_seconds": predicted}))
+        found |= {"gradient_nbytes": nbytes, "predicted_seconds": predicted}
+        print(json.dumps({**found, **fit}))
         return 0
     print(f"keras_dist by {first['library'].split(',')[0]} on {len(first['hosts'])} host(s).")
     print("A reduction of float32, in milliseconds of the slowest rank, and GB/s of gradients:\n")
@@ -94,6 +131,8 @@ def _bench(options: argparse.Namespace) -> int:
         )
     if nbytes is not None:
         _print_prediction(parameters, nbytes, predicted)
+        if fit:
+            _print_fit(options, fit)
     else:
         print("\nPass --parameters 25.6M or --model FILE for the prediction of a model.")
     return 0
@@ -111,6 +150,16 @@ def _print_prediction(parameters: int, nbytes: int, predicted: Mapping[int, floa
     )
 
 
+def _print_fit(options: argparse.Namespace, fit: Mapping[str, float]) -> None:
+    alone, step = fit["step_alone_seconds"], fit["step_seconds"]
+    print(
+        f"\nfit on {options.np} ranks, batches of {options.batch_size}: "
+        f"{fit['samples_per_second']:.0f} samples/s,\n{alone / step:.0%} of the speed without "
+        f"communication: {1e3 * step:.1f} ms a step, and {1e3 * alone:.1f} ms without.\n"
+        "A step takes as long as the slowest rank, and the reduction."
+    )
+
+
 def _number_of_ranks(options: argparse.Namespace) -> int:
     try:
         return number_of_ranks(options, dict(os.environ))
@@ -124,27 +173,27 @@ def _up_to(ranks: int) -> list[int]:
     return [*powers, ranks]
 
 
-def _parameters_of(path: str) -> int:
+def _parameters_of(path: str, compiled: bool) -> int:
     from keras_dist.launch import microbench
 
     try:
-        return microbench.count_parameters(path)
+        return microbench.count_parameters(path, compiled)
     except Exception as error:  # Keras and the model's layers may raise anything
         raise errors.ArgumentError(
             errors.explain(
                 "[keras-dist bench]",
-                "a model that Keras loads",
+                f"a {'compiled ' * compiled}model that Keras loads",
                 f"{path}: {str(error).splitlines()[0]}",
                 "Pass --parameters instead of --model: model.summary() shows the number.",
             )
         ) from None
 
 
-def _count(base: int) -> Any:
+def _count(base: int, least: int = FLOAT_NBYTES) -> Any:
     def count(text: str) -> int:
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.upper())
         number = int(float(found[1]) * base ** UNITS[found[2]]) if found else 0
-        if number < FLOAT_NBYTES:
+        if number < least:
             raise argparse.ArgumentTypeError(f"expected a number such as 25.6M: {text!r}")
         return number
 

@@ -13,10 +13,10 @@ from keras_dist.launch.cli.hosts import (
     read_hostfile,
 )
 from keras_dist.launch.cli.mpiexec import Library, find_mpiexec, mpiexec_options
-from keras_dist.launch.cli.reach import check_reach
+from keras_dist.launch.cli.reach import check_reach, ssh_of_mpiexec
 from keras_dist.runtime import launch_environment
 
-__all__ = ["check_entry", "job_command", "number_of_ranks", "settings_of"]
+__all__ = ["check_entry", "job_command", "number_of_ranks", "settings_of", "ssh_of_job"]
 
 OWN = "KERAS_"  # needed on every host
 # These describe this host, terminal or process only.
@@ -41,18 +41,35 @@ def number_of_ranks(options: argparse.Namespace, environment: Mapping[str, str])
     return _ranks(options.np, _named_hosts(options), allocation(environment))
 
 
-def check_entry(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """Enters the hosts of options, unless mpiexec may do so by other means than plain ssh.
+def ssh_of_job(options: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
+    """Returns the path of the ssh by which mpiexec enters the hosts of options.
+
+    `None` where it may do so by other means than plain ssh.
+
+    Args:
+        options: parsed by `add_host_options`.
+        environment: environment of mpiexec.
+    """
+    names_hosts = (
+        options.hosts or options.hostfile or getattr(options, "host_discovery_script", None)
+    )
+    if not names_hosts or allocation(environment) is not None or options.mpi_args:
+        return None
+    return ssh_of_mpiexec(environment)
+
+
+def check_entry(options: argparse.Namespace, ssh: str | None) -> None:
+    """Enters the hosts of options.
 
     Args:
         options: hosts, parsed by `add_host_options`.
-        environment: environment of mpiexec.
+        ssh: path of ssh; `None`: nothing is checked.
 
     Raises:
         LaunchError: a host cannot be entered, or has another Python.
     """
-    if allocation(environment) is None and not options.mpi_args:
-        check_reach(_named_hosts(options), environment)
+    if ssh is not None:
+        check_reach(_named_hosts(options), ssh)
 
 
 def job_command(

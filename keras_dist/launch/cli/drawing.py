@@ -88,7 +88,8 @@ def _cells(row: Row, has_gpu: bool) -> list[str]:
     ]
     if has_gpu:
         gpu = report.gpu
-        cells += [f"{gpu.use:.0%}", _bytes(gpu.memory_nbytes)] if gpu else ["", ""]
+        use = "" if gpu is None or gpu.use is None else f" {gpu.use:.0%}"
+        cells += [f"{gpu.place}{use}", _bytes(gpu.memory_nbytes)] if gpu else ["", ""]
     return cells
 
 

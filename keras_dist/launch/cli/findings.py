@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from keras_dist import _gpu
 from keras_dist._version import __version__
 from keras_dist.launch.cli.hosts import allocation
 from keras_dist.launch.cli.mpiexec import Library, find_mpiexec, load_library
@@ -21,6 +22,7 @@ __all__ = ["Finding", "of_a_job", "of_the_launcher", "of_the_machine", "of_the_p
 
 GIB = 2**30
 BACKENDS = {"tensorflow": ("tensorflow", "tensorflow-cpu"), "jax": ("jax",), "torch": ("torch",)}
+NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 SHARED_MEMORY = Path("/dev/shm")
 ENOUGH_GIB = 1  # for the gradients of four ranks of a model of 50 million parameters
 
@@ -76,6 +78,7 @@ def of_the_machine() -> Iterator[Finding]:
         text = f"{size:.1f} GiB in {SHARED_MEMORY}, {free:.1f} GiB free"
         yield Finding("Shared memory", text, remedy if free < ENOUGH_GIB else "")
     yield _gpus()
+    yield _nccl()
     given = allocation(os.environ)
     if given is not None:
         hosts = ", ".join(f"{name}:{slots}" for name, slots in given.hosts.items())
@@ -126,7 +129,8 @@ def of_a_job(found: Mapping[str, Any], seconds: float) -> Iterator[Finding]:
         )
         yield Finding("Speed", f"{speed}, through MPI", remedy)
     says = {True: "yes", False: "no", None: "unknown"}[found["cuda_aware"]]
-    yield Finding("CUDA-aware", f"{says}; gradients of GPUs travel through host memory, no NCCL")
+    yield Finding("CUDA-aware", f"{says}; arrays of GPUs do not travel through MPI")
+    yield _gpu_path(found["gpus"])
 
 
 def _cores() -> Finding:
@@ -157,6 +161,25 @@ def _gpus() -> Finding:
     if _version(("tensorflow-cpu",)) is not None and _wanted_backend() == "tensorflow":
         return Finding("GPUs", text, "tensorflow-cpu does not use GPUs: pip install tensorflow.")
     return Finding("GPUs", text)
+
+
+def _nccl() -> Finding:
+    nccl = _gpu.load_nccl()
+    if isinstance(nccl, str):
+        return Finding("NCCL", f"cannot be used: {nccl}")
+    wheels = {name: _version((name,)) for name in NCCL_WHEELS}
+    found = ", ".join(f"{name} {version}" for name, version in wheels.items() if version)
+    return Finding(
+        "NCCL", f"{_gpu.version_text(nccl.version())} in {nccl.path}; {found or 'no wheel'}"
+    )
+
+
+def _gpu_path(found: Mapping[str, Any]) -> Finding:
+    """Returns which rank has which GPU, and how arrays of GPUs travel."""
+    gpus = [f"rank {rank} has {gpu}" for rank, gpu in enumerate(found["ranks"]) if gpu]
+    if not gpus:
+        return Finding("GPUs of ranks", "none")
+    return Finding("GPUs of ranks", f"{', '.join(gpus)}; arrays travel {found['path']}")
 
 
 def _survival(library: Library) -> Finding:

@@ -9,16 +9,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 __all__ = ["Ended", "end_with_parent", "run_job"]
 
+LOST_SECONDS = 5  # for mpiexec to end by itself after a host is lost, and after a signal
 GRACE_SECONDS = 30  # after a signal; the default of Slurm before SIGKILL
 KILL_SECONDS = 5  # a killed process may hang in the kernel
 LAST_WORDS_SECONDS = 1
+POLL_SECONDS = 0.5  # between looks for lost hosts
+LOST_CODE = 1  # exit code of a job that has lost a host
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -45,6 +48,7 @@ def run_job(
     environment: Mapping[str, str],
     seconds: float | None = None,
     output: IO[Any] | None = None,
+    lost: Callable[[], Any] = bool,
 ) -> Ended:
     """Runs a job to its end and forwards signals. No process of a failed job is left on this host.
 
@@ -55,8 +59,10 @@ def run_job(
         environment: environment of the ranks.
         seconds: time limit. Defaults to `None`: no limit.
         output: file for its output. Defaults to `None`: the output of this process.
+        lost: whether a host of the job is lost; called in a thread. Then mpiexec, which may wait
+            for the host, is ended, and its exit code is not 0. Defaults to a function that says no.
     """
-    return _Job().run(command, environment, seconds, output)
+    return _Job().run(command, environment, seconds, output, lost)
 
 
 class _Job:
@@ -71,6 +77,7 @@ class _Job:
         environment: Mapping[str, str],
         seconds: float | None,
         output: IO[Any] | None,
+        lost: Callable[[], Any],
     ) -> Ended:
         _prctl(_SUBREAPER, 1)  # orphans of mpiexec become children of this process
         others = _children()
@@ -90,7 +97,10 @@ class _Job:
             )
             for number in self._signals:  # that arrived meanwhile
                 self._process.send_signal(number)
-            code = self._process.wait()
+            with self._ending_without(lost):
+                code = self._process.wait()
+            if lost():
+                code = LOST_CODE if code <= 0 else code  # ended by this process, or 0 in error
             # Later signals belong to the caller, after the job is gone.
             signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
             if code != 0:
@@ -102,6 +112,27 @@ class _Job:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         first = next((number for number in self._signals if number in ENDING), None)
         return Ended(code if code >= 0 else 128 - code, first, self._timed_out)
+
+    @contextlib.contextmanager
+    def _ending_without(self, lost: Callable[[], Any]) -> Iterator[None]:
+        """Ends mpiexec if a host is lost, unless it ends by itself."""
+        has_ended = threading.Event()
+
+        def watch() -> None:
+            while not lost():
+                if has_ended.wait(POLL_SECONDS):
+                    return
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                if not has_ended.wait(LOST_SECONDS) and self._process is not None:
+                    self._process.send_signal(number)
+
+        thread = threading.Thread(target=watch, name="keras_dist hosts", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         again = number == signal.SIGINT and number in self._signals

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from keras_dist import errors
-from keras_dist.launch.cli.command import check_entry, job_command, settings_of
+from keras_dist.launch.cli.command import check_entry, job_command, settings_of, ssh_of_job
 from keras_dist.launch.cli.job import run_job
 from keras_dist.launch.cli.mpiexec import load_library
 
-__all__ = ["measure"]
+__all__ = ["measure", "measure_steps"]
 
 MARK = "keras_dist measured: "
 SECONDS = 300
@@ -30,11 +30,39 @@ def measure(options: argparse.Namespace, ranks: int, sizes: Iterable[int]) -> di
     Raises:
         LaunchError: the job failed, or there is no mpiexec.
     """
-    program = [sys.executable, "-P", "-m", "keras_dist.launch.microbench", MARK, *map(str, sizes)]
+    return _run(options, ranks, "microbench", *map(str, sizes))
+
+
+def measure_steps(
+    options: argparse.Namespace, ranks: int, model: str, batch_size: int
+) -> list[list[float]]:
+    """Runs `keras_dist.launch.model_steps` on some ranks.
+
+    Args:
+        options: hosts and number of ranks, parsed by `add_host_options`.
+        ranks: number of ranks.
+        model: path of a compiled Keras model.
+        batch_size: samples for each rank and step.
+
+    Returns:
+        List of the seconds of the steps of each rank.
+
+    Raises:
+        LaunchError: the job failed, or there is no mpiexec.
+    """
+    path = os.path.abspath(model)
+    found = _run(options, ranks, "model_steps", path, str(batch_size))
+    durations: list[list[float]] = found["durations"]
+    return durations
+
+
+def _run(options: argparse.Namespace, ranks: int, module: str, *arguments: str) -> dict[str, Any]:
+    """Runs a module of `keras_dist.launch` on some ranks and returns the JSON that it prints."""
+    program = [sys.executable, "-P", "-m", f"keras_dist.launch.{module}", MARK, *arguments]
     environment = {**os.environ, **settings_of(options)}
     where = argparse.Namespace(**{**vars(options), "np": ranks})
     command = job_command(where, load_library(), program, environment, binds=False)
-    check_entry(where, environment)
+    check_entry(where, ssh_of_job(where, environment))
     with tempfile.TemporaryFile("w+") as output:
         ended = run_job(command, environment, SECONDS, output)
         output.seek(0)

@@ -155,9 +155,15 @@ OPTIONS = (
         "--on-failure",
         "reaction to the death of a rank: `stop` ends the job, `restart` restarts it (see "
         "--max-restarts), and `continue` sets KERAS_DIST_ON_FAILURE, so that the remaining ranks "
-        "continue (Open MPI 5 or newer)",
+        "continue; `replace` also starts a new rank (Open MPI 5 or newer)",
         "REACTION",
-        choices=("stop", "restart", "continue"),
+        choices=("stop", "restart", "continue", "replace"),
+    ),
+    Option(
+        "--join-directory",
+        "directory in which the job announces itself, so that `keras-dist join` can add ranks "
+        "while it trains",
+        "DIRECTORY",
     ),
     Option(
         "--host-discovery-script",

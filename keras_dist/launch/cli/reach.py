@@ -1,4 +1,4 @@
-"""The check of hosts before a job: mpiexec can enter each of them, and finds Python there."""
+"""The check of hosts before a job: mpiexec can enter them, and Python and MPI are the same."""
 
 import concurrent.futures
 import shutil
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from keras_dist import errors
 
-__all__ = ["check_reach"]
+__all__ = ["check_reach", "ssh_of_mpiexec"]
 
 SECONDS = 20  # for the answer of a host
 CHECKS = 32  # at the same time
@@ -17,26 +17,43 @@ NOT_ENTERED = 255  # exit code of ssh for its own errors
 # With these, mpiexec may enter hosts by another program.
 LAUNCHERS = ("HYDRA_LAUNCHER", "I_MPI_HYDRA_BOOTSTRAP", "PRTE_MCA_plm", "OMPI_MCA_plm")
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+# Prints the version of Python, then that of the MPI library, which another program of mpiexec
+# belongs to. It runs within double quotes of a shell.
+PROGRAM = (
+    "import sys; print('python', *sys.version_info[:2]); import mpi4py; "
+    "mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    "print('mpi', *MPI.Get_library_version().strip(chr(0)).splitlines()[0].split(',')[0].split())"
+)
 
 
-def check_reach(hosts: Iterable[str], environment: Mapping[str, str]) -> None:
-    """Enters other hosts with ssh and starts the Python of this process, all at the same time.
+def ssh_of_mpiexec(environment: Mapping[str, str]) -> str | None:
+    """Returns the path of the ssh by which mpiexec enters hosts.
 
-    Without ssh, or where a variable selects another launcher of mpiexec, nothing is checked.
+    `None` without ssh, or where a variable selects another launcher of mpiexec.
+    """
+    if any(name.startswith(LAUNCHERS) for name in environment):
+        return None
+    return shutil.which("ssh", path=environment.get("PATH"))
+
+
+def check_reach(hosts: Iterable[str], ssh: str) -> None:
+    """Enters other hosts with ssh and compares Python and MPI, all at the same time.
 
     Args:
         hosts: names of the hosts.
-        environment: environment of mpiexec.
+        ssh: path of ssh.
 
     Raises:
-        LaunchError: a host cannot be entered, does not answer in time, or has another Python.
+        LaunchError: a host cannot be entered, does not answer in time, or has another Python or
+            MPI library.
     """
-    ssh = shutil.which("ssh", path=environment.get("PATH"))
-    if ssh is None or any(name.startswith(LAUNCHERS) for name in environment):
-        return
     others = [name for name in hosts if not _is_this_host(name)]
+    if not others:
+        return
+    here = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    mpi = _told(here.stdout, "mpi")
     with concurrent.futures.ThreadPoolExecutor(CHECKS) as pool:
-        answers = pool.map(lambda name: _start_python(ssh, name), others)
+        answers = pool.map(lambda name: _start_python(ssh, name, mpi), others)
     for name, (expected, received, remedy) in zip(others, answers, strict=True):
         if received:
             text = errors.explain("[keras-dist]", expected, f"{received} from {name}", remedy)
@@ -55,15 +72,14 @@ def _is_this_host(name: str) -> bool:
     return False
 
 
-def _start_python(ssh: str, name: str) -> tuple[str, str, str]:
+def _start_python(ssh: str, name: str, mpi: str) -> tuple[str, str, str]:
     """Returns what was expected of a host, what it answered if that is wrong, and the remedy."""
-    program = "import sys; print('python', *sys.version_info[:2])"
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={SECONDS // 2}"]
     enters = f"`ssh -o BatchMode=yes {name} true` must succeed without a password."
     entry = f"to enter {name} with ssh"
     try:
         ended = subprocess.run(
-            [ssh, *options, name, f'"{sys.executable}" -c "{program}"'],
+            [ssh, *options, name, f'"{sys.executable}" -c "{PROGRAM}"'],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -73,12 +89,21 @@ def _start_python(ssh: str, name: str) -> tuple[str, str, str]:
     except subprocess.TimeoutExpired:
         return entry, f"no answer within {SECONDS} s", enters
     lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
-    told = f"exit code {ended.returncode} ({lines[-1] if lines else 'no message'})"
+    failed = f"exit code {ended.returncode} ({lines[-1] if lines else 'no message'})"
     if ended.returncode == NOT_ENTERED:
-        return entry, told, enters
-    expected = f"Python {PYTHON} at {sys.executable} on {name}"
+        return entry, failed, enters
     remedy = "Install the same environment at the same path on every host, or share one."
-    if ended.returncode != 0:
-        return expected, told, remedy
-    found = ended.stdout.rpartition("python ")[2].split()
-    return expected, "" if ".".join(found) == PYTHON else f"Python {'.'.join(found)}", remedy
+    found = ".".join(_told(ended.stdout, "python").split())
+    if found != PYTHON:
+        received = f"Python {found}" if found else failed
+        return f"Python {PYTHON} at {sys.executable} on {name}", received, remedy
+    # Without an MPI library here, the ranks say what is missing.
+    expected = f"{mpi}, the MPI library of this host, at {sys.executable} on {name}"
+    received = _told(ended.stdout, "mpi") or failed
+    return expected, "" if received == mpi or not mpi else received, remedy
+
+
+def _told(output: str, name: str) -> str:
+    """Returns the rest of the last line that begins with a name; empty if there is none."""
+    lines = [line for line in output.splitlines() if line.startswith(f"{name} ")]
+    return lines[-1].removeprefix(name).strip() if lines else ""

@@ -4,7 +4,6 @@ import argparse
 import math
 import os
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -12,14 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_dist import config, errors
-from keras_dist.launch.cli.command import check_entry, job_command, settings_of
+from keras_dist.launch.cli.command import check_entry, job_command, settings_of, ssh_of_job
 from keras_dist.launch.cli.config_file import arguments_of_file
+from keras_dist.launch.cli.connections import Connections, watched_connections
 from keras_dist.launch.cli.discovery import with_hosts
 from keras_dist.launch.cli.horovodrun import refuse
 from keras_dist.launch.cli.hosts import allocation
 from keras_dist.launch.cli.job import Ended, run_job
 from keras_dist.launch.cli.mpiexec import Library, load_library
 from keras_dist.launch.cli.options import OPTIONS, add_options
+from keras_dist.launch.cli.program import add_program, program_of
 from keras_dist.launch.cli.restart_signals import EndRequested, terminating_signals_raise
 from keras_dist.runtime import exit_hooks
 
@@ -28,8 +29,8 @@ __all__ = ["add_to"]
 TIMED_OUT = 124  # as timeout(1)
 NEVER_AGAIN = (2, 128 + signal.SIGINT)  # usage error; Ctrl-C
 MAX_PAUSE_SECONDS = 30
+GOING_ON = ("continue", "replace")  # reactions to a death without a restart
 RESTART = "KERAS_DIST_RESTART"
-NOTEBOOK = ("-m", "keras_dist.launch.cli", "run-notebook")
 
 DESCRIPTION = """Starts a program on several ranks with the mpiexec of the MPI library that mpi4py
 loads, and forwards signals. With --max-restarts a failed job is restarted; a script that trains
@@ -48,8 +49,7 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(act=lambda options: _run_in_time(_with_file(parser, options)))
     add_options(parser)
     refuse(parser)
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add_program(parser)
 
 
 def _with_file(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
@@ -69,13 +69,15 @@ def _run_in_time(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, end: float) -> int:
-    program = _program(options)
+    program = program_of(options, "run -np 4")
     _check(options)
     library = load_library()
     added = {**settings_of(options), **_variables(options)}
     environment = {**os.environ, **added, RESTART: "0"}
-    config.parse(environment)
-    survives_rank_loss = options.on_failure == "continue" and library.survives_rank_loss
+    limit = config.parse(environment).stall_abort_seconds
+    ssh = ssh_of_job(options, environment)
+    goes_on = options.on_failure in GOING_ON
+    survives_rank_loss = goes_on and library.survives_rank_loss
     words = [*_launched(options), *program]
     binds = options.bind == "mpiexec"
 
@@ -84,7 +86,7 @@ def _run(options: argparse.Namespace, end: float) -> int:
         made = job_command(found, library, words, environment, survives_rank_loss, binds)
         # A host may come back between two restarts, so later starts try it.
         if not (restart or options.dry_run):
-            check_entry(found, environment)
+            check_entry(found, ssh)
         return made
 
     command = command_of(0)
@@ -93,13 +95,16 @@ def _run(options: argparse.Namespace, end: float) -> int:
         print(shlex.join([*(["env", *settings] if settings else []), *command]), flush=True)
     if options.dry_run:
         return 0
-    if options.on_failure == "continue" and not library.survives_rank_loss:
+    if goes_on and not library.survives_rank_loss:
         _print(_cannot_survive(library, options.max_restarts))
     if "--allow-run-as-root" in command:
         _print("running as root: --allow-run-as-root is passed to mpiexec.")
     try:
-        with terminating_signals_raise():
-            return _run_with_restarts(command, command_of, environment, options.max_restarts, end)
+        with terminating_signals_raise(), watched_connections(library, ssh, limit) as connections:
+            environment |= connections.variables
+            return _run_with_restarts(
+                command, command_of, environment, options.max_restarts, end, connections
+            )
     except EndRequested as request:
         _print(f"received {request.name} between two runs of the job.")
         return request.code
@@ -123,14 +128,18 @@ def _run_with_restarts(
     environment: dict[str, str],
     max_restarts: int,
     end: float,
+    connections: Connections,
 ) -> int:
     for restart in range(max_restarts + 1):
         environment[RESTART] = str(restart)
         if restart:
             command = command_of(restart)
         left = None if end == math.inf else max(0.01, end - time.monotonic())
-        ended = run_job(command, environment, left)
+        connections.begin()
+        ended = run_job(command, environment, left, None, connections.lost)
         code = _exit_code(ended)
+        if ended.signal is None and not ended.timed_out and (lost := connections.lost()):
+            _print(lost)
         if ended.timed_out:
             _print("the job was ended after its time limit (--timeout).")
         if code == 0 or ended.signal is not None or code in NEVER_AGAIN:
@@ -162,42 +171,6 @@ def _exit_code(ended: Ended) -> int:
     return ended.code if ended.signal is None else 128 + ended.signal
 
 
-def _program(options: argparse.Namespace) -> list[str]:
-    """Returns the command of each rank."""
-    words = options.program[1:] if options.program[:1] == ["--"] else options.program
-    if options.module is not None:
-        words = [sys.executable, "-m", *options.module] if options.module else []
-    elif words and words[0].endswith(".py"):
-        words = [sys.executable, *words]
-    elif words and words[0].endswith(".ipynb"):
-        words = [sys.executable, *NOTEBOOK, *words]
-    if (missing := _missing(words)) is None:
-        return words
-    raise errors.ArgumentError(
-        errors.explain(
-            "[keras-dist run]",
-            "a program to start",
-            missing,
-            "Put it after the options, for example: "
-            "keras-dist run -np 4 python train.py --epochs 3",
-        )
-    )
-
-
-def _missing(words: list[str]) -> str | None:
-    """Returns what was given instead of a program; `None` for a valid program."""
-    if not words:
-        return "none"
-    if shutil.which(words[0]) is None:
-        return repr(words[0])
-    if os.path.basename(words[0]).startswith("python"):
-        behind = len(NOTEBOOK) if tuple(words[1 : 1 + len(NOTEBOOK)]) == NOTEBOOK else 0
-        script = next((word for word in words[1 + behind :] if not word.startswith("-")), "")
-        if script.endswith((".py", ".ipynb")) and not os.path.isfile(script):
-            return f"{script!r}, which does not exist"
-    return None
-
-
 def _check(options: argparse.Namespace) -> None:
     asks = options.host_discovery_script is not None
     if options.on_failure == "restart" and not options.max_restarts:
@@ -225,8 +198,10 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
     """Returns the environment variables that options set for the ranks."""
     values = {option.variable: getattr(options, option.field) for option in OPTIONS}
     wanted = {name: text for name, text in values.items() if name and text is not None}
-    if options.on_failure == "continue":
-        wanted["KERAS_DIST_ON_FAILURE"] = "continue"
+    if options.on_failure in GOING_ON:
+        wanted["KERAS_DIST_ON_FAILURE"] = options.on_failure
+    if options.join_directory is not None:
+        wanted["KERAS_DIST_JOIN_DIRECTORY"] = os.path.abspath(options.join_directory)
     return wanted
 
 

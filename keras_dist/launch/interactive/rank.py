@@ -19,7 +19,7 @@ from keras_dist.launch.interactive.exchange import Exchange, Failure, Value
 from keras_dist.launch.rank_log import printing_to
 from keras_dist.runtime import launch_environment
 
-__all__ = ["main"]
+__all__ = ["as_failure", "as_value", "main", "run_call"]
 
 REPORT_SECONDS = 0.5
 
@@ -32,24 +32,34 @@ def main(folder: str) -> None:
     """
     exchange, rank = Exchange(pathlib.Path(folder)), launch_environment.announced_rank() or 0
     with printing_to(exchange.log(rank)):
-        try:
-            environment, path, cells, work = exchange.call()
-            os.environ.update(environment)
-            linecache.cache.update(cells)
-            sys.path += [entry for entry in path if entry not in sys.path]
-            threading.Thread(
-                target=_report_periodically,
-                args=(exchange, rank),
-                name="keras_dist report",
-                daemon=True,
-            ).start()
-            function, args, kwargs = cloudpickle.loads(work)
-            value = function(*args, **kwargs)
-            _report(exchange, rank)
-            exchange.put_outcome(rank, _as_value(value, rank))
-        except BaseException as error:
-            exchange.put_outcome(rank, _as_failure(error))
-            raise
+        run_call(exchange, rank)
+
+
+def run_call(exchange: Exchange, rank: int) -> None:
+    """Runs the function of a call, and writes its progress and its outcome.
+
+    Args:
+        exchange: the exchange with the caller.
+        rank: rank of this process.
+    """
+    try:
+        environment, path, cells, work = exchange.call()
+        os.environ.update(environment)
+        linecache.cache.update(cells)
+        sys.path += [entry for entry in path if entry not in sys.path]
+        threading.Thread(
+            target=_report_periodically,
+            args=(exchange, rank),
+            name="keras_dist report",
+            daemon=True,
+        ).start()
+        function, args, kwargs = cloudpickle.loads(work)
+        value = function(*args, **kwargs)
+        _report(exchange, rank)
+        exchange.put_outcome(rank, as_value(value, rank))
+    except BaseException as error:
+        exchange.put_outcome(rank, as_failure(error))
+        raise
 
 
 def _report_periodically(exchange: Exchange, rank: int) -> None:
@@ -66,7 +76,8 @@ def _report(exchange: Exchange, rank: int) -> None:
     exchange.put_report(rank, report.to_json())
 
 
-def _as_value(value: Any, rank: int) -> Value:
+def as_value(value: Any, rank: int) -> Value:
+    """Returns a value as the outcome of a rank. Raises `ArgumentTypeError` if it has no pickle."""
     kind = type(value).__qualname__
     try:
         return Value(kind, cloudpickle.dumps(value))
@@ -81,7 +92,8 @@ def _as_value(value: Any, rank: int) -> Value:
         ) from None
 
 
-def _as_failure(error: BaseException) -> Failure:
+def as_failure(error: BaseException) -> Failure:
+    """Returns an exception as the outcome of a rank."""
     # The first frame belongs to this file.
     frames = error.__traceback__ and error.__traceback__.tb_next
     lines = traceback.format_exception(type(error), error, frames)

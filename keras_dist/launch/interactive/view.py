@@ -18,6 +18,11 @@ def _as_gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.1f} GiB"
 
 
+def _gpu_text(gpu: Any) -> str:
+    use = "" if gpu["use"] is None else f" {gpu['use']:.0%}"
+    return f"{gpu['place']}{use}, {_as_gib(gpu['memory_nbytes'])}"
+
+
 # Title, field of a report, format of a cell. A column without values is omitted.
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("host", "host", str),
@@ -26,7 +31,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("step", "step", str),
     ("samples/s", "samples_per_second", lambda speed: f"{speed:,.0f}"),
     ("memory", "memory_nbytes", _as_gib),
-    ("GPU", "gpu", lambda gpu: f"{gpu['use']:.0%}, {_as_gib(gpu['memory_nbytes'])}"),
+    ("GPU", "gpu", _gpu_text),
 )
 
 

@@ -1,7 +1,8 @@
-"""The variables of a model in a backup, and the check that they fit a model."""
+"""The variables of a model in a file, and the check that they fit a model."""
 
 import itertools
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,24 +13,34 @@ from keras_dist import errors, runtime
 from keras_dist.storage import versioned_backups
 from keras_dist.training import built_optimizers
 from keras_dist.training.model_state import (
-    bytes_of,
     has_weights,
     random_states,
     to_numpy,
     variable_name,
 )
+from keras_dist.training.sharded_state import assign, shape_of, whole_value
 
-__all__ = ["restore", "write"]
+__all__ = ["describe", "fit_to", "restore", "write"]
 
+INTEGER = re.compile(r"u?int\d+")
 SEED = "seed"  # prefix of the names of random states; other names are indices
 
 
 def write(model: keras.Model, about: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arrays of a model by name, and adds their description to the JSON."""
+    """Returns the arrays of a model by name, and adds their description to the JSON.
+
+    If the state of an optimizer is sharded, only in the context `gathered`.
+    """
+    held = describe(model, about)
+    return {name: _bytes(whole_value(variable)) for name, variable in _named(held, model)}
+
+
+def describe(model: keras.Model, about: dict[str, Any]) -> list[Any]:
+    """Returns the variables of a model and its optimizers, and adds their description to a JSON."""
     about["optimizers"] = described = built_optimizers.describe(model)
     held = built_optimizers.variables_of(model, described)
     about["variables"] = _describe(held)
-    return {name: bytes_of(variable) for name, variable in _named(held, model)}
+    return held
 
 
 def restore(
@@ -46,16 +57,42 @@ def restore(
     Raises:
         CheckpointError: the model is not built, or the backup is of another model.
     """
+    held = fit_to(model, about, path)
+    for name, variable in _named(held, model):
+        value = file[name].view(to_numpy(variable).dtype).reshape(shape_of(variable))
+        assign(variable, value)
+
+
+def fit_to(
+    model: keras.Model, about: Mapping[str, Any], path: pathlib.Path, any_integers: bool = False
+) -> list[Any]:
+    """Builds the optimizers of a model as described and returns the described variables.
+
+    Optimizer variables that are not described get their initial values.
+
+    Args:
+        model: a built model.
+        about: JSON with the description, from `describe`.
+        path: path of the file that has it, for messages.
+        any_integers: whether an integer may have another number of bits: those of Keras' counters
+            depend on the backend. Defaults to `False`.
+
+    Raises:
+        CheckpointError: the model is not built, or another model is described.
+    """
     _check_built(model, path)
     described = about.get("optimizers") or built_optimizers.describe(model)
     built_optimizers.build(model, described)
     held = built_optimizers.variables_of(model, described)
-    _check(_describe(held), about["variables"], path)
+    _check(_describe(held), about["variables"], path, any_integers)
     if (other := built_optimizers.difference(model, described)) is not None:
         raise ValueError(other)
-    for name, variable in _named(held, model):
-        variable.assign(file[name].view(to_numpy(variable).dtype).reshape(variable.shape))
     built_optimizers.reset_undescribed(model, described)
+    return held
+
+
+def _bytes(value: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
 def _named(held: Sequence[Any], model: keras.Model) -> list[tuple[str, Any]]:
@@ -78,11 +115,18 @@ def _check_built(model: keras.Model, path: pathlib.Path) -> None:
         )
 
 
-def _check(mine: Sequence[Any], written: Sequence[Any], path: pathlib.Path) -> None:
+def _check(
+    mine: Sequence[Any], written: Sequence[Any], path: pathlib.Path, any_integers: bool
+) -> None:
     """Checks that a backup is of a model and optimizers with the same variables."""
+
+    def kind_of(described: Any) -> tuple[Any, str]:
+        _, shape, dtype = described
+        return shape, INTEGER.sub("int", str(dtype)) if any_integers else str(dtype)
+
     none: Any = ("none", None, None)
     pairs = itertools.zip_longest(mine, written, fillvalue=none)
-    different: Any = next((pair for pair in pairs if list(pair[0][1:]) != list(pair[1][1:])), None)
+    different: Any = next((pair for pair in pairs if kind_of(pair[0]) != kind_of(pair[1])), None)
     if different is None:
         return
     (expected, *kind), (received, *other) = different
@@ -100,4 +144,4 @@ def _check(mine: Sequence[Any], written: Sequence[Any], path: pathlib.Path) -> N
 
 def _describe(variables: Sequence[Any]) -> list[tuple[str, list[int], str]]:
     """Returns names, shapes and dtypes of variables."""
-    return [(variable_name(v), list(v.shape), str(v.dtype)) for v in variables]
+    return [(variable_name(v), list(shape_of(v)), str(v.dtype)) for v in variables]

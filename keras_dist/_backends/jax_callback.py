@@ -1,0 +1,114 @@
+"""Calls of the host inside a compiled JAX program, in program order.
+
+A call has the effect of an ordered `io_callback`: JAX passes a token from call to call, through
+loops and branches as well, and from program to program. On a CPU the host reads and writes the
+memory of the program, as by `buffer_callback`, which has no order of its own. On other devices, and
+where a version of JAX lacks that, the call is an `io_callback`, which copies.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from keras_dist import errors
+from keras_dist._compat.jax import emit_buffer_callback, has_buffer_callbacks
+
+__all__ = ["ORDERED", "call_host"]
+
+HostCall = Callable[[list[np.ndarray]], Sequence[np.ndarray]]
+WritingCall = Callable[[list[np.ndarray], list[np.ndarray]], None]
+
+
+def call_host(
+    function: HostCall,
+    arrays: Sequence[Any],
+    shapes: Sequence[tuple[int, ...]],
+    into: WritingCall | None = None,
+) -> list[Any]:
+    """Adds a call of the host to a program that is traced.
+
+    Args:
+        function: a function of numpy arrays, which it must neither change nor keep; it returns an
+            array for each of `shapes`, with the dtypes of `arrays`.
+        arrays: JAX arrays.
+        shapes: shapes of the results.
+        into: the same function, which writes its results into arrays, its second argument. Defaults
+            to `None`: results are copied.
+
+    Returns:
+        List of the results, as JAX arrays.
+    """
+    return list(_host_call.bind(*arrays, function=function, shapes=tuple(shapes), into=into))
+
+
+# The effect of an ordered callback keeps host calls in program order.
+[ORDERED] = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+
+_host_call = Primitive("keras_dist_host_call")
+_host_call.multiple_results = True
+
+
+def _abstract(
+    *arrays: Any, function: HostCall, shapes: Any, into: Any
+) -> tuple[list[Any], set[Any]]:
+    results = [
+        array.update(shape=shape, weak_type=False)
+        for array, shape in zip(arrays, shapes, strict=True)
+    ]
+    return results, {ORDERED}
+
+
+def _run(*arrays: Any, function: HostCall, shapes: Any, into: Any) -> list[Any]:
+    """Runs a call of a program that is not compiled."""
+    results = function([np.asarray(array) for array in arrays])
+    return [jax.numpy.array(result) for result in results]
+
+
+def _lower(context: Any, *operands: Any, function: HostCall, shapes: Any, into: Any) -> Any:
+    if not has_buffer_callbacks(context):
+        return _lower_copying(context, *operands, function=function, shapes=shapes)
+
+    def write(arrays: list[np.ndarray], results: list[np.ndarray]) -> None:
+        for result, array in zip(results, function(arrays), strict=True):
+            np.copyto(result, array)
+
+    return emit_buffer_callback(context, ORDERED, into or write, operands)
+
+
+def _copying(*arrays: Any, function: HostCall, shapes: Any) -> Any:
+    def call(*given: Any) -> tuple[np.ndarray, ...]:
+        # Copies: JAX may still read a result when the next call writes to its memory.
+        return tuple(map(np.array, function([np.asarray(array) for array in given])))
+
+    specs = tuple(
+        jax.ShapeDtypeStruct(shape, array.dtype)
+        for array, shape in zip(arrays, shapes, strict=True)
+    )
+    return io_callback(call, specs, *arrays, ordered=True)
+
+
+def _refuse(transformation: str) -> Callable[..., Any]:
+    def refuse(*arguments: Any, **parameters: Any) -> Any:
+        raise errors.ArgumentError(
+            errors.explain(
+                "[keras_dist.jax]",
+                "a collective outside of jax.vmap, and differentiated in reverse mode if at all",
+                transformation,
+                "Use jax.grad or jax.vjp with Average or Sum, and pass whole arrays.",
+            )
+        )
+
+    return refuse
+
+
+_lower_copying = mlir.lower_fun(_copying, multiple_results=True)
+_host_call.def_effectful_abstract_eval(_abstract)
+_host_call.def_impl(_run)
+ad.primitive_jvps[_host_call] = _refuse("a derivative in forward mode, or of another reduction")
+batching.primitive_batchers[_host_call] = _refuse("jax.vmap")
+mlir.register_lowering(_host_call, _lower)

@@ -1,0 +1,67 @@
+"""Overlaps the reduction of gradients with the other operations of a TensorFlow graph.
+
+A host operation queues a bucket when its gradients have been computed, and another one waits for
+the results. In between, TensorFlow computes the gradients of the next buckets.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist._backends.tensorflow_host import on_host
+
+__all__ = ["QueuedBuckets"]
+
+
+class QueuedBuckets:
+    """The buckets of a plan in one graph: operations that queue them, and that wait for them.
+
+    Args:
+        fused: the plan, see `Backend.reduce_gradients`.
+    """
+
+    def __init__(self, fused: Any):
+        self._fused = fused
+        self._handles: dict[int, Any] = {}
+        self._queued: list[tf.Tensor] = []  # one for each bucket: it has been queued
+
+    def queue(self, number: int, tensors: Sequence[tf.Tensor], lend: bool) -> None:
+        """Adds an operation that queues a bucket; call it for the buckets in their order.
+
+        Args:
+            number: index of the bucket.
+            tensors: its gradients.
+            lend: see `FusedAllreduce.reduce_bucket`.
+        """
+
+        def start(*arrays: np.ndarray) -> np.int32:
+            # The handle keeps the arrays, and they the memory of the tensors.
+            self._handles[number] = self._fused.queue_bucket(number, arrays, lend)
+            return np.int32(number)
+
+        self._queued += on_host(start, tensors, [()], [tf.int32])
+
+    def results(
+        self, number: int, tensors: Sequence[tf.Tensor], shapes: Sequence[Any], buffers: Any
+    ) -> list[tf.Tensor]:
+        """Adds an operation that waits for a bucket; call it when all have been queued.
+
+        Args:
+            number: index of the bucket.
+            tensors: its gradients.
+            shapes: their shapes.
+            buffers: see `on_host`.
+
+        Returns:
+            The reduced gradients.
+        """
+
+        def wait(*_: np.ndarray) -> list[np.ndarray]:
+            reduced: list[np.ndarray] = self._handles.pop(number).wait()
+            return reduced
+
+        # A thread of TensorFlow that waits computes nothing: first, all buckets are queued.
+        dtypes = [tensor.dtype for tensor in tensors]
+        return on_host(wait, self._queued, shapes, dtypes, buffers)

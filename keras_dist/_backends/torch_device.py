@@ -1,0 +1,96 @@
+"""Torch tensors as arrays for the engine: in place, on the host or in GPU memory."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch
+from keras_dist._gpu import DeviceArray, counts_host_memory, load_runtime
+
+__all__ = [
+    "gpu_number",
+    "is_on_device",
+    "prepared_array",
+    "reduce_on_device",
+    "to_array",
+    "to_tensor",
+]
+
+
+def gpu_number() -> int | None:
+    """Returns the number of the current GPU. See `Backend.gpu_number`."""
+    if counts_host_memory():
+        return 0
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Returns whether the engine takes a tensor as an array in GPU memory."""
+    if tensor.is_cuda:
+        runtime = load_runtime()
+        return runtime is not None and runtime.device == tensor.device.index
+    return tensor.is_cpu and counts_host_memory()
+
+
+def to_array(tensor: torch.Tensor) -> np.ndarray | DeviceArray:
+    """Returns a tensor as an array of the engine; only one that is not contiguous is copied."""
+    if not is_on_device(tensor):
+        return to_numpy(tensor)
+    return _device_array(tensor.detach().contiguous())
+
+
+def prepared_array(tensor: torch.Tensor) -> np.ndarray | DeviceArray:
+    """Returns `to_array`, with its result allocated at once, before later work of the stream."""
+    array = to_array(tensor)
+    if isinstance(array, DeviceArray):
+        array.prepare()
+    return array
+
+
+def to_tensor(array: np.ndarray | DeviceArray, like: torch.Tensor) -> torch.Tensor:
+    """Returns an array of the engine as a tensor of the dtype and device of `like`.
+
+    Later work of the current stream waits until the array has been written.
+    """
+    if not isinstance(array, DeviceArray):
+        return to_torch(array, like)
+    tensor: torch.Tensor = array.finish(_stream_of(like))
+    return tensor
+
+
+def reduce_on_device(reduce_slices: Any, sparse: torch.Tensor) -> torch.Tensor:
+    """Reduces a coalesced sparse tensor in GPU memory; see `Backend.reduce_gradients`.
+
+    Args:
+        reduce_slices: function of the rows and of their indices.
+        sparse: the tensor.
+    """
+    shape = sparse.shape[: sparse.sparse_dim()]
+    indices, values = sparse.indices(), sparse.values()
+    flat = indices[0]
+    for index, length in zip(indices[1:], shape[1:], strict=True):
+        flat = flat * length + index
+    rows, numbers, count = reduce_slices(to_array(values), to_array(flat))
+    full = torch.stack(torch.unravel_index(to_tensor(numbers, flat), shape))
+    total = torch.sparse_coo_tensor(full, to_tensor(rows, values), sparse.shape).coalesce()
+    return total / count if count > 1 else total
+
+
+def _device_array(tensor: torch.Tensor) -> DeviceArray:
+    def allocate(shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
+        return _device_array(torch.empty(shape, dtype=tensor.dtype, device=tensor.device))
+
+    return DeviceArray(
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        dtype_of(tensor),
+        tensor,
+        allocate,
+        _stream_of(tensor),
+    )
+
+
+def _stream_of(tensor: torch.Tensor) -> Any:
+    """Returns the current stream; 0, the program itself, for a tensor on the CPU."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0

@@ -1,0 +1,182 @@
+"""Collectives of arrays in GPU memory: by NCCL, or staged on the host.
+
+The ranks compare what they are about to do before NCCL is called, as before any other operation.
+What NCCL does not define, and all operations where a rank has no GPU of its own or has joined, runs
+on the host.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_dist._engine.arithmetic import check_sum
+from keras_dist._engine.collectives.rendezvous import raise_on_all, rendezvous
+from keras_dist._engine.collectives.rows import check_rows, row_bounds
+from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.nccl.path import NCCL, are_on_device, is_defined, on_gpu, uses_nccl
+from keras_dist._engine.nccl.ranks import NcclRanks, nccl_of
+from keras_dist._engine.options import OpOptions
+from keras_dist._engine.recovery.retry import retry
+from keras_dist._engine.signature import CollectiveSignature, entries_of
+from keras_dist._gpu import DeviceArray
+
+__all__ = ["allgather", "broadcast", "gather", "reducescatter", "through"]
+
+
+def through(on_host: Callable[..., Any], on_device: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a collective of a list of arrays that runs where they are.
+
+    Args:
+        on_host: the collective on arrays of the host.
+        on_device: the same on arrays in GPU memory, if NCCL moves them. It returns `None` if it
+            does not define the operation, equally on all ranks.
+    """
+
+    @functools.wraps(on_host)
+    def run(comm: Communicator, arrays: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if not are_on_device(arrays):
+            return on_host(comm, arrays, *args, **kwargs)
+        results = on_device(comm, arrays, *args, **kwargs) if uses_nccl(comm) else None
+        if results is None:
+            results = on_host(comm, [array.to_host() for array in arrays], *args, **kwargs)
+        return on_gpu(results, arrays)
+
+    return run
+
+
+def broadcast(
+    comm: Communicator,
+    arrays: Sequence[DeviceArray],
+    names: Sequence[str],
+    root: int,
+    operation: str = "broadcast",
+    key: str | None = None,
+    remedy: str = CollectiveSignature.remedy,
+) -> list[Any] | None:
+    """Copies the root's arrays to every rank by NCCL. See `collectives.broadcast`."""
+    with raise_on_all(comm, operation, key):
+        source = comm.index_of_root(root)
+    entries = entries_of(names, [(array.shape, array.dtype) for array in arrays])
+    call = CollectiveSignature(
+        operation, entries, root=int(root), key=key, remedy=remedy, library=NCCL
+    )
+
+    def launch(ranks: Any) -> list[DeviceArray]:
+        targets = [array.empty() for array in arrays]
+
+        def group() -> None:
+            for array, target in zip(arrays, targets, strict=True):
+                if array.nbytes:
+                    ranks.broadcast(array.address, target.address, array.nbytes, source)
+
+        ranks.launch(call, arrays, targets, group)
+        return targets
+
+    return _run(comm, call, launch)
+
+
+def allgather(
+    comm: Communicator,
+    arrays: Sequence[DeviceArray],
+    names: Sequence[str],
+    key: str | None = None,
+) -> list[Any] | None:
+    """Concatenates arrays of all ranks by NCCL. See `collectives.grouped_allgather`."""
+    with raise_on_all(comm, "allgather", key):
+        for name, array in zip(names, arrays, strict=True):
+            check_rows(comm, array, name, "to gather along")
+    specs = [((-1, *array.shape[1:]), array.dtype) for array in arrays]
+    call = CollectiveSignature("allgather", entries_of(names, specs), key=key, library=NCCL)
+
+    return _run(comm, call, lambda ranks: gather(ranks, comm, call, arrays))
+
+
+def gather(
+    ranks: NcclRanks, comm: Communicator, call: CollectiveSignature, arrays: Sequence[DeviceArray]
+) -> list[DeviceArray]:
+    """Launches an allgather, after its rendezvous. Collective: every rank; blocks for the lengths.
+
+    Args:
+        ranks: the ranks in NCCL.
+        comm: the same ranks.
+        call: the operation.
+        arrays: arrays of this rank; their first dimension may differ from rank to rank.
+    """
+    mine = np.array([len(array) for array in arrays], np.int64)
+    lengths = [raw.view(np.int64) for raw in comm.allgather_bytes(mine.tobytes())]
+    counts = np.stack(lengths, axis=1)  # by array and rank
+    targets = [
+        array.empty((int(rows.sum()), *array.shape[1:]))
+        for array, rows in zip(arrays, counts, strict=True)
+    ]
+
+    def group() -> None:
+        for array, target, rows in zip(arrays, targets, counts, strict=True):
+            width = target.nbytes // max(1, target.shape[0])
+            place = target.address
+            for root, count in enumerate(rows.tolist()):
+                if count * width:
+                    ranks.broadcast(array.address, place, count * width, root)
+                place += count * width
+
+    ranks.launch(call, arrays, targets, group)
+    return targets
+
+
+def reducescatter(
+    comm: Communicator,
+    arrays: Sequence[DeviceArray],
+    names: Sequence[str],
+    options: OpOptions,
+) -> list[Any] | None:
+    """Reduces arrays and scatters their rows by NCCL. See `collectives.reducescatter`."""
+    factor = options.prescale * options.postscale
+    if not all(is_defined(options.op, array.dtype, factor) for array in arrays):
+        return None
+    specs = [(array.shape, array.dtype) for array in arrays]
+    call = options.signature("reducescatter", entries=entries_of(names, specs), library=NCCL)
+
+    def launch(ranks: Any) -> list[DeviceArray]:
+        # After the rendezvous: arguments on which the ranks agree fail on all, so all raise.
+        remedy = "Use allreduce for others, and slice the rows of this rank."
+        check_sum(options.op, comm.where(), "reducescatter", remedy)
+        for name, array in zip(names, arrays, strict=True):
+            check_rows(comm, array, name, "to scatter along")
+        bounds = [row_bounds(len(array), comm.size).tolist() for array in arrays]
+        targets = [
+            array.empty((ends[comm.rank + 1] - ends[comm.rank], *array.shape[1:]))
+            for array, ends in zip(arrays, bounds, strict=True)
+        ]
+        codes = [ranks.code_of(options.op, factor, array.dtype) for array in arrays]
+
+        def group() -> None:
+            for array, target, ends, code in zip(arrays, targets, bounds, codes, strict=True):
+                if array.count:
+                    ranks.reduce_rows(array, target, ends, code)
+
+        ranks.launch(call, arrays, targets, group)
+        return targets
+
+    return _run(comm, call, launch)
+
+
+def _run(
+    comm: Communicator, call: CollectiveSignature, launch: Callable[[Any], list[DeviceArray]]
+) -> list[Any]:
+    """Runs an operation by NCCL after a rendezvous. Collective: every rank."""
+
+    def work() -> list[Any]:
+        with comm.lock:
+            rendezvous(comm, call)
+            results = launch(nccl_of(comm))
+            if comm.faults.retry is not None:
+                for result in results:
+                    if result.completion is not None:
+                        result.completion.wait()
+            return results
+
+    if call.key is not None and comm.size > 1:
+        return comm.order.run_by_name(lambda: retry(comm, work), call.key)
+    return retry(comm, work)

@@ -1,0 +1,244 @@
+"""The memory of a plan: its own, as gradients have it, or the regions of single calls."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from keras_dist._engine.buckets import Bucket, aligned, size_class
+from keras_dist._engine.collectives.cross_node import CrossNodeReduction
+from keras_dist._engine.collectives.join import exchange_among
+from keras_dist._engine.collectives.rendezvous import rendezvous
+from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.mpi.topology import first_error
+from keras_dist._engine.result_memory import ResultMemory
+from keras_dist._engine.shm.bucket_reduction import (
+    RESULTS,
+    BucketReduction,
+    Full,
+    bucket_reduction,
+)
+from keras_dist._engine.shm.cow_mapping import PAGE
+from keras_dist._engine.shm.region import Region, result_count
+from keras_dist._engine.signature import CollectiveSignature
+
+__all__ = ["OwnMemory", "PlanMemory", "PooledMemory"]
+
+
+class PlanMemory(Protocol):
+    """Where the buckets of a plan are reduced, and where their results lie."""
+
+    #: whether results may be lent
+    lends: bool
+
+    def is_ready(self, number: int) -> bool:
+        """Returns whether a bucket has shared memory; the same on all ranks."""
+
+    def reduction(self, number: int) -> BucketReduction | None:
+        """Returns the reduction of a bucket in shared memory; `None` if it goes through MPI.
+
+        Collective: if it is not ready, the ranks meet first, so that ranks that differ raise.
+        """
+
+    def ready_reduction(self, number: int) -> BucketReduction | None:
+        """Returns the reduction of a bucket, if it has shared memory. Not collective."""
+
+    def result(self, number: int) -> np.ndarray:
+        """Returns memory for a result of the caller's own."""
+
+    def release(self) -> None:
+        """Frees memory until the plan is used again; the same on all ranks."""
+
+
+class OwnMemory:
+    """Memory of one plan, for all its buckets.
+
+    Args:
+        comm: the ranks.
+        buckets: the buckets.
+        cross_node: their reduction between nodes.
+        first_call: signature of the allocation.
+        lends: whether results may be lent.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        buckets: Sequence[Bucket],
+        cross_node: CrossNodeReduction,
+        first_call: CollectiveSignature,
+        lends: bool,
+    ):
+        self._comm, self._buckets, self._cross_node = comm, buckets, cross_node
+        self._first_call, self.lends = first_call, lends
+        self.release()
+
+    def release(self) -> None:
+        self._reductions: dict[int, BucketReduction] | None = None
+        self._results = [ResultMemory(bucket.count, bucket.dtype) for bucket in self._buckets]
+
+    def is_ready(self, number: int) -> bool:
+        return self._reductions is not None and number in self._reductions
+
+    def reduction(self, number: int) -> BucketReduction | None:
+        if self._reductions is None:
+            self._reductions = self._allocate()
+        return self.ready_reduction(number)
+
+    def ready_reduction(self, number: int) -> BucketReduction | None:
+        return (self._reductions or {}).get(number)
+
+    def result(self, number: int) -> np.ndarray:
+        return self._results[number].take()
+
+    def _allocate(self) -> dict[int, BucketReduction] | None:
+        """Allocates the memory of all buckets that use it; `None` while some ranks have joined."""
+        node = self._comm.node
+        if node is None:
+            return {}
+        if not _meet(self._comm, self._first_call):
+            return None
+        made = _reductions(self._comm, self._buckets, self._cross_node)
+        sizes = {n: each.region_nbytes(node.size, each.capacity) for n, each in made.items()}
+        segment, reason = node.segment(max(1, sum(sizes.values())), private_view=self.lends)
+        reason = first_error(self._comm.world, reason)
+        if reason is not None or segment is None:
+            self._comm.warn_no_shared_memory(reason)
+            return {}
+        offset = 0
+        for number, reduction in made.items():
+            region = Region(segment, offset, reduction.capacity, sizes[number], False)
+            reduction.bind(region)
+            offset += sizes[number]
+        return made
+
+
+class PooledMemory:
+    """The regions of a communicator, which its single calls share.
+
+    Args:
+        comm: the ranks.
+        buckets: the buckets.
+        cross_node: their reduction between nodes.
+        first_call: signature of the allocation.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        buckets: Sequence[Bucket],
+        cross_node: CrossNodeReduction,
+        first_call: CollectiveSignature,
+    ):
+        self._comm, self._buckets, self._first_call = comm, buckets, first_call
+        self._reductions = _reductions(comm, buckets, cross_node, _pooled_results)
+        self._bound: dict[int, Region] = {}
+        self._most = max(map(len, comm.topology.nodes))
+        self.lends = True
+
+    def release(self) -> None:
+        pass  # the regions are not those of this plan
+
+    def is_ready(self, number: int) -> bool:
+        return number in self._reductions and self._find(number) is not None
+
+    def reduction(self, number: int) -> BucketReduction | None:
+        if number not in self._reductions:
+            return None
+        if self._find(number) is None and not self._comm.regions.is_too_large(self._nbytes(number)):
+            self._make(number)
+        return self.ready_reduction(number)
+
+    def ready_reduction(self, number: int) -> BucketReduction | None:
+        reduction = self._reductions.get(number)
+        region = None if reduction is None else self._find(number)
+        if reduction is None or region is None:
+            return None
+        if self._bound.get(number) is not region:
+            reduction.bind(region)
+            self._bound[number] = region
+        return reduction
+
+    def result(self, number: int) -> np.ndarray:
+        bucket = self._buckets[number]
+        return bucket.clear_gaps(self._comm.results.take(bucket.nbytes).view(bucket.dtype))
+
+    def _nbytes(self, number: int) -> int:
+        """Returns the size of a new region, on the node with most ranks: the same on all ranks."""
+        return self._reductions[number].region_nbytes(
+            self._most, _pooled_capacity(self._buckets[number])
+        )
+
+    def _find(self, number: int) -> Region | None:
+        is_small = isinstance(self._reductions[number], Full)
+        nbytes = self._buckets[number].nbytes
+        return self._comm.regions.find(nbytes, is_small, self._nbytes(number))
+
+    def _make(self, number: int) -> None:
+        """Makes a region, unless some ranks have joined, or there is no memory."""
+        comm, reduction, nbytes = self._comm, self._reductions[number], self._nbytes(number)
+        if comm.node is None or not _meet(comm, self._first_call):
+            return
+        comm.regions.make_room(nbytes)
+        _forget_plans(comm)
+        is_small, capacity = isinstance(reduction, Full), _pooled_capacity(self._buckets[number])
+        size = reduction.region_nbytes(comm.node.size, capacity)
+        segment, reason = comm.node.segment(size, private_view=reduction.is_shared)
+        reason = first_error(comm.world, reason)
+        if reason is not None or segment is None:
+            comm.warn_no_shared_memory(reason)
+            comm.regions.refuse(nbytes)
+            return
+        comm.regions.add(Region(segment, 0, capacity, nbytes), is_small)
+
+
+def _pooled_results(bucket: Bucket) -> int:
+    return result_count(_pooled_capacity(bucket))
+
+
+def _pooled_capacity(bucket: Bucket) -> int:
+    return aligned(size_class(bucket.nbytes), PAGE)
+
+
+def _forget_plans(comm: Communicator) -> None:
+    """Drops the plans of earlier calls, whose views would keep the memory of dropped regions."""
+    comm.calls.clear()
+    comm.plans.clear()
+
+
+def _meet(comm: Communicator, first_call: CollectiveSignature) -> bool:
+    """Lets the ranks agree on the allocation; returns `False` while some have joined."""
+    rendezvous(comm, first_call)
+    if comm.faults.joined is not None:
+        exchange_among(comm, None)
+        return False
+    return True
+
+
+def _reductions(
+    comm: Communicator,
+    buckets: Sequence[Bucket],
+    cross_node: CrossNodeReduction,
+    results: Callable[[Bucket], int] = lambda bucket: RESULTS,
+) -> dict[int, BucketReduction]:
+    """Returns the reductions of the buckets that use shared memory, by number.
+
+    On several nodes a small bucket uses it only if it crosses them with the digests. `results`
+    returns the number of results of a bucket in a new region.
+    """
+    op, slices, node = cross_node.op_on_node, comm.topology.slices, comm.node
+    if node is None:
+        return {}
+    made = {
+        n: bucket_reduction(node, bucket, op, slices, results(bucket))
+        for n, bucket in enumerate(buckets)
+    }
+
+    def uses_it(number: int) -> bool:
+        if comm.is_one_node:
+            return True
+        if not made[number].is_shared:
+            return cross_node.travels(number)
+        return cross_node.reduces_on_node(number)
+
+    return {number: reduction for number, reduction in made.items() if uses_it(number)}

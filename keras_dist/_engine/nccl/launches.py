@@ -1,0 +1,154 @@
+"""Launched operations, and the thread that watches them.
+
+A wait on the GPU is invisible to the host: the script may block in the framework, in a kernel that
+waits for a rank that has died. So a thread of each communicator waits for every launch. Its wait
+counts as a wait for ranks, so the stall watchdog reports it; if a rank has died, it ends NCCL's
+operations, which releases the script.
+"""
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras_dist._engine.shm.wait import also_blocked, blocked, note
+from keras_dist._gpu import Event
+
+__all__ = ["Launch", "LaunchWatch", "poll"]
+
+SPIN_SECONDS = 50e-6
+LONGEST_NAP_SECONDS = 5e-3
+CHECK_SECONDS = 0.2
+
+
+def poll(is_done: Callable[[], bool], check: Callable[[], None]) -> None:
+    """Waits until something is done on the GPU.
+
+    Args:
+        is_done: returns whether it is.
+        check: called repeatedly; raises if waiting is useless.
+    """
+    began = checked = time.perf_counter()
+    while not is_done():
+        now = time.perf_counter()
+        if now - checked > CHECK_SECONDS:
+            checked = now
+            check()
+        if now - began > SPIN_SECONDS:
+            time.sleep(min((now - began) / 8, LONGEST_NAP_SECONDS))
+
+
+class Launch:
+    """An operation that the GPU runs: a `Completion`.
+
+    Args:
+        event: after the operation.
+        ranks: the ranks of the job that take part.
+        what: the operation; `str` describes it.
+        arrays: what it reads and writes; they are kept until it has ended.
+    """
+
+    def __init__(self, event: Event, ranks: Sequence[int], what: Any, arrays: Sequence[Any]):
+        self.ranks, self.what = ranks, what
+        self.error: Exception | None = None
+        self._event, self._arrays = event, arrays
+
+    def is_done(self) -> bool:
+        """Returns whether it has ended, successfully or not."""
+        return self.error is not None or self._event.is_reached()
+
+    def forget(self) -> None:
+        """Lets go of its arrays."""
+        self._arrays = ()
+
+    def wait(self) -> None:
+        """Blocks until it has ended; raises its error."""
+        note(self.ranks, self.what)
+        with also_blocked():
+            poll(self.is_done, lambda: None)  # the watch checks
+        self._raise()
+
+    def hold(self, stream: int) -> None:
+        """Makes later work of a stream wait for it; raises its error, if it is known."""
+        self._raise()
+        self._event.hold(stream)
+        self._raise()
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class LaunchWatch:
+    """The thread that waits for every launch of a communicator.
+
+    Args:
+        start: called first on the thread.
+        check: called repeatedly while a launch has not ended; raises if it will not.
+        abort: ends all launches, for a reason.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], None],
+        check: Callable[[], None],
+        abort: Callable[[Exception], None],
+    ):
+        self._start, self._check, self._abort = start, check, abort
+        self._launches: collections.deque[Launch] = collections.deque()
+        self._changed = threading.Condition()
+        self._ends = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, launch: Launch) -> None:
+        """Watches a launch, after the earlier ones."""
+        with self._changed:
+            self._launches.append(launch)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="keras_dist gpu", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Waits until all launches have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._launches)
+
+    def close(self) -> None:
+        """Ends the thread; launches that have not ended are forgotten."""
+        with self._changed:
+            self._ends = True
+            self._launches.clear()
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def fail(self, error: Exception) -> None:
+        """Makes all launches that have not ended fail."""
+        with self._changed:
+            for launch in self._launches:
+                launch.error = launch.error or error
+
+    def _run(self) -> None:
+        self._start()
+        while (launch := self._next()) is not None:
+            try:
+                note(launch.ranks, launch.what)
+                with blocked:
+                    poll(lambda: self._ends or launch.is_done(), self._check)
+            except Exception as error:
+                self.fail(error)
+                self._abort(error)
+            launch.forget()
+            with self._changed:
+                if self._launches and self._launches[0] is launch:
+                    self._launches.popleft()
+                self._changed.notify_all()
+
+    def _next(self) -> Launch | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ends or self._launches)
+            return None if self._ends else self._launches[0]

@@ -1,0 +1,189 @@
+"""The path of arrays in GPU memory: by NCCL, or through the host.
+
+Every rank knows the GPUs of all ranks, so all find the same path without a message.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from keras_dist import errors
+from keras_dist._engine.arithmetic import ReduceOp
+from keras_dist._gpu import DeviceArray, GpuFacts, data_type, version_text
+
+if TYPE_CHECKING:
+    from keras_dist._engine.communicator import Communicator
+
+__all__ = [
+    "NCCL",
+    "GpuPath",
+    "RankGpu",
+    "are_on_device",
+    "choose_path",
+    "is_defined",
+    "on_gpu",
+    "path_of",
+    "set_gpus",
+    "uses_nccl",
+]
+
+NCCL = "NCCL"  # in signatures of operations
+
+_log = logging.getLogger("keras_dist")
+
+
+@dataclasses.dataclass(frozen=True)
+class RankGpu:
+    """The GPU of a rank.
+
+    Args:
+        node: name of its node.
+        facts: the GPU.
+    """
+
+    node: str
+    facts: GpuFacts
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuPath:
+    """The path of arrays in GPU memory.
+
+    Args:
+        uses_nccl: whether NCCL moves them; otherwise they are staged on the host.
+        reason: why.
+    """
+
+    uses_nccl: bool
+    reason: str
+
+    def __str__(self) -> str:
+        way = "by NCCL" if self.uses_nccl else "through pinned host memory"
+        return f"{way}: {self.reason}"
+
+
+def choose_path(
+    setting: str, gpus: Sequence[RankGpu], ranks: Sequence[int], shares: bool
+) -> GpuPath:
+    """Returns the path of arrays of some ranks.
+
+    Args:
+        setting: `"auto"`, `"nccl"` or `"host"`.
+        gpus: the GPU of each rank.
+        ranks: numbers of these ranks in the job.
+        shares: whether NCCL may use a GPU for several ranks.
+
+    Raises:
+        LaunchError: the setting is `"nccl"`, and NCCL cannot be used.
+    """
+    if setting == "host":
+        return GpuPath(False, "KERAS_DIST_GPU=host")
+    reason = _reason(gpus, ranks, shares)
+    if reason is None:
+        version = version_text(gpus[0].facts.version)
+        return GpuPath(True, f"version {version}, {len(gpus)} ranks")
+    if setting == "nccl":
+        raise errors.LaunchError(
+            errors.explain(
+                "[keras_dist.init]",
+                "NCCL to be usable on all ranks (KERAS_DIST_GPU=nccl)",
+                reason,
+                "Install the same NCCL on every rank and start one rank for each GPU, or set "
+                "KERAS_DIST_GPU=auto.",
+            )
+        )
+    return GpuPath(False, reason)
+
+
+def _reason(gpus: Sequence[RankGpu], ranks: Sequence[int], shares: bool) -> str | None:
+    """Returns why NCCL cannot be used; `None` if it can."""
+    for rank, gpu in zip(ranks, gpus, strict=True):
+        if gpu.facts.reason:
+            return f"rank {rank}: {gpu.facts.reason}"
+    first, users = gpus[0].facts, dict[tuple[str, str], int]()
+    for rank, gpu in zip(ranks, gpus, strict=True):
+        if gpu.facts.version != first.version:
+            versions = version_text(gpu.facts.version), version_text(first.version)
+            return f"rank {rank} has NCCL {versions[0]}, rank {ranks[0]} {versions[1]}"
+        other = users.setdefault((gpu.node, gpu.facts.bus_id), rank)
+        if other != rank and not shares:
+            return f"ranks {other} and {rank} share GPU {gpu.facts.bus_id} of {gpu.node}"
+    return None
+
+
+def set_gpus(comm: "Communicator", gpus: Sequence[RankGpu], setting: str, shares: bool) -> None:
+    """Sets the GPUs of all ranks of a job.
+
+    Args:
+        comm: communicator of the job.
+        gpus: the GPU of each rank.
+        setting: see `choose_path`; this and `shares` are equal on all ranks.
+        shares: see `choose_path`.
+    """
+    comm.gpus, comm.gpu_options = tuple(gpus), (setting, shares)
+    # At once: after the death of a rank, the others are renumbered.
+    comm.gpu_path = choose_path(setting, comm.gpus, comm.ranks, shares)
+
+
+def path_of(comm: "Communicator") -> GpuPath:
+    """Returns the path of arrays of a communicator; the same on all its ranks."""
+    if comm.gpu_path is None:
+        job = comm.job
+        if not job.gpus:
+            comm.gpu_path = GpuPath(False, "the GPUs of the ranks are unknown")
+        else:
+            gpus = [job.gpus[rank] for rank in comm.ranks]
+            setting, shares = job.gpu_options
+            comm.gpu_path = choose_path(setting, gpus, comm.ranks, shares)
+    path: GpuPath = comm.gpu_path
+    return path
+
+
+def is_defined(op: ReduceOp, dtype: np.dtype, factor: float) -> bool:
+    """Returns whether NCCL defines a reduction as the engine does.
+
+    Adasum is not one of NCCL's. Its average of integers overflows, and it has no code for some
+    dtypes. A factor must be exact in the dtype of the sum.
+
+    Args:
+        op: the reduction.
+        dtype: of the arrays.
+        factor: of the result.
+    """
+    if data_type(dtype) is None or op is ReduceOp.ADASUM:
+        return False
+    if dtype.kind == "c":
+        return op in (ReduceOp.SUM, ReduceOp.AVERAGE)
+    if dtype.kind in "iub":
+        return op is not ReduceOp.AVERAGE and factor == 1
+    if factor == 1:
+        return True
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        return False
+    return dtype.itemsize >= 4 or float(np.array(factor, dtype)) == factor
+
+
+def are_on_device(arrays: Sequence[Any]) -> bool:
+    """Returns whether arrays are in GPU memory."""
+    return bool(arrays) and isinstance(arrays[0], DeviceArray)
+
+
+def uses_nccl(comm: "Communicator") -> bool:
+    """Returns whether arrays in GPU memory travel by NCCL; says once which way and why."""
+    path = path_of(comm)
+    if not comm.job.tells_gpu_path:
+        comm.job.tells_gpu_path = True
+        if comm.job.rank == 0 and comm.size > 1:
+            _log.warning("keras_dist reduces arrays of GPUs %s.", path)
+    return path.uses_nccl and comm.size > 1
+
+
+def on_gpu(results: Sequence[Any], like: Sequence[DeviceArray]) -> list[DeviceArray]:
+    """Returns results in GPU memory: some may be on the host, as those of another rank are."""
+    return [
+        result if isinstance(result, DeviceArray) else array.from_host(result)
+        for result, array in zip(results, like, strict=True)
+    ]

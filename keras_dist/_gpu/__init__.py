@@ -1,0 +1,43 @@
+"""Arrays in GPU memory, and the libraries that act on them: CUDA's runtime and NCCL, by ctypes.
+
+Knows neither MPI nor a framework. ROCm's runtime and RCCL have the same functions, with the prefix
+`hip`. Other packages use the names below and nothing else.
+"""
+
+from keras_dist._gpu.arrays import Completion, DeviceArray, uniform
+from keras_dist._gpu.facts import GpuFacts, facts_of, selected_bus_id
+from keras_dist._gpu.libraries import counts_host_memory, find, missing
+from keras_dist._gpu.nccl import (
+    REDUCTIONS,
+    Nccl,
+    NcclError,
+    UniqueId,
+    data_type,
+    load_nccl,
+    version_text,
+)
+from keras_dist._gpu.runtime import Event, Runtime, load_runtime
+from keras_dist._gpu.staging import Staging
+
+__all__ = [
+    "REDUCTIONS",
+    "Completion",
+    "DeviceArray",
+    "Event",
+    "GpuFacts",
+    "Nccl",
+    "NcclError",
+    "Runtime",
+    "Staging",
+    "UniqueId",
+    "counts_host_memory",
+    "data_type",
+    "facts_of",
+    "find",
+    "load_nccl",
+    "load_runtime",
+    "missing",
+    "selected_bus_id",
+    "uniform",
+    "version_text",
+]

@@ -1,0 +1,214 @@
+"""CUDA's runtime, or HIP's: streams, events, copies and pinned memory."""
+
+import ctypes
+import functools
+import threading
+import time
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from typing import Any
+
+import numpy as np
+
+from keras_dist import errors
+from keras_dist._gpu.libraries import Table, find, missing
+
+__all__ = ["Event", "Runtime", "load_runtime"]
+
+NOT_READY = 600
+NON_BLOCKING = 1  # a stream that does not wait for the default stream
+DISABLE_TIMING = 2
+BY_ADDRESS = 4  # of a copy: the addresses tell which memory they are of
+PCI_NBYTES = 32
+SHORTEST_NAP_SECONDS = 20e-6
+LONGEST_NAP_SECONDS = 1e-3
+
+# HIP's names, where they differ in more than the prefix.
+HIP_NAMES = {"HostAlloc": "HostMalloc", "FreeHost": "HostFree"}
+
+
+class _Thread(threading.local):
+    device: int | None = None  # the GPU that the thread uses
+
+
+_thread = _Thread()
+
+
+class Runtime:
+    """The runtime of one GPU of this process.
+
+    Args:
+        table: its functions.
+        device: number of the GPU among those that the process sees.
+    """
+
+    def __init__(self, table: Table, device: int = 0):
+        self.path, self._prefix, self.device = table.path, table.prefix, device
+        handle, ptr = POINTER(c_void_p), c_void_p
+
+        def declare(name: str, *arguments: Any, result: Any = c_int) -> Any:
+            if table.prefix == "hip":
+                name = HIP_NAMES.get(name, name)
+            return table.function(table.prefix + name, *arguments, result=result)
+
+        self._error_text = declare("GetErrorString", c_int, result=c_char_p)
+        self._count = declare("GetDeviceCount", POINTER(c_int))
+        self._set_device = declare("SetDevice", c_int)
+        self._bus_id = declare("DeviceGetPCIBusId", ptr, c_int, c_int)
+        self._new_stream = declare("StreamCreateWithFlags", handle, c_uint)
+        self._free_stream = declare("StreamDestroy", ptr)
+        self._new_event = declare("EventCreateWithFlags", handle, c_uint)
+        self._free_event = declare("EventDestroy", ptr)
+        self._record = declare("EventRecord", ptr, ptr)
+        self._query = declare("EventQuery", ptr)
+        self._wait = declare("StreamWaitEvent", ptr, ptr, c_uint)
+        self._copy = declare("MemcpyAsync", ptr, ptr, c_size_t, c_int, ptr)
+        self._pin = declare("HostAlloc", handle, c_size_t, c_uint)
+        self._unpin = declare("FreeHost", ptr)
+
+    def check(self, code: int, what: str) -> None:
+        """Raises the error of a call.
+
+        Raises:
+            BackendError: the runtime reports one.
+        """
+        if code:
+            text = (self._error_text(code) or b"unknown").decode(errors="replace")
+            raise errors.BackendError(
+                errors.explain(
+                    f"[GPU {self.device}]",
+                    f"{what} to succeed",
+                    f"{self._prefix} error {code}: {text}",
+                    "See the driver's log (dmesg). KERAS_DIST_GPU=host reduces on the host.",
+                )
+            )
+
+    def use(self) -> None:
+        """Makes the calling thread use the GPU; a thread starts with the first one."""
+        if _thread.device != self.device:
+            self.check(self._set_device(self.device), "the selection of the GPU")
+            _thread.device = self.device
+
+    def count(self) -> int:
+        """Returns the number of GPUs that this process sees; 0 without a driver."""
+        number = c_int(0)
+        return number.value if self._count(ctypes.byref(number)) == 0 else 0
+
+    def bus_id(self, device: int) -> str:
+        """Returns the PCI bus id of a GPU, by which NCCL tells GPUs of a node apart."""
+        text = ctypes.create_string_buffer(PCI_NBYTES)
+        self.check(self._bus_id(text, PCI_NBYTES, device), "the query of a PCI bus id")
+        return text.value.decode()
+
+    def new_stream(self) -> int:
+        """Returns a new stream that does not wait for the default stream."""
+        self.use()
+        stream = c_void_p()
+        self.check(self._new_stream(ctypes.byref(stream), NON_BLOCKING), "a new stream")
+        return stream.value or 0
+
+    def free_stream(self, stream: int) -> None:
+        """Frees a stream when its work has been done."""
+        self._free_stream(stream)
+
+    @functools.cached_property
+    def copies(self) -> int:
+        """The stream of copies between the GPU and the host."""
+        return self.new_stream()
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copies between any memory, in the order of a stream."""
+        self.check(self._copy(target, source, nbytes, BY_ADDRESS, stream), "a copy")
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        """Returns new pinned memory: a uint8 array, which a GPU reads and writes directly."""
+        self.use()
+        address = c_void_p()
+        self.check(self._pin(ctypes.byref(address), max(1, nbytes), 0), "pinned memory")
+        memory = (ctypes.c_uint8 * max(1, nbytes)).from_address(address.value or 0)
+        array = np.frombuffer(memoryview(memory), np.uint8)
+        memory.owner = _Pinned(self._unpin, address.value or 0)  # type: ignore[attr-defined]
+        return array[:nbytes]
+
+    def event(self, stream: int) -> "Event":
+        """Returns an event that is reached when all earlier work of a stream has been done."""
+        return Event(self, stream)
+
+
+class _Pinned:
+    """Frees pinned memory when the last array of it is gone."""
+
+    def __init__(self, free: Any, address: int):
+        self._free, self._address = free, address
+
+    def __del__(self) -> None:
+        self._free(self._address)
+
+
+class Event:
+    """A place in the work of a stream; see `Runtime.event`."""
+
+    def __init__(self, runtime: Runtime, stream: int):
+        runtime.use()
+        self._runtime = runtime
+        self._handle = c_void_p()
+        runtime.check(runtime._new_event(ctypes.byref(self._handle), DISABLE_TIMING), "a new event")
+        runtime.check(runtime._record(self._handle, stream), "the record of an event")
+
+    def is_reached(self) -> bool:
+        """Returns whether the work before it has been done.
+
+        Raises:
+            BackendError: the work has failed.
+        """
+        code = self._runtime._query(self._handle)
+        if code == NOT_READY:
+            return False
+        self._runtime.check(code, "the work of the GPU")
+        return True
+
+    def wait(self) -> None:
+        """Blocks the host until the work before it has been done."""
+        nap = SHORTEST_NAP_SECONDS
+        while not self.is_reached():
+            time.sleep(nap)
+            nap = min(2 * nap, LONGEST_NAP_SECONDS)
+
+    def hold(self, stream: int) -> None:
+        """Makes later work of a stream wait for it; does not block the host."""
+        self._runtime.use()
+        self._runtime.check(self._runtime._wait(stream, self._handle, 0), "a wait of a stream")
+
+    def __del__(self) -> None:
+        if self._handle:
+            self._runtime._free_event(self._handle)
+
+
+_device = 0
+
+
+@functools.cache
+def _runtime_of(device: int) -> Runtime | None:
+    table = find("runtime")
+    try:
+        return None if table is None else Runtime(table, device)
+    except AttributeError as error:
+        raise errors.BackendError(
+            errors.explain(
+                "[keras_dist]",
+                f"a runtime with the function {error}",
+                f"{table.path if table else ''} without it",
+                f"Install {missing('runtime')}.",
+            )
+        ) from None
+
+
+def load_runtime(device: int | None = None) -> Runtime | None:
+    """Returns the runtime of the GPU of this process; `None` if there is no library.
+
+    Args:
+        device: number of the GPU, if it is to be selected. Defaults to the one selected before.
+    """
+    global _device
+    if device is not None:
+        _device = device
+    return _runtime_of(_device)

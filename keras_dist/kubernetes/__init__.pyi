@@ -1,0 +1,3 @@
+from .progress import (
+    ProgressCallback as ProgressCallback,
+)

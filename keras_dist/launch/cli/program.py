@@ -1,0 +1,62 @@
+"""The program that ranks run: the words behind the options of a command."""
+
+import argparse
+import os
+import shutil
+import sys
+
+from keras_dist import errors
+
+__all__ = ["add_program", "program_of"]
+
+NOTEBOOK = ("-m", "keras_dist.launch.cli", "run-notebook")
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name the program."""
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def program_of(options: argparse.Namespace, command: str) -> list[str]:
+    """Returns the command of each rank.
+
+    Args:
+        options: parsed by `add_program`.
+        command: the command of keras-dist and its first options, for messages.
+
+    Raises:
+        ArgumentError: there is no program, or it does not exist.
+    """
+    words = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if options.module is not None:
+        words = [sys.executable, "-m", *options.module] if options.module else []
+    elif words and words[0].endswith(".py"):
+        words = [sys.executable, *words]
+    elif words and words[0].endswith(".ipynb"):
+        words = [sys.executable, *NOTEBOOK, *words]
+    if (missing := _missing(words)) is None:
+        return words
+    raise errors.ArgumentError(
+        errors.explain(
+            f"[keras-dist {command.split()[0]}]",
+            "a program to start",
+            missing,
+            "Put it after the options, for example: "
+            f"keras-dist {command} python train.py --epochs 3",
+        )
+    )
+
+
+def _missing(words: list[str]) -> str | None:
+    """Returns what was given instead of a program; `None` for a valid program."""
+    if not words:
+        return "none"
+    if shutil.which(words[0]) is None:
+        return repr(words[0])
+    if os.path.basename(words[0]).startswith("python"):
+        behind = len(NOTEBOOK) if tuple(words[1 : 1 + len(NOTEBOOK)]) == NOTEBOOK else 0
+        script = next((word for word in words[1 + behind :] if not word.startswith("-")), "")
+        if script.endswith((".py", ".ipynb")) and not os.path.isfile(script):
+            return f"{script!r}, which does not exist"
+    return None

@@ -1,0 +1,336 @@
+"""The server of a world: it introduces the ranks to each other, and ends all if one is lost."""
+
+import contextlib
+import dataclasses
+import logging
+import secrets
+import socket
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from keras_dist import errors
+from keras_dist._version import __version__
+from keras_dist.launch.world.channel import Channel
+from keras_dist.launch.world.pmi import ProcessManager, fields
+
+__all__ = ["WorldServer"]
+
+SPARE_CONNECTIONS = 16  # of strangers, beside two for each rank
+SHOWN_RANKS = 8
+RETRY_SECONDS = 0.1
+
+_log = logging.getLogger("keras_dist")
+
+
+@dataclasses.dataclass
+class _Member:
+    """A rank that has joined.
+
+    Args:
+        channel: the connection by which it hears about the world.
+        host: the name of its host, and what tells its node from others.
+        left: whether it has left in order.
+    """
+
+    channel: Channel
+    host: str
+    node: str
+    left: bool = False
+
+
+class WorldServer:
+    """Lets processes that other programs have started become the ranks of one job.
+
+    It runs in a process that is not a rank, the driver, and must stay there until the ranks have
+    left. Each worker calls `keras_dist.join_world` with the address and the token. The ranks need
+    the MPICH library (`pip install 'keras_dist[mpich]'`). If a rank dies, fails or never comes, the
+    server ends all ranks.
+
+    Args:
+        size: number of ranks.
+        host: address of the interface that the workers can reach. Defaults to `"127.0.0.1"`:
+            workers on this host only.
+        port: port to listen at. Defaults to 0: a free port.
+        token: secret that workers must know. Defaults to a random one.
+        timeout: seconds within which all ranks must join. Defaults to 300.
+
+    Attributes:
+        address: `host:port` for the workers.
+        size: number of ranks.
+        token: secret for the workers.
+        failed_rank: the rank that failed first; `None` if none did.
+
+    Raises:
+        ArgumentError: `size` is less than 1, `token` is empty, or `host` and `port` cannot be
+            listened at.
+
+    Example:
+    ```python
+    with keras_dist.WorldServer(size=2, host="10.0.0.5") as server:
+        submit(worker, server.address, server.token)   # calls join_world in each worker
+        server.wait()
+        ...
+    ```
+    """
+
+    def __init__(
+        self,
+        size: int,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        timeout: float = 300.0,
+    ):
+        if not isinstance(size, int) or size < 1:
+            raise errors.ArgumentError(
+                errors.explain(WHERE, "size to be 1 rank or more", repr(size), "Pass size=2.")
+            )
+        if token == "":
+            raise errors.ArgumentError(
+                errors.explain(WHERE, "a token", "an empty one", "Leave it out for a random one.")
+            )
+        self.size = size
+        self.token = secrets.token_urlsafe(32) if token is None else token
+        self._manager = ProcessManager(size)
+        self._free = threading.BoundedSemaphore(2 * size + SPARE_CONNECTIONS)
+        self._changed = threading.Condition()
+        self._members: dict[int, _Member] = {}
+        self._mpi: dict[int, Channel] = {}
+        self._refusals: list[str] = []
+        self._failure: str | None = None
+        self._started = False
+        self._closed = False
+        self.failed_rank: int | None = None
+        try:
+            self._socket = socket.create_server((host, port), backlog=128)
+        except OSError as error:
+            raise errors.ArgumentError(
+                errors.explain(
+                    WHERE,
+                    "host and port that this process can listen at",
+                    f"{host}:{port} ({error.strerror})",
+                    "Pass the address of an interface of this host, and a free port or 0.",
+                )
+            ) from error
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        for target in (self._accept, lambda: self._expire(timeout)):
+            threading.Thread(target=target, name="keras_dist world", daemon=True).start()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the world has failed; `None` while it has not."""
+        return self._failure
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until all ranks have left.
+
+        Args:
+            timeout: seconds. Defaults to `None`: no limit.
+
+        Raises:
+            RankError: a rank died, failed or never came; or `timeout` has passed.
+        """
+        with self._changed:
+            ended = self._changed.wait_for(lambda: self._failure or self._all_left(), timeout)
+        if self._failure is not None:
+            raise errors.RankError(f"{WHERE} {self._failure}")
+        if not ended:
+            expected = f"all {self.size} ranks to leave within {timeout} s"
+            received = "ranks that still run"
+            remedy = "Pass a longer timeout."
+            raise errors.RankError(errors.explain(WHERE, expected, received, remedy))
+
+    def close(self) -> None:
+        """Stops serving. Ranks that have not left are ended."""
+        with self._changed:
+            running = bool(self._members) and not self._all_left()
+            self._closed = True
+        if running:
+            self._fail("The server of the world was closed while ranks were running.")
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+        self._socket.close()
+        self._manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(RETRY_SECONDS)  # without a free file descriptor, for example
+                continue
+            if self._free.acquire(blocking=False):
+                serve = threading.Thread(
+                    target=self._serve, args=(connection,), name="keras_dist world", daemon=True
+                )
+                serve.start()
+            else:
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        channel = Channel(connection)
+        try:
+            me = channel.accept(self.token)
+            if isinstance(me, dict) and self._admit(channel, me):
+                if me["purpose"] == "mpi":
+                    self._answer(me["rank"], channel)
+                else:
+                    self._follow(me["rank"], channel)
+        except (OSError, KeyError, TypeError, ValueError, RecursionError):
+            pass  # a stranger, or a connection that is lost
+        finally:
+            channel.close()
+            self._free.release()
+
+    def _admit(self, channel: Channel, me: dict[str, Any]) -> bool:
+        """Enters the connection of a rank, or tells the rank why not."""
+        rank, purpose = me["rank"], me["purpose"]
+        known: dict[int, Any] = self._mpi if purpose == "mpi" else self._members
+        with self._changed:
+            closed = "The server of the world was closed." if self._closed else None
+            refusal = self._failure or closed or self._refusal(me, rank in known)
+            if refusal is None:
+                known[rank] = (
+                    channel if purpose == "mpi" else _Member(channel, me["host"], me["node"])
+                )
+            else:
+                self._refusals.append(refusal)
+        if refusal is not None:
+            channel.send(event="end", reason=refusal)
+            return False
+        if purpose == "mpi":
+            channel.send(event="joined")
+        self._start_if_complete()
+        return True
+
+    def _refusal(self, me: dict[str, Any], is_known: bool) -> str | None:
+        rank, where = me["rank"], f"[rank {me['rank']} of {self.size}, on {me['host']}]"
+        if me["size"] != self.size:
+            expected, received = f"size={self.size} as in WorldServer", f"size={me['size']}"
+        elif not isinstance(rank, int) or not 0 <= rank < self.size:
+            expected, received = f"a rank from 0 to {self.size - 1}", f"rank={rank}"
+        elif is_known:
+            expected, received = "each rank once", f"another process with rank={rank}"
+        elif me["version"] != __version__:
+            expected, received = f"keras_dist {__version__} as in the driver", me["version"]
+        else:
+            return None
+        return errors.explain(where, expected, str(received), "Correct it in that worker.")
+
+    def _start_if_complete(self) -> None:
+        with self._changed:
+            if self._started or len(self._members) < self.size or len(self._mpi) < self.size:
+                return
+            self._started = True
+            members = dict(self._members)
+            self._changed.notify_all()
+        nodes: dict[str, list[int]] = {}
+        for rank in sorted(members):
+            nodes.setdefault(members[rank].node, []).append(rank)
+        for rank, member in members.items():
+            local = nodes[member.node]
+            with contextlib.suppress(OSError):
+                member.channel.send(
+                    event="start", local_rank=local.index(rank), local_size=len(local)
+                )
+
+    def _answer(self, rank: int, channel: Channel) -> None:
+        """Answers the commands of MPI on a rank."""
+        while line := channel.receive_line():
+            command = fields(line)
+            if command.get("cmd") == "abort":
+                code = command.get("exitcode", "1")
+                self._fail(f"{self._place(rank)} has aborted the job, exit code {code}.", rank)
+                continue  # the rank closes the connection
+            answer = self._manager.answer(command)
+            if answer is None:
+                self._fail_for_leaving()
+                return
+            channel.send_line(answer)
+
+    def _fail_for_leaving(self) -> None:
+        """Ends all ranks if one has left while MPI of another waits for it."""
+        left = [rank for rank, member in sorted(self._members.items()) if member.left]
+        if left and not self._all_left():
+            self._fail(f"{self._place(left[0])} has left while others wait for it.", left[0])
+
+    def _follow(self, rank: int, channel: Channel) -> None:
+        """Waits until a rank leaves, fails or is lost."""
+        message = channel.receive() or {}
+        if message.get("event") == "left":
+            with self._changed:
+                self._members[rank].left = True
+                self._changed.notify_all()
+            self._manager.leave()
+        elif message.get("event") == "failed":
+            self._fail(f"{self._place(rank)} has failed: {message.get('reason')}", rank)
+        elif not self._closed:
+            self._fail(f"{self._place(rank)} has ended without leaving the job.", rank)
+
+    def _expire(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        with self._changed:
+            joined = self._changed.wait_for(
+                lambda: self._closed or self._failure or len(self._missing()) == 0,
+                max(0.0, end - time.monotonic()),
+            )
+            missing = self._missing()
+        if joined:
+            return
+        names = ", ".join(str(rank) for rank in missing[:SHOWN_RANKS])
+        more = f" and {len(missing) - SHOWN_RANKS} more" if len(missing) > SHOWN_RANKS else ""
+        refused = f" Refused: {self._refusals[-1]}" if self._refusals else ""
+        self._fail(
+            errors.explain(
+                f"[rank {names}{more} of {self.size}]",
+                f"to join within {timeout:g} s",
+                "nothing",
+                "Check that the worker runs and reaches the server, or pass a longer timeout."
+                + refused,
+            )
+        )
+
+    def _fail(self, reason: str, rank: int | None = None) -> None:
+        """Ends all ranks, with a reason that they print. The first reason counts."""
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure, self.failed_rank = reason, rank
+            members = [member for member in self._members.values() if not member.left]
+            self._changed.notify_all()
+        _log.error("%s", reason)
+        for member in members:
+            with contextlib.suppress(OSError):
+                member.channel.send(event="end", reason=reason)
+        self._manager.close()
+
+    def _missing(self) -> list[int]:
+        return [
+            rank for rank in range(self.size) if not (rank in self._members and rank in self._mpi)
+        ]
+
+    def _all_left(self) -> bool:
+        return len(self._members) == self.size and all(
+            member.left for member in self._members.values()
+        )
+
+    def _place(self, rank: int) -> str:
+        return f"[rank {rank} of {self.size}] This rank, on {self._members[rank].host},"
+
+
+WHERE = "[keras_dist.WorldServer]"

@@ -1,0 +1,12 @@
+from .executor import (
+    RayExecutor as RayExecutor,
+)
+from .report import (
+    ReportCallback as ReportCallback,
+)
+from .trainer import (
+    KerasConfig as KerasConfig,
+)
+from .trainer import (
+    KerasTrainer as KerasTrainer,
+)

@@ -1,0 +1,143 @@
+"""Files of named arrays in the layout of safetensors, written and read piece by piece.
+
+A file is the length of its header (8 bytes, little endian), the header (JSON with dtype, shape and
+position of each array), and the bytes of the arrays. Reading executes no code.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Entry", "Tensor", "digest", "read_header", "read_into", "write"]
+
+CHUNK_NBYTES = 1 << 23
+ALIGNMENT = 8  # of the first array
+# By the names of dtypes in Keras; arrays of others are stored as bytes.
+CODES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A flat array to be written.
+
+    Args:
+        name: its name in the file.
+        dtype: the name of its dtype in Keras.
+        data: its bytes, contiguous.
+    """
+
+    name: str
+    dtype: str
+    data: memoryview
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An array in a file: its position and size in bytes."""
+
+    offset: int
+    nbytes: int
+
+
+def write(path: pathlib.Path, tensors: Sequence[Tensor], about: dict[str, str]) -> str:
+    """Writes a new file and returns its digest.
+
+    Args:
+        path: path of the file.
+        tensors: the arrays.
+        about: metadata for readers of the format.
+
+    Returns:
+        SHA-256 of the file in hexadecimal digits.
+
+    Raises:
+        OSError: the file exists or cannot be written; the error names it.
+    """
+    found = hashlib.sha256()
+    try:
+        with path.open("xb", buffering=0) as file:
+            for data in (memoryview(_header(tensors, about)), *(each.data for each in tensors)):
+                for low in range(0, len(data), CHUNK_NBYTES):
+                    chunk = data[low : low + CHUNK_NBYTES]
+                    found.update(chunk)
+                    while chunk:
+                        chunk = chunk[os.write(file.fileno(), chunk) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return found.hexdigest()
+
+
+def read_header(path: pathlib.Path) -> dict[str, Entry]:
+    """Returns the arrays of a file by name.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file has another format.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError(f"{path} is not a safetensors file")
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    offsets = {name: each["data_offsets"] for name, each in header.items()}
+    return {name: Entry(8 + length + begin, end - begin) for name, (begin, end) in offsets.items()}
+
+
+def read_into(path: pathlib.Path, offset: int, target: memoryview) -> None:
+    """Reads bytes from an offset of a file.
+
+    Raises:
+        OSError: the file cannot be read, or ends before.
+    """
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        while target:
+            count = file.readinto(target)
+            if not count:
+                raise OSError(f"{path} ends {len(target)} bytes too early")
+            target = target[count:]
+
+
+def digest(path: pathlib.Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _header(tensors: Sequence[Tensor], about: dict[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": about}
+    offset = 0
+    for each in tensors:
+        end = offset + len(each.data)
+        code = CODES.get(each.dtype, "U8")
+        count = len(each.data) if code == "U8" else len(each.data) * 8 // _bits(code)
+        entries[each.name] = {"dtype": code, "shape": [count], "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bits(code: str) -> int:
+    return 8 if code == "BOOL" else int(code.partition("_")[0].lstrip("BFIU"))

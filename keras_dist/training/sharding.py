@@ -1,0 +1,297 @@
+"""ZeRO-1: each rank keeps and updates one slice of the variables of an optimizer.
+
+The slots of the optimizer, such as Adam's moments, are flat and hold this rank's part of a
+variable. An update cuts the reduced gradients and the variables, lets the optimizer update the
+slices, and gathers the whole variables of all ranks in shared memory. Elementwise updates of slices
+have the bits of the whole update.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_dist import _backends, _engine, errors, runtime
+from keras_dist._compat.keras.optimizer_state import (
+    batches_seen,
+    is_overwritten,
+    trained_by,
+    variable_index,
+)
+from keras_dist._compat.keras.sliced_updates import SliceHook, averages, key_of
+from keras_dist.ops.reduction_options import ReductionOptions
+from keras_dist.training import sharded_state
+from keras_dist.training.model_state import variable_name
+from keras_dist.training.sharded_gradients import GradientSlices
+
+__all__ = ["Sharded", "Shards", "convert"]
+
+ACCUMULATOR = "gradient_accumulator"  # Keras' name of variables for gradients of this rank
+SAME = "Pass the same shard_state on every rank, and build the same model."
+
+
+class Shards:
+    """The slices of the variables of one optimizer that this rank updates.
+
+    Args:
+        variables: the variables of the optimizer.
+        ranks: returns the current communicator.
+        steps: returns the number of steps of the optimizer.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        ranks: Callable[[], _engine.Communicator],
+        steps: Callable[[], int],
+    ):
+        self._ranks, self._steps = ranks, steps
+        comm = ranks()
+        self.rank, self.size = comm.rank, comm.size
+        #: indices of the variables that are cut; Keras assigns the others their gradients
+        self.indices = [i for i, v in enumerate(variables) if not is_overwritten(v)]
+        self.variables = list(variables)
+        self._index_of = {id(variables[index]): index for index in self.indices}
+        cut = [variables[index] for index in self.indices]
+        #: their shapes, by index
+        self.shapes = {i: tuple(v.shape) for i, v in zip(self.indices, cut, strict=True)}
+        self._gather = _engine.FusedAllgather(
+            comm,
+            [variable_name(variable) for variable in cut],
+            [(tuple(variable.shape), _dtype_of(variable)) for variable in cut],
+            "the gathering of updated weights",
+            SAME,
+            self.ranks,
+        )
+        self.parts = {
+            index: self._gather.part(number, comm.rank) for number, index in enumerate(self.indices)
+        }
+        self.slices = {index: self._make_slice(index) for index in self.indices}
+        self.gradients: GradientSlices | None = None  # where gradients are sharded
+        # Whole values that this rank has read from a file, by id of the slice, and at which step.
+        self._loaded: dict[int, np.ndarray] = {}
+        self._loaded_at = 0
+
+    def index_of(self, variable: Any) -> int | None:
+        """Returns the index of a variable that is cut, or `None`."""
+        return self._index_of.get(id(variable))
+
+    def cut(self, tensor: Any, index: int) -> Any:
+        """Returns the part of a tensor, of the shape of a variable, that this rank updates."""
+        flat = ops.reshape(ops.stop_gradient(ops.convert_to_tensor(tensor)), (-1,))
+        return flat[self.parts[index]]
+
+    def refresh(self) -> None:
+        """Sets the slices to the values of the variables, which scripts may have assigned."""
+        for index, part in self.slices.items():
+            part.assign(self.cut(self.variables[index], index))
+
+    def shard_gradients(self, optimizer: Any, options: ReductionOptions) -> None:
+        """Reduces gradients from now on as backpropagation produces them, and frees them.
+
+        Raises:
+            ArgumentError: a variable is not in host memory.
+        """
+        variables = {index: self.variables[index] for index in self.indices}
+        self.gradients = GradientSlices(
+            self.ranks(),
+            {index: f"the gradient of {variable_name(v)}" for index, v in variables.items()},
+            self.shapes,
+            {index: _dtype_of(v) for index, v in variables.items()},
+            self.parts,
+            options,
+        )
+        _backends.take_gradients(optimizer, list(variables.values()), self._add_gradient)
+
+    def _add_gradient(self, variable: Any, gradient: Any) -> None:
+        """Adds a gradient that backpropagation has produced."""
+        if self.gradients is not None:
+            self.gradients.add(
+                self._index_of[id(variable)], _backends.active().host_array(gradient)
+            )
+
+    def reduced(self, gradients: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+        """Returns this rank's parts of the reduced gradients, for one update.
+
+        Args:
+            gradients: gradients that were not taken during backpropagation; else `None`.
+            indices: the indices of their variables; others keep their gradients.
+        """
+        slices, backend, result = self.gradients, _backends.active(), list(gradients)
+        if slices is None:
+            return result
+        for at in reversed(range(len(result))):
+            if result[at] is not None and indices[at] in self.parts:
+                self._add_gradient(self.variables[indices[at]], backend.as_dense([result[at]])[0])
+        kept = slices.take()
+        return [
+            ops.convert_to_tensor(kept[index]) if index in kept else gradient
+            for gradient, index in zip(result, indices, strict=True)
+        ]
+
+    def join(self) -> None:
+        """Assigns the updated slices of all ranks to the variables, inside a train step."""
+        slices = [self.slices[index].value for index in self.indices]
+        shapes = [self.shapes[index] for index in self.indices]
+        wholes = _backends.active().call_host(self._gathered, slices, shapes)
+        for index, whole in zip(self.indices, wholes, strict=True):
+            self.variables[index].assign(whole)
+
+    def _gathered(self, *slices: np.ndarray) -> list[np.ndarray]:
+        return self._gather(slices)
+
+    def keep_loaded(self, variable: Any, value: np.ndarray) -> None:
+        """Keeps the whole value of a slice until the state is shared, or until the next step."""
+        self._loaded[id(variable)], self._loaded_at = value, self._steps()
+
+    def loaded(self, variable: Any) -> np.ndarray | None:
+        """Returns the whole value that was read for a slice, if no step has changed it since."""
+        return self._loaded.get(id(variable)) if self._loaded_at == self._steps() else None
+
+    def forget_loaded(self) -> None:
+        """Frees the whole values."""
+        self._loaded.clear()
+
+    def ranks(self) -> _engine.Communicator:
+        """Returns the current communicator.
+
+        Raises:
+            BackendError: it has other ranks than the slices were made for.
+        """
+        comm = self._ranks()
+        if (comm.rank, comm.size) != (self.rank, self.size):
+            raise errors.BackendError(
+                errors.explain(
+                    runtime.where(),
+                    f"{self.size} ranks, over which the state of the optimizer is sharded",
+                    f"{comm.size} ranks",
+                    "Save the model, and load it on the new ranks.",
+                )
+            )
+        return comm
+
+    def _make_slice(self, index: int) -> Any:
+        part, variable = self.parts[index], self.variables[index]
+        return keras.Variable(
+            "zeros",
+            shape=(part.stop - part.start,),
+            dtype=variable.dtype,
+            trainable=False,
+            name=variable_name(variable).replace("/", "_"),
+        )
+
+
+class Sharded(SliceHook):
+    """Mixin of a distributed optimizer that shards its state; precedes the other mixins."""
+
+    _keras_dist: Any
+
+    def build(self, variables: Any) -> None:
+        """Makes the slices of the variables, and the state for them."""
+        reduction = self._keras_dist
+        if not self.built and reduction.communicator() is not None:  # type: ignore[attr-defined]
+            reduction.shards = _shards(self, variables)
+        super().build(variables)  # type: ignore[misc]
+
+    def add_variable_from_reference(
+        self, reference_variable: Any, name: str | None = None, *rest: Any, **options: Any
+    ) -> Any:
+        """Makes a state variable for the slice of a variable."""
+        shards, make = self._keras_dist.shards, super().add_variable_from_reference  # type: ignore[misc]
+        index = None if shards is None else shards.index_of(reference_variable)
+        if index is None or name == ACCUMULATOR:
+            return make(reference_variable, name, *rest, **options)
+        created = make(shards.slices[index], name, *rest, **options)
+        sharded_state.mark(created, shards, index)
+        return created
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes the whole state. Collective: every rank, unless the state is gathered already."""
+        for index, variable in enumerate(self.variables):  # type: ignore[attr-defined]
+            store[str(index)] = sharded_state.whole_value(variable)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads a whole state and keeps the slices of this rank."""
+        if len(store.keys()) != len(self.variables):  # type: ignore[attr-defined]
+            super().load_own_variables(store)  # type: ignore[misc]
+            return
+        for index, variable in enumerate(self.variables):  # type: ignore[attr-defined]
+            sharded_state.assign(variable, np.asarray(store[str(index)]))
+
+    def _keras_dist_slices(self, gradients: Any, variables: Any) -> Any:
+        shards = self._keras_dist.shards
+        if shards is None:
+            return None
+        shards.forget_loaded()
+        shards.refresh()
+        # Rows of an embedding travel as rows; the update of a slice needs no rows.
+        dense = _backends.active().as_dense(gradients)
+        indices = [variable_index(self, variable) for variable in variables]
+        if shards.gradients is not None:
+            return gradients, [shards.slices[index] for index in indices]
+        parts = [shards.cut(g, index) for g, index in zip(dense, indices, strict=True)]
+        return parts, [shards.slices[index] for index in indices]
+
+    @property
+    def _keras_dist_shards_gradients(self) -> bool:
+        shards = self._keras_dist.shards
+        return shards is not None and shards.gradients is not None
+
+    def _keras_dist_parts(self, gradients: Any, variables: Any) -> Any:
+        """Returns the reduced parts of sharded gradients, and other gradients as they are."""
+        if not self.built:  # type: ignore[attr-defined]
+            self.build(list(variables))
+        if not self._keras_dist_shards_gradients:
+            return gradients
+        self._keras_dist.has_reduced = True
+        indices = [variable_index(self, variable) for variable in variables]
+        return self._keras_dist.shards.reduced(gradients, indices)
+
+    def _keras_dist_join(self) -> None:
+        self._keras_dist.shards.join()
+
+    @functools.cached_property
+    def _keras_dist_keys(self) -> dict[Any, int]:
+        slices = self._keras_dist.shards.slices
+        return {key_of(self, part): index for index, part in slices.items()}
+
+    def _keras_dist_index(self, key: Any) -> int | None:
+        return None if self._keras_dist.shards is None else self._keras_dist_keys.get(key)
+
+    def _keras_dist_current(self, variables: Any) -> Any:
+        shards = self._keras_dist.shards
+        if shards is None:
+            return None
+        if variables:
+            shards.refresh()
+        return [shards.slices.get(variable_index(self, variable)) for variable in variables]
+
+    def _keras_dist_whole_averages(self) -> Any:
+        if self._keras_dist.shards is None:
+            return None
+        return [None if a is None else sharded_state.whole_value(a) for a in averages(self)]
+
+
+def convert(optimizer: Any) -> None:
+    """Cuts the state of an optimizer that was built before it was sharded."""
+    reduction = optimizer._keras_dist
+    if reduction.communicator() is None:
+        return
+    reduction.shards = _shards(optimizer, trained_by(optimizer))
+    sharded_state.cut_state(optimizer, reduction.shards)
+
+
+def _dtype_of(variable: Any) -> np.dtype:
+    # The value of a variable cannot be read where TensorFlow builds the optimizer in a graph.
+    return np.dtype(keras.backend.standardize_dtype(variable.dtype))
+
+
+def _shards(optimizer: Any, variables: Sequence[Any]) -> Shards:
+    counter, options = batches_seen(optimizer), optimizer._keras_dist.options
+    shards = Shards(variables, options.ranks, lambda: int(counter))
+    if options.shard_gradients:
+        shards.shard_gradients(optimizer, options)
+    return shards

@@ -1,0 +1,80 @@
+"""Faults of operations in GPU memory, over the test double of NCCL; see `gpu_double`."""
+
+from pathlib import Path
+
+import pytest
+
+DOUBLE = {"_KERAS_DIST_GPU_DOUBLE": str(Path(__file__).parents[1] / "gpu_double.py")}
+ULFM = ("--with-ft", "ulfm")
+
+# Each rank contributes a power of two, so a sum shows which ranks contributed.
+STEPS = """
+import numpy as np
+from keras_dist import _engine, _gpu
+_backends.active().gpu_number = lambda: 0
+runtime.init()
+comm, me = runtime.communicator(), runtime.rank()
+def on_gpu(array):
+    allocate = lambda shape, dtype: on_gpu(np.empty(shape, dtype))
+    address = array.ctypes.data
+    return _gpu.DeviceArray(address, array.shape, array.dtype, array, allocate, stream=0)
+sums = []
+for step in range(12):
+    mine = on_gpu(np.full(50_000, 2.0**me, "float32"))
+    options = _engine.OpOptions(_engine.ReduceOp.SUM)
+    (total,) = _engine.collectives.allreduce(comm, [mine], ["gradients"], options, 2**20)
+    total = total.finish(0) if isinstance(total, _gpu.DeviceArray) else total
+    assert (total == total[0]).all()
+    sums.append(int(total[0]))
+if runtime.rank() == 0:
+    print("sums", sums)
+"""
+
+
+@pytest.mark.fault(
+    "a rank is killed while others wait on the GPU (test double of NCCL)",
+    "the wait on the GPU ends with `RankLostError`, exit code not 0",
+    within=5,
+)
+def test_a_killed_rank(job, open_mpi):
+    # Other mpiexec would end the other ranks before they notice.
+    started = {"bare": True, "python": open_mpi, "options": ULFM}
+    ended = job(3, STEPS, **started, GPU_DOUBLE="die-in-5", **DOUBLE)
+    assert ended.returncode != 0
+    for rank in (0, 2):
+        assert f"RankLostError: [rank {rank} of 3] Expected all ranks to come" in ended.stdout
+
+
+@pytest.mark.fault(
+    "an operation on the GPU does not end (test double of NCCL)",
+    "after `KERAS_DIST_STALL_SECONDS` (here 1) it is named; at the limit (here 3) the job ends",
+    within=15,
+)
+def test_an_operation_that_does_not_end(job):
+    seconds = {"KERAS_DIST_STALL_SECONDS": "1", "KERAS_DIST_STALL_ABORT_SECONDS": "3"}
+    ended = job(2, STEPS, bare=True, GPU_DOUBLE="stuck-in-5", **seconds, **DOUBLE)
+    assert ended.returncode != 0
+    waited = "ranks 0, 1 of 2 have waited 1 s for data of each other in allreduce('gradients')."
+    assert waited in ended.stdout
+    assert "The job ends now: the limit is 3 s" in ended.stdout
+
+
+@pytest.mark.fault(
+    "a rank is killed while others wait on the GPU, with `on_failure=continue` (test double)",
+    "the step is reduced again by a new communicator; no step is lost, exit code 0",
+    within=20,
+)
+def test_ranks_continue(job, open_mpi):
+    ended = job(
+        3,
+        STEPS,
+        bare=True,
+        python=open_mpi,
+        options=ULFM,
+        KERAS_DIST_ON_FAILURE="continue",
+        GPU_DOUBLE="die-in-5",
+        **DOUBLE,
+    )
+    assert ended.returncode == 0, ended.stdout
+    assert f"sums {[7] * 4 + [5] * 8}" in ended.stdout
+    assert "keras_dist: rank 1 has died. 2 of 3 ranks continue" in ended.stdout

@@ -1,0 +1,244 @@
+"""Ranks join a job between two steps: in the place of those that died, or besides the others."""
+
+import collections
+import json
+import random
+import time
+
+import pytest
+
+ULFM = ("--with-ft", "ulfm")
+
+# Each rank writes the samples of each step before it trains on them: a rank that is killed at the
+# begin of a batch has not. Training ends two epochs after SIZE ranks have been reached again.
+SCRIPT = """
+import json, os, signal, subprocess, sys
+pathlib.Path(os.environ["FAULT_FOLDER"], f"pid-{os.getpid()}").touch()
+import keras, numpy as np, keras_dist
+from keras_dist import config
+keras_dist.init()
+joins = config.settings().joins
+me = "joined" if joins else keras_dist.rank()
+x = np.arange(96, dtype="float32")[:, None]
+train = keras_dist.data.shard((x, x), batch_size=4)
+test = keras_dist.data.shard((x, x), batch_size=4, shuffle=False)
+record = open(os.path.join(FOLDER, f"samples-{os.getpid()}"), "w", buffering=1)
+started = []
+def start_another(**variables):
+    names = ("PMI", "MPI_", "HYDRA", "MPIR_")
+    environment = {n: v for n, v in os.environ.items() if not n.startswith(names)} | variables
+    command = [sys.executable, "-m", "keras_dist.launch.cli", "join"]
+    command += [os.environ["KERAS_DIST_JOIN_DIRECTORY"], sys.executable, "-c", sys.orig_argv[-1]]
+    command = ["sh", "-c", f'"$@"; echo $? >> {FOLDER}/codes', "sh", *command]
+    started.append(subprocess.Popen(command, env=environment))
+class Faults(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.full, self.steps = 0, 0
+    def state_dict(self):
+        return {"steps": self.steps}
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+    def on_train_batch_begin(self, batch, logs=None):
+        if [self.epoch, batch, me] in KILLS or (joins and [-1, batch, me] in KILLS):
+            fault()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if me == 0 and not started and (self.epoch, batch) == (0, 1):
+            for variables in STARTS:
+                fault()
+                start_another(**variables)
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        time.sleep(0.02)
+    def on_epoch_end(self, epoch, logs=None):
+        self.full += keras_dist.size() == SIZE and (epoch > LATER)
+        if self.full == 2:
+            self.model.stop_training = True
+class Recording(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner = [keras.layers.Dense(4), keras.layers.BatchNormalization()]
+        self.inner += [keras.layers.Dropout(0.1), keras.layers.Dense(1)]
+    def call(self, x, training=False):
+        for layer in self.inner:
+            x = layer(x, training=training)
+        return x
+    def train_step(self, *arguments):
+        if keras.backend.backend() == "torch":
+            samples = arguments[0][0][:, 0].tolist()
+            record.write(json.dumps([faults.epoch, samples]) + "\\n")
+        return super().train_step(*arguments)
+faults = Faults()
+model = Recording()
+model.compile(keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+log = keras_dist.callbacks.RootOnly(keras.callbacks.CSVLogger(os.path.join(FOLDER, "log.csv")))
+callbacks = keras_dist.callbacks(faults, log, **OPTIONS)
+history = model.fit(train, epochs=1000, verbose=2, validation_data=test, callbacks=callbacks)
+keras_dist.verify_replicas(model)
+epochs = len(history.epoch)
+assert history.epoch == list(range(epochs))
+assert int(model.optimizer.iterations) == faults.steps == epochs * len(train)
+told = keras_dist.allgather_object((keras_dist.rank(), history.history))
+assert [rank for rank, _ in told] == list(range(SIZE))
+assert all(history == told[0][1] for _, history in told)
+if keras_dist.rank() == 0:
+    with open(os.path.join(FOLDER, "log.csv")) as file:
+        assert len(file.readlines()) == 1 + epochs
+    print("ended", keras_dist.size())
+"""
+
+
+@pytest.fixture
+def fit(job, open_mpi, tmp_path):
+    """A function that runs the script on n ranks, with settings of the script; see `job`."""
+
+    def run(ranks, size, kills=(), starts=(), later=-1, on_failure="stop", backend="torch"):
+        folder = tmp_path / "records"
+        folder.mkdir()
+        settings = {"KILLS": kills, "STARTS": starts, "SIZE": size, "FOLDER": str(folder)}
+        settings |= {"OPTIONS": {"on_failure": on_failure}, "LATER": later}
+        head = "".join(f"{name} = {value!r}\n" for name, value in settings.items())
+        how = {"timeout": 120, "KERAS_BACKEND": backend}
+        if on_failure == "replace":
+            how |= {"python": open_mpi, "options": ULFM}
+        else:
+            how |= {"KERAS_DIST_JOIN_DIRECTORY": str(tmp_path / "job")}
+        return job(ranks, head + SCRIPT, **how)
+
+    return run
+
+
+def left_out(tmp_path):
+    """Returns the number of samples that no rank has trained on, by epoch; none is used twice."""
+    counts = collections.defaultdict(collections.Counter)
+    for path in (tmp_path / "records").glob("samples-*"):
+        for line in path.read_text().splitlines():
+            epoch, samples = json.loads(line)
+            counts[epoch].update(samples)
+    assert all(count == 1 for epoch in counts.values() for count in epoch.values())
+    return {epoch: 96 - len(count) for epoch, count in counts.items() if len(count) < 96}
+
+
+def codes(tmp_path, count):
+    """Returns the exit codes of the processes that were to join, ascending."""
+    path, end = tmp_path / "records" / "codes", time.monotonic() + 10
+    while len(found := path.read_text().split() if path.exists() else []) < count:
+        assert time.monotonic() < end, found
+        time.sleep(0.05)
+    return sorted(map(int, found))
+
+
+REPLACED = (
+    "the others complete the step, and a new rank joins them between two steps; equal weights, and "
+    "each sample once but for the batch that the dead rank did not train on"
+)
+
+
+@pytest.mark.fault(
+    "a rank is killed in an epoch of `fit`, with `on_failure=replace`", REPLACED, within=90
+)
+def test_a_rank_is_replaced(fit, tmp_path):
+    ended = fit(3, 3, kills=[[1, 3, 1]], later=1, on_failure="replace")
+    assert ended.returncode == 0, ended.stdout
+    assert "rank 1 has died" in ended.stdout and "1 rank has joined" in ended.stdout
+    assert "ended 3" in ended.stdout
+    assert left_out(tmp_path) == {1: 4}
+
+
+@pytest.mark.fault(
+    "the root and another rank are killed in the same step of `fit`, with `on_failure=replace`",
+    "both are replaced, one after the other; the next rank becomes the root",
+    within=90,
+)
+def test_two_ranks_are_replaced(fit):
+    kills = [[0, 2, 0], [0, 2, 2]]
+    ended = fit(3, 3, kills=kills, later=0, on_failure="replace", backend="jax")
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("1 rank has joined") == 2
+    assert "ended 3" in ended.stdout
+
+
+@pytest.mark.fault(
+    "a rank that has replaced another is killed, with `on_failure=replace`",
+    "the job ends with the reason, exit code not 0: Open MPI does not survive it",
+    within=15,
+)
+def test_the_death_of_a_replacement_ends_the_job(fit):
+    kills = [[0, 2, 1], [-1, 1, "joined"]]
+    ended = fit(3, 3, kills=kills, on_failure="replace", backend="jax")
+    assert ended.returncode != 0
+    assert "1 rank has joined" in ended.stdout
+    assert "ranks that were started to replace others to live on" in ended.stdout
+
+
+@pytest.mark.fault(
+    "a rank is killed while a replacement of another is on its way, with `on_failure=replace`",
+    "the job ends with the reason, exit code not 0",
+    within=15,
+)
+def test_a_death_before_the_replacement_has_joined_ends_the_job(fit):
+    kills = [[0, 2, 1], [0, 5, 0]]
+    ended = fit(3, 3, kills=kills, on_failure="replace", backend="jax")
+    assert ended.returncode != 0
+    assert "a process that replaces a rank to join before another rank dies" in ended.stdout
+
+
+JOINED = "it joins between two steps; equal weights on all ranks, and each sample once an epoch"
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@pytest.mark.fault("a process joins a job in `fit`", JOINED, within=90)
+def test_a_process_joins(fit, tmp_path, backend):
+    ended = fit(2, 3, starts=[{}], backend=backend)
+    assert ended.returncode == 0, ended.stdout
+    assert "ended 3" in ended.stdout and codes(tmp_path, 1) == [0]
+    assert left_out(tmp_path) == {}
+
+
+@pytest.mark.fault(
+    "a process with other settings wants to join a job in `fit`, and two others with the same",
+    "it ends with the reason, and the two join",
+    within=90,
+)
+def test_a_process_with_other_settings_is_refused(fit, tmp_path):
+    ended = fit(2, 4, starts=[{"KERAS_DIST_BUCKET_NBYTES": "5"}, {}, {}], backend="jax")
+    assert ended.returncode == 0, ended.stdout
+    assert "KERAS_DIST_BUCKET_NBYTES 5, where the job has 0" in ended.stdout
+    assert "ended 4" in ended.stdout and codes(tmp_path, 3) == [0, 0, 1]
+
+
+@pytest.mark.fault(
+    "a rank that has joined a job by `keras-dist join` is killed",
+    "all ranks end, exit code not 0",
+    within=15,
+)
+def test_the_death_of_a_rank_that_has_joined_ends_the_job(fit):
+    ended = fit(2, 3, starts=[{}], kills=[[-1, 1, "joined"]], backend="jax")
+    assert ended.returncode != 0
+    assert "rank 2 has died" in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_kills_and_joins(fit, tmp_path, seed):
+    draw = random.Random(seed)
+    backend = draw.choice(["jax", "tensorflow", "torch"])
+    if draw.random() < 0.5:
+        count = draw.randint(1, 2)
+        ended = fit(2, 2 + count, starts=[{}] * count, backend=backend)
+        assert codes(tmp_path, count) == [0] * count, ended.stdout
+        if backend == "torch":
+            assert left_out(tmp_path) == {}
+    else:
+        ranks = draw.sample(range(3), draw.randint(1, 2))
+        kills = [[draw.randint(0, 1), draw.randrange(8), rank] for rank in ranks]
+        how = {"kills": kills, "later": 1, "on_failure": "replace", "backend": backend}
+        ended = fit(3, 3, **how)
+        if ended.returncode != 0:  # the second came before the first was replaced
+            assert len(ranks) == 2
+            assert "to join before another rank dies" in ended.stdout, ended.stdout
+            return
+    assert ended.returncode == 0, ended.stdout
+    assert "ended" in ended.stdout

@@ -1,0 +1,138 @@
+"""Results that are read in shared memory and held: none changes, whoever holds it and how."""
+
+import gc
+
+import numpy as np
+import pytest
+
+import keras_dist
+from keras_dist import errors, runtime
+
+LARGE = 70_000  # float32: results of this size are read in shared memory
+COUNTS = (LARGE, LARGE + 5, 4 * LARGE, 300)
+
+
+def shared_memory():
+    """Begins with new memory: a row of another test may have been written to."""
+    comm = runtime.communicator()
+    if keras_dist.size() == 1 or comm.node is None:
+        pytest.skip("the ranks share no memory")
+    comm.regions.clear()
+    keras_dist.barrier()
+
+
+def is_lent(array):
+    """Returns whether an array lies in shared memory."""
+    address = array.__array_interface__["data"][0]
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            low, high = (int(end, 16) for end in line.split(" ", 1)[0].split("-"))
+            if low <= address < high:
+                return "/dev/shm" in line
+    return False
+
+
+def total(number):
+    size = keras_dist.size()
+    return size * (size - 1) / 2 + size * number
+
+
+def reduced(count, number, **options):
+    return keras_dist.allreduce(
+        np.full(count, keras_dist.rank() + number, np.float32), "sum", **options
+    )
+
+
+def of_torch(array):
+    return pytest.importorskip("torch").from_dlpack(array)[1:]
+
+
+HOLDS = {
+    "array": lambda array: array,
+    "view of a view": lambda array: array[7:].reshape(1, -1)[:, 5:].T,
+    "bytes": lambda array: array.view(np.uint8)[4:],
+    "memoryview": lambda array: memoryview(array)[3:],
+    "object that exports a buffer": lambda array: np.frombuffer(memoryview(array), np.float32),
+    "torch tensor": of_torch,
+}
+
+
+@pytest.mark.parametrize("hold", HOLDS.values(), ids=HOLDS.keys())
+def test_results_that_are_held_stay_and_later_ones_are_lent_again(hold):
+    shared_memory()
+    keeps = keras_dist.rank() == keras_dist.size() - 1
+    for _ in range(2):
+        held = []
+        for number in range(9):
+            result = hold(reduced(LARGE, number))
+            held += [result] if keeps else []
+        del result
+        for number, kept in enumerate(held):
+            raw = np.ascontiguousarray(kept).view(np.uint8)
+            assert (raw[..., -4:].copy().view(np.float32) == total(number)).all()
+        held.clear()
+        gc.collect()
+        keras_dist.barrier()
+        reduced(LARGE, 1)  # at its rendezvous, all ranks learn that nothing is held
+        lent = keras_dist.allgather_object(is_lent(reduced(LARGE, 2)))
+        assert lent == [True] * keras_dist.size()
+
+
+def test_as_many_results_as_there_are_rows_are_held():
+    shared_memory()
+    held = [reduced(LARGE, number) for number in range(12)]
+    lent = [is_lent(array) for array in held]
+    assert lent == sorted(lent, reverse=True) and any(lent) and not all(lent)
+    for number, array in enumerate(held):
+        assert (array == total(number)).all()
+    # While rows are short, results go into memory of the script as well.
+    out = np.empty(LARGE, np.float32)
+    assert reduced(LARGE, 5, out=out) is out and (out == total(5)).all()
+    several = keras_dist.grouped_allreduce([out, out[:3], np.ones(LARGE, np.float32)], "sum")
+    assert (several[0] == total(5) * keras_dist.size()).all()
+    assert (several[2] == keras_dist.size()).all()
+    for number, array in enumerate(held):
+        assert (array == total(number)).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_that_is_held_changes_whatever_ranks_hold(seed):
+    together = np.random.default_rng(seed)
+    mine = np.random.default_rng([seed, keras_dist.rank()])
+    held, handles, odd = [], [], keras_dist.size() - 1
+    for number in range(120):
+        count, way = int(together.choice(COUNTS)), together.integers(10)
+        if way < 5:
+            results = [reduced(count, number)]
+        elif way == 5:
+            given = np.full(count, keras_dist.rank() + number, np.float32)
+            results = keras_dist.grouped_allreduce([given, given[:17], given], "sum")
+        elif way == 6:
+            results = [reduced(count, number, out=np.empty(count, np.float32))]
+        elif way == 7 and odd:
+            with pytest.raises(errors.MismatchError):
+                reduced(count + (keras_dist.rank() == odd), number)
+            results = []
+        else:
+            given = np.full(count, keras_dist.rank() + number, np.float32)
+            handles.append((number, keras_dist.allreduce_async(given, op="sum")))
+            results = []
+        for result in results:
+            assert (result == total(number)).all()
+            if mine.random() < 0.6:
+                held.append((number, result[int(mine.integers(1, 16)) :]))
+            if mine.random() < 0.02:
+                result[0] = -1  # private to this rank; no part that is held has the first number
+        del results
+        if len(handles) > 3:
+            for begun, handle in handles:
+                held.append((begun, keras_dist.synchronize(handle)[1:]))
+            handles.clear()
+        for begun, part in held:
+            assert part[0] == part[-1] == total(begun)
+        mine.shuffle(held)
+        del held[int(mine.integers(0, 12)) :]
+    for _, handle in handles:
+        keras_dist.synchronize(handle)
+    for begun, part in held:
+        assert (part == total(begun)).all()

@@ -1,0 +1,91 @@
+"""Digests and numbers in one message, for any number of nodes; threads stand in for nodes."""
+
+import numpy as np
+import pytest
+from thread_ranks import Network
+
+from keras_dist._engine.arithmetic import ReduceOp, combine
+from keras_dist._engine.mpi.peers import EAGER_NBYTES, MAX_PAYLOAD_NBYTES, Payload, Peers
+from keras_dist._engine.rounds import combine_rows
+
+DIGEST, OTHER = b"the same digest.", b"another digest.."
+F4 = np.dtype(np.float32)
+# In one message, in two, and more than that: as a whole or by halves.
+COUNTS = [5, EAGER_NBYTES // 4 + 1, MAX_PAYLOAD_NBYTES // 4, MAX_PAYLOAD_NBYTES // 4 + 7]
+SIZES = [2, 3, 4, 5, 6, 7, 8, 13]
+
+
+def row_of(rank, count):
+    return np.random.default_rng(rank).standard_normal(count).astype("f4")
+
+
+def added(low, high):
+    total = np.empty_like(low)
+    combine(low, high, ReduceOp.SUM, total)
+    return total
+
+
+def compare(rank, count, digest=DIGEST, same=True):
+    """Compares digests, with a payload unless `count` is `None`; returns the answer and result."""
+    peers = Peers(rank)
+    payload = None
+    if count is not None:
+        mine, result = row_of(rank.Get_rank(), count), np.full(count, -1, F4)
+        legs = peers.legs(count, F4)
+        payload = Payload(legs, ReduceOp.SUM, rank.Get_size(), lambda: mine, result)
+    steps = peers.compare(digest, same, payload)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            arrived = payload is not None and payload.arrived
+            return stop.value, arrived, None if payload is None else payload.result
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_numbers_arrive_in_the_order_of_the_rounds(size, count):
+    expected = added(*combine_rows([row_of(r, count) for r in range(size)], added))
+    expected /= np.float32(size) if size & (size - 1) else 1
+    expected *= np.float32(1 if size & (size - 1) else 1 / size)
+    network = Network(size)
+    for same, arrived, result in network.run(lambda rank: compare(rank, count)):
+        assert same and arrived
+        assert result.tobytes() == expected.tobytes()
+    assert network.is_empty
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_node_sends_two_messages_for_each_doubling(size, count):
+    network = Network(size)
+    network.run(lambda rank: compare(rank, count))
+    assert max(network.messages) <= 2 * (size.bit_length() - 1) + 2
+
+
+# What the other rank brings: its digest, whether its node agrees, and its number of elements.
+DIFFERENCES = [
+    (OTHER, True, None),
+    (DIGEST, False, COUNTS[-1]),
+    *((OTHER, True, count) for count in [*COUNTS, 300_000]),
+]
+
+
+@pytest.mark.parametrize("other", DIFFERENCES)
+@pytest.mark.parametrize("count", [None, *COUNTS])
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_a_difference_is_known_to_all_and_leaves_nothing(size, count, other):
+    for odd in range(size):
+        network = Network(size)
+
+        def work(rank, odd=odd):
+            if rank.Get_rank() == odd:
+                digest, same, number = other
+                return compare(rank, number, digest, same)
+            return compare(rank, count)
+
+        for number, (same, arrived, result) in enumerate(network.run(work)):
+            assert not same and not arrived
+            if number != odd and count is not None and size == 2:
+                assert (result == -1).all()
+        assert network.is_empty
