@@ -55,7 +55,7 @@ def test_mnist(tmp_path, ranks):
     assert len(re.findall(r"^ *\d on ", report.stdout, re.MULTILINE)) == ranks, report.stdout
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.slow)])
 def test_mnist_on_other_backends(run_ranks, backend):
     environment = lean("sklearn", KERAS_BACKEND=backend)
     job = run_ranks(2, str(MNIST / "train.py"), "--epochs", "2", timeout=600, env=environment)
@@ -76,6 +76,7 @@ def test_mnist_with_a_loop_by_hand(run_ranks):
     assert float(said[1]) > 25
 
 
+@pytest.mark.slow
 def test_mnist_with_a_tape(run_ranks, tmp_path):
     options = (
         "--epochs 2 --batch_size 32 --lr 0.002 --device cpu --num_inter 1 --num_intra 1".split()
@@ -88,6 +89,7 @@ def test_mnist_with_a_tape(run_ranks, tmp_path):
     assert (tmp_path / "checkpoint").exists()
 
 
+@pytest.mark.slow
 def test_cifar10(run_ranks):
     options = "--made 1000 --epochs 3 --width 8 --batch-size 25 --warmup-epochs 1".split()
     job = run_ranks(2, str(EXAMPLES / "cifar10" / "train.py"), *options, timeout=600, env=lean())
@@ -96,6 +98,7 @@ def test_cifar10(run_ranks):
     assert job.stdout.count("epoch 3: loss ") == 1
 
 
+@pytest.mark.slow
 def test_synthetic_benchmark_of_tensorflow(run_ranks):
     script = EXAMPLES / "synthetic" / "tensorflow_benchmark.py"
     options = "--model MLP --batch-size 8 --image-size 8 --num-iters 2 --num-batches-per-iter 2"
@@ -139,6 +142,7 @@ def test_mnist_in_torch(run_ranks, tmp_path):
     assert job.stdout.count("Epoch 5: average loss ") == 1
 
 
+@pytest.mark.slow
 def test_synthetic_benchmark_of_torch(run_ranks):
     script = EXAMPLES / "synthetic" / "torch_benchmark.py"
     options = "--model CNN --batch-size 8 --image-size 8 --num-iters 2 --num-batches-per-iter 2"
@@ -151,10 +155,8 @@ def test_synthetic_benchmark_of_torch(run_ranks):
     assert re.search(rf"^Img/sec per rank: {number}$", job.stdout, re.MULTILINE), job.stdout
 
 
-@pytest.mark.parametrize(
-    "backend",
-    ["tensorflow", *(pytest.param(name, marks=pytest.mark.slow) for name in ("jax", "torch"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_gan(run_ranks, backend):
     job = run_ranks(
         2,
@@ -182,6 +184,7 @@ def test_hdf5():
     assert len({loss for _, loss in lines}) == 1, job.stdout
 
 
+@pytest.mark.slow
 def test_a_model_on_several_ranks(run_ranks):
     jax = lean(KERAS_BACKEND="jax")  # which starts fastest
     products = run_ranks(3, str(EXAMPLES / "model_parallel" / "products.py"), env=jax)

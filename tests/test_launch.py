@@ -15,7 +15,7 @@ MPICH = Path(sys.executable).parent
 WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
 
 
-def run(command, environment=None, timeout=60):
+def run(command, environment=None, timeout=120):
     """Runs a command without the variables of a launcher around the tests."""
     names = ("OMPI_", "PMI", "PMIX_", "SLURM_", "MPI_", "HYDRA", "PRTE", "KERAS_DIST_")
     clean = {name: text for name, text in os.environ.items() if not name.startswith(names)}

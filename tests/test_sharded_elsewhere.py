@@ -73,6 +73,7 @@ def check(run_ranks, tmp_path, saved, *loaded):
         assert len(digests) == 1, f"{backend} on {ranks} ranks has read other bits"
 
 
+@pytest.mark.slow
 def test_four_ranks_save_and_three_and_one_load_on_other_backends(run_ranks, tmp_path):
     check(run_ranks, tmp_path, ("jax", 4), ("torch", 3), ("tensorflow", 1))
 

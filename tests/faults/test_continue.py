@@ -414,15 +414,19 @@ PLACES = {
 }
 
 
-def case(backend, *places):
+def case(backend, *places, marks=()):
     texts = [f"{PLACES[place]} of `fit`, with `on_failure=continue`" for place in places]
-    marks = [pytest.mark.fault(text, CONTINUES, within=60) for text in texts]
-    return pytest.param(backend, ", ".join(places), marks=marks)
+    rows = [pytest.mark.fault(text, CONTINUES, within=60) for text in texts]
+    return pytest.param(backend, ", ".join(places), marks=[*rows, *marks])
 
 
 @pytest.mark.parametrize(
     ("backend", "kills"),
-    [case("jax", "broadcast", "checkpoint"), case("tensorflow", "batch", "validation")],
+    [
+        case("jax", "broadcast", "checkpoint"),
+        case("jax", "batch", "validation"),
+        case("tensorflow", "batch", "validation", marks=[pytest.mark.slow]),
+    ],
 )
 def test_fit_goes_on(job, open_mpi, tmp_path, backend, kills):
     text = f"KILLS = {kills!r}\nimport os\nos.chdir({str(tmp_path)!r})\n{FIT}"

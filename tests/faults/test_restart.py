@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 from conftest import PREAMBLE, all_gone, left_in_shared_memory
 from jobs import BARE, lean
@@ -48,64 +47,6 @@ def end_of(job, folder, timeout=60):
     all_gone(folder, printed)
     assert not left_in_shared_memory(folder)
     return printed
-
-
-TRAINING = """
-import os, signal, sys
-from pathlib import Path
-import keras, numpy as np, keras_dist
-keras_dist.init()
-keras.utils.set_random_seed(7)
-folder = Path({folder!r})
-x = np.random.default_rng(0).standard_normal((48, 4)).astype("float32")
-data = keras_dist.data.shard((x, x.sum(axis=1, keepdims=True)), batch_size=4)
-model = keras.Sequential([
-    keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.2, seed=3),
-    keras.layers.Dense(1),
-])
-model.compile(keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
-class Die(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        marker = folder / "died"
-        if self.epoch == 2 and batch == 3 and keras_dist.rank() == 1 and not marker.exists():
-            marker.touch()
-            fault()
-            os.kill(os.getpid(), signal.SIGKILL)
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-backup = keras_dist.callbacks.BackupAndRestore(str(folder / "backup"))
-callbacks = keras_dist.callbacks(backup, *([Die()] if {dies} else []))
-model.fit(data, epochs=4, verbose=0, callbacks=callbacks)
-if keras_dist.rank() == 0:
-    np.savez(folder / "weights", *model.get_weights())
-print(f"restarts {{os.environ['KERAS_DIST_RESTART']}}\\n", end="", flush=True)
-"""
-
-
-@pytest.mark.fault(
-    "a rank is killed in `fit`, under `keras-dist run --max-restarts`",
-    "the job restarts from the last backup; the weights equal those of an uninterrupted run bit "
-    "for bit",
-    within=120,
-)
-def test_a_restarted_training_ends_with_the_weights_of_one_that_was_not_interrupted(
-    start, tmp_path
-):
-    found = []
-    for dies in (True, False):
-        folder = tmp_path / str(dies)
-        folder.mkdir()
-        options = ["-np", "2", "--max-restarts", "2"]
-        job = start(*options, text=TRAINING.format(folder=str(folder), dies=dies))
-        printed = end_of(job, tmp_path, timeout=120)
-        assert job.returncode == 0, printed
-        assert printed.count(f"restarts {int(dies)}") == 2, printed
-        assert ("Restart 1 of 2 in 1 s." in printed) == dies
-        found.append(np.load(folder / "weights.npz"))
-    interrupted, whole = found
-    assert len(whole.files) == 4
-    for name in whole.files:
-        assert (interrupted[name] == whole[name]).all()
 
 
 @pytest.mark.fault(

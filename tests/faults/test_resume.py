@@ -7,6 +7,12 @@ EQUAL = "equal those of an uninterrupted run bit for bit"
 
 
 @pytest.mark.fault(
+    "a rank is killed in `fit`, under `keras-dist run --max-restarts`",
+    "the job restarts from the last backup; the weights equal those of an uninterrupted run bit "
+    "for bit",
+    within=120,
+)
+@pytest.mark.fault(
     "a rank is killed within an epoch, twice, under `keras-dist run --max-restarts`, with "
     "`BatchNormalization`, `EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint` and `CSVLogger`",
     f"weights, checkpoints, CSV file and history {EQUAL}",

@@ -77,7 +77,7 @@ finally:
     (folder.parent / f"steps-{{rank}}").write_text(json.dumps(seen.steps))
 """
     backup = tmp_path / "backup"
-    ended = job(2, text, BACKUP=str(backup))
+    ended = job(2, text, BACKUP=str(backup), KERAS_BACKEND="jax")
     assert ended.returncode == PREEMPTED_EXIT_CODE, ended.stdout
     first, second = (json.loads((tmp_path / f"steps-{rank}").read_text()) for rank in (0, 1))
     assert first == second
@@ -101,7 +101,7 @@ assert [v.numpy().tobytes() for v in resumed.optimizer.variables] == [
 assert not folder.exists()
 fault()  # there is none in this job
 """
-    ended = job(2, text, BACKUP=str(backup))
+    ended = job(2, text, BACKUP=str(backup), KERAS_BACKEND="jax")
     assert ended.returncode == 0, ended.stdout
 
 
