@@ -202,6 +202,21 @@ VARIABLES = (
         "a whole number, 0 or more",
     ),
     Variable(
+        "job_id",
+        str.strip,
+        "",
+        "Identifies the job: a restarted job has the same text, by which it finds its backups in "
+        "memory. `keras-dist run` sets it, unless it is set. Empty: no backups in memory.",
+        "a text that no other job has",
+    ),
+    Variable(
+        "memory_directory",
+        str,
+        "/dev/shm",
+        "Directory of each node for backups in memory, in a memory file system.",
+        "a path",
+    ),
+    Variable(
         "timeline",
         _path,
         "",
@@ -283,6 +298,8 @@ class Settings:
     join_directory: str
     joins: bool
     restart: int
+    job_id: str
+    memory_directory: str
     timeline: str
     timeline_steps: tuple[int, int | None]
     timeline_mbytes: int

@@ -24,6 +24,7 @@ from keras_dist.callbacks.unsaved_state import UnsavedState
 from keras_dist.callbacks.verification import ENDING, verify_before_writing
 from keras_dist.data import epochs
 from keras_dist.storage import versioned_backups
+from keras_dist.storage.memory_copies import MemoryCopies
 from keras_dist.storage.retry_policy import RetryPolicy
 from keras_dist.storage.root_action import on_root
 from keras_dist.training import model_arrays
@@ -79,6 +80,12 @@ class BackupAndRestore(ListMember, KerasBackup):
     write fails after a first successful write, training continues, the root logs a warning and
     existing backups stay. A backup contains arrays and JSON only, no executable code.
 
+    With `memory=True` the two newest backups also lie in the memory of the root's node and of the
+    next node. A job that `keras-dist run` restarts reads the newest intact one on any node, the
+    file on disk only if that is newer: when the root's node is lost, no disk is needed. If the
+    memory is full, the root logs a warning, and the backup on disk remains. `fit` removes them at
+    its end.
+
     Collective: every rank must pass the callback to `fit`, with the same arguments, behind
     `BroadcastGlobalVariablesCallback`.
 
@@ -87,6 +94,7 @@ class BackupAndRestore(ListMember, KerasBackup):
         *args: see `keras.callbacks.BackupAndRestore`. Two backups are kept regardless of
             `double_checkpoint`.
         root_rank: rank that writes and reads. Defaults to 0.
+        memory: whether backups also lie in memory. Defaults to `False`.
         **kwargs: see `keras.callbacks.BackupAndRestore`.
 
     Raises:
@@ -106,13 +114,17 @@ class BackupAndRestore(ListMember, KerasBackup):
     #: whether a backup is in memory, from which a fit goes on when the ranks have changed
     in_memory = False
 
-    def __init__(self, backup_dir: Any, *args: Any, root_rank: int = 0, **kwargs: Any):
+    def __init__(
+        self, backup_dir: Any, *args: Any, root_rank: int = 0, memory: bool = False, **kwargs: Any
+    ):
         super().__init__(str(backup_dir), *args, **kwargs)
         runtime.communicator().index_of_root(root_rank)
         self.root_rank = root_rank
         self._directory = pathlib.Path(self.backup_dir)
         self._retry_policy = RetryPolicy()
         self._intact: pathlib.Path | None = None  # on the root: the newest backup known intact
+        self._copies = MemoryCopies(self._directory, root_rank) if memory else None
+        self._copy: pathlib.Path | None = None  # on the root: the newest backup in memory
         self._data: dict[str, int] = {}
         # Trained batches of this epoch; whether on_epoch_begin of this epoch has been called.
         self._step, self._has_begun = 0, False
@@ -126,6 +138,8 @@ class BackupAndRestore(ListMember, KerasBackup):
     def before_training(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Finds the backup before other callbacks change their files."""
         self._fit = FitState(callbacks, self.root_rank)
+        if self._copies is not None:
+            self._copy = self._copies.find()
         resumes = self._on_root(self._find, "to find the backup in", versioned_backups.REMEDY)
         self._fit.agree(resumes and not self._is_left_out())
 
@@ -194,6 +208,8 @@ class BackupAndRestore(ListMember, KerasBackup):
                 "to remove the backup in",
                 "Remove it by hand.",
             )
+        if self._copies is not None:
+            self._copies.remove()
 
     def _is_left_out(self) -> bool:
         """Returns whether the fit goes on from what another callback has in memory."""
@@ -223,7 +239,10 @@ class BackupAndRestore(ListMember, KerasBackup):
         statistics = verify_before_writing(self.model)
         self._random_states = self._random.gather(within=self._has_begun)
         self._rank_states = self._fit.gather(self.model, self.last_logs(), statistics)
+        self._copy = None
         with gathered(self.model, self.root_rank):
+            if self._copies is not None:
+                self._copy = self._copies.write(self._save)
             has_written = self._on_root(self._write, "to write a backup into", NEEDS_ROOM)
         if has_written:
             self._written = (self._keras_dist_epoch, self._step)
@@ -262,13 +281,20 @@ class BackupAndRestore(ListMember, KerasBackup):
 
     def _write(self) -> bool:
         def write() -> bool:
-            self._intact = versioned_backups.add(self._directory, self._save, self._intact)
+            number = None if self._copies is None else self._copies.number()
+            self._intact = versioned_backups.add(
+                self._directory, self._save, self._intact, number=number
+            )
             return True
 
         return self._retry_policy.attempt(write, f"to write a backup into {self.backup_dir}")
 
     def _save(self, file: BinaryIO) -> None:
-        np.savez(file, **self._arrays())
+        if self._copy is None:
+            np.savez(file, **self._arrays())
+        else:
+            with self._copy.open("rb") as written:
+                shutil.copyfileobj(written, file)
 
     def _arrays(self) -> dict[str, Any]:
         """Returns the contents of a backup: arrays by name, and a JSON document among them."""
@@ -301,7 +327,7 @@ class BackupAndRestore(ListMember, KerasBackup):
         return self._has_backup()
 
     def _has_backup(self) -> bool:
-        self._intact = versioned_backups.newest_intact(self._directory)
+        self._intact = versioned_backups.newest_intact(self._directory, self._copy)
         return self._intact is not None
 
     def _read(self) -> dict[str, Any] | None:

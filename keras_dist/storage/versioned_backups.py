@@ -78,15 +78,24 @@ def number_of(path: pathlib.Path) -> int:
     return int(path.name.partition("-")[0])
 
 
-def newest_intact(directory: pathlib.Path) -> pathlib.Path | None:
+def newest_intact(
+    directory: pathlib.Path, other: pathlib.Path | None = None
+) -> pathlib.Path | None:
     """Returns the newest intact version; logs a warning that names damaged ones.
+
+    Args:
+        directory: the directory.
+        other: an intact version elsewhere, which is returned unless there is a newer one. Defaults
+            to `None`.
 
     Raises:
         CheckpointError: there are versions, and all are damaged.
     """
     found = newest_first(directory)
-    intact = next((path for path in found if is_intact(path)), None)
-    damaged = found if intact is None else found[: found.index(intact)]
+    if other is not None:
+        found = [path for path in found if number_of(path) > number_of(other)]
+    intact = next((path for path in found if is_intact(path)), other)
+    damaged = found[: found.index(intact)] if intact in found else found
     names = ", ".join(str(path) for path in damaged)
     if damaged and intact is None:
         expected = f"an intact backup in {directory}"

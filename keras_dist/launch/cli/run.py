@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import secrets
 import shlex
 import signal
 import sys
@@ -23,6 +24,7 @@ from keras_dist.launch.cli.options import OPTIONS, add_options
 from keras_dist.launch.cli.program import add_program, program_of
 from keras_dist.launch.cli.restart_signals import EndRequested, terminating_signals_raise
 from keras_dist.runtime import exit_hooks
+from keras_dist.storage import memory_directory
 
 __all__ = ["add_to"]
 
@@ -30,7 +32,7 @@ TIMED_OUT = 124  # as timeout(1)
 NEVER_AGAIN = (2, 128 + signal.SIGINT)  # usage error; Ctrl-C
 MAX_PAUSE_SECONDS = 30
 GOING_ON = ("continue", "replace")  # reactions to a death without a restart
-RESTART = "KERAS_DIST_RESTART"
+RESTART, JOB_ID = "KERAS_DIST_RESTART", "KERAS_DIST_JOB_ID"
 
 DESCRIPTION = """Starts a program on several ranks with the mpiexec of the MPI library that mpi4py
 loads, and forwards signals. With --max-restarts a failed job is restarted; a script that trains
@@ -73,7 +75,7 @@ def _run(options: argparse.Namespace, end: float) -> int:
     _check(options)
     library = load_library()
     added = {**settings_of(options), **_variables(options)}
-    environment = {**os.environ, **added, RESTART: "0"}
+    environment = {JOB_ID: secrets.token_hex(16), **os.environ, **added, RESTART: "0"}
     limit = config.parse(environment).stall_abort_seconds
     ssh = ssh_of_job(options, environment)
     goes_on = options.on_failure in GOING_ON
@@ -108,6 +110,9 @@ def _run(options: argparse.Namespace, end: float) -> int:
     except EndRequested as request:
         _print(f"received {request.name} between two runs of the job.")
         return request.code
+    finally:
+        if JOB_ID not in {**os.environ, **added}:  # otherwise another launcher may restart the job
+            memory_directory.remove_job(environment[JOB_ID])
 
 
 def _launched(options: argparse.Namespace) -> list[str]:

@@ -1,0 +1,227 @@
+"""Copies of backups in the memory of the root's node and of the next node.
+
+A copy is the file of a backup, in a memory file system. It survives the ranks of the job: a
+restarted job finds it on any node that is left, and no disk is read. Copies that cannot be written
+or read cause a warning, and the backup on disk remains.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import numpy as np
+
+from keras_dist import _engine, config, errors, runtime
+from keras_dist.storage import memory_directory, versioned_backups
+from keras_dist.storage.root_action import on_root
+
+__all__ = ["MemoryCopies"]
+
+PIECE_NBYTES = 2**26  # sent at once, so that ranks need no memory besides the copy
+REMEDY = "Training continues, and a restart reads the backup on disk."
+FAILURES = (OSError, errors.ArgumentError, errors.RankLostError)
+
+Value = TypeVar("Value")
+Save = Callable[[BinaryIO], None]
+Copy = tuple[str, int]  # name and number of bytes
+
+_log = logging.getLogger("keras_dist")
+
+
+class MemoryCopies:
+    """The copies of the backups of one directory. Methods are collective: every rank; they block.
+
+    Args:
+        backup_dir: the directory of the backups on disk.
+        root_rank: the rank that writes and reads backups.
+    """
+
+    def __init__(self, backup_dir: Path, root_rank: int):
+        self._backup_dir, self._root_rank = backup_dir, root_rank
+        self._name = ""  # of the directory on each node; empty: no copies
+        self._number = 0  # of the newest backup
+
+    def find(self) -> Path | None:
+        """Returns, on the root, the path of the newest intact copy, fetched from another node.
+
+        Returns `None` on other ranks, and if there is no copy.
+        """
+        self._name = self._on_root(self._choose_name)
+        if not self._name:
+            return None
+        mine = self._newest() if self._is_keeper() else None
+        comm = runtime.communicator()
+        found = _engine.collectives.allgather_object(
+            comm, mine, operation="the copies of backups in memory"
+        )
+        copies = [copy for copy in found if copy is not None]
+        if not copies:
+            return None
+        newest = max(copies, key=lambda copy: (_number_of(copy), copy))
+        self._number = _number_of(newest)
+        if found[self._root_rank] == newest:
+            return self._path_of(newest)
+        return self._move(newest, found.index(newest), self._root_rank)
+
+    def write(self, save: Save) -> Path | None:
+        """Writes a copy on the root's node and on the next one.
+
+        Args:
+            save: writes the contents into a file. Called on the root.
+
+        Returns:
+            The path of the root's copy, on the root; `None` on others and if it was not written.
+        """
+        if not self._name:
+            return None
+
+        def add() -> tuple[int, Copy | None]:
+            on_disk = versioned_backups.newest_first(self._backup_dir)
+            number = 1 + max([self._number, *map(versioned_backups.number_of, on_disk[:1])])
+            return number, self._add(save, number)
+
+        self._number, copy = self._on_root(add)
+        if copy is None:
+            return None
+        nodes = runtime.communicator().topology.nodes
+        own = next(at for at, node in enumerate(nodes) if self._root_rank in node)
+        if len(nodes) > 1:
+            self._move(copy, self._root_rank, nodes[(own + 1) % len(nodes)][0])
+        return self._path_of(copy)
+
+    def number(self) -> int | None:
+        """Returns the number of the newest backup; `None` without copies."""
+        return self._number if self._name else None
+
+    def remove(self) -> None:
+        """Removes the copies from all nodes. Not collective: each node removes its own."""
+        if self._name and self._is_keeper():
+            directory = self._directory()
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+
+    def _choose_name(self) -> str:
+        job_id = config.settings().job_id
+        if not job_id:
+            expected = "KERAS_DIST_JOB_ID to be set, for backups in memory"
+            remedy = (
+                "Backups are written to disk only. keras-dist run sets the variable; with another "
+                "launcher, set it to a text that a restarted job has again and no other job has."
+            )
+            _log.warning(errors.explain(runtime.where(), expected, "no such variable", remedy))
+            return ""
+        return memory_directory.directory_of(job_id, self._backup_dir)
+
+    def _is_keeper(self) -> bool:
+        """Returns whether this rank keeps the copies of its node: the root, or the first rank."""
+        rank, nodes = runtime.rank(), runtime.communicator().topology.nodes
+        node = next(node for node in nodes if rank in node)
+        return rank == (self._root_rank if self._root_rank in node else node[0])
+
+    def _directory(self) -> Path | None:
+        try:
+            return memory_directory.make_directory(self._name)
+        except FAILURES as error:
+            _warn("a directory for backups in memory", error)
+            return None
+
+    def _newest(self) -> Copy | None:
+        """Returns the newest intact copy on this node."""
+        memory_directory.remove_old()
+        directory = self._directory()
+        for path in versioned_backups.newest_first(directory) if directory else []:
+            if versioned_backups.is_intact(path):
+                return path.name, path.stat().st_size
+            _log.warning(
+                "%s on %s is damaged: the digest does not match. Training resumes from another "
+                "backup.",
+                path,
+                os.uname().nodename,
+            )
+        return None
+
+    def _path_of(self, copy: Copy) -> Path | None:
+        """Returns the path of a copy, on the root."""
+        directory = self._directory() if runtime.rank() == self._root_rank else None
+        return None if directory is None else directory / copy[0]
+
+    def _add(self, save: Save, number: int) -> Copy | None:
+        """Writes a copy on this node; logs a warning if it cannot be written."""
+        directory = self._directory()
+        if directory is None:
+            return None
+        try:
+            path = versioned_backups.add(directory, save, None, number=number)
+        except FAILURES as error:
+            _warn(f"to write a backup into {directory}", error)
+            return None
+        return path.name, path.stat().st_size
+
+    def _move(self, copy: Copy, source: int, target: int) -> Path | None:
+        """Sends a copy from a rank to another, which keeps it; returns its path there."""
+        comm = runtime.communicator()
+        if comm.rank == source:
+            self._send(comm, copy, target)
+        if comm.rank != target:
+            return None
+        receiver = _Receiver(comm, copy, source)
+        added = self._add(receiver.save, _number_of(copy))
+        receiver.finish()
+        directory = self._directory()
+        if added is None or directory is None:
+            return None
+        if added != copy:
+            (directory / added[0]).unlink(missing_ok=True)
+            _log.warning("%s arrived damaged on %s.", copy[0], os.uname().nodename)
+            return None
+        return directory / copy[0]
+
+    def _send(self, comm: _engine.Communicator, copy: Copy, target: int) -> None:
+        directory = memory_directory.make_directory(self._name)
+        contents = np.memmap(directory / copy[0], np.uint8, "r")
+        try:
+            for low in range(0, copy[1], PIECE_NBYTES):
+                piece = contents[low : low + PIECE_NBYTES]
+                _engine.point_to_point.send(comm, piece, target, copy[0])
+        except errors.RankLostError as error:  # the next collective notices it as well
+            _warn(f"to send a backup to rank {target}", error)
+
+    def _on_root(self, work: Callable[[], Value]) -> Value:
+        expected, remedy = "to keep a backup in memory", "Pass memory=False."
+        return on_root(self._root_rank, expected, work, errors.CheckpointError, expected, remedy)
+
+
+class _Receiver:
+    """A copy that another rank sends. All of it is received, even if it cannot be written."""
+
+    def __init__(self, comm: _engine.Communicator, copy: Copy, source: int):
+        self._comm, self._source = comm, source
+        self._name, self._left = copy
+
+    def save(self, file: BinaryIO) -> None:
+        while self._left:
+            file.write(self._receive())
+
+    def finish(self) -> None:
+        try:
+            while self._left:
+                self._receive()
+        except errors.RankLostError as error:
+            _warn(f"to receive a backup from rank {self._source}", error)
+
+    def _receive(self) -> memoryview:
+        piece = _engine.point_to_point.recv(self._comm, self._source, self._name)
+        self._left -= piece.size
+        return piece.data
+
+
+def _number_of(copy: Copy) -> int:
+    return versioned_backups.number_of(Path(copy[0]))
+
+
+def _warn(expected: str, error: Exception) -> None:
+    received = f"{type(error).__name__}: {error}"
+    _log.warning(errors.explain(runtime.where(), expected, received, REMEDY))

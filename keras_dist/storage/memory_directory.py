@@ -1,0 +1,69 @@
+"""Directories for copies of backups in the memory of a node.
+
+They are files of a memory file system, so that they survive the ranks of a job, and its restart. A
+directory belongs to one job and one backup, and only its user can access it.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import time
+from pathlib import Path
+
+from keras_dist import config, runtime
+from keras_dist.storage.ownership import is_private_directory, make_private_directory
+
+__all__ = ["directory_of", "make_directory", "remove_job", "remove_old"]
+
+OLD_SECONDS = 24 * 3600.0  # after the last backup; the job has ended without removing it
+
+
+def directory_of(job_id: str, backup_dir: Path) -> str:
+    """Returns the name of the directory of a backup of a job; the same on every node."""
+    return f"{_prefix(job_id)}{_digest(os.path.abspath(backup_dir))}"
+
+
+def make_directory(name: str) -> Path:
+    """Returns the path of a directory on this node, which is created if missing.
+
+    Raises:
+        ArgumentError: other users can access the directory of this user.
+        OSError: it cannot be created.
+    """
+    parent = _of_user()
+    make_private_directory(parent, runtime.where())
+    (parent / name).mkdir(mode=0o700, exist_ok=True)
+    return parent / name
+
+
+def remove_old() -> None:
+    """Removes directories of jobs of this user that have written no backup for a day."""
+    latest = time.time() - OLD_SECONDS
+    for path in _directories(""):
+        with contextlib.suppress(OSError):  # another process may remove it
+            if path.stat().st_mtime < latest:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_job(job_id: str) -> None:
+    """Removes the directories of a job from this node."""
+    for path in _directories(_prefix(job_id)):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _directories(prefix: str) -> list[Path]:
+    parent = _of_user()
+    return [*parent.glob(f"{prefix}*")] if is_private_directory(parent) else []
+
+
+def _of_user() -> Path:
+    return Path(config.settings().memory_directory) / f"keras_dist_backups-{os.getuid()}"
+
+
+def _prefix(job_id: str) -> str:
+    return f"{_digest(job_id)}-"
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
