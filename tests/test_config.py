@@ -10,7 +10,24 @@ from keras_dist import config, errors
 def test_defaults():
     settings = config.parse({})
     data = (0, 0, True, "auto", "copy", "ordered", "auto", "none")
-    job = (60, 600, "stop", "", False, 0, "", "/dev/shm", "", (0, None), 100, True, 0, None, "", False)
+    job = (
+        60,
+        600,
+        "stop",
+        "",
+        False,
+        0,
+        "",
+        "/dev/shm",
+        "",
+        (0, None),
+        100,
+        True,
+        0,
+        None,
+        "",
+        False,
+    )
     expected = config.Settings(*data, *job)
     assert settings == expected
 

@@ -1,0 +1,255 @@
+"""Backups in the memory of two nodes: the newest intact copy is found on any node that is left.
+
+Each node has its own directory. On one node, tests that lose a node are skipped.
+"""
+
+import dataclasses
+import logging
+import os
+import resource
+import shutil
+import signal
+
+import pytest
+from test_backup import Interrupt, Interrupted, everything_of, fit
+
+import keras_dist
+from keras_dist import config, runtime
+from keras_dist.callbacks import BackupAndRestore
+from keras_dist.storage import memory_copies, memory_directory, versioned_backups
+from keras_dist.storage.memory_copies import MemoryCopies
+
+NODES = runtime.communicator().topology.nodes
+NODE = next(at for at, node in enumerate(NODES) if keras_dist.rank() in node)
+ROOT = keras_dist.size() - 1
+ROOTS_NODE = next(at for at, node in enumerate(NODES) if ROOT in node)
+NEIGHBOUR = (ROOTS_NODE + 1) % len(NODES)
+SIZE = 300_000
+
+on_nodes = pytest.mark.skipif(
+    len(NODES) == 1, reason="all ranks are on one node: set MPIR_CVAR_NUM_CLIQUES=2 under MPICH"
+)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(memory_copies, "PIECE_NBYTES", 2**17)
+
+
+@pytest.fixture
+def job(monkeypatch, shared_tmp_path):
+    """A function that sets the id of the job, and the directory of each node."""
+
+    def begin(job_id="one"):
+        place = str(shared_tmp_path / f"node{NODE}")
+        settings = config.settings()
+        settings = dataclasses.replace(settings, job_id=job_id, memory_directory=place)
+        monkeypatch.setattr(config, "settings", lambda: settings)
+
+    begin()
+    return begin
+
+
+@pytest.fixture
+def copies(job, shared_tmp_path):
+    """A function that makes the copies of a job that begins, and finds the newest."""
+
+    def begin(backup_dir="backup"):
+        made = MemoryCopies(shared_tmp_path / backup_dir, ROOT)
+        keras_dist.barrier()
+        return made, made.find()
+
+    return begin
+
+
+def save(number):
+    return lambda file: file.write(contents(number))
+
+
+def contents(number):
+    return bytes([number]) * SIZE
+
+
+def files(shared_tmp_path, node):
+    return sorted((shared_tmp_path / f"node{node}").glob("*/*/*.npz"))
+
+
+def act(work, on=True):
+    """Calls a function on the first rank only, between two barriers."""
+    keras_dist.barrier()
+    if keras_dist.rank() == 0 and on:
+        work()
+    keras_dist.barrier()
+
+
+def is_found(found, number):
+    """Returns whether the root has found the copy of a number, and the others nothing."""
+    mine = found.read_bytes() == contents(number) if keras_dist.rank() == ROOT else found is None
+    return all(keras_dist.allgather_object(mine))
+
+
+def test_two_generations_lie_on_two_nodes_until_they_are_removed(copies, shared_tmp_path):
+    made, found = copies()
+    assert found is None
+    for number in (1, 2, 3):
+        assert is_found(made.write(save(number)), number)
+    keras_dist.barrier()
+    for node in range(len(NODES)):
+        held = [path.read_bytes() for path in files(shared_tmp_path, node)]
+        assert held == ([contents(2), contents(3)] if node in (ROOTS_NODE, NEIGHBOUR) else [])
+    made, found = copies()
+    assert is_found(found, 3)
+    assert is_found(made.write(save(4)), 4)
+    keras_dist.barrier()
+    made.remove()
+    keras_dist.barrier()
+    assert not [*shared_tmp_path.glob("*/*/*")]
+
+
+@on_nodes
+def test_the_copy_of_a_lost_node_comes_from_its_neighbour(copies, shared_tmp_path):
+    made, _ = copies()
+    made.write(save(1))
+    made.write(save(2))
+    act(lambda: shutil.rmtree(shared_tmp_path / f"node{ROOTS_NODE}"))
+    made, found = copies()
+    assert is_found(found, 2)
+    # The next one is newer on all nodes.
+    made.write(save(3))
+    assert is_found(copies()[1], 3)
+
+
+def test_damaged_copies_are_not_used(copies, shared_tmp_path, caplog):
+    made, _ = copies()
+    made.write(save(1))
+    made.write(save(2))
+
+    def damage():
+        for node in range(len(NODES)):
+            for path in files(shared_tmp_path, node)[1:]:
+                path.write_bytes(contents(2)[:-1])
+
+    act(damage)
+    with caplog.at_level(logging.WARNING, "keras_dist"):
+        assert is_found(copies()[1], 1)
+    told = any("the digest does not match" in text for text in caplog.messages)
+    assert any(keras_dist.allgather_object(told))
+    act(lambda: [path.write_bytes(b"") for path in shared_tmp_path.glob("*/*/*/*.npz")])
+    assert copies()[1] is None
+
+
+@on_nodes
+def test_a_copy_that_arrives_damaged_is_removed(copies, shared_tmp_path):
+    made, _ = copies()
+    made.write(save(1))
+    (path,) = files(shared_tmp_path, ROOTS_NODE)
+    other = path.with_name("00000002-" + 32 * "0" + ".npz")
+    act(lambda: path.rename(other))
+    target = NODES[NEIGHBOUR][0]
+    assert made._move((other.name, SIZE), ROOT, target) is None
+    keras_dist.barrier()
+    assert [path.name for path in files(shared_tmp_path, NEIGHBOUR)] == [path.name]
+
+
+def test_copies_of_other_jobs_and_backups_are_not_used(copies, job):
+    made, _ = copies()
+    made.write(save(1))
+    assert copies("another")[1] is None
+    job("two")
+    assert copies()[1] is None
+    job("one")
+    assert is_found(copies()[1], 1)
+
+
+def test_copies_that_other_users_can_access_are_not_used(copies, shared_tmp_path, caplog):
+    made, _ = copies()
+    made.write(save(1))
+    act(lambda: [path.chmod(0o777) for path in shared_tmp_path.glob("node*/*")])
+    with caplog.at_level(logging.WARNING, "keras_dist"):
+        made, found = copies()
+        assert found is None and made.write(save(2)) is None
+    told = any("that only this user can access" in text for text in caplog.messages)
+    assert any(keras_dist.allgather_object(told))
+
+
+def test_old_copies_of_other_jobs_are_removed(copies, job, shared_tmp_path):
+    copies()[0].write(save(1))
+    job("two")
+    made, _ = copies()
+    made.write(save(2))
+    old = memory_directory.directory_of("one", shared_tmp_path / "backup")
+    act(lambda: [os.utime(path, (0, 0)) for path in shared_tmp_path.glob(f"*/*/{old}")])
+    assert is_found(copies()[1], 2)
+    keras_dist.barrier()
+    assert not [*shared_tmp_path.glob(f"*/*/{old}")]
+
+
+@pytest.mark.parametrize("node", [ROOTS_NODE, NEIGHBOUR] if len(NODES) > 1 else [ROOTS_NODE])
+def test_a_full_memory_is_a_warning(node, copies, caplog):
+    made, _ = copies()
+    made.write(save(1))
+    with caplog.at_level(logging.WARNING, "keras_dist"), limited_files(node == NODE):
+        written = made.write(save(2))
+    full = node == ROOTS_NODE
+    assert written is None if full else is_found(written, 2)
+    told = any("File too large" in text for text in caplog.messages)
+    assert any(keras_dist.allgather_object(told))
+    assert is_found(copies()[1], 1 if full else 2)
+
+
+class limited_files:
+    """Limits the size of files that this process writes, as a full file system would."""
+
+    def __init__(self, limits):
+        self.limits = limits
+
+    def __enter__(self):
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        if self.limits:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE // 2, self.before[1]))
+
+    def __exit__(self, *error):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+        signal.signal(signal.SIGXFSZ, self.handler)
+
+
+def test_without_the_id_of_a_job_backups_are_on_disk_only(copies, job, caplog):
+    job("")
+    with caplog.at_level(logging.WARNING, "keras_dist"):
+        made, found = copies()
+    assert found is None and made.write(save(1)) is None
+    told = any("KERAS_DIST_JOB_ID" in text for text in caplog.messages)
+    assert keras_dist.allgather_object(told) == [rank == ROOT for rank in range(ROOT + 1)]
+
+
+def test_a_newer_backup_on_disk_is_read_instead(tmp_path):
+    copy, *on_disk = [
+        versioned_backups.add(tmp_path / place, save(number), None, number=number)
+        for place, number in [("memory", 2), ("disk", 1), ("disk", 2), ("disk", 3)]
+    ]
+    assert versioned_backups.newest_intact(tmp_path / "disk", copy) == on_disk[2]
+    on_disk[2].write_bytes(b"damaged")
+    assert versioned_backups.newest_intact(tmp_path / "disk", copy) == copy
+    assert versioned_backups.newest_intact(tmp_path / "none", copy) == copy
+
+
+@pytest.mark.slow
+def test_training_resumes_from_memory(job, shared_tmp_path):
+    directory = shared_tmp_path / "backup"
+
+    def backup():
+        return BackupAndRestore(directory, root_rank=ROOT, memory=True)
+
+    expected, _ = fit()
+    with pytest.raises(Interrupted):
+        fit(backup(), Interrupt(2))
+    held = [path.read_bytes() for path in files(shared_tmp_path, ROOTS_NODE)]
+    assert held == [path.read_bytes() for path in sorted(directory.iterdir())]
+    act(lambda: shutil.rmtree(directory))
+    act(lambda: shutil.rmtree(shared_tmp_path / f"node{ROOTS_NODE}"), on=len(NODES) > 1)
+    again, epochs = fit(backup())
+    assert epochs == [2]
+    assert everything_of(again) == everything_of(expected)
+    keras_dist.barrier()
+    assert not [*shared_tmp_path.glob("*/*/*")]
