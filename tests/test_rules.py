@@ -64,6 +64,7 @@ LIBRARIES = {
     "data.prefetching": ("keras", "jax tensorflow torch"),
     "data.tf_": ("tensorflow", ""),
     "data.torch_": ("torch", ""),
+    "storage.memory_copies": ("numpy", ""),
     "training": ("keras numpy", ""),
     "training.random_generators": ("", "torch"),
     "training.saving": ("h5py", ""),
