@@ -195,6 +195,22 @@ VARIABLES = (
         "0 or 1",
     ),
     Variable(
+        "min_np",
+        _integer,
+        "0",
+        "Least number of ranks of a job whose ranks change: with fewer it ends. 0: no limit. "
+        "`keras-dist run --min-np` sets it.",
+        "a whole number, 0 or more",
+    ),
+    Variable(
+        "max_np",
+        _integer,
+        "0",
+        "Greatest number of ranks of a job that ranks can join: further ones are refused. 0: no "
+        "limit. `keras-dist run --max-np` sets it.",
+        "a whole number, 0 or more",
+    ),
+    Variable(
         "restart",
         _integer,
         "0",
@@ -297,6 +313,8 @@ class Settings:
     on_failure: str
     join_directory: str
     joins: bool
+    min_np: int
+    max_np: int
     restart: int
     job_id: str
     memory_directory: str

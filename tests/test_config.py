@@ -17,6 +17,8 @@ def test_defaults():
         "",
         False,
         0,
+        0,
+        0,
         "",
         "/dev/shm",
         "",

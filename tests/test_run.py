@@ -120,6 +120,7 @@ def test_going_on_without_a_rank_is_asked_of_open_mpi_alone(dry_run):
         ("-np 2 -x a-b true", "expected NAME or NAME=VALUE: 'a-b'"),
         ("-np 2 --mpi true", "--mpi of horovodrun does not apply. Leave it out:"),
         ("-np 2 --min-np 2 true", "Expected --min-np and --max-np with --host-discovery-script"),
+        ("-np 2 --join-directory d --min-np 3 --max-np 2 true", "--max-np of --min-np or more"),
         ("-H h1 --host-discovery-script ls true", "only --host-discovery-script"),
         ("--host-discovery-script false true", "Expected false to name 1 or more slots"),
         (f"--host-discovery-script {HERE} true", "Received: Permission denied: not an executable"),

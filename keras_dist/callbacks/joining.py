@@ -11,6 +11,7 @@ import numpy as np
 
 from keras_dist import _backends, _engine, config, errors, runtime
 from keras_dist.callbacks.backup import ABOUT, BackupAndRestore, contents
+from keras_dist.callbacks.survival import too_few_ranks
 from keras_dist.data import epochs
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.runtime import growth, replacement
@@ -107,6 +108,7 @@ class AdmitRanks(BackupAndRestore):
             comm.size != self._ranks,
             is_root and bool(growth.requests()),
             is_root and replacement.is_lost(),
+            comm.size < self._ranks and comm.size < config.settings().min_np,
             self._replaces and comm.size < growth.size_at_start() and not replacement.is_pending(),
         )
         changes = [np.array(now, np.uint8)]
@@ -115,12 +117,14 @@ class AdmitRanks(BackupAndRestore):
         (found,) = _engine.collectives.allreduce(
             comm, changes, [name], options, bucket_nbytes(comm)
         )
-        died, waits, lost, replaces = found
+        died, waits, lost, few, replaces = found
         # A rank that is out of data cannot take part in the following collectives.
         if not found.any() or comm.faults.joined is not None:
             return
         if lost or (died and replacement.is_pending()):
             raise _cannot_go_on()
+        if few:
+            raise too_few_ranks()
         if died or waits:
             self._change_ranks(bool(died))
         elif replaces:
@@ -157,6 +161,9 @@ class AdmitRanks(BackupAndRestore):
             reason = growth.difference(facts, asks["alike"])
             if reason is None and asks["fit"] != count():
                 reason = f"a job that is in its fit number {count()}, not {asks['fit']}"
+            limit = config.settings().max_np
+            if reason is None and limit and size + len(accepted) >= limit:
+                reason = f"a job that takes at most {limit} ranks (--max-np)"
             if reason is None and not epochs.suffice(size + len(accepted) + 1, read):
                 if self._has_begun:
                     continue  # the next epoch may have enough for all

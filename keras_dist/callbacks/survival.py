@@ -6,11 +6,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import _engine, errors, runtime
+from keras_dist import _engine, config, errors, runtime
 from keras_dist.data import epochs
 from keras_dist.ops.bucket_size import bucket_nbytes
 
-__all__ = ["GoOnWithoutLostRanks"]
+__all__ = ["GoOnWithoutLostRanks", "too_few_ranks"]
 
 SHARE_OUT = ("next epoch", "at once")
 
@@ -47,6 +47,8 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
 
     Raises:
         ArgumentError: `share_out` is unknown.
+        RankLostError: fewer ranks than `KERAS_DIST_MIN_NP` are left; raised by `fit`, at the begin
+            of an epoch.
     """
 
     def __init__(self, verbose: bool = True, share_out: str = "next epoch"):
@@ -86,6 +88,8 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
         names = _engine.collectives.allgather_object(
             runtime.communicator(), self._name, operation="counting the ranks"
         )
+        if len(names) < config.settings().min_np:
+            raise too_few_ranks()
         epochs.reshard(names.index(self._name), len(names))
         self._count = len(names)
         if self.verbose and runtime.rank() == 0 and not self._prints:
@@ -120,3 +124,15 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
         """Prints the epoch if this rank has become the root."""
         if self._bar is not None:
             self._bar.on_epoch_end(epoch, logs)
+
+
+def too_few_ranks() -> errors.RankLostError:
+    """Returns the error with which a job ends that has fewer ranks than it needs."""
+    return errors.RankLostError(
+        errors.explain(
+            runtime.where(),
+            f"at least {config.settings().min_np} ranks (--min-np)",
+            f"{runtime.size()}: others have died",
+            "Start the job again from its backup; keras-dist run --max-restarts does.",
+        )
+    )

@@ -3,6 +3,7 @@
 import collections
 import json
 import random
+import re
 import time
 
 import pytest
@@ -95,7 +96,9 @@ if keras_dist.rank() == 0:
 def fit(job, open_mpi, tmp_path):
     """A function that runs the script on n ranks, with settings of the script; see `job`."""
 
-    def run(ranks, size, kills=(), starts=(), later=-1, on_failure="stop", backend="torch"):
+    def run(
+        ranks, size, kills=(), starts=(), later=-1, on_failure="stop", backend="torch", **variables
+    ):
         folder = tmp_path / "records"
         folder.mkdir()
         settings = {"KILLS": kills, "STARTS": starts, "SIZE": size, "FOLDER": str(folder)}
@@ -106,7 +109,7 @@ def fit(job, open_mpi, tmp_path):
             how |= {"python": open_mpi, "options": ULFM}
         else:
             how |= {"KERAS_DIST_JOIN_DIRECTORY": str(tmp_path / "job")}
-        return job(ranks, head + SCRIPT, **how)
+        return job(ranks, head + SCRIPT, **how, **variables)
 
     return run
 
@@ -208,6 +211,31 @@ def test_a_process_with_other_settings_is_refused(fit, tmp_path):
     assert ended.returncode == 0, ended.stdout
     assert "KERAS_DIST_BUCKET_NBYTES 5, where the job has 0" in ended.stdout
     assert "ended 4" in ended.stdout and codes(tmp_path, 3) == [0, 0, 1]
+
+
+@pytest.mark.fault(
+    "two processes want to join a job of two ranks that takes at most three (`--max-np`)",
+    "one joins, the other ends with the reason",
+    within=90,
+)
+def test_more_ranks_than_the_job_takes_are_refused(fit, tmp_path):
+    ended = fit(2, 3, starts=[{}, {}], backend="jax", KERAS_DIST_MAX_NP="3")
+    assert ended.returncode == 0, ended.stdout
+    assert "ended 3" in ended.stdout and codes(tmp_path, 2) == [0, 1]
+    refused = r"a job that takes at most 3 ranks \(--max-np\)|Received: no job: it has ended"
+    assert re.search(refused, ended.stdout), ended.stdout
+
+
+@pytest.mark.fault(
+    "a rank is killed in `fit`, and fewer are left than the job needs (`--min-np`)",
+    "the job ends with the reason, exit code not 0",
+    within=15,
+)
+def test_a_job_with_too_few_ranks_ends(fit):
+    how = {"on_failure": "replace", "backend": "jax", "KERAS_DIST_MIN_NP": "3"}
+    ended = fit(3, 3, kills=[[0, 2, 1]], **how)
+    assert ended.returncode != 0
+    assert "at least 3 ranks (--min-np). Received: 2: others have died" in ended.stdout
 
 
 @pytest.mark.fault(

@@ -175,15 +175,16 @@ OPTIONS = (
     ),
     Option(
         "--min-np",
-        "with a host discovery script: minimum number of ranks. The script runs again until there "
-        "are enough slots (-np, or 1)",
+        "minimum number of ranks. A host discovery script runs again until there are enough slots "
+        "(-np, or 1). With --on-failure continue or replace the job ends when fewer are left",
         "N",
         _number(1),
         horovod="--min-np --min-num-proc",
     ),
     Option(
         "--max-np",
-        "with a host discovery script: maximum number of ranks (-np, or all slots)",
+        "maximum number of ranks: with a host discovery script at each start (-np, or all slots), "
+        "with --join-directory also while the job runs",
         "N",
         _number(1),
         horovod="--max-np --max-num-proc",

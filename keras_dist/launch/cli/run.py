@@ -188,9 +188,12 @@ def _check(options: argparse.Namespace) -> None:
     elif asks and (options.hosts or options.hostfile):
         expected, received = "only --host-discovery-script", "other options for hosts as well"
         remedy = "Leave out --hosts and --hostfile."
-    elif (options.min_np or options.max_np) and not asks:
+    elif (options.min_np or options.max_np) and not (asks or _ranks_change(options)):
         expected, received = "--min-np and --max-np with --host-discovery-script", "no such script"
-        remedy = "Pass -np N, or a script that prints one host per line, such as h1:2."
+        remedy = (
+            "Pass -np N, or a script that prints one host per line, such as h1:2, or let ranks "
+            "change with --join-directory or --on-failure."
+        )
     elif options.max_np and options.max_np < (options.min_np or 1):
         expected, received = "--max-np of --min-np or more", f"{options.max_np}"
         remedy = f"--min-np is {options.min_np}."
@@ -205,9 +208,17 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
     wanted = {name: text for name, text in values.items() if name and text is not None}
     if options.on_failure in GOING_ON:
         wanted["KERAS_DIST_ON_FAILURE"] = options.on_failure
+    if _ranks_change(options):
+        limits = {"KERAS_DIST_MIN_NP": options.min_np, "KERAS_DIST_MAX_NP": options.max_np}
+        wanted |= {name: str(limit) for name, limit in limits.items() if limit}
     if options.join_directory is not None:
         wanted["KERAS_DIST_JOIN_DIRECTORY"] = os.path.abspath(options.join_directory)
     return wanted
+
+
+def _ranks_change(options: argparse.Namespace) -> bool:
+    """Returns whether ranks may leave or join the job while it runs."""
+    return options.join_directory is not None or options.on_failure in GOING_ON
 
 
 def _cannot_survive(library: Library, max_restarts: int) -> str:
