@@ -4,7 +4,7 @@ import queue
 import threading
 from collections import defaultdict
 
-__all__ = ["Network"]
+__all__ = ["Network", "Rank"]
 
 
 class Network:
@@ -19,7 +19,7 @@ class Network:
         results = [None] * self.size
 
         def call(number):
-            results[number] = work(_Rank(self, number))
+            results[number] = work(Rank(self, number))
 
         threads = [threading.Thread(target=call, args=(r,)) for r in range(self.size)]
         for thread in threads:
@@ -34,7 +34,7 @@ class Network:
         return all(messages.empty() for messages in self.queues.values())
 
 
-class _Rank:
+class Rank:
     """The part of an MPI communicator that the engine uses for messages."""
 
     def __init__(self, network, rank):

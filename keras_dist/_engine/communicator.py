@@ -142,10 +142,14 @@ class Communicator:
 
     def _measure_halving(self) -> int:
         topology = self.topology
-        if self.node is not None:
-            return halving_nbytes(topology.across, self.mpi) if topology.has_slice else 0
-        one_each = len(topology.nodes) == topology.size
-        return halving_nbytes(topology.world, self.mpi) if one_each else 0
+        if self.node is None:
+            one_each = len(topology.nodes) == topology.size
+            return halving_nbytes(topology.world, self.mpi) if one_each else 0
+        limit = halving_nbytes(topology.across, self.mpi) if topology.has_slice else 0
+        if topology.is_one_node:
+            return limit
+        # The ranks of a node measure apart, but choose alike.
+        return min(share(topology.local, limit)[: topology.slices])
 
     def disconnect(self) -> None:
         """Drops what these ranks share, as one of them has died; `connect` follows.

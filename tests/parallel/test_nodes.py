@@ -110,15 +110,19 @@ def test_a_bucket_is_reduced_on_the_nodes_first():
     comm.free()
 
 
+@pytest.mark.parametrize("count", [50_000, 3 * LARGE])  # with the digests, and after them
 @pytest.mark.parametrize("failure", [MemoryError, OSError])
-def test_a_slice_that_one_rank_cannot_reduce_is_an_error_on_all_nodes(monkeypatch, failure):
+def test_a_slice_that_one_rank_cannot_reduce_is_an_error_on_all_nodes(monkeypatch, failure, count):
     shared_memory()
     comm = _engine.Communicator(MPI, None)
-    mine = contribution(comm.rank, LARGE, np.float32)
+    mine = contribution(comm.rank, count, np.float32)
     specs, options = [(mine.shape, mine.dtype)], _engine.OpOptions(ReduceOp.SUM)
     fused = _engine.FusedAllreduce(comm, ["a"], specs, options, _engine.PlanOptions(2**20))
-    expected = fused([mine])[0]
+    expected = fused([mine])[0].copy()
     odd = comm.rank == comm.topology.nodes[-1][0]
+    travels = fused.travels(0, fused.memory.ready_reduction(0))
+    assert travels or count > 50_000 or comm.halving_nbytes == 0
+    said = "on purpose" if odd or travels else "another rank"
 
     def broken(*_):
         raise failure("on purpose")
@@ -126,11 +130,97 @@ def test_a_slice_that_one_rank_cannot_reduce_is_an_error_on_all_nodes(monkeypatc
     with monkeypatch.context() as patched:
         if odd:
             patched.setattr(bucket_reduction, "reduce_each", broken)
-        with pytest.raises(errors.RankError, match="on purpose" if odd else "another rank"):
+        with pytest.raises(errors.RankError, match=said):
             fused([mine])
     np.testing.assert_array_equal(fused([mine])[0], expected)
     comm.world.Barrier()
     comm.free()
+
+
+def test_a_slice_that_cannot_be_reduced_beside_a_notice_is_an_error_on_all_nodes(monkeypatch):
+    shared_memory()
+    comm = runtime.communicator()
+    mine = contribution(comm.rank, 50_000, np.float32)
+    specs, options = [(mine.shape, mine.dtype)], _engine.OpOptions(ReduceOp.SUM)
+    plan = _engine.PlanOptions(2**20, counts_updates=True)
+    fused = _engine.FusedAllreduce(comm, ["a"], specs, options, plan)
+    expected = fused([mine])[0].copy()
+
+    def broken(*_):
+        raise OSError("on purpose")
+
+    def stop(_):
+        if comm.rank == 0:  # what travels after the notice
+            monkeypatch.setattr(bucket_reduction, "reduce_each", broken)
+
+    _engine.piggyback.set_listener(stop)
+    try:
+        if comm.rank == comm.size - 1:
+            _engine.piggyback.post("stop")
+        with pytest.raises(errors.RankError, match="every rank to reduce its slice"):
+            fused([mine])
+    finally:
+        _engine.piggyback.set_listener(None)
+        monkeypatch.undo()
+    np.testing.assert_array_equal(fused([mine])[0], expected)
+
+
+def test_the_error_of_a_slice_is_raised_once(monkeypatch):
+    shared_memory()
+    mine, odd = np.ones(50_000, np.float32), keras_dist.rank() == keras_dist.size() - 1
+    for _ in range(2):  # the second call has a short path
+        keras_dist.allreduce(mine, "sum")
+
+    def broken(*_):
+        raise OSError("on purpose")
+
+    with monkeypatch.context() as patched:
+        if keras_dist.rank() == 0:
+            patched.setattr(bucket_reduction, "reduce_each", broken)
+        with pytest.raises(errors.RankError, match="every rank to reduce its slice"):
+            keras_dist.allreduce(mine, "sum")
+    with pytest.raises(errors.MismatchError):
+        keras_dist.barrier() if odd else keras_dist.allreduce(mine, "sum")
+    assert (keras_dist.allreduce(mine, "sum") == keras_dist.size()).all()
+
+
+class Counted:
+    """A communicator of MPI that records messages, and nothing but messages may be sent."""
+
+    def __init__(self, world, sent):
+        self.world, self.sent = world, sent
+
+    def __getattr__(self, name):
+        assert name in ("Irecv", "Get_rank", "Get_size", "improbe"), f"{name} while counting"
+        return getattr(self.world, name)
+
+    def Isend(self, buffer, peer, tag):
+        self.sent.append(buffer)
+        return self.world.Isend(buffer, peer, tag)
+
+
+# Small buckets that ranks of a node reduce as a whole, in one message and in two; slices.
+@pytest.mark.parametrize("count", [1, 5_000, 12_000, 25_000, 32_000])
+def test_below_the_crossover_a_rank_sends_two_messages_for_each_doubling(monkeypatch, count):
+    comm, sent = runtime.communicator(), []
+    mine = contribution(comm.rank, count, np.float32)
+    expected = keras_dist.allreduce(mine, "sum").copy()
+    nodes = len(comm.topology.nodes)
+    if count * 4 > 64 * 1024 and comm.topology.slices == 1 and comm.halving_nbytes == 0:
+        pytest.skip("above the crossover of three nodes")
+    with monkeypatch.context() as patched:
+        if hasattr(comm.digests, "peers"):
+            patched.setattr(comm.digests.peers, "_world", Counted(comm.digests.peers._world, sent))
+        for owner in (comm, comm.topology):
+            for name in ("world", "across", "local"):
+                if getattr(owner, name, None) is not None:
+                    patched.setattr(owner, name, Counted(getattr(owner, name), sent))
+        for _ in range(2):  # the ordinary path and the short one
+            sent.clear()
+            result = keras_dist.allreduce(mine, "sum")
+            assert result.tobytes() == expected.tobytes()
+            assert len(sent) <= 2 * (nodes - 1).bit_length()
+            assert bool(sent) == (comm.node is None or comm.topology.has_slice)
 
 
 @pytest.mark.parametrize("limit", [5_000, 2**30])  # several messages, one
@@ -174,9 +264,10 @@ def test_ranks_that_differ_in_small_arrays_raise_and_continue(count):
         assert (keras_dist.allreduce(mine, "sum") == sum(range(keras_dist.size()))).all()
 
 
-def test_small_gradients_arrive_beside_a_notice():
+@pytest.mark.parametrize("count", [1000, 50_000])
+def test_gradients_arrive_beside_a_notice(count):
     comm = runtime.communicator()
-    mine = contribution(comm.rank, 1000, np.float32)
+    mine = contribution(comm.rank, count, np.float32)
     specs, options = [(mine.shape, mine.dtype)], _engine.OpOptions(ReduceOp.SUM)
     plan = _engine.PlanOptions(2**20, counts_updates=True)
     fused = _engine.FusedAllreduce(comm, ["a"], specs, options, plan)
@@ -228,7 +319,7 @@ def rounded(array, compression):
 def travelled(rows, compression, divisor):
     """The expected sum of one row per rank: by node, rounded before or after that."""
     comm = runtime.communicator()
-    first_added = comm.node is not None and rows[0].nbytes > bucket_reduction.SMALL_NBYTES
+    first_added = comm.node is not None
     if not first_added:
         rows = [rounded(row, compression) for row in rows]
     rows = [added([rows[rank] for rank in ranks]) for ranks in comm.topology.nodes]

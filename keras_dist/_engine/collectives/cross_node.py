@@ -1,12 +1,13 @@
 """The part of a bucket's reduction that crosses nodes, through MPI."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_dist._engine.arithmetic import ReduceOp
-from keras_dist._engine.buckets import Bucket
+from keras_dist._engine.buckets import Bucket, slice_bounds
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
 from keras_dist._engine.mpi.peers import MAX_PAYLOAD_NBYTES, MAX_TRAVELLING_NBYTES, Legs, Payload
@@ -16,6 +17,8 @@ from keras_dist._engine.shm.bucket_reduction import Finish
 from keras_dist._engine.tracing import spans
 
 __all__ = ["CrossNodeReduction"]
+
+WHOLE_NBYTES = 64 * 1024  # of several ranks on each node: slices of larger buckets save bytes
 
 
 class CrossNodeReduction:
@@ -36,7 +39,7 @@ class CrossNodeReduction:
         self._compression = compression
         self._library = comm.mpi if comm.reduction == "library" else None
         self._wires: dict[int, Wire] = {}
-        self._legs: dict[int, Legs] = {}
+        self._legs: dict[int, Legs | None] = {}
         #: the reduction on each node: an average over several nodes is a sum, divided at the end
         self.op_on_node = op
         if op is ReduceOp.AVERAGE and not comm.is_one_node:
@@ -56,21 +59,59 @@ class CrossNodeReduction:
         compresses = self._compression is not Compression.none and nbytes > SMALL_NBYTES
         if compresses or not (self._comm.digests.carries and self.reduces_on_node(number)):
             return False
-        if nbytes <= MAX_PAYLOAD_NBYTES:
-            return True
-        # Otherwise ranks of a node measure the limit of halving apart, and a large bucket is
-        # reduced in slices, after the rendezvous.
-        if self._comm.node is not None or self._library is not None:
+        if self._library is not None and nbytes > MAX_PAYLOAD_NBYTES:
             return False
-        return nbytes <= min(self._comm.halving_nbytes, MAX_TRAVELLING_NBYTES)
+        limit = min(self._comm.halving_nbytes, MAX_TRAVELLING_NBYTES)
+        return self._largest_slice(number) <= max(limit, MAX_PAYLOAD_NBYTES)
 
-    def payload(self, number: int, load: Callable[[], np.ndarray], result: np.ndarray) -> Payload:
-        """Returns a bucket that travels; see `Payload`."""
+    @property
+    def whole_nbytes(self) -> int | None:
+        """Up to which size every rank of a node reduces a whole bucket; `None`: as on one node.
+
+        Larger ones, and all where nodes have different numbers of ranks, are reduced in slices.
+        """
+        if self._comm.is_one_node:
+            return None
+        if not self._comm.topology.is_homogeneous:
+            return -1
+        return WHOLE_NBYTES if self._compression is Compression.none else SMALL_NBYTES
+
+    def payload(
+        self,
+        number: int,
+        load: Callable[[], np.ndarray | None],
+        result: np.ndarray,
+        count: int | None = None,
+    ) -> Payload:
+        """Returns a bucket that travels; see `Payload`.
+
+        Args:
+            number: index of the bucket.
+            load: returns the contribution of this node.
+            result: receives the result.
+            count: number of elements of the slice of this rank, if the bucket travels in slices.
+                Defaults to `None`: it travels as a whole.
+        """
         if number not in self._legs:
-            bucket, peers = self._buckets[number], self._comm.digests.peers
-            self._legs[number] = peers.legs(bucket.count, bucket.dtype)
+            bucket, comm = self._buckets[number], self._comm
+            legs = None
+            if comm.node is None or comm.topology.has_slice:
+                legs = comm.digests.peers.legs(
+                    bucket.count if count is None else count, bucket.dtype
+                )
+            self._legs[number] = legs
         op = self.op_on_node
-        return Payload(self._legs[number], op, self._divisor(op), load, result)
+        divisor = self._divisor(op)
+        return Payload(self._legs[number], op, divisor, load, result, is_slice=count is not None)
+
+    def _largest_slice(self, number: int) -> int:
+        """Returns the size in bytes of the largest part that a rank exchanges."""
+        bucket, comm = self._buckets[number], self._comm
+        if comm.node is None or bucket.nbytes <= (self.whole_nbytes or 0):
+            return bucket.nbytes
+        bounds = slice_bounds(bucket.count, comm.topology.slices, bucket.dtype.itemsize)
+        longest = max(high - low for low, high in itertools.pairwise(bounds))
+        return longest * bucket.dtype.itemsize
 
     def reduce(self, number: int, source: np.ndarray, target: np.ndarray) -> None:
         """Reduces a bucket over all ranks, without shared memory. Collective; blocks.

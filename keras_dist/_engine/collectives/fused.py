@@ -8,15 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist import errors
 from keras_dist._engine.arithmetic import ReduceOp, check_dtype, check_factors, reduce_into, scaled
 from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives.adasum import adasum
 from keras_dist._engine.collectives.cross_node import CrossNodeReduction
 from keras_dist._engine.collectives.device_buckets import DeviceBuckets
 from keras_dist._engine.collectives.join import exchange_among
+from keras_dist._engine.collectives.payloads import contribution, slice_payload
 from keras_dist._engine.collectives.plan_memory import OwnMemory, PlanMemory, PooledMemory
-from keras_dist._engine.collectives.rendezvous import rendezvous
+from keras_dist._engine.collectives.rendezvous import (
+    rendezvous,
+    rendezvous_for_payload,
+    slice_error,
+)
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import count_update
 from keras_dist._engine.mpi.peers import Payload
@@ -24,13 +28,17 @@ from keras_dist._engine.nccl.path import are_on_device
 from keras_dist._engine.options import OpOptions, PlanOptions
 from keras_dist._engine.ordering.ticket import Handle
 from keras_dist._engine.recovery.retry import retry
-from keras_dist._engine.shm.bucket_reduction import BucketReduction, Full, SliceError
+from keras_dist._engine.shm.bucket_reduction import (
+    SMALL_NBYTES,
+    BucketReduction,
+    Full,
+    Sliced,
+    SliceError,
+)
 from keras_dist._engine.signature import entries_of
 from keras_dist._engine.tracing import spans
 
 __all__ = ["FusedAllreduce"]
-
-PAYLOAD_ALONE = b"payload follows."  # 16 bytes, as a digest
 
 
 class FusedAllreduce:
@@ -210,7 +218,7 @@ class FusedAllreduce:
         if self._plan.counts_updates and number == 0:
             self.comm.idle_memory.used(self)
         if payload is not None:
-            flat = self.take(payload, reduction)
+            flat = self.take(number, payload, reduction, lend)
         elif reduction is None:
             flat = self._reduce_through_mpi(number, arrays)
         else:
@@ -232,35 +240,29 @@ class FusedAllreduce:
         """Returns the bucket as a payload, if it travels with the digests."""
         if not self.travels(number, reduction):
             return None
-        result = self.memory.result(number)
+        if isinstance(reduction, Sliced):
+            return slice_payload(self._cross_node, number, reduction)
+        bucket, result = self.buckets[number], self.memory.result(number)
         return self._cross_node.payload(
-            number, lambda: self.contribution(number, arrays, reduction, result), result
+            number, lambda: contribution(bucket, arrays, reduction, result), result
         )
 
-    def contribution(
-        self,
-        number: int,
-        arrays: Sequence[np.ndarray],
-        reduction: BucketReduction | None,
-        result: np.ndarray,
+    def take(
+        self, number: int, payload: Payload, reduction: BucketReduction | None, lend: bool = True
     ) -> np.ndarray:
-        """Returns the sum of this node, in `result` or where it lies."""
-        if isinstance(reduction, Full):
-            reduction.reduce_published(result)
-        elif len(arrays) == 1 and arrays[0].flags.c_contiguous:
-            return arrays[0].reshape(-1)
-        else:
-            self.buckets[number].pack_into(result, arrays)
-        return result
-
-    def take(self, payload: Payload, reduction: BucketReduction | None) -> np.ndarray:
-        """Returns the result that has travelled with the digests."""
+        """Returns the result that has travelled with the digests, fused."""
         while not payload.arrived:
             # Ranks differed, but not in the operation.
-            self.comm.digests.compare(PAYLOAD_ALONE, payload)
+            rendezvous_for_payload(self.comm, self.calls[number], payload)
         if isinstance(reduction, Full):
             reduction.next_turn()
-        return payload.result
+        if not isinstance(reduction, Sliced):
+            return payload.result
+        flat = reduction.take()
+        try:
+            return self._own_result(number, reduction, flat, lend)
+        finally:
+            reduction.end()
 
     def _reduce_through_mpi(self, number: int, arrays: Sequence[np.ndarray]) -> np.ndarray:
         bucket, [first, *others] = self.buckets[number], arrays
@@ -293,11 +295,7 @@ class FusedAllreduce:
         try:
             flat = reduction.reduce(self._cross_node.finish(number), out)
         except SliceError as failure:
-            expected = "every rank to reduce its slice of a bucket"
-            remedy = "See the traceback of the rank that failed."
-            raise errors.RankError(
-                errors.explain(self.comm.where(), expected, str(failure), remedy)
-            ) from failure
+            raise slice_error(self.comm, str(failure)) from failure
         try:
             return self._own_result(number, reduction, flat, lend) if out is None else out
         finally:
@@ -306,7 +304,9 @@ class FusedAllreduce:
     def _own_result(
         self, number: int, reduction: BucketReduction, flat: np.ndarray, lend: bool
     ) -> np.ndarray:
-        lent = reduction.lend() if lend and self.memory.lends else None
+        lent = None
+        if lend and self.memory.lends and self.buckets[number].nbytes > SMALL_NBYTES:
+            lent = reduction.lend()
         if lent is not None:
             self._shared_result = flat
             return lent

@@ -229,8 +229,9 @@ def _reductions(
     op, slices, node = cross_node.op_on_node, comm.topology.slices, comm.node
     if node is None:
         return {}
+    whole = cross_node.whole_nbytes
     made = {
-        n: bucket_reduction(node, bucket, op, slices, results(bucket))
+        n: bucket_reduction(node, bucket, op, slices, results(bucket), whole)
         for n, bucket in enumerate(buckets)
     }
 

@@ -25,9 +25,11 @@ __all__ = [
     "raise_on_all",
     "rendezvous",
     "rendezvous_count",
+    "rendezvous_for_payload",
     "repeated_rendezvous",
     "report_error",
     "resolve_difference",
+    "slice_error",
 ]
 
 SAME_STEPS = (
@@ -39,6 +41,7 @@ UNDEFINED = (
     "Ranks that are out of data take part in allreduce and sparse_allreduce alone, and not in "
     "Adasum: call others when all ranks are out of data, or give all as many batches."
 )
+PAYLOAD_ALONE = b"payload follows."  # 16 bytes, as a digest
 ELSEWHERE = "not in fit, evaluate or predict"
 
 
@@ -96,7 +99,7 @@ def _meet(
     with spans.meeting(call, comm.digests.count + 1):
         same = comm.digests.compare(call.digest, payload)
     if not same:
-        return resolve_difference(comm, call)
+        return resolve_difference(comm, _with_failure(comm, call, payload))
     for name in call.refused:  # the same on all ranks
         comm.order.forget_refused(name)
     return call.holds
@@ -128,12 +131,43 @@ def repeated_rendezvous(
             same = on_node(digest)
         if not same:
             try:
-                resolve_difference(comm, call)
+                resolve_difference(comm, _with_failure(comm, call, payload))
             except RepeatRendezvous:
                 rendezvous(comm, call, payload=payload)
         return same
 
     return again
+
+
+def rendezvous_for_payload(comm: Communicator, call: CollectiveSignature, payload: Payload) -> None:
+    """Lets a payload travel after a rendezvous in which the ranks differed, but agreed to continue.
+
+    Collective: every rank of `comm`; blocks.
+
+    Raises:
+        RankError: a rank could not reduce its slice.
+    """
+    if not comm.digests.compare(PAYLOAD_ALONE, payload):
+        resolve_difference(comm, _with_failure(comm, call, payload))
+
+
+def slice_error(comm: Communicator, received: str) -> errors.RankError:
+    """Returns the error of a slice that a rank could not reduce."""
+    expected = "every rank to reduce its slice of a bucket"
+    remedy = "See the traceback of the rank that failed."
+    return errors.RankError(errors.explain(comm.where(), expected, received, remedy))
+
+
+def _with_failure(
+    comm: Communicator, call: CollectiveSignature, payload: Payload | None
+) -> CollectiveSignature:
+    """Returns what this rank brings after digests differed: also its error, if it has failed."""
+    if payload is None or payload.failure is None:
+        return call
+    failure, payload.failure = payload.failure, None
+    error = slice_error(comm, repr(failure))
+    error.__cause__ = failure
+    return dataclasses.replace(call, error=error)
 
 
 def rendezvous_count() -> int:

@@ -14,9 +14,10 @@ import numpy as np
 
 from keras_dist._engine.arithmetic import reducer
 from keras_dist._engine.collectives.fused import FusedAllreduce
+from keras_dist._engine.collectives.payloads import contribution
 from keras_dist._engine.collectives.rendezvous import repeated_rendezvous
 from keras_dist._engine.mpi.peers import MAX_PAYLOAD_NBYTES, Payload
-from keras_dist._engine.shm.bucket_reduction import BucketReduction, Full
+from keras_dist._engine.shm.bucket_reduction import BucketReduction, Full, Sliced
 from keras_dist._engine.tracing import spans
 
 __all__ = ["Repeated", "repeated"]
@@ -147,26 +148,28 @@ def _with_digests(
     """The array crosses nodes in the messages of the rendezvous."""
     bucket = plan.buckets[0]
     shape, count, dtype = bucket.slots[0].shape, bucket.count, bucket.dtype
-    is_small = bucket.nbytes <= MAX_PAYLOAD_NBYTES
+    is_small, is_sliced = bucket.nbytes <= MAX_PAYLOAD_NBYTES, isinstance(reduction, Sliced)
     arrays: tuple[np.ndarray, ...] = ()
     nothing = np.empty(0, dtype)
 
     def load() -> np.ndarray:
-        return plan.contribution(0, arrays, reduction, payload.result)
+        return contribution(bucket, arrays, reduction, payload.result)
 
-    payload.load, payload.result = load, nothing
+    if not is_sliced:
+        payload.load, payload.result = load, nothing
 
     def publish(array: np.ndarray) -> Payload:
         nonlocal arrays
         arrays = (array,)
         if reduction is not None:
             reduction.publish(arrays)
-        payload.result = np.empty(count, dtype) if is_small else plan.memory.result(0)
+        if not is_sliced:
+            payload.result = np.empty(count, dtype) if is_small else plan.memory.result(0)
         return payload
 
     def run(out: np.ndarray | None, _: Any) -> np.ndarray:
         nonlocal arrays
-        result = plan.take(payload, reduction).reshape(shape)
+        result = plan.take(0, payload, reduction).reshape(shape)
         arrays, payload.result = (), nothing  # the caller's alone, except after an error
         if out is None:
             return result

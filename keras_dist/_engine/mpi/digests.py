@@ -2,7 +2,8 @@
 
 Ranks of a node compare digests in shared memory, nodes by messages, see `Peers`. Each rank of a
 node has one peer on every other node, so all know the answer at once. Where nodes have different
-numbers of ranks, some ranks have no peers and learn the answer on their node.
+numbers of ranks, some ranks have no peers and learn the answer on their node. Where each rank
+exchanges a slice of a bucket with its peers, the ranks of a node meet again when all are there.
 """
 
 import os
@@ -38,9 +39,7 @@ class DigestExchange:
         self._answers_on_node = self._crosses and not (node is None or topology.is_homogeneous)
         one_each = len(topology.nodes) == topology.size
         #: whether a payload can travel with a digest
-        self.carries = not topology.is_one_node and (
-            one_each if node is None else topology.is_homogeneous
-        )
+        self.carries = not topology.is_one_node and (node is not None or one_each)
         if topology.world is not None and self._crosses and self._has_peers:
             # Without shared memory every rank takes part by itself.
             self.peers = Peers(topology.world if node is None else topology.across)
@@ -58,7 +57,8 @@ class DigestExchange:
             payload: numbers that are reduced if all bring the same digest. Defaults to none.
 
         Returns:
-            The same answer on all ranks.
+            Whether all ranks brought the same digest, and no rank failed to reduce its slice; the
+            same on all ranks.
         """
         self.count += 1
         node = self._node
@@ -66,9 +66,27 @@ class DigestExchange:
         if self._crosses and self._has_peers:
             with waiting:
                 same = self._finish(self.peers.compare(digest, same, payload))
-        if node is not None and self._answers_on_node:
+        elif payload is not None and same:
+            payload.load()  # this rank has no slice, but follows the turns of the memory
+        if node is None:
+            return same
+        if payload is not None and payload.is_slice:
+            return self._meet_for_slices(node, same, payload)
+        if self._answers_on_node:
             same = node.meet(self._answer(same)) and same
         return same
+
+    def _meet_for_slices(self, node: Node, same: bool, payload: Payload) -> bool:
+        """Waits for the slices of all ranks of this node, unless a rank differs.
+
+        Returns:
+            Whether all ranks brought the same digest and have reduced their slices.
+        """
+        if not (same or self._answers_on_node):
+            return False  # known to all ranks of all nodes
+        done = payload.failure is None and (payload.arrived or not self._has_peers)
+        payload.arrived = node.meet(SAME if done else DIFFERENT) and done
+        return payload.arrived
 
     def start(self, digest: bytes) -> Callable[[], bool | None]:
         """Starts `compare` without waiting. Collective.

@@ -2,7 +2,8 @@
 
 Nodes exchange in rounds, see `keras_dist._engine.rounds`: a message says what the sender brings,
 and whether all that it has heard of bring the same. Numbers follow in the same message. They are
-combined only where the digests are equal, and sent back only after all nodes have been heard.
+combined only where the digests are equal, and sent back only after all nodes have been heard. If
+several ranks of a node take part, each exchanges a slice with its peers.
 """
 
 import dataclasses
@@ -22,8 +23,10 @@ MAX_PAYLOAD_NBYTES = 64 * 1024  # for larger buckets the number of bytes counts,
 MAX_TRAVELLING_NBYTES = 4 * 2**20  # of any bucket that travels; the memory of a message
 EAGER_NBYTES = 32 * 1024  # MPI libraries ask the receiver before they send much more
 DIGEST, HALF, REST = 2, 6, 7  # MPI tags
-HEADER_NBYTES = ALIGNMENT  # the digest, and whether all digests are equal so far
+HEADER_NBYTES = ALIGNMENT  # the digest, and the state of the exchange so far
 DIGEST_NBYTES = 16
+# States: a digest differs; all are equal; and the numbers of all nodes heard of are there as well.
+DIFFERENT, SAME, COMPLETE = 0, 1, 2
 SPINS = 32  # polls before the first yield
 BYTE = np.dtype(np.uint8)
 
@@ -44,6 +47,7 @@ class _Leg:
     ):
         self.peer, self.given, self.kept = step.peer, step.sent, step.received
         self.is_mutual = step.sent is not None and step.received is not None
+        self.is_last = False  # whether no node is left to hear of
         self.lead = self.rest = slice(0, 0)
         if step.sent is not None:
             start, stop = step.sent.start, step.sent.stop
@@ -67,28 +71,37 @@ class Legs:
     def __init__(self, there: Sequence[_Leg], back: Sequence[_Leg]):
         self.there, self.back = there, back
         own = there[-1].kept if there else None
+        if there and there[-1].kept is not None:
+            there[-1].is_last = True
         self.own = slice(0, 0) if own is None else own
 
 
 @dataclasses.dataclass
 class Payload:
-    """A bucket that is reduced over the nodes while the ranks compare their digests.
+    """A bucket, or a slice of one, that is reduced over nodes while ranks compare digests.
 
     Args:
-        legs: the exchanges.
+        legs: the exchanges; `None` for a rank without a slice.
         op: the reduction of two contributions.
         divisor: divisor of the result.
         load: returns the contribution of this node, once all its ranks are there: a flat array,
-            which may be `result`.
-        result: flat array that receives the result.
+            which may be `result`, or `None` after a failure. It may set `result` and `partial`.
+        result: flat array that receives the result. Not written while a digest may differ, if
+            `partial` is other memory.
+        partial: flat array for sums over some of the nodes. Defaults to `None`: `result`.
+        is_slice: whether the ranks of a node exchange a slice each, in memory that they share.
+        failure: the error of this rank, if it could not reduce its slice.
         arrived: whether the last exchange has reduced the numbers; the same on all ranks.
     """
 
-    legs: Legs
+    legs: Legs | None
     op: ReduceOp
     divisor: int
-    load: Callable[[], np.ndarray]
+    load: Callable[[], np.ndarray | None]
     result: np.ndarray
+    partial: np.ndarray | None = None
+    is_slice: bool = False
+    failure: Exception | None = None
     arrived: bool = False
 
 
@@ -149,43 +162,51 @@ class Peers:
         Returns:
             Whether all ranks of all nodes bring the same digest; equal on all ranks.
         """
-        legs, header = self._digests if payload is None else payload.legs, self._header
+        legs = self._digests if payload is None or payload.legs is None else payload.legs
         mine = payload.load() if payload is not None and same else None
-        header[:DIGEST_NBYTES] = digest
+        self._header[:DIGEST_NBYTES] = digest
         for leg in legs.there:
-            same = yield from self._exchange(leg, digest, same, mine)
-            if leg.kept is not None and payload is not None and mine is not None and same:
-                self._combine(payload, leg, mine)
-                mine = payload.result
-        # All nodes that take part in every round have heard from all.
-        if payload is not None and same and payload.divisor > 1:
+            same, mine = yield from self._exchange(leg, digest, same, mine)
+            if leg.kept is not None and payload is not None and mine is not None:
+                # After the last of these, all nodes have been heard.
+                total = payload.result if leg.is_last else payload.partial
+                mine = self._combine(payload, leg, mine, total)
+        if mine is not None and payload is not None and payload.divisor > 1:
             divide(payload.result[legs.own], payload.divisor)
         for leg in legs.back:
             if not leg.is_mutual:
-                same = yield from self._exchange(leg, digest, same, mine)
-                if leg.kept is not None and payload is not None and same:
+                same, mine = yield from self._exchange(leg, digest, same, mine)
+                if leg.kept is not None and payload is not None and mine is not None:
                     np.copyto(payload.result, leg.incoming)
-            elif payload is not None and same:
+            elif payload is not None and mine is not None:
                 for request in self._return(leg, payload.result):
                     yield from _finish(request)
         if payload is not None:
-            payload.arrived = same
+            payload.arrived = mine is not None
         return same
 
     def _exchange(
         self, leg: _Leg, digest: bytes, same: bool, mine: np.ndarray | None
-    ) -> Generator[None, None, bool]:
-        """Exchanges digests, and numbers while they are equal; returns whether they are."""
+    ) -> Generator[None, None, tuple[bool, np.ndarray | None]]:
+        """Exchanges digests, and numbers while they are equal.
+
+        Returns:
+            Whether the digests are equal; the numbers of this node, if they are and the other node
+            has numbers as well.
+        """
         arriving, rest, leaving = None, None, []
         if leg.kept is not None:
             arriving = self._world.Irecv(self._received, leg.peer, DIGEST)
-            if leg.expects_rest and same and mine is not None:
+            if leg.expects_rest and mine is not None:
                 rest = self._receive_rest(leg)
         if leg.given is not None:
             leaving = self._send(leg, same, mine)
         if arriving is not None:
             yield from _finish(arriving)
-            same = self._agree(digest, same)
+            state = self._answer[DIGEST_NBYTES]
+            same = same and state != DIFFERENT and self._answer[:DIGEST_NBYTES] == digest
+            if not same or state != COMPLETE:
+                mine = None
             if self._rest_received[0]:  # also after a difference: it is on its way
                 yield from _finish(rest or self._receive_rest(leg))
             elif rest is not None:
@@ -193,7 +214,7 @@ class Peers:
                 yield from _finish(rest)
         for request in leaving:
             yield from _finish(request)
-        return same
+        return same, mine
 
     def _receive_rest(self, leg: _Leg) -> Any:
         """Starts to receive what follows a message; a rank that differs may send more."""
@@ -201,10 +222,11 @@ class Peers:
 
     def _send(self, leg: _Leg, same: bool, mine: np.ndarray | None) -> list[Any]:
         """Starts to send a digest, and numbers while the digests are equal."""
-        self._header[DIGEST_NBYTES] = same
-        if mine is None or not same:
+        if mine is None:
+            self._header[DIGEST_NBYTES] = SAME if same else DIFFERENT
             self._rest_sent[0] = 0
             return [self._world.Isend(leg.message[:HEADER_NBYTES], leg.peer, DIGEST)]
+        self._header[DIGEST_NBYTES] = COMPLETE
         self._rest_sent[0] = leg.rest_nbytes
         np.copyto(leg.outgoing, mine[leg.lead])
         leaving = [self._world.Isend(leg.message, leg.peer, DIGEST)]
@@ -213,17 +235,16 @@ class Peers:
             leaving.append(self._world.Isend(rest, leg.peer, REST))
         return leaving
 
-    def _agree(self, digest: bytes, same: bool) -> bool:
-        """Returns whether a message that has arrived brings this digest as well."""
-        answer = self._answer
-        return same and answer[:DIGEST_NBYTES] == digest and answer[DIGEST_NBYTES] == 1
-
-    def _combine(self, payload: Payload, leg: _Leg, mine: np.ndarray) -> None:
-        """Adds what another node has sent."""
+    def _combine(
+        self, payload: Payload, leg: _Leg, mine: np.ndarray, total: np.ndarray | None
+    ) -> np.ndarray:
+        """Adds what another node has sent; returns the array with the sum."""
+        total = payload.result if total is None else total
         left, right = mine[leg.kept], leg.incoming
         if leg.peer < self._rank:
             left, right = right, left
-        combine(left, right, payload.op, payload.result[leg.kept])
+        combine(left, right, payload.op, total[leg.kept])
+        return total
 
     def _return(self, leg: _Leg, result: np.ndarray) -> list[Any]:
         """Starts to exchange parts of the result."""

@@ -26,7 +26,16 @@ from keras_dist._engine.shm.node import Node
 from keras_dist._engine.shm.region import Region, held_nbytes
 from keras_dist._engine.tracing import spans
 
-__all__ = ["RESULTS", "BucketReduction", "Finish", "Full", "SliceError", "bucket_reduction"]
+__all__ = [
+    "RESULTS",
+    "SMALL_NBYTES",
+    "BucketReduction",
+    "Finish",
+    "Full",
+    "SliceError",
+    "Sliced",
+    "bucket_reduction",
+]
 
 SMALL_NBYTES = 128 * 1024  # up to here every rank reduces everything: one rendezvous, not two
 CHUNK_NBYTES = 512 * 1024  # reduced at once, while the cache of a core holds it
@@ -95,6 +104,7 @@ def bucket_reduction(
     op: ReduceOp,
     slices: int | None = None,
     results: int = RESULTS,
+    whole_nbytes: int | None = None,
 ) -> BucketReduction:
     """Returns the reduction that fits the size of a bucket.
 
@@ -104,10 +114,12 @@ def bucket_reduction(
         op: the reduction.
         slices: number of ranks that reduce a slice of a large bucket. Defaults to all.
         results: number of results of a large bucket in a new region. Defaults to 3.
+        whole_nbytes: size in bytes up to which every rank reduces the whole bucket. Defaults to
+            `SMALL_NBYTES`.
     """
-    if bucket.nbytes <= SMALL_NBYTES:
+    if bucket.nbytes <= (SMALL_NBYTES if whole_nbytes is None else whole_nbytes):
         return Full(node, bucket, op)
-    return _Sliced(node, bucket, op, slices or node.size, results)
+    return Sliced(node, bucket, op, slices or node.size, results)
 
 
 class Full:
@@ -160,7 +172,7 @@ class Full:
         return self.contributions[self.region.turn ^ 1]
 
 
-class _Sliced:
+class Sliced:
     """Each rank reduces a slice, chunk by chunk, into a result that all ranks see."""
 
     is_shared = True
@@ -171,7 +183,10 @@ class _Sliced:
         bounds += [bucket.count] * (node.size - slices)
         self._mine = slice(*bounds[node.rank : node.rank + 2])
         self._chunks = _chunks(bucket, self._mine)
-        self.capacity = aligned(bucket.nbytes, PAGE)
+        self.capacity = aligned(max(1, bucket.nbytes), PAGE)
+        #: number of elements of the slice of this rank
+        self.count = self._mine.stop - self._mine.start
+        self._turn = self._chosen = 0
         scratch = node.scratch(CHUNK_NBYTES).view(bucket.dtype)
         self._copies = CopyIn(node, bucket, bounds, scratch)
 
@@ -224,6 +239,24 @@ class _Sliced:
                 for rest in (slice(0, self._mine.start), slice(self._mine.stop, None)):
                     out[rest] = result[rest]
         return result
+
+    def reduce_published(self) -> tuple[np.ndarray, np.ndarray]:
+        """Reduces the slice of this rank over the node, when all its ranks have published.
+
+        Returns:
+            The sum, in private memory, and the memory of the result, where no other rank reads
+            until the ranks have met again. What is published stays until `take`.
+        """
+        dtype = self._bucket.dtype
+        sums = self._node.scratch(self.count * dtype.itemsize, "sums").view(dtype)
+        self._turn, self._chosen = self._rows.next, self._rows.choose()
+        reduce_each(self._copies.pieces(self._turn, sums=sums), dtype, self._op)
+        return sums, self._results[self._turn][self._mine]
+
+    def take(self) -> np.ndarray:
+        """Returns the result, after the ranks have met again: all slices are there."""
+        self._copies.forget()
+        return self._results[self._rows.follow(self._chosen)]
 
 
 def _chunks(bucket: Bucket, part: slice) -> list[Piece]:

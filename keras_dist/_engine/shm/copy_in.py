@@ -30,6 +30,7 @@ class CopyIn:
 
     def __init__(self, node: Node, bucket: Bucket, bounds: Sequence[int], scratch: np.ndarray):
         self._rank, self._size, self._scratch = node.rank, node.size, scratch
+        self._low = bounds[node.rank]
         slices = enumerate(itertools.pairwise(bounds))
         self._others = [
             (owner, Piece(bucket, *ends)) for owner, ends in slices if owner != node.rank
@@ -84,19 +85,25 @@ class CopyIn:
             piece.pack_into(target, self._arrays)
 
     def pieces(
-        self, turn: int, out: np.ndarray | None
+        self, turn: int, out: np.ndarray | None = None, sums: np.ndarray | None = None
     ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
         """Yields the chunks of this rank: the result, and all contributions in rank order.
 
         The first or second contribution is the memory of the result, which is written after both
-        are read.
+        are read. With `sums` the contributions stay as they are.
 
         Args:
             turn: turn of the result.
             out: flat array for a copy of what has been reduced. Defaults to none.
+            sums: flat array of the size of the slice of this rank, to be written instead of the
+                result. Defaults to none.
         """
         arrays, scratch = self._arrays, self._scratch
-        for target, before, chunk, after in self._chunks[turn]:
+        for result, before, chunk, after in self._chunks[turn]:
+            target = result
+            if sums is not None:
+                start = chunk.low - self._low
+                target = sums[start : start + len(chunk)]
             yield target, [*before, chunk.of(arrays, scratch), *after]
             if out is not None:
                 out[chunk.low : chunk.low + len(chunk)] = target

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_dist._engine.buckets import aligned_array
 from keras_dist._engine.shm.processes import Processes, namespace
 from keras_dist._engine.shm.segments import Segment, ShmBarrier, clean_up, make_segment
 from keras_dist._engine.shm.wait import CAN_SLEEP
@@ -38,13 +39,14 @@ class Node:
         self.share = share
         self.meet, self.start, self.leave = barrier.meet, barrier.start, barrier.leave
         self.dead = dead
-        self._scratch = np.empty(0, np.uint8)
+        self._scratch: dict[str, np.ndarray] = {}
 
-    def scratch(self, nbytes: int) -> np.ndarray:
-        """Returns private memory for the duration of a call; always the same."""
-        if self._scratch.nbytes < nbytes:
-            self._scratch = np.empty(nbytes, np.uint8)
-        return self._scratch[:nbytes]
+    def scratch(self, nbytes: int, use: str = "copies") -> np.ndarray:
+        """Returns private memory for the duration of a call; the same for each use."""
+        memory = self._scratch.get(use)
+        if memory is None or memory.nbytes < nbytes:
+            self._scratch[use] = memory = aligned_array(nbytes, np.dtype(np.uint8))
+        return memory[:nbytes]
 
     def segment(self, nbytes: int, private_view: bool = False) -> tuple[Segment | None, str | None]:
         """Makes a segment for all ranks of the node. Collective. See `make_segment`."""

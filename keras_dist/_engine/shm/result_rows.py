@@ -47,18 +47,25 @@ class ResultRows:
 
         The ranks must meet again before one of them announces.
         """
+        return self.follow(self.choose())
+
+    def choose(self) -> int:
+        """Returns the row of the next call, after all ranks have announced; changes nothing.
+
+        It is that of this call if the ranks hold all others.
+        """
         held = 0
         for word in self._held:
             held |= word[0]
-        row, recent = self.next, self._recent
-        recent.remove(row)
-        for other in recent:
-            if not held >> other & 1:
-                self.next, self.is_crowded = other, False
-                break
-        else:
-            self.is_crowded = True
-        recent.insert(0, row)
+        row = self.next
+        return next((r for r in self._recent if r != row and not held >> r & 1), row)
+
+    def follow(self, chosen: int) -> int:
+        """Ends a call: the next one writes the row that was chosen; returns the row of this one."""
+        row, self.next = self.next, chosen
+        self.is_crowded = chosen == row
+        self._recent.remove(row)
+        self._recent.insert(0, row)
         return row
 
     def lend(self, count: int, dtype: np.dtype) -> np.ndarray | None:
