@@ -7,8 +7,11 @@ is the program itself: arrays of a CPU are written in the order of the program.
 
 `GPU_DOUBLE` holds words: `shared` gives all ranks the same GPU, `slow` delays every operation.
 `die-in-N` kills rank 1 before its N-th launch, and `stuck-in-N` lets that launch never end.
+`fail-in-N` makes that launch an error, and `fail-in-init` the connection of rank 1. A launch of
+other ranks that needs a rank which has failed never ends.
 """
 
+import atexit
 import ctypes
 import functools
 import itertools
@@ -54,6 +57,7 @@ launches = []  # for each launch of this process: the names of its operations
 _handles = itertools.count(1)
 _objects = {}  # streams, events, communicators by handle
 _pinned = {}
+_has_aborted = []
 _unfinished = []  # messages after an abort: MPI may still write to their memory
 _texts = {}
 _group = threading.local()
@@ -276,6 +280,8 @@ class Ranks:
         try:
             while not MPI.Request.Testall(requests):
                 if self.aborted:
+                    for request in requests[: len(others)]:
+                        request.Cancel()
                     _unfinished.append((requests, parts, mine))
                     return None
                 time.sleep(0.0002)
@@ -359,6 +365,10 @@ def ncclCommInitRankConfig(comm, size, name, rank, config):
     right = given.size == ctypes.sizeof(Config) and given.magic == 0xCAFEBEEF
     if not right or given.version != 21400 or given.blocking or not 0 <= rank < size:
         return INVALID_ARGUMENT
+    if world_rank() == RANK_AT_FAULT and "fail-in-init" in words:
+        words.remove("fail-in-init")
+        record_fault()
+        return INTERNAL_ERROR
     comm[0] = keep(Ranks(size, bytes(name), rank))
     return IN_PROGRESS
 
@@ -374,6 +384,21 @@ def ncclCommAbort(comm):
     ranks = _objects.pop(comm)
     ranks.aborted = True
     shutil.rmtree(ranks.folder, ignore_errors=True)
+    if not _has_aborted:
+        atexit.register(receive_the_rest)
+        _has_aborted.append(True)
+
+
+def receive_the_rest():
+    """Receives what others have sent in operations that were aborted: MPI's end waits for it."""
+    from mpi4py import MPI
+
+    try:
+        status = MPI.Status()
+        while (message := MPI.COMM_WORLD.Improbe(status=status)) is not None:
+            message.Recv(bytearray(status.Get_count(MPI.BYTE)))
+    except MPI.Exception:
+        pass  # a rank has died
 
 
 @exported(c_void_p, POINTER(c_int))
@@ -447,11 +472,14 @@ def add(name, source, target, count, code, op, root, comm, stream):
 
 def record_fault():
     """Records the time of the fault, for the fixture `job` of the fault tests."""
-    sys.modules["__main__"].fault()
+    getattr(sys.modules["__main__"], "fault", lambda: None)()
 
 
 def launch(calls):
     launches.append([name for name, *_ in calls])
+    if world_rank() == RANK_AT_FAULT and f"fail-in-{len(launches)}" in words:
+        record_fault()
+        return INTERNAL_ERROR
     if world_rank() == RANK_AT_FAULT and f"die-in-{len(launches)}" in words:
         record_fault()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -461,6 +489,7 @@ def launch(calls):
         enqueue(stream, ranks.wait_for_abort)
     for name, ranks, arguments, stream in calls:
         enqueue(stream, functools.partial(ranks.run, name, *arguments))
+    return SUCCESS
 
 
 NCCL = [

@@ -213,8 +213,9 @@ def _reduce_dense(fused: Any, gradients: Sequence[Any]) -> list[Any]:
         members = [slot.index for slot in bucket.slots]
         lend = fused.lends and bucket.nbytes >= LENT_NBYTES * len(members)
         buckets.append((number, members, [gradients[i] for i in members], lend))
-    # On a GPU, operations are on their way while the host waits for a bucket.
-    queued = QueuedBuckets(fused) if fused.overlaps and not uses_gpu() else None
+    # On a GPU, the host waits for the gradients of a bucket while the one before is reduced.
+    pipelined = fused.overlaps or (uses_gpu() and len(fused.buckets) > 1)
+    queued = QueuedBuckets(fused, uses_gpu()) if pipelined else None
     if queued is not None:
         for number, _, inputs, lend in buckets:
             queued.queue(number, inputs, lend)

@@ -1,7 +1,8 @@
 """Overlaps the reduction of gradients with the other operations of a TensorFlow graph.
 
 A host operation queues a bucket when its gradients have been computed, and another one waits for
-the results. In between, TensorFlow computes the gradients of the next buckets.
+the results. In between, TensorFlow computes the gradients of the next buckets. On a GPU, the ranks
+agree on a bucket and launch it while the operation of the next one waits for its gradients.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist._backends.tensorflow_host import on_host
+from keras_dist._gpu import DeviceArray
 
 __all__ = ["QueuedBuckets"]
 
@@ -20,10 +22,11 @@ class QueuedBuckets:
 
     Args:
         fused: the plan, see `Backend.reduce_gradients`.
+        on_device: whether its arrays stay in GPU memory.
     """
 
-    def __init__(self, fused: Any):
-        self._fused = fused
+    def __init__(self, fused: Any, on_device: bool):
+        self._fused, self._on_device = fused, on_device
         self._handles: dict[int, Any] = {}
         self._queued: list[tf.Tensor] = []  # one for each bucket: it has been queued
 
@@ -36,12 +39,15 @@ class QueuedBuckets:
             lend: see `FusedAllreduce.reduce_bucket`.
         """
 
-        def start(*arrays: np.ndarray) -> np.int32:
+        def start(*arrays: Any) -> np.int64:
+            for array in arrays:
+                if isinstance(array, DeviceArray):
+                    array.prepare()  # in the order of TensorFlow's work
             # The handle keeps the arrays, and they the memory of the tensors.
             self._handles[number] = self._fused.queue_bucket(number, arrays, lend)
-            return np.int32(number)
+            return np.int64(number)
 
-        self._queued += on_host(start, tensors, [()], [tf.int32])
+        self._queued += on_host(start, tensors, [()], [tf.int64], on_device=self._on_device)
 
     def results(
         self, number: int, tensors: Sequence[tf.Tensor], shapes: Sequence[Any], buffers: Any
@@ -58,10 +64,10 @@ class QueuedBuckets:
             The reduced gradients.
         """
 
-        def wait(*_: np.ndarray) -> list[np.ndarray]:
-            reduced: list[np.ndarray] = self._handles.pop(number).wait()
+        def wait(*_: Any) -> list[Any]:
+            reduced: list[Any] = self._handles.pop(number).wait()
             return reduced
 
         # A thread of TensorFlow that waits computes nothing: first, all buckets are queued.
         dtypes = [tensor.dtype for tensor in tensors]
-        return on_host(wait, self._queued, shapes, dtypes, buffers)
+        return on_host(wait, self._queued, shapes, dtypes, buffers, on_device=self._on_device)

@@ -30,6 +30,25 @@ if runtime.rank() == 0:
     print("sums", sums)
 """
 
+# All ranks raise the error of one, and can go on.
+CAUGHT = (
+    STEPS.replace(
+        "sums = []",
+        """sums = []
+def reduced(mine, options):
+    while True:
+        try:
+            return _engine.collectives.allreduce(comm, [mine], ["gradients"], options, 2**20)
+        except RuntimeError as error:
+            print("rank", me, "raises", type(error).__name__, error, flush=True)
+""",
+    ).replace(
+        '_engine.collectives.allreduce(comm, [mine], ["gradients"], options, 2**20)\n    total',
+        "reduced(mine, options)\n    total",
+    )
+    + "raise SystemExit(3)"
+)
+
 
 @pytest.mark.fault(
     "a rank is killed while others wait on the GPU (test double of NCCL)",
@@ -78,3 +97,20 @@ def test_ranks_continue(job, open_mpi):
     assert ended.returncode == 0, ended.stdout
     assert f"sums {[7] * 4 + [5] * 8}" in ended.stdout
     assert "keras_dist: rank 1 has died. 2 of 3 ranks continue" in ended.stdout
+
+
+@pytest.mark.fault(
+    "a rank fails between the agreement and the launch on the GPU (test double of NCCL)",
+    "`RankError` with the text of that rank on every rank, exit code not 0",
+    within=5,
+)
+@pytest.mark.parametrize(
+    ("ranks", "fault"), [(2, "fail-in-5"), (3, "fail-in-5"), (3, "fail-in-init")]
+)
+def test_a_failed_launch(job, ranks, fault):
+    ended = job(ranks, CAUGHT, bare=True, GPU_DOUBLE=fault, **DOUBLE)
+    assert ended.returncode != 0
+    text = f"RankError [rank 1 of {ranks}] Expected every rank to launch allreduce('gradients')"
+    for rank in range(ranks):
+        assert f"rank {rank} raises {text}" in ended.stdout, ended.stdout
+    assert f"sums {[2**ranks - 1] * 12}" in ended.stdout

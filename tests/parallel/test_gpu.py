@@ -254,3 +254,106 @@ def test_fit_reduces_gradients_where_they_are(monkeypatch, jit_compile):
     model.fit(x, y, batch_size=4, verbose=0, callbacks=keras_dist.callbacks())
     assert len(launches()) >= before + 3
     keras_dist.verify_replicas(model)
+
+
+# --- Errors of one rank between the agreement and the launch
+
+
+def fails_on_one(monkeypatch, owner, name, error):
+    """Makes a function raise an error on the last rank; returns how to end that."""
+
+    def fail(*args, **kwargs):
+        raise error
+
+    if keras_dist.rank() == keras_dist.size() - 1:
+        monkeypatch.setattr(owner, name, fail)
+
+
+def assert_all_raise_and_continue(monkeypatch, operation, text):
+    last = keras_dist.size() - 1
+    where = rf"\[rank {last} of {keras_dist.size()}\] Expected every rank to {text}"
+    with pytest.raises(errors.RankError, match=where) as told:
+        operation()
+    assert told.value.rank == last
+    assert isinstance(told.value.__cause__, Exception) == (keras_dist.rank() == last)
+    monkeypatch.undo()
+    assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
+    everyone = keras_dist.allgather_object(len(launches()) > 0)
+    assert all(everyone)
+
+
+def operations():
+    comm = runtime.communicator()
+    options = _engine.OpOptions(SUM, prescale=0.75)
+    return {
+        "allreduce": lambda x: C.allreduce(comm, [x], ["x"], options, 2**20),
+        "allgather": lambda x: C.grouped_allgather(comm, [x], ["x"]),
+        "broadcast": lambda x: C.broadcast(comm, [x], ["x"], 0),
+        "reducescatter": lambda x: C.reducescatter(comm, [x], ["x"], options),
+    }
+
+
+@pytest.mark.parametrize("name", ["allreduce", "allgather", "broadcast", "reducescatter"])
+def test_no_memory_for_a_result_on_one_rank(monkeypatch, name):
+    fails_on_one(monkeypatch, _gpu.DeviceArray, "empty", MemoryError("no memory for a result"))
+    mine = on_gpu(np.ones((4, 2), "float32"))
+    text = rf"launch {name}\('x'\)\. .*MemoryError: no memory for a result"
+    assert_all_raise_and_continue(monkeypatch, lambda: operations()[name](mine), text)
+
+
+@pytest.mark.parametrize("call", ["start", "allreduce", "end", "new_factor", "init", "unique_id"])
+def test_an_error_of_nccl_on_one_rank(monkeypatch, call):
+    comm = runtime.communicator()
+    if call in ("init", "unique_id") and comm.nccl is not None:
+        comm.nccl.close()
+        comm.nccl = None
+    if call == "unique_id" and keras_dist.rank() == 0:
+        # The first rank makes the id.
+        monkeypatch.setattr(_gpu.Nccl, call, lambda _: (_ for _ in ()).throw(_gpu.NcclError("no")))
+    elif call != "unique_id":
+        fails_on_one(monkeypatch, _gpu.Nccl, call, _gpu.NcclError("a code of NCCL"))
+    mine = on_gpu(np.ones((4, 2), "float32"))
+    if call == "unique_id":
+        with pytest.raises(errors.RankError, match="NcclError: no"):
+            operations()["allreduce"](mine)
+        monkeypatch.undo()
+        assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
+        return
+    text = r"launch allreduce\('x'\)\. .*NcclError: a code of NCCL"
+    assert_all_raise_and_continue(monkeypatch, lambda: operations()["allreduce"](mine), text)
+
+
+def test_a_failed_launch_in_a_process_set(monkeypatch):
+    size = keras_dist.size()
+    if size == 2:
+        pytest.skip("no two of two ranks are a set of their own")
+    process_set = keras_dist.add_process_set([0, size - 1])
+    try:
+        if runtime.includes_me(process_set):
+            comm = runtime.communicator(process_set)
+            fails_on_one(monkeypatch, _gpu.Nccl, "end", _gpu.NcclError("a code of NCCL"))
+            mine = on_gpu(np.ones(3, "float32"))
+            with pytest.raises(errors.RankError, match=rf"\[rank {size - 1} of {size}\]"):
+                C.allreduce(comm, [mine], ["x"], _engine.OpOptions(SUM), 2**20)
+            monkeypatch.undo()
+            (found,) = C.allreduce(comm, [mine], ["x"], _engine.OpOptions(SUM), 2**20)
+            assert found.finish(0).tolist() == [2.0] * 3
+    finally:
+        keras_dist.remove_process_set(process_set)
+
+
+def test_no_pinned_memory_on_one_rank(monkeypatch):
+    comm = runtime.communicator()
+    path = comm.gpu_path
+    comm.gpu_path = _engine.GpuPath(False, "a test")
+    try:
+        for name in ("allreduce", "broadcast"):
+            fails_on_one(monkeypatch, _gpu.Runtime, "pinned", MemoryError("nothing to pin"))
+            mine = on_gpu(np.ones((4, 2), "float32"))
+            text = rf"prepare {name}\. .*MemoryError: nothing to pin"
+            with pytest.raises(errors.RankError, match=text):
+                operations()[name](mine)
+            monkeypatch.undo()
+    finally:
+        comm.gpu_path = path
+    assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))

@@ -9,6 +9,7 @@ from bits import equal_on_all
 from training import CLASSES, compiled, distributed, make_data, rows_of_rank, weights_of
 
 import keras_dist
+from keras_dist import _gpu
 from keras_dist._engine import FusedAllreduce
 from keras_dist.ops import gradient_plans
 
@@ -128,6 +129,8 @@ def blocking(self, number, *arguments):
 def test_all_buckets_are_queued_before_the_first_is_awaited(overlap, log):
     if keras_dist.size() == 1:
         pytest.skip("one rank does not reduce")
+    if keras.backend.backend() == "jax" and _gpu.counts_host_memory():
+        pytest.skip("one host call starts all buckets of a GPU")
     overlap(True)
     fit(distributed(), epochs=1)
     step = [(what, number) for what in ("queued", "awaited") for number in range(4)]

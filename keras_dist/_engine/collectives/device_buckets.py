@@ -9,11 +9,12 @@ import numpy as np
 
 from keras_dist._engine.arithmetic import scaled
 from keras_dist._engine.buckets import Bucket
+from keras_dist._engine.collectives.nccl_launch import launch_on_all, tell_all
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression
 from keras_dist._engine.nccl.path import NCCL, is_defined, on_gpu, uses_nccl
-from keras_dist._engine.nccl.ranks import nccl_of
+from keras_dist._engine.nccl.ranks import NcclRanks, nccl_of
 from keras_dist._engine.options import OpOptions, PlanOptions
 from keras_dist._engine.recovery.retry import retry
 from keras_dist._engine.signature import CollectiveSignature
@@ -123,24 +124,41 @@ class DeviceBuckets:
             if comm.faults.joined is not None:
                 host = [scaled(array.to_host(), fused.call.prescale) for array in arrays]
                 return bucket.unpack(fused.reduce_among(bucket.pack(host)))
-            ranks = nccl_of(comm)
-            code = ranks.code_of(fused.options.op, self._factor(), bucket.dtype)
-            targets = [array.empty() for array in arrays]
-
-            def group() -> None:
-                for array, target in zip(arrays, targets, strict=True):
-                    if array.count:
-                        ranks.allreduce(array, target, code)
-
-            launch = ranks.launch(call, arrays, targets, group)
-            if comm.faults.retry is not None:
+            targets, copies = launch_on_all(
+                comm, call, functools.partial(self._launch, number, arrays)
+            )
+            if copies:
                 # The contribution is still there if a rank dies before all have the result.
-                launch.wait()
-                kept[:] = ranks.copies_of(targets)
+                for target in targets:
+                    target.finish(None)
+                nccl_of(comm).copy(targets, copies)
+                kept[:] = copies
             return targets
 
-    def _start(self, number: int, arrays: Sequence[DeviceArray]) -> Any:
+    def _launch(
+        self, number: int, arrays: Sequence[DeviceArray], ranks: NcclRanks
+    ) -> tuple[list[DeviceArray], list[DeviceArray]]:
+        """Launches a bucket; returns its results, and memory for copies if they are needed."""
+        fused, dtype = self._fused, self._fused.buckets[number].dtype
+        code = ranks.code_of(fused.options.op, self._factor(), dtype)
+        targets = [array.empty() for array in arrays]
+        retries = fused.comm.faults.retry is not None
+        copies = [array.empty() for array in arrays] if retries else []
+
+        def group() -> None:
+            for array, target in zip(arrays, targets, strict=True):
+                if array.count:
+                    ranks.allreduce(array, target, code)
+
+        ranks.launch(self._calls[number], arrays, targets, group)
+        return targets, copies
+
+    def _start(self, number: int, arrays: Sequence[DeviceArray]) -> Staging:
         """Starts to copy a bucket down, if that has not been started."""
+        work = functools.partial(self._down, number, arrays)
+        return tell_all(self._fused.comm, self._fused.call.operation, work)
+
+    def _down(self, number: int, arrays: Sequence[DeviceArray]) -> Staging:
         if self._staging is None:
             runtime = load_runtime()
             if runtime is None:

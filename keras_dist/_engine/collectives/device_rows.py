@@ -10,11 +10,11 @@ import numpy as np
 
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.collectives.join import exchange_among
+from keras_dist._engine.collectives.nccl_launch import tell_all
 from keras_dist._engine.collectives.on_device import gather
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.nccl.path import NCCL, is_defined, uses_nccl
-from keras_dist._engine.nccl.ranks import nccl_of
 from keras_dist._engine.options import OpOptions
 from keras_dist._engine.recovery.retry import retry
 from keras_dist._engine.signature import entries_of
@@ -47,7 +47,7 @@ def rows_through(on_host: Callable[..., Any]) -> Callable[..., Any]:
         sums = options.op in (ReduceOp.SUM, ReduceOp.AVERAGE)
         if uses_nccl(comm) and sums and is_defined(options.op, values.dtype, 1):
             return retry(comm, lambda: _gather(comm, values, indices, name, options, notices))
-        host = values.to_host(), indices.to_host()
+        host = tell_all(comm, "sparse_allreduce", lambda: (values.to_host(), indices.to_host()))
         rows, numbers = on_host(comm, *host, name, options, notices)
         return values.from_host(rows), indices.from_host(numbers), 1
 
@@ -73,7 +73,7 @@ def _gather(
             rows, numbers = (np.concatenate(each) for each in zip(*parts, strict=True))
             found, count = [values.from_host(rows), indices.from_host(numbers)], len(parts)
         else:
-            found, count = gather(nccl_of(comm), comm, call, [values, indices]), comm.size
+            found, count = gather(comm, call, [values, indices]), comm.size
             if comm.faults.retry is not None and found[0].completion is not None:
                 found[0].completion.wait()
     return found[0], found[1], count if options.op is ReduceOp.AVERAGE else 1

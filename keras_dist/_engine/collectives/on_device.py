@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from keras_dist._engine.arithmetic import check_sum
+from keras_dist._engine.collectives.nccl_launch import launch_on_all, tell_all
 from keras_dist._engine.collectives.rendezvous import raise_on_all, rendezvous
 from keras_dist._engine.collectives.rows import check_rows, row_bounds
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.nccl.path import NCCL, are_on_device, is_defined, on_gpu, uses_nccl
-from keras_dist._engine.nccl.ranks import NcclRanks, nccl_of
+from keras_dist._engine.nccl.ranks import NcclRanks
 from keras_dist._engine.options import OpOptions
 from keras_dist._engine.recovery.retry import retry
 from keras_dist._engine.signature import CollectiveSignature, entries_of
@@ -40,7 +41,9 @@ def through(on_host: Callable[..., Any], on_device: Callable[..., Any]) -> Calla
             return on_host(comm, arrays, *args, **kwargs)
         results = on_device(comm, arrays, *args, **kwargs) if uses_nccl(comm) else None
         if results is None:
-            results = on_host(comm, [array.to_host() for array in arrays], *args, **kwargs)
+            copy = functools.partial(_copies_on_host, arrays)
+            host = tell_all(comm, on_host.__name__.lstrip("_"), copy)
+            results = on_host(comm, host, *args, **kwargs)
         return on_gpu(results, arrays)
 
     return run
@@ -63,7 +66,7 @@ def broadcast(
         operation, entries, root=int(root), key=key, remedy=remedy, library=NCCL
     )
 
-    def launch(ranks: Any) -> list[DeviceArray]:
+    def launch(ranks: NcclRanks) -> list[DeviceArray]:
         targets = [array.empty() for array in arrays]
 
         def group() -> None:
@@ -74,7 +77,7 @@ def broadcast(
         ranks.launch(call, arrays, targets, group)
         return targets
 
-    return _run(comm, call, launch)
+    return _run(comm, call, lambda: launch_on_all(comm, call, launch))
 
 
 def allgather(
@@ -90,23 +93,28 @@ def allgather(
     specs = [((-1, *array.shape[1:]), array.dtype) for array in arrays]
     call = CollectiveSignature("allgather", entries_of(names, specs), key=key, library=NCCL)
 
-    return _run(comm, call, lambda ranks: gather(ranks, comm, call, arrays))
+    return _run(comm, call, lambda: gather(comm, call, arrays))
 
 
 def gather(
-    ranks: NcclRanks, comm: Communicator, call: CollectiveSignature, arrays: Sequence[DeviceArray]
+    comm: Communicator, call: CollectiveSignature, arrays: Sequence[DeviceArray]
 ) -> list[DeviceArray]:
     """Launches an allgather, after its rendezvous. Collective: every rank; blocks for the lengths.
 
     Args:
-        ranks: the ranks in NCCL.
-        comm: the same ranks.
+        comm: the ranks.
         call: the operation.
         arrays: arrays of this rank; their first dimension may differ from rank to rank.
     """
     mine = np.array([len(array) for array in arrays], np.int64)
     lengths = [raw.view(np.int64) for raw in comm.allgather_bytes(mine.tobytes())]
     counts = np.stack(lengths, axis=1)  # by array and rank
+    return launch_on_all(comm, call, lambda ranks: _gather(ranks, call, arrays, counts))
+
+
+def _gather(
+    ranks: NcclRanks, call: CollectiveSignature, arrays: Sequence[DeviceArray], counts: np.ndarray
+) -> list[DeviceArray]:
     targets = [
         array.empty((int(rows.sum()), *array.shape[1:]))
         for array, rows in zip(arrays, counts, strict=True)
@@ -138,12 +146,7 @@ def reducescatter(
     specs = [(array.shape, array.dtype) for array in arrays]
     call = options.signature("reducescatter", entries=entries_of(names, specs), library=NCCL)
 
-    def launch(ranks: Any) -> list[DeviceArray]:
-        # After the rendezvous: arguments on which the ranks agree fail on all, so all raise.
-        remedy = "Use allreduce for others, and slice the rows of this rank."
-        check_sum(options.op, comm.where(), "reducescatter", remedy)
-        for name, array in zip(names, arrays, strict=True):
-            check_rows(comm, array, name, "to scatter along")
+    def launch(ranks: NcclRanks) -> list[DeviceArray]:
         bounds = [row_bounds(len(array), comm.size).tolist() for array in arrays]
         targets = [
             array.empty((ends[comm.rank + 1] - ends[comm.rank], *array.shape[1:]))
@@ -159,22 +162,33 @@ def reducescatter(
         ranks.launch(call, arrays, targets, group)
         return targets
 
-    return _run(comm, call, launch)
+    def check_and_launch() -> list[DeviceArray]:
+        # After the rendezvous: arguments on which the ranks agree fail on all, so all raise.
+        remedy = "Use allreduce for others, and slice the rows of this rank."
+        check_sum(options.op, comm.where(), "reducescatter", remedy)
+        for name, array in zip(names, arrays, strict=True):
+            check_rows(comm, array, name, "to scatter along")
+        return launch_on_all(comm, call, launch)
+
+    return _run(comm, call, check_and_launch)
+
+
+def _copies_on_host(arrays: Sequence[DeviceArray]) -> list[np.ndarray]:
+    return [array.to_host() for array in arrays]
 
 
 def _run(
-    comm: Communicator, call: CollectiveSignature, launch: Callable[[Any], list[DeviceArray]]
+    comm: Communicator, call: CollectiveSignature, launch: Callable[[], list[DeviceArray]]
 ) -> list[Any]:
     """Runs an operation by NCCL after a rendezvous. Collective: every rank."""
 
     def work() -> list[Any]:
         with comm.lock:
             rendezvous(comm, call)
-            results = launch(nccl_of(comm))
+            results = launch()
             if comm.faults.retry is not None:
                 for result in results:
-                    if result.completion is not None:
-                        result.completion.wait()
+                    result.finish(None)
             return results
 
     if call.key is not None and comm.size > 1:

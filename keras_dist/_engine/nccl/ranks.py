@@ -12,9 +12,10 @@ from keras_dist import errors
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.faults.rank_lost import lost
 from keras_dist._engine.messages import as_message
+from keras_dist._engine.mpi.mailbox import Mailbox
 from keras_dist._engine.nccl.launches import Launch, LaunchWatch, poll
 from keras_dist._engine.recovery.ulfm import sees_dead_ranks
-from keras_dist._engine.shm.wait import also_blocked
+from keras_dist._engine.shm.wait import also_blocked, note
 from keras_dist._gpu import (
     REDUCTIONS,
     DeviceArray,
@@ -28,16 +29,23 @@ from keras_dist._gpu import (
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
 
-__all__ = ["NcclRanks", "nccl_of"]
+__all__ = ["FailedElsewhere", "NcclRanks", "nccl_of"]
+
+
+class FailedElsewhere(Exception):
+    """Another rank has failed before its launch.
+
+    Args:
+        error: its error.
+    """
+
+    def __init__(self, error: errors.RankError):
+        super().__init__(str(error))
+        self.error = error
 
 
 def nccl_of(comm: "Communicator") -> "NcclRanks":
-    """Returns NCCL's communicator of the ranks. Collective at the first call; blocks.
-
-    Raises:
-        NcclError: NCCL cannot connect them.
-        RankLostError: a rank has died.
-    """
+    """Returns the ranks in NCCL; `connect` follows. Collective at the first call; blocks."""
     if comm.nccl is None:
         comm.nccl = NcclRanks(comm)
     ranks: NcclRanks = comm.nccl
@@ -51,22 +59,37 @@ class NcclRanks:
         comm: the ranks.
     """
 
+    _nccl: Nccl
+    _runtime: Runtime
+
     def __init__(self, comm: "Communicator"):
-        nccl, runtime = load_nccl(), load_runtime()
-        if runtime is None or not isinstance(nccl, Nccl):  # `path_of` has found them
-            raise errors.BackendError(f"{comm.where()} NCCL is gone: {nccl}")
-        self._nccl: Nccl = nccl
-        self._runtime: Runtime = runtime
-        self._comm, self._handle = comm, 0
+        self._comm, self._handle, self._stream = comm, 0, 0
         self._turn = threading.Lock()  # held while the communicator may end
         self._factors: dict[tuple[float, np.dtype], int] = {}
-        unique_id = self._share_id()
-        runtime.use()
-        self._stream = runtime.new_stream()
         self._failure: Exception | None = None
-        self._watch = LaunchWatch(runtime.use, self._check, self.abort)
-        self._handle = nccl.init(comm.size, unique_id, comm.rank)
+        self._watch: LaunchWatch | None = None
+        self._failures = Mailbox(comm.world)  # of ranks that fail before their launch
+
+    def connect(self) -> None:
+        """Connects the ranks in NCCL at the first call. Collective: every rank; blocks.
+
+        Raises:
+            NcclError: NCCL cannot connect them.
+            RankLostError: a rank has died.
+            FailedElsewhere: another rank cannot connect.
+        """
+        if self._watch is not None:
+            return
+        unique_id = self._prepare()
+        self._watch = LaunchWatch(self._runtime.use, self._check, self.abort)
+        self._handle = self._nccl.init(self._comm.size, unique_id, self._comm.rank)
         self._settle()
+
+    def tell(self, error: errors.RankError) -> None:
+        """Tells all ranks that this one has failed before its launch. Does not block."""
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._failures.post(rank, error)
 
     def launch(
         self,
@@ -102,7 +125,8 @@ class NcclRanks:
         launch = Launch(event, self._comm.ranks, what, (*inputs, *outputs))
         for array in outputs:
             array.completion = launch
-        self._watch.add(launch)
+        if self._watch is not None:
+            self._watch.add(launch)
         return launch
 
     def code_of(self, op: ReduceOp, factor: float, dtype: np.dtype) -> int:
@@ -151,15 +175,13 @@ class NcclRanks:
         """Copies bytes of the root, an index. Called by the group of `launch`."""
         self._nccl.broadcast(source, target, nbytes, root, self._handle, self._stream)
 
-    def copies_of(self, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
-        """Returns copies of arrays that have been written. Blocks until they are made."""
-        made = [array.empty() for array in arrays]
-        for array, copy in zip(arrays, made, strict=True):
+    def copy(self, arrays: Sequence[DeviceArray], copies: Sequence[DeviceArray]) -> None:
+        """Copies arrays that have been written. Blocks until the copies are made."""
+        for array, copy in zip(arrays, copies, strict=True):
             copy.hold(self._stream)
             self._runtime.copy(copy.address, array.address, array.nbytes, self._stream)
         # Nobody else may get the memory of a copy that is dropped before it has been written.
         self._runtime.event(self._stream).wait()
-        return made
 
     def abort(self, failure: Exception) -> None:
         """Ends the communicator and its operations, without the other ranks.
@@ -175,16 +197,18 @@ class NcclRanks:
 
     def leave(self) -> None:
         """Aborts the communicator after the death of a rank, and ends its thread."""
-        failure = self._lost()
-        self._watch.fail(failure)
-        self.abort(failure)
-        self._watch.close()
-        self._runtime.free_stream(self._stream)
+        self._end(self._lost())
+
+    def give_up(self, failure: Exception) -> None:
+        """Aborts the communicator after a failure that all ranks know. Collective; blocks."""
+        self._end(failure)
+        self._close_failures()
 
     def close(self) -> None:
         """Ends the communicator when its operations have ended. Collective; blocks."""
-        self._watch.drain()
-        self._watch.close()
+        if self._watch is not None:
+            self._watch.drain()
+            self._watch.close()
         with self._turn:
             handle, self._handle = self._handle, 0
             if handle:
@@ -192,27 +216,61 @@ class NcclRanks:
                 for op in self._factors.values():
                     self._nccl.free_factor(op, handle)
                 self._nccl.destroy(handle)
-        self._runtime.free_stream(self._stream)
+        self._free_stream()
+        if self._comm.faults.retry is None:  # otherwise a rank may have died meanwhile
+            self._close_failures()
 
-    def _share_id(self) -> bytes:
-        """Returns the unique id that the first rank has made. Collective; blocks."""
+    def _end(self, failure: Exception) -> None:
+        if self._watch is not None:
+            self._watch.fail(failure)
+        self.abort(failure)
+        if self._watch is not None:
+            self._watch.close()
+        self._free_stream()
+
+    def _free_stream(self) -> None:
+        stream, self._stream = self._stream, 0
+        if stream:
+            self._runtime.free_stream(stream)
+
+    def _close_failures(self) -> None:
+        note(self._comm.ranks, "the end of NCCL's communicator")
+        with also_blocked():
+            self._failures.close()
+
+    def _prepare(self) -> bytes:
+        """Loads the libraries and makes a stream; returns the unique id. Collective; blocks.
+
+        Raises:
+            BackendError: a rank cannot; raised on every rank.
+        """
         mine: Any = b""
-        # All ranks call this; the first one has something to say.
-        if not self._comm.rank:
-            try:
+        # All ranks call this; the first one has an id to send, others may have an error.
+        try:
+            self._load()
+            if not self._comm.rank:
                 mine = self._nccl.unique_id()
-            except errors.BackendError as error:
-                mine = error
+        except errors.BackendError as error:
+            mine = error
         parts = self._comm.allgather_bytes(as_message(mine))
-        told = pickle.loads(parts[0].tobytes())
-        if isinstance(told, Exception):
-            raise told
-        return bytes(told)
+        told = [pickle.loads(part.tobytes()) for part in parts]
+        for part in told:
+            if isinstance(part, Exception):
+                raise part
+        return bytes(told[0])
+
+    def _load(self) -> None:
+        nccl, runtime = load_nccl(), load_runtime()
+        if runtime is None or not isinstance(nccl, Nccl):  # `path_of` has found them
+            raise errors.BackendError(f"{self._comm.where()} NCCL is gone: {nccl}")
+        self._nccl, self._runtime = nccl, runtime
+        runtime.use()
+        self._stream = runtime.new_stream()
 
     def _settle(self) -> None:
         """Waits until the last call has been done: the first ones connect the ranks."""
         with also_blocked():
-            poll(self._is_settled, self._check_ranks)
+            poll(self._is_settled, self._check_others)
 
     def _is_settled(self) -> bool:
         with self._turn:
@@ -225,6 +283,11 @@ class NcclRanks:
         with self._turn:
             if self._handle:
                 self._nccl.settled(self._handle)
+
+    def _check_others(self) -> None:
+        self._check_ranks()
+        for error in self._failures.receive():
+            raise FailedElsewhere(error)
 
     def _check_ranks(self) -> None:
         comm = self._comm

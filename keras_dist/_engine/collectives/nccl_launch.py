@@ -1,0 +1,100 @@
+"""The launch of an operation by NCCL, on which the ranks have agreed: on all of them or on none.
+
+A rank may fail between the agreement and its launch: memory may be missing, or NCCL reports an
+error. The others would wait on the GPU for it. So a rank that fails tells the others, which may
+wait in NCCL's calls, and every launch ends with a second rendezvous.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+from keras_dist import errors
+from keras_dist._engine.collectives.rendezvous import rendezvous, report_error
+from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.nccl.path import NCCL
+from keras_dist._engine.nccl.ranks import FailedElsewhere, NcclRanks, nccl_of
+from keras_dist._engine.signature import CollectiveSignature
+from keras_dist._engine.tracing import spans
+
+__all__ = ["launch_on_all", "tell_all"]
+
+R = TypeVar("R")
+
+
+def launch_on_all(
+    comm: Communicator, call: CollectiveSignature, work: Callable[[NcclRanks], R]
+) -> R:
+    """Launches an operation by NCCL, after its rendezvous. Collective: every rank; blocks.
+
+    Args:
+        comm: the ranks.
+        call: the operation.
+        work: allocates the results and launches the operation. It makes no collective of the host.
+
+    Returns:
+        The result of `work`.
+
+    Raises:
+        RankError: `work` has failed on a rank; raised on every rank. The ranks can continue with
+            other operations, by a new communicator of NCCL.
+        RankLostError: a rank has died.
+    """
+    ranks = nccl_of(comm)
+    error: errors.RankError | None = None
+    cause: Exception | None = None
+    try:
+        with spans.phase("launch"):
+            ranks.connect()
+            result = work(ranks)
+    except errors.RankLostError:
+        raise
+    except FailedElsewhere as told:
+        error = told.error
+    except Exception as failure:
+        error, cause = _rank_error(comm, f"launch {call}", failure), failure
+        ranks.tell(error)
+    call = _success(call.operation)
+    try:
+        rendezvous(comm, call if error is None else dataclasses.replace(call, error=error))
+        if error is not None:  # all ranks bring the same error
+            raise error
+    except errors.RankError as failure:
+        comm.nccl = None
+        ranks.give_up(failure)
+        raise failure from cause
+    return result
+
+
+def tell_all(comm: Communicator, operation: str, work: Callable[[], R]) -> R:
+    """Runs what prepares an operation, before its rendezvous.
+
+    Args:
+        comm: the ranks.
+        operation: name of the operation in messages.
+        work: the preparation.
+
+    Returns:
+        The result of `work`.
+
+    Raises:
+        RankError: `work` has failed on this rank. The others raise it at their next rendezvous.
+    """
+    try:
+        return work()
+    except Exception as failure:
+        error = _rank_error(comm, f"prepare {operation}", failure)
+        report_error(comm, operation, error)
+        raise error from failure
+
+
+@functools.cache
+def _success(operation: str) -> CollectiveSignature:
+    return CollectiveSignature(f"launch of {operation}", library=NCCL)
+
+
+def _rank_error(comm: Communicator, what: str, failure: Exception) -> errors.RankError:
+    expected, received = f"every rank to {what}", f"{type(failure).__name__}: {failure}"
+    remedy = "See the traceback of that rank. KERAS_DIST_GPU=host reduces on the host."
+    return errors.RankError(errors.explain(comm.where(), expected, received, remedy), comm.job.rank)
