@@ -357,3 +357,58 @@ def test_no_pinned_memory_on_one_rank(monkeypatch):
     finally:
         comm.gpu_path = path
     assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
+
+
+# --- Buckets of TensorFlow on their way at once
+
+
+def trained(monkeypatch, bucket_nbytes):
+    """Returns the weights after training on TensorFlow, and the order of launches and results."""
+    import keras
+
+    from keras_dist._engine import FusedAllreduce
+    from keras_dist.ops import gradient_plans
+
+    order = []
+    queue = FusedAllreduce.queue_bucket
+
+    def queue_bucket(self, number, *args):
+        order.append(("started", number))
+        handle = queue(self, number, *args)
+        wait = handle.wait
+        handle.wait = lambda: order.append(("awaited", number)) or wait()
+        return handle
+
+    monkeypatch.setattr(FusedAllreduce, "queue_bucket", queue_bucket)
+    monkeypatch.setattr(gradient_plans, "bucket_nbytes", lambda *_: bucket_nbytes)
+    monkeypatch.setattr(gradient_plans, "overlaps", lambda _: False)
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(16), keras.layers.ReLU(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    random = np.random.default_rng(keras_dist.rank())
+    x, y = random.normal(size=(12, 4)).astype("f4"), random.normal(size=(12, 1)).astype("f4")
+    model.fit(x, y, batch_size=4, verbose=0, shuffle=False, callbacks=keras_dist.callbacks())
+    monkeypatch.undo()
+    return [weight.tobytes() for weight in model.get_weights()], order
+
+
+@pytest.mark.parametrize("path", ["NCCL", "pinned"])
+def test_tensorflow_starts_all_buckets_before_it_waits(monkeypatch, path):
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("torch queues from hooks, JAX starts all in one host call")
+    comm = runtime.communicator()
+    before = comm.gpu_path
+    if path == "pinned":
+        comm.gpu_path = _engine.GpuPath(False, "a test")
+    try:
+        together, no_order = trained(monkeypatch, 2**20)
+        apart, order = trained(monkeypatch, 1)
+    finally:
+        comm.gpu_path = before
+    assert no_order == []
+    assert order == [(what, n) for what in ("started", "awaited") for n in range(4)] * 3
+    assert together == apart
