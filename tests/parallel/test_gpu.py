@@ -5,9 +5,11 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+import traces
 
 import keras_dist
 from keras_dist import _engine, _gpu, errors, runtime
+from keras_dist.monitor.timeline import summary as timeline
 
 pytestmark = [
     pytest.mark.skipif(not _gpu.counts_host_memory(), reason="without a GPU or its test double"),
@@ -412,3 +414,28 @@ def test_tensorflow_starts_all_buckets_before_it_waits(monkeypatch, path):
     assert no_order == []
     assert order == [(what, n) for what in ("started", "awaited") for n in range(4)] * 3
     assert together == apart
+
+
+def test_the_timeline_shows_agreement_launch_and_wait(shared_tmp_path):
+    comm = runtime.communicator()
+    mine = [on_gpu(np.ones(1000, "float32"))]
+    path = shared_tmp_path / "t.json"
+    keras_dist.start_timeline(path)
+    (found,) = C.allreduce(comm, mine, ["x"], _engine.OpOptions(SUM), 2**20)
+    found.finish(None)
+    keras_dist.stop_timeline()
+    keras_dist.barrier()  # rank 0 has written it
+    trace = traces.load(path)
+    lanes = traces.lanes_of(trace)
+    for rank in range(comm.size):
+        bars = traces.bars(trace, rank=rank)
+        seen = [(lanes[bar["pid"], bar["tid"]], bar["name"]) for bar in bars]
+        for name in ("allreduce", "launch"):
+            assert seen.count(("communication", name)) == 1
+        assert seen.count(("communication", "wait for ranks")) >= 2
+        assert ("training", "wait for the GPU") in seen
+        assert ("thread keras_dist gpu", "allreduce on the GPU") in seen
+        [call] = [bar for bar in bars if bar["name"] == "allreduce"]
+        [launch] = [bar for bar in bars if bar["name"] == "launch"]
+        assert call["ts"] <= launch["ts"] <= call["ts"] + call["dur"]
+    assert timeline.summarise(str(path)).ranks.keys() == set(range(comm.size))

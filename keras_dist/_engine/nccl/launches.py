@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_dist._engine.shm.wait import also_blocked, blocked, note
+from keras_dist._engine.tracing import spans
 from keras_dist._gpu import Event
 
 __all__ = ["Launch", "LaunchWatch", "poll"]
@@ -65,7 +66,7 @@ class Launch:
     def wait(self) -> None:
         """Blocks until it has ended; raises its error."""
         note(self.ranks, self.what)
-        with also_blocked():
+        with also_blocked(), spans.phase_or_span("wait for the GPU"):
             poll(self.is_done, lambda: None)  # the watch checks
         self._raise()
 
@@ -137,7 +138,8 @@ class LaunchWatch:
         while (launch := self._next()) is not None:
             try:
                 note(launch.ranks, launch.what)
-                with blocked:
+                name = getattr(launch.what, "operation", str(launch.what))
+                with blocked, spans.span(f"{name} on the GPU"):
                     poll(lambda: self._ends or launch.is_done(), self._check)
             except Exception as error:
                 self.fail(error)

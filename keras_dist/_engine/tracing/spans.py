@@ -28,6 +28,7 @@ __all__ = [
     "held",
     "meeting",
     "phase",
+    "phase_or_span",
     "queued",
     "span",
     "step",
@@ -203,6 +204,11 @@ def phase(name: str) -> AbstractContextManager[Any]:
         return _NOTHING
     operation = _current.get(get_ident())
     return _NOTHING if operation is None else _Phase(operation, name, 0)
+
+
+def phase_or_span(name: str) -> AbstractContextManager[Any]:
+    """Returns a phase of the operation of the calling thread; without one, a span."""
+    return phase(name) if get_ident() in _current else span(name)
 
 
 def meeting(call: Any, number: int = 0) -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ __all__ = [
     "COMMUNICATION",
     "COMPUTE",
     "EPOCH",
-    "HANDLE",
+    "PENDING",
     "WAIT",
     "Arrivals",
     "RankEvents",
@@ -20,7 +20,8 @@ __all__ = [
 
 # Names of threads and events with a meaning.
 COMMUNICATION, BEHIND = "communication", ", queued"
-WAIT, HANDLE = "wait for ranks", "wait for a queued operation"
+WAIT = "wait for ranks"
+PENDING = ("wait for a queued operation", "wait for the GPU")  # of a thread, outside operations
 STEP, EPOCH, COMPUTE, QUEUE = "step", "epoch", "compute", "queue"
 
 QUEUED_NS = 20_000  # shorter times are overhead of the call, not queueing
@@ -129,7 +130,7 @@ class RankEvents:
                     for low, high in _gaps(busy, began, ended):
                         yield bar(lane, COMPUTE, low, high)
                     busy.clear()
-                elif name == HANDLE:
+                elif name in PENDING:
                     busy.append((began, ended))
                 numbered = {"number": number} if name in (STEP, EPOCH) else None
                 yield bar(lane, name, began, ended, numbered)

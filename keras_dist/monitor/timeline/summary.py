@@ -13,7 +13,7 @@ from keras_dist.monitor.timeline.rank_events import (
     COMMUNICATION,
     COMPUTE,
     EPOCH,
-    HANDLE,
+    PENDING,
     WAIT,
 )
 from keras_dist.monitor.timeline.rank_traces import damaged, parts_of
@@ -34,7 +34,7 @@ class Shares:
         compute: in steps, outside of operations.
         wait: waiting for other ranks.
         transfer: in operations after the rendezvous: copying, reducing, sending.
-        queued: waiting for queued operations.
+        queued: waiting for queued operations and for those of a GPU.
     """
 
     total: float = 0.0
@@ -208,7 +208,7 @@ def _add(shares: Shares | None, bar: Mapping[str, Any], is_operation: bool, behi
         shares.transfer -= seconds
     elif bar["name"] == COMPUTE:
         shares.compute += seconds
-    elif bar["name"] == HANDLE:
+    elif bar["name"] in PENDING:
         shares.queued += seconds
 
 
