@@ -101,7 +101,11 @@ def test_doctor_names_the_version_of_nccl(monkeypatch):
     monkeypatch.setattr(findings._gpu, "load_nccl", lambda: nccl)
     monkeypatch.setattr(findings, "_version", {("nvidia-nccl-cu13",): "2.23.4"}.get)
     text = "2.23.4 in /lib/libnccl.so.2; nvidia-nccl-cu13 2.23.4"
-    assert findings._nccl().text == text
+    assert findings._nccl() == findings.Finding("NCCL", text)
+    monkeypatch.setattr(findings, "_version", {("nvidia-nccl-cu12",): "2.27.3"}.get)
+    found = findings._nccl()
+    assert found.text == "2.23.4 in /lib/libnccl.so.2; nvidia-nccl-cu12 2.27.3"
+    assert "LD_LIBRARY_PATH" in found.remedy
 
 
 @pytest.fixture

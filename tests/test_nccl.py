@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from keras_dist import _engine, _gpu, errors
 from keras_dist._engine.nccl import path as paths
-from keras_dist._gpu import libraries, nccl, runtime
+from keras_dist._gpu import facts, libraries, nccl, runtime
 from keras_dist.monitor import gpu as monitor
 
 OP = _engine.ReduceOp
@@ -70,6 +71,13 @@ def test_what_nccl_defines():
     assert not defined(OP.ADASUM, np.dtype("float32"), 1)
     for dtype in ("int16", "uint16", ml_dtypes.float8_e4m3fn):
         assert not defined(OP.SUM, np.dtype(dtype), 1)
+
+
+def test_two_instances_of_one_gpu_are_one_gpu_for_nccl():
+    # MIG: two instances have one PCI bus id.
+    gpus = [rank_gpu("0000:0a:00.0"), rank_gpu("0000:0a:00.0"), rank_gpu("0000:0b:00.0")]
+    path = paths.choose_path("auto", gpus, range(3), shares=False)
+    assert str(path) == ("through pinned host memory: ranks 0 and 1 share GPU 0000:0a:00.0 of n1")
 
 
 # --- The libraries
@@ -142,10 +150,11 @@ def test_nccl_that_lacks_a_function_is_not_used(monkeypatch):
     nccl.load_nccl.cache_clear()
 
 
-def test_an_error_of_the_runtime_names_the_gpu():
+def test_an_error_of_the_runtime_names_the_gpu(monkeypatch):
     table = Recorder(code=700)
     table.prefix = "cuda"
     gpu = runtime.Runtime(table, 3)
+    monkeypatch.setattr(gpu, "use", lambda: None)
     with pytest.raises(errors.BackendError, match=r"\[GPU 3\] Expected a copy to .*cuda error 700"):
         gpu.copy(1, 2, 3, 4)
     assert table.calls["cudaMemcpyAsync"] == (1, 2, 3, 4, 4)
@@ -155,7 +164,59 @@ def test_hip_has_other_names():
     table = Recorder()
     table.prefix = "hip"
     runtime.Runtime(table).copy(1, 2, 2**33, 5)
-    assert table.calls == {"hipMemcpyAsync": (1, 2, 2**33, 4, 5)}
+    assert table.calls["hipMemcpyAsync"] == (1, 2, 2**33, 4, 5)
+    assert set(table.calls) <= {"hipMemcpyAsync", "hipSetDevice"}
+
+
+def test_a_thread_selects_the_gpu_before_its_first_call():
+    table = Recorder()
+    table.prefix = "cuda"
+    gpu = runtime.Runtime(table, 3)
+    works = [lambda: gpu.copy(1, 2, 3, 4), lambda: gpu.event(5), gpu.new_stream]
+    for work in works:
+        table.calls.clear()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert table.calls["cudaSetDevice"] == (3,)
+        assert next(iter(table.calls)) == "cudaSetDevice"
+
+
+@pytest.mark.parametrize(
+    ("kind", "there", "prefix"),
+    [
+        ("nccl", "librccl.so.1", "nccl"),
+        ("nccl", "librccl.so", "nccl"),
+        ("runtime", "libamdhip64.so.6", "hip"),
+    ],
+)
+def test_libraries_of_rocm_are_loaded_where_nvidia_has_none(monkeypatch, kind, there, prefix):
+    opened = []
+
+    def open_library(path, mode=0):
+        opened.append(path)
+        if path != there:
+            raise OSError(path)
+        return ctypes.pythonapi
+
+    monkeypatch.setattr(libraries.ctypes, "CDLL", open_library)
+    monkeypatch.delenv(libraries.DOUBLE, raising=False)
+    table = libraries.find.__wrapped__(kind)
+    assert (table.path, table.prefix) == (there, prefix)
+    assert opened[0] in ("libnccl.so.2", "libcudart.so.13")
+    monkeypatch.setattr(libraries.ctypes, "CDLL", lambda *args, **kwargs: open_library("none"))
+    assert libraries.find.__wrapped__(kind) is None
+
+
+def test_a_rank_whose_runtime_fails_tells_the_others(monkeypatch):
+    failing = Recorder(code=100)
+    failing.prefix = "cuda"
+    gpu = runtime.Runtime(failing, 0)
+    monkeypatch.setattr(gpu, "count", lambda: 1)
+    monkeypatch.setattr(facts, "load_runtime", lambda device=None: gpu)
+    found = facts.facts_of(0)
+    assert "the query of a PCI bus id" in found.reason
+    assert (found.bus_id, found.version) == ("", 0)
 
 
 def test_a_wheel_is_found_before_the_system(monkeypatch, tmp_path):

@@ -43,11 +43,11 @@ def facts_of(device: int | None) -> GpuFacts:
         return GpuFacts(reason="there is neither CUDA's runtime nor HIP's")
     if runtime.count() <= device:
         return GpuFacts(reason=f"the driver shows {runtime.count()} GPUs")
-    _selected = runtime.bus_id(device)
-    nccl = load_nccl()
-    if not isinstance(nccl, Nccl):
-        return GpuFacts(_selected, reason=nccl)
-    try:
+    try:  # an error here must not keep this rank from telling the others
+        _selected = runtime.bus_id(device)
+        nccl = load_nccl()
+        if not isinstance(nccl, Nccl):
+            return GpuFacts(_selected, reason=nccl)
         return GpuFacts(_selected, nccl.version(), nccl.path, "")
     except errors.BackendError as error:
         return GpuFacts(reason=str(error))

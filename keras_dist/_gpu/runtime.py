@@ -117,6 +117,7 @@ class Runtime:
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copies between any memory, in the order of a stream."""
+        self.use()
         self.check(self._copy(target, source, nbytes, BY_ADDRESS, stream), "a copy")
 
     def pinned(self, nbytes: int) -> np.ndarray:

@@ -114,3 +114,77 @@ def test_a_failed_launch(job, ranks, fault):
     for rank in range(ranks):
         assert f"rank {rank} raises {text}" in ended.stdout, ended.stdout
     assert f"sums {[2**ranks - 1] * 12}" in ended.stdout
+
+
+# --- The same faults in fit, on each backend
+
+FIT = """
+import hashlib, keras, numpy as np
+import keras_dist
+keras_dist.init()
+me = keras_dist.rank()
+keras.utils.set_random_seed(0)
+layers = [keras.layers.Dense(8, "relu"), keras.layers.Dense(1)]
+model = keras.Sequential([keras.Input((4,)), *layers])
+optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01))
+model.compile(optimizer, loss="mse")
+x = np.random.default_rng(me).normal(size=(48, 4)).astype("float32")
+try:
+    model.fit(x, x[:, :1], batch_size=4, verbose=0, shuffle=False)
+except Exception as error:
+    text = " ".join(str(error).split())
+    print(f"rank {me} of {keras_dist.size()} raises {text}", flush=True)
+    raise
+weights = b"".join(weight.tobytes() for weight in model.get_weights())
+print("trained", keras_dist.allgather_object(hashlib.md5(weights).hexdigest()), flush=True)
+"""
+# The failed launch on torch represents the others; it starts fastest.
+BACKENDS = ["tensorflow", "jax", "torch"]
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param("tensorflow", marks=slow), pytest.param("jax", marks=slow), "torch"]
+)
+def test_a_failed_launch_in_fit(job, backend):
+    ended = job(2, FIT, KERAS_BACKEND=backend, GPU_DOUBLE="fail-in-5", **DOUBLE)
+    assert ended.returncode != 0
+    assert ended.seconds < 10
+    for rank in range(2):
+        assert f"rank {rank} of 2 raises" in ended.stdout
+    raised = [line for line in ended.stdout.splitlines() if " raises " in line]
+    assert all("[rank 1 of 2] Expected every rank to launch" in line for line in raised), raised
+
+
+@slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_rank_in_fit(job, open_mpi, backend):
+    started = {"python": open_mpi, "options": ULFM, "KERAS_BACKEND": backend}
+    ended = job(3, FIT, **started, GPU_DOUBLE="die-in-5", **DOUBLE)
+    assert ended.returncode != 0
+    assert ended.seconds < 15
+    assert "Expected all ranks to come" in ended.stdout
+
+
+@slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_continue_in_fit(job, open_mpi, backend):
+    started = {"python": open_mpi, "options": ULFM, "KERAS_BACKEND": backend}
+    started["KERAS_DIST_ON_FAILURE"] = "continue"
+    ended = job(3, FIT, **started, GPU_DOUBLE="die-in-5", **DOUBLE)
+    assert ended.returncode == 0, ended.stdout
+    assert "2 of 3 ranks continue" in ended.stdout
+    [trained] = {line for line in ended.stdout.splitlines() if line.startswith("trained")}
+    first, second = trained.removeprefix("trained ").strip("[]").split(", ")
+    assert first == second
+
+
+@slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_operation_that_does_not_end_in_fit(job, backend):
+    seconds = {"KERAS_DIST_STALL_SECONDS": "1", "KERAS_DIST_STALL_ABORT_SECONDS": "3"}
+    started = {"KERAS_BACKEND": backend, "GPU_DOUBLE": "stuck-in-5"}
+    ended = job(2, FIT, **started, **seconds, **DOUBLE)
+    assert ended.returncode != 0
+    assert ended.seconds < 30
+    assert "The job ends now: the limit is 3 s" in ended.stdout

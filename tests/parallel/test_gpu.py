@@ -439,3 +439,37 @@ def test_the_timeline_shows_agreement_launch_and_wait(shared_tmp_path):
         [launch] = [bar for bar in bars if bar["name"] == "launch"]
         assert call["ts"] <= launch["ts"] <= call["ts"] + call["dur"]
     assert timeline.summarise(str(path)).ranks.keys() == set(range(comm.size))
+
+
+def test_the_gpu_copies_from_and_to_pinned_memory_alone(monkeypatch):
+    comm, pinned, copies, kept = runtime.communicator(), [], [], []
+    allocate, copy = _gpu.Runtime.pinned, _gpu.Runtime.copy
+
+    def record_memory(self, nbytes):
+        memory = allocate(self, nbytes)
+        pinned.append((memory.ctypes.data, max(1, memory.nbytes)))
+        kept.append(memory)  # nothing else gets its address
+        return memory
+
+    def is_pinned(address, nbytes):
+        return any(low <= address and address + nbytes <= low + size for low, size in pinned)
+
+    def record_copy(self, target, source, nbytes, stream):
+        if nbytes:
+            copies.append((is_pinned(target, nbytes), is_pinned(source, nbytes)))
+        copy(self, target, source, nbytes, stream)
+
+    monkeypatch.setattr(_gpu.Runtime, "pinned", record_memory)
+    monkeypatch.setattr(_gpu.Runtime, "copy", record_copy)
+    monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
+    arrays = [contribution("float32", (n,)) for n in (3, 500, 1000)]
+    for nbytes in (16, 2**20):
+        assert_same(both_ways(C.allreduce, arrays, _engine.OpOptions(), nbytes))
+    assert_same(both_ways(C.broadcast, arrays, 0))
+    assert_same(both_ways(C.grouped_allgather, arrays))
+    assert_same(both_ways(C.reducescatter, arrays, _engine.OpOptions()))
+    rows, numbers = contribution("float32", (4, 3)), np.arange(4)
+    C.reduce_slices(comm, on_gpu(rows), on_gpu(numbers), "table", _engine.OpOptions(SUM))
+
+    assert len(copies) > 20
+    assert set(copies) == {(True, False), (False, True)}

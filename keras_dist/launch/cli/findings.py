@@ -167,11 +167,18 @@ def _nccl() -> Finding:
     nccl = _gpu.load_nccl()
     if isinstance(nccl, str):
         return Finding("NCCL", f"cannot be used: {nccl}")
+    version = _gpu.version_text(nccl.version())
     wheels = {name: _version((name,)) for name in NCCL_WHEELS}
-    found = ", ".join(f"{name} {version}" for name, version in wheels.items() if version)
-    return Finding(
-        "NCCL", f"{_gpu.version_text(nccl.version())} in {nccl.path}; {found or 'no wheel'}"
-    )
+    installed = {name: there for name, there in wheels.items() if there}
+    found = ", ".join(f"{name} {there}" for name, there in installed.items())
+    text = f"{version} in {nccl.path}; {found or 'no wheel'}"
+    if installed and version not in installed.values():
+        remedy = (
+            "Another file than that of the wheel is loaded: check LD_LIBRARY_PATH and LD_PRELOAD, "
+            "which select it."
+        )
+        return Finding("NCCL", text, remedy)
+    return Finding("NCCL", text)
 
 
 def _gpu_path(found: Mapping[str, Any]) -> Finding:
