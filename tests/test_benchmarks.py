@@ -136,3 +136,19 @@ def test_fit_hosts(tmp_path):
     last = told(job, r"passed \d of 3")[0]
     (written,) = tmp_path.glob("*.md")
     assert written.read_text().strip().endswith(last)
+
+
+@pytest.mark.slow
+def test_every_part_of_the_benchmark_of_gpus_runs(tmp_path):
+    job = subprocess.run(
+        [sys.executable, str(FOLDER / "gpu.py"), "--dry-run", "--output", str(tmp_path)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert told(job, "dry run: 0 failures in parts; nothing was measured"), job.stdout
+    # For each backend three models and the memory; three paths; ResNet-50 on two backends.
+    assert job.stdout.count("ran: ") == 3 * 4 + 3 + 2
+    assert not [*tmp_path.iterdir()]

@@ -46,7 +46,7 @@ class Launch:
     Args:
         event: after the operation.
         ranks: the ranks of the job that take part.
-        what: the operation; `str` describes it.
+        what: the signature of the operation.
         arrays: what it reads and writes; they are kept until it has ended.
     """
 
@@ -138,8 +138,7 @@ class LaunchWatch:
         while (launch := self._next()) is not None:
             try:
                 note(launch.ranks, launch.what)
-                name = getattr(launch.what, "operation", str(launch.what))
-                with blocked, spans.span(f"{name} on the GPU"):
+                with blocked, spans.span(f"{launch.what.operation} on the GPU"):
                     poll(lambda: self._ends or launch.is_done(), self._check)
             except Exception as error:
                 self.fail(error)
