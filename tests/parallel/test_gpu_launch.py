@@ -1,0 +1,241 @@
+"""Launches of NCCL over its test double: errors, order, timeline and copies; see `gpu_double`."""
+
+import numpy as np
+import pytest
+import traces
+from gpu_arrays import assert_same, both_ways, contribution, launches, on_gpu
+
+import keras_dist
+from keras_dist import _engine, _gpu, errors, runtime
+from keras_dist.monitor.timeline import summary as timeline
+
+pytestmark = [
+    pytest.mark.skipif(not _gpu.counts_host_memory(), reason="without a GPU or its test double"),
+    pytest.mark.usefixtures("ranks"),
+]
+
+C = _engine.collectives
+SUM = _engine.ReduceOp.SUM
+
+
+@pytest.fixture
+def ranks():
+    if keras_dist.size() == 1:
+        pytest.skip("one rank reduces nothing")
+
+
+# --- Errors of one rank between the agreement and the launch
+
+
+def fails_on_one(monkeypatch, owner, name, error):
+    """Makes a function raise an error on the last rank; returns how to end that."""
+
+    def fail(*args, **kwargs):
+        raise error
+
+    if keras_dist.rank() == keras_dist.size() - 1:
+        monkeypatch.setattr(owner, name, fail)
+
+
+def assert_all_raise_and_continue(monkeypatch, operation, text):
+    last = keras_dist.size() - 1
+    where = rf"\[rank {last} of {keras_dist.size()}\] Expected every rank to {text}"
+    with pytest.raises(errors.RankError, match=where) as told:
+        operation()
+    assert told.value.rank == last
+    assert isinstance(told.value.__cause__, Exception) == (keras_dist.rank() == last)
+    monkeypatch.undo()
+    assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
+    everyone = keras_dist.allgather_object(len(launches()) > 0)
+    assert all(everyone)
+
+
+def operations():
+    comm = runtime.communicator()
+    options = _engine.OpOptions(SUM, prescale=0.75)
+    return {
+        "allreduce": lambda x: C.allreduce(comm, [x], ["x"], options, 2**20),
+        "allgather": lambda x: C.grouped_allgather(comm, [x], ["x"]),
+        "broadcast": lambda x: C.broadcast(comm, [x], ["x"], 0),
+        "reducescatter": lambda x: C.reducescatter(comm, [x], ["x"], options),
+    }
+
+
+@pytest.mark.parametrize("name", ["allreduce", "allgather", "broadcast", "reducescatter"])
+def test_no_memory_for_a_result_on_one_rank(monkeypatch, name):
+    fails_on_one(monkeypatch, _gpu.DeviceArray, "empty", MemoryError("no memory for a result"))
+    mine = on_gpu(np.ones((4, 2), "float32"))
+    text = rf"launch {name}\('x'\)\. .*MemoryError: no memory for a result"
+    assert_all_raise_and_continue(monkeypatch, lambda: operations()[name](mine), text)
+
+
+@pytest.mark.parametrize("call", ["start", "allreduce", "end", "new_factor", "init", "unique_id"])
+def test_an_error_of_nccl_on_one_rank(monkeypatch, call):
+    comm = runtime.communicator()
+    if call in ("init", "unique_id") and comm.nccl is not None:
+        comm.nccl.close()
+        comm.nccl = None
+    if call == "unique_id" and keras_dist.rank() == 0:
+        # The first rank makes the id.
+        monkeypatch.setattr(_gpu.Nccl, call, lambda _: (_ for _ in ()).throw(_gpu.NcclError("no")))
+    elif call != "unique_id":
+        fails_on_one(monkeypatch, _gpu.Nccl, call, _gpu.NcclError("a code of NCCL"))
+    mine = on_gpu(np.ones((4, 2), "float32"))
+    if call == "unique_id":
+        with pytest.raises(errors.RankError, match="NcclError: no"):
+            operations()["allreduce"](mine)
+        monkeypatch.undo()
+        assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
+        return
+    text = r"launch allreduce\('x'\)\. .*NcclError: a code of NCCL"
+    assert_all_raise_and_continue(monkeypatch, lambda: operations()["allreduce"](mine), text)
+
+
+def test_a_failed_launch_in_a_process_set(monkeypatch):
+    size = keras_dist.size()
+    if size == 2:
+        pytest.skip("no two of two ranks are a set of their own")
+    process_set = keras_dist.add_process_set([0, size - 1])
+    try:
+        if runtime.includes_me(process_set):
+            comm = runtime.communicator(process_set)
+            fails_on_one(monkeypatch, _gpu.Nccl, "end", _gpu.NcclError("a code of NCCL"))
+            mine = on_gpu(np.ones(3, "float32"))
+            with pytest.raises(errors.RankError, match=rf"\[rank {size - 1} of {size}\]"):
+                C.allreduce(comm, [mine], ["x"], _engine.OpOptions(SUM), 2**20)
+            monkeypatch.undo()
+            (found,) = C.allreduce(comm, [mine], ["x"], _engine.OpOptions(SUM), 2**20)
+            assert found.finish(0).tolist() == [2.0] * 3
+    finally:
+        keras_dist.remove_process_set(process_set)
+
+
+def test_no_pinned_memory_on_one_rank(monkeypatch):
+    comm = runtime.communicator()
+    path = comm.gpu_path
+    comm.gpu_path = _engine.GpuPath(False, "a test")
+    try:
+        for name in ("allreduce", "broadcast"):
+            fails_on_one(monkeypatch, _gpu.Runtime, "pinned", MemoryError("nothing to pin"))
+            mine = on_gpu(np.ones((4, 2), "float32"))
+            text = rf"prepare {name}\. .*MemoryError: nothing to pin"
+            with pytest.raises(errors.RankError, match=text):
+                operations()[name](mine)
+            monkeypatch.undo()
+    finally:
+        comm.gpu_path = path
+    assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
+
+
+# --- Buckets of TensorFlow on their way at once
+
+
+def trained(monkeypatch, bucket_nbytes):
+    """Returns the weights after training on TensorFlow, and the order of launches and results."""
+    import keras
+
+    from keras_dist._engine import FusedAllreduce
+    from keras_dist.ops import gradient_plans
+
+    order = []
+    queue = FusedAllreduce.queue_bucket
+
+    def queue_bucket(self, number, *args):
+        order.append(("started", number))
+        handle = queue(self, number, *args)
+        wait = handle.wait
+        handle.wait = lambda: order.append(("awaited", number)) or wait()
+        return handle
+
+    monkeypatch.setattr(FusedAllreduce, "queue_bucket", queue_bucket)
+    monkeypatch.setattr(gradient_plans, "bucket_nbytes", lambda *_: bucket_nbytes)
+    monkeypatch.setattr(gradient_plans, "overlaps", lambda _: False)
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(16), keras.layers.ReLU(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    random = np.random.default_rng(keras_dist.rank())
+    x, y = random.normal(size=(12, 4)).astype("f4"), random.normal(size=(12, 1)).astype("f4")
+    model.fit(x, y, batch_size=4, verbose=0, shuffle=False, callbacks=keras_dist.callbacks())
+    monkeypatch.undo()
+    return [weight.tobytes() for weight in model.get_weights()], order
+
+
+@pytest.mark.parametrize("path", ["NCCL", "pinned"])
+def test_tensorflow_starts_all_buckets_before_it_waits(monkeypatch, path):
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("torch queues from hooks, JAX starts all in one host call")
+    comm = runtime.communicator()
+    before = comm.gpu_path
+    if path == "pinned":
+        comm.gpu_path = _engine.GpuPath(False, "a test")
+    try:
+        together, no_order = trained(monkeypatch, 2**20)
+        apart, order = trained(monkeypatch, 1)
+    finally:
+        comm.gpu_path = before
+    assert no_order == []
+    assert order == [(what, n) for what in ("started", "awaited") for n in range(4)] * 3
+    assert together == apart
+
+
+def test_the_timeline_shows_agreement_launch_and_wait(shared_tmp_path):
+    comm = runtime.communicator()
+    mine = [on_gpu(np.ones(1000, "float32"))]
+    path = shared_tmp_path / "t.json"
+    keras_dist.start_timeline(path)
+    (found,) = C.allreduce(comm, mine, ["x"], _engine.OpOptions(SUM), 2**20)
+    found.finish(None)
+    keras_dist.stop_timeline()
+    keras_dist.barrier()  # rank 0 has written it
+    trace = traces.load(path)
+    lanes = traces.lanes_of(trace)
+    for rank in range(comm.size):
+        bars = traces.bars(trace, rank=rank)
+        seen = [(lanes[bar["pid"], bar["tid"]], bar["name"]) for bar in bars]
+        for name in ("allreduce", "launch"):
+            assert seen.count(("communication", name)) == 1
+        assert seen.count(("communication", "wait for ranks")) >= 2
+        assert ("training", "wait for the GPU") in seen
+        assert ("thread keras_dist gpu", "allreduce on the GPU") in seen
+        [call] = [bar for bar in bars if bar["name"] == "allreduce"]
+        [launch] = [bar for bar in bars if bar["name"] == "launch"]
+        assert call["ts"] <= launch["ts"] <= call["ts"] + call["dur"]
+    assert timeline.summarise(str(path)).ranks.keys() == set(range(comm.size))
+
+
+def test_the_gpu_copies_from_and_to_pinned_memory_alone(monkeypatch):
+    comm, pinned, copies, kept = runtime.communicator(), [], [], []
+    allocate, copy = _gpu.Runtime.pinned, _gpu.Runtime.copy
+
+    def record_memory(self, nbytes):
+        memory = allocate(self, nbytes)
+        pinned.append((memory.ctypes.data, max(1, memory.nbytes)))
+        kept.append(memory)  # nothing else gets its address
+        return memory
+
+    def is_pinned(address, nbytes):
+        return any(low <= address and address + nbytes <= low + size for low, size in pinned)
+
+    def record_copy(self, target, source, nbytes, stream):
+        if nbytes:
+            copies.append((is_pinned(target, nbytes), is_pinned(source, nbytes)))
+        copy(self, target, source, nbytes, stream)
+
+    monkeypatch.setattr(_gpu.Runtime, "pinned", record_memory)
+    monkeypatch.setattr(_gpu.Runtime, "copy", record_copy)
+    monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
+    arrays = [contribution("float32", (n,)) for n in (3, 500, 1000)]
+    for nbytes in (16, 2**20):
+        assert_same(both_ways(C.allreduce, arrays, _engine.OpOptions(), nbytes))
+    assert_same(both_ways(C.broadcast, arrays, 0))
+    assert_same(both_ways(C.grouped_allgather, arrays))
+    assert_same(both_ways(C.reducescatter, arrays, _engine.OpOptions()))
+    rows, numbers = contribution("float32", (4, 3)), np.arange(4)
+    C.reduce_slices(comm, on_gpu(rows), on_gpu(numbers), "table", _engine.OpOptions(SUM))
+
+    assert len(copies) > 20
+    assert set(copies) == {(True, False), (False, True)}
