@@ -91,6 +91,19 @@ def test_an_error_of_nccl_on_one_rank(monkeypatch, call):
     assert_all_raise_and_continue(monkeypatch, lambda: operations()["allreduce"](mine), text)
 
 
+def test_no_stream_on_one_rank(monkeypatch):
+    comm = runtime.communicator()
+    if comm.nccl is not None:
+        comm.nccl.close()
+        comm.nccl = None
+    fails_on_one(monkeypatch, _gpu.Runtime, "new_stream", MemoryError("no stream"))
+    mine = on_gpu(np.ones((4, 2), "float32"))
+    with pytest.raises(errors.RankError, match=r"MemoryError: no stream"):
+        operations()["allreduce"](mine)
+    monkeypatch.undo()
+    assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
+
+
 def test_a_failed_launch_in_a_process_set(monkeypatch):
     size = keras_dist.size()
     if size == 2:

@@ -250,8 +250,8 @@ class NcclRanks:
             self._load()
             if not self._comm.rank:
                 mine = self._nccl.unique_id()
-        except errors.BackendError as error:
-            mine = error
+        except Exception as error:  # every rank takes part in the exchange, whatever happens
+            mine = errors.BackendError(f"{self._comm.where()} {type(error).__name__}: {error}")
         parts = self._comm.allgather_bytes(as_message(mine))
         told = [pickle.loads(part.tobytes()) for part in parts]
         for part in told:
