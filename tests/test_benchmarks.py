@@ -146,7 +146,7 @@ def test_every_part_of_the_benchmark_of_gpus_runs(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=1500,
     )
     assert told(job, "dry run: 0 failures in parts; nothing was measured"), job.stdout
     # For each backend three models and the memory; three paths; ResNet-50 on two backends.
