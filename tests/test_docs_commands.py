@@ -101,6 +101,8 @@ def check_extras(wanted):
 def there(tmp_path, monkeypatch):
     """Checks the names in commands; commands other than `run` only parse their options."""
     (tmp_path / "train.py").touch()
+    (tmp_path / "hosts.sh").write_text("#!/bin/sh\necho node1:4\necho node2:4\n")
+    (tmp_path / "hosts.sh").chmod(0o700)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     parse = argparse.ArgumentParser.parse_args
