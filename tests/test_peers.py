@@ -32,7 +32,7 @@ def compare(rank, count, digest=DIGEST, same=True):
     if count is not None:
         mine, result = row_of(rank.Get_rank(), count), np.full(count, -1, F4)
         legs = peers.legs(count, F4)
-        payload = Payload(legs, ReduceOp.SUM, rank.Get_size(), lambda: mine, result)
+        payload = Payload(legs, ReduceOp.SUM, rank.Get_size(), lambda _: mine, result)
     steps = peers.compare(digest, same, payload)
     while True:
         try:

@@ -79,7 +79,7 @@ class CrossNodeReduction:
     def payload(
         self,
         number: int,
-        load: Callable[[], np.ndarray | None],
+        load: Callable[[Payload], np.ndarray | None],
         result: np.ndarray,
         count: int | None = None,
     ) -> Payload:
@@ -87,7 +87,7 @@ class CrossNodeReduction:
 
         Args:
             number: index of the bucket.
-            load: returns the contribution of this node.
+            load: returns the contribution of this node; see `Payload`.
             result: receives the result.
             count: number of elements of the slice of this rank, if the bucket travels in slices.
                 Defaults to `None`: it travels as a whole.

@@ -244,7 +244,7 @@ class FusedAllreduce:
             return slice_payload(self._cross_node, number, reduction)
         bucket, result = self.buckets[number], self.memory.result(number)
         return self._cross_node.payload(
-            number, lambda: contribution(bucket, arrays, reduction, result), result
+            number, lambda _: contribution(bucket, arrays, reduction, result), result
         )
 
     def take(

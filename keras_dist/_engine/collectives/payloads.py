@@ -44,7 +44,8 @@ def slice_payload(cross_node: CrossNodeReduction, number: int, reduction: Sliced
         reduction: its reduction in shared memory.
     """
 
-    def load() -> np.ndarray | None:
+    # It takes the payload: a reference to it would be a cycle.
+    def load(payload: Payload) -> np.ndarray | None:
         payload.failure = payload.partial = None
         try:
             payload.partial, payload.result = reduction.reduce_published()
@@ -52,5 +53,4 @@ def slice_payload(cross_node: CrossNodeReduction, number: int, reduction: Sliced
             payload.failure = error
         return payload.partial
 
-    payload = cross_node.payload(number, load, np.empty(0), reduction.count)
-    return payload
+    return cross_node.payload(number, load, np.empty(0), reduction.count)

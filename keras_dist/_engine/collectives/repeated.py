@@ -152,7 +152,7 @@ def _with_digests(
     arrays: tuple[np.ndarray, ...] = ()
     nothing = np.empty(0, dtype)
 
-    def load() -> np.ndarray:
+    def load(payload: Payload) -> np.ndarray:
         return contribution(bucket, arrays, reduction, payload.result)
 
     if not is_sliced:

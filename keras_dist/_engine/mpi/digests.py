@@ -3,7 +3,8 @@
 Ranks of a node compare digests in shared memory, nodes by messages, see `Peers`. Each rank of a
 node has one peer on every other node, so all know the answer at once. Where nodes have different
 numbers of ranks, some ranks have no peers and learn the answer on their node. Where each rank
-exchanges a slice of a bucket with its peers, the ranks of a node meet again when all are there.
+exchanges a slice of a bucket with its peers, the ranks of a node meet again when all slices have
+arrived.
 """
 
 import os
@@ -67,7 +68,9 @@ class DigestExchange:
             with waiting:
                 same = self._finish(self.peers.compare(digest, same, payload))
         elif payload is not None and same:
-            payload.load()  # this rank has no slice, but follows the turns of the memory
+            # This rank has no slice: it only chooses the memory of the next result, as the others
+            # of its node do. That cannot fail; no other node would hear of it.
+            payload.load(payload)
         if node is None:
             return same
         if payload is not None and payload.is_slice:
@@ -84,7 +87,7 @@ class DigestExchange:
         """
         if not (same or self._answers_on_node):
             return False  # known to all ranks of all nodes
-        done = payload.failure is None and (payload.arrived or not self._has_peers)
+        done = payload.arrived or not self._has_peers
         payload.arrived = node.meet(SAME if done else DIFFERENT) and done
         return payload.arrived
 

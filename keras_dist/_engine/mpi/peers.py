@@ -47,7 +47,7 @@ class _Leg:
     ):
         self.peer, self.given, self.kept = step.peer, step.sent, step.received
         self.is_mutual = step.sent is not None and step.received is not None
-        self.is_last = False  # whether no node is left to hear of
+        self.is_last = False  # whether all nodes have been heard after it
         self.lead = self.rest = slice(0, 0)
         if step.sent is not None:
             start, stop = step.sent.start, step.sent.stop
@@ -84,8 +84,9 @@ class Payload:
         legs: the exchanges; `None` for a rank without a slice.
         op: the reduction of two contributions.
         divisor: divisor of the result.
-        load: returns the contribution of this node, once all its ranks are there: a flat array,
-            which may be `result`, or `None` after a failure. It may set `result` and `partial`.
+        load: takes the payload and returns the contribution of this node, once all its ranks are
+            there: a flat array, which may be `result`, or `None` after a failure. It may set
+            `result` and `partial`.
         result: flat array that receives the result. Not written while a digest may differ, if
             `partial` is other memory.
         partial: flat array for sums over some of the nodes. Defaults to `None`: `result`.
@@ -97,7 +98,7 @@ class Payload:
     legs: Legs | None
     op: ReduceOp
     divisor: int
-    load: Callable[[], np.ndarray | None]
+    load: Callable[["Payload"], np.ndarray | None]
     result: np.ndarray
     partial: np.ndarray | None = None
     is_slice: bool = False
@@ -162,8 +163,9 @@ class Peers:
         Returns:
             Whether all ranks of all nodes bring the same digest; equal on all ranks.
         """
+        # A rank without legs has no peers, and never comes here.
         legs = self._digests if payload is None or payload.legs is None else payload.legs
-        mine = payload.load() if payload is not None and same else None
+        mine = payload.load(payload) if payload is not None and same else None
         self._header[:DIGEST_NBYTES] = digest
         for leg in legs.there:
             same, mine = yield from self._exchange(leg, digest, same, mine)

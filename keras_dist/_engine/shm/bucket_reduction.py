@@ -245,11 +245,14 @@ class Sliced:
 
         Returns:
             The sum, in private memory, and the memory of the result, where no other rank reads
-            until the ranks have met again. What is published stays until `take`.
+            until the ranks have met again. What is published stays until `take`. An empty slice
+            needs neither, and cannot fail.
         """
         dtype = self._bucket.dtype
-        sums = self._node.scratch(self.count * dtype.itemsize, "sums").view(dtype)
         self._turn, self._chosen = self._rows.next, self._rows.choose()
+        if not self.count:
+            return np.empty(0, dtype), np.empty(0, dtype)
+        sums = self._node.scratch(self.count * dtype.itemsize, "sums").view(dtype)
         reduce_each(self._copies.pieces(self._turn, sums=sums), dtype, self._op)
         return sums, self._results[self._turn][self._mine]
 
