@@ -298,6 +298,8 @@ class Ranks:
 
     def run(self, name, source, target, count, code, op, root):
         """Runs an operation; a difference between ranks is an error, where NCCL would hang."""
+        if self.aborted:
+            return  # its arrays may be gone
         dtype = np.dtype(DTYPES[code])
         what = f"{name} {count} {code} {op} {root}".encode().ljust(64)
         nbytes = count * dtype.itemsize

@@ -5,12 +5,14 @@ import sys
 import threading
 import types
 from pathlib import Path
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from keras_dist import _engine, _gpu, errors
+from keras_dist._engine.nccl import launches
 from keras_dist._engine.nccl import path as paths
 from keras_dist._gpu import facts, libraries, nccl, runtime
 from keras_dist.monitor import gpu as monitor
@@ -78,6 +80,21 @@ def test_two_instances_of_one_gpu_are_one_gpu_for_nccl():
     gpus = [rank_gpu("0000:0a:00.0"), rank_gpu("0000:0a:00.0"), rank_gpu("0000:0b:00.0")]
     path = paths.choose_path("auto", gpus, range(3), shares=False)
     assert str(path) == ("through pinned host memory: ranks 0 and 1 share GPU 0000:0a:00.0 of n1")
+
+
+# --- Launches
+
+
+@pytest.mark.parametrize(
+    ("reached", "fails"),
+    [([True], False), ([False], True), (errors.BackendError("the GPU has failed"), True)],
+    ids=["ended", "on its way", "failed"],
+)
+def test_a_launch_that_has_ended_does_not_fail(reached, fails):
+    is_reached = mock.Mock(side_effect=reached)
+    launch = launches.Launch(types.SimpleNamespace(is_reached=is_reached), [0, 1], "sum", ())
+    launch.fail(RuntimeError("a later launch has failed"))
+    assert (launch.error is not None) == fails
 
 
 # --- The libraries

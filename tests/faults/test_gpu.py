@@ -116,6 +116,29 @@ def test_a_failed_launch(job, ranks, fault):
     assert f"sums {[2**ranks - 1] * 12}" in ended.stdout
 
 
+# Rank 1 fails before its fifth launch, and dies when all ranks know that.
+DIES_LATER = STEPS.replace(
+    "sums = []",
+    """sums = []
+from keras_dist._engine.nccl.ranks import NcclRanks
+def die(self):
+    fault()
+    os.kill(os.getpid(), 9)
+if me == 1:
+    NcclRanks._close_failures = die
+""",
+)
+
+
+def test_a_rank_that_dies_after_a_failed_launch(job, open_mpi):
+    started = {"bare": True, "python": open_mpi, "options": ULFM}
+    ended = job(3, DIES_LATER, **started, GPU_DOUBLE="fail-in-5", **DOUBLE)
+    assert ended.returncode != 0
+    assert ended.seconds < 5
+    for rank in (0, 2):
+        assert f"RankLostError: [rank {rank} of 3] Expected all ranks to " in ended.stdout
+
+
 # --- The same faults in fit, on each backend
 
 FIT = """

@@ -1,5 +1,8 @@
 """Launches of NCCL over its test double: errors, order, timeline and copies; see `gpu_double`."""
 
+import sys
+import threading
+
 import numpy as np
 import pytest
 import traces
@@ -7,6 +10,7 @@ from gpu_arrays import assert_same, both_ways, contribution, launches, on_gpu
 
 import keras_dist
 from keras_dist import _engine, _gpu, errors, runtime
+from keras_dist._engine.nccl.ranks import NcclRanks
 from keras_dist.monitor.timeline import summary as timeline
 
 pytestmark = [
@@ -27,23 +31,23 @@ def ranks():
 # --- Errors of one rank between the agreement and the launch
 
 
-def fails_on_one(monkeypatch, owner, name, error):
-    """Makes a function raise an error on the last rank; returns how to end that."""
+def fails_on_one(monkeypatch, owner, name, error, rank=-1):
+    """Makes a function raise an error on a rank, by default the last one."""
 
     def fail(*args, **kwargs):
         raise error
 
-    if keras_dist.rank() == keras_dist.size() - 1:
+    if keras_dist.rank() == range(keras_dist.size())[rank]:
         monkeypatch.setattr(owner, name, fail)
 
 
-def assert_all_raise_and_continue(monkeypatch, operation, text):
-    last = keras_dist.size() - 1
-    where = rf"\[rank {last} of {keras_dist.size()}\] Expected every rank to {text}"
+def assert_all_raise_and_continue(monkeypatch, operation, text, rank=-1):
+    rank = range(keras_dist.size())[rank]
+    where = rf"\[rank {rank} of {keras_dist.size()}\] Expected every rank to {text}"
     with pytest.raises(errors.RankError, match=where) as told:
         operation()
-    assert told.value.rank == last
-    assert isinstance(told.value.__cause__, Exception) == (keras_dist.rank() == last)
+    assert told.value.rank == rank
+    assert isinstance(told.value.__cause__, Exception) == (keras_dist.rank() == rank)
     monkeypatch.undo()
     assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
     everyone = keras_dist.allgather_object(len(launches()) > 0)
@@ -75,20 +79,11 @@ def test_an_error_of_nccl_on_one_rank(monkeypatch, call):
     if call in ("init", "unique_id") and comm.nccl is not None:
         comm.nccl.close()
         comm.nccl = None
-    if call == "unique_id" and keras_dist.rank() == 0:
-        # The first rank makes the id.
-        monkeypatch.setattr(_gpu.Nccl, call, lambda _: (_ for _ in ()).throw(_gpu.NcclError("no")))
-    elif call != "unique_id":
-        fails_on_one(monkeypatch, _gpu.Nccl, call, _gpu.NcclError("a code of NCCL"))
+    rank = 0 if call == "unique_id" else -1  # rank 0 makes the id
+    fails_on_one(monkeypatch, _gpu.Nccl, call, _gpu.NcclError("a code of NCCL"), rank)
     mine = on_gpu(np.ones((4, 2), "float32"))
-    if call == "unique_id":
-        with pytest.raises(errors.RankError, match="NcclError: no"):
-            operations()["allreduce"](mine)
-        monkeypatch.undo()
-        assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
-        return
     text = r"launch allreduce\('x'\)\. .*NcclError: a code of NCCL"
-    assert_all_raise_and_continue(monkeypatch, lambda: operations()["allreduce"](mine), text)
+    assert_all_raise_and_continue(monkeypatch, lambda: operations()["allreduce"](mine), text, rank)
 
 
 def test_no_stream_on_one_rank(monkeypatch):
@@ -98,10 +93,44 @@ def test_no_stream_on_one_rank(monkeypatch):
         comm.nccl = None
     fails_on_one(monkeypatch, _gpu.Runtime, "new_stream", MemoryError("no stream"))
     mine = on_gpu(np.ones((4, 2), "float32"))
-    with pytest.raises(errors.RankError, match=r"MemoryError: no stream"):
-        operations()["allreduce"](mine)
-    monkeypatch.undo()
-    assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
+    text = r"launch allreduce\('x'\)\. .*MemoryError: no stream"
+    assert_all_raise_and_continue(monkeypatch, lambda: operations()["allreduce"](mine), text)
+
+
+def test_the_launch_before_a_failed_one_ends_on_all_ranks(monkeypatch):
+    comm, options, released = runtime.communicator(), _engine.OpOptions(SUM), threading.Event()
+    both_ways(C.allreduce, [contribution("float32")], options, 2**20)  # the ranks are connected
+    give_up = NcclRanks.give_up
+
+    def release_and_give_up(*args):
+        released.set()
+        give_up(*args)
+
+    monkeypatch.setattr(NcclRanks, "give_up", release_and_give_up)
+    # The first launch cannot end before the second one has failed.
+    sys.modules["keras_dist_gpu_double"].enqueue(comm.nccl._stream, released.wait)
+    mine = on_gpu(np.ones(3, "float32"))
+    (first,) = C.allreduce(comm, [mine], ["first"], options, 2**20)
+    fails_on_one(monkeypatch, _gpu.Nccl, "end", _gpu.NcclError("a code of NCCL"))
+    with pytest.raises(errors.RankError, match="a code of NCCL"):
+        C.allreduce(comm, [mine], ["second"], options, 2**20)
+    assert first.finish(None).tolist() == [comm.size] * 3
+
+
+def test_a_launch_that_nccl_has_failed_before_is_not_awaited(monkeypatch):
+    comm, options, released = runtime.communicator(), _engine.OpOptions(SUM), threading.Event()
+    both_ways(C.allreduce, [contribution("float32")], options, 2**20)
+    sys.modules["keras_dist_gpu_double"].enqueue(comm.nccl._stream, released.wait)
+    mine = on_gpu(np.ones(3, "float32"))
+    (first,) = C.allreduce(comm, [mine], ["first"], options, 2**20)
+    if comm.rank == comm.size - 1:
+        comm.nccl.abort(_gpu.NcclError("an error on the network"))  # as the watch does
+    with pytest.raises(errors.RankError, match="an error on the network"):
+        C.allreduce(comm, [mine], ["second"], options, 2**20)
+    with pytest.raises(errors.RankError, match="an error on the network"):
+        first.finish(None)
+    released.set()
+    both_ways(C.allreduce, [contribution("float32")], options, 2**20)
 
 
 def test_a_failed_launch_in_a_process_set(monkeypatch):
@@ -140,15 +169,31 @@ def test_no_pinned_memory_on_one_rank(monkeypatch):
     assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
 
 
-# --- Buckets of TensorFlow on their way at once
+# --- Buckets on their way at once, in training
+
+
+def fitted(monkeypatch, bucket_nbytes, overlaps):
+    """Returns a model after training in steps that reduce several buckets."""
+    import keras
+
+    from keras_dist.ops import gradient_plans
+
+    monkeypatch.setattr(gradient_plans, "bucket_nbytes", lambda *_: bucket_nbytes)
+    monkeypatch.setattr(gradient_plans, "overlaps", lambda _: overlaps)
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(16), keras.layers.ReLU(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    random = np.random.default_rng(keras_dist.rank())
+    x, y = random.normal(size=(12, 4)).astype("f4"), random.normal(size=(12, 1)).astype("f4")
+    model.fit(x, y, batch_size=4, verbose=0, shuffle=False, callbacks=keras_dist.callbacks())
+    return model
 
 
 def trained(monkeypatch, bucket_nbytes):
     """Returns the weights after training on TensorFlow, and the order of launches and results."""
-    import keras
-
     from keras_dist._engine import FusedAllreduce
-    from keras_dist.ops import gradient_plans
 
     order = []
     queue = FusedAllreduce.queue_bucket
@@ -161,16 +206,7 @@ def trained(monkeypatch, bucket_nbytes):
         return handle
 
     monkeypatch.setattr(FusedAllreduce, "queue_bucket", queue_bucket)
-    monkeypatch.setattr(gradient_plans, "bucket_nbytes", lambda *_: bucket_nbytes)
-    monkeypatch.setattr(gradient_plans, "overlaps", lambda _: False)
-    keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(16), keras.layers.ReLU(), keras.layers.Dense(1)]
-    model = keras.Sequential([keras.Input((4,)), *layers])
-    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01))
-    model.compile(optimizer, loss="mse", jit_compile=False)
-    random = np.random.default_rng(keras_dist.rank())
-    x, y = random.normal(size=(12, 4)).astype("f4"), random.normal(size=(12, 1)).astype("f4")
-    model.fit(x, y, batch_size=4, verbose=0, shuffle=False, callbacks=keras_dist.callbacks())
+    model = fitted(monkeypatch, bucket_nbytes, overlaps=False)
     monkeypatch.undo()
     return [weight.tobytes() for weight in model.get_weights()], order
 

@@ -42,27 +42,32 @@ def launch_on_all(
         RankLostError: a rank has died.
     """
     ranks = nccl_of(comm)
+    earlier = ranks.last
+
+    def explain(failure: Exception) -> errors.RankError:
+        return _rank_error(comm, f"launch {call}", failure)
+
     error: errors.RankError | None = None
     cause: Exception | None = None
     try:
         with spans.phase("launch"):
-            ranks.connect()
+            ranks.connect(explain)
             result = work(ranks)
     except errors.RankLostError:
         raise
     except FailedElsewhere as told:
         error = told.error
     except Exception as failure:
-        error, cause = _rank_error(comm, f"launch {call}", failure), failure
+        error, cause = explain(failure), failure
         ranks.tell(error)
-    call = _success(call.operation)
+    success = _success(call.operation)
     try:
-        rendezvous(comm, call if error is None else dataclasses.replace(call, error=error))
+        rendezvous(comm, success if error is None else dataclasses.replace(success, error=error))
         if error is not None:  # all ranks bring the same error
             raise error
     except errors.RankError as failure:
         comm.nccl = None
-        ranks.give_up(failure)
+        ranks.give_up(failure, earlier)
         raise failure from cause
     return result
 

@@ -1,10 +1,11 @@
 """Messages between ranks that no rank waits for, independent of the collectives.
 
-It works within a node and between nodes, without an open port, and needs MPI calls from several
-threads at once.
+It works within a node and between nodes, without an open port. One thread uses a mailbox: that of
+the collectives, or another one where MPI allows calls from several threads at once.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["Mailbox"]
@@ -13,7 +14,7 @@ NAP_SECONDS = 0.5e-3
 
 
 class Mailbox:
-    """The messages of one thread of this rank. Collective to make: every rank; blocks.
+    """Messages from and to one thread of this rank. Collective to make: every rank; blocks.
 
     Args:
         world: MPI communicator of the ranks; it is duplicated.
@@ -37,8 +38,11 @@ class Mailbox:
         self._arriving = [request for request, has_arrived, _ in tested if not has_arrived]
         return [message for _, has_arrived, message in tested if has_arrived]
 
-    def close(self) -> None:
+    def close(self, check: Callable[[], None] = lambda: None) -> None:
         """Closes the mailbox; no message is lost. Collective: every rank; blocks.
+
+        Args:
+            check: called repeatedly; raises if waiting is useless. Defaults to no check.
 
         A sender knows that its messages have been received (Issend). A rank enters the barrier when
         its messages have been received, and receives those of others until all have entered.
@@ -48,5 +52,6 @@ class Mailbox:
             self.receive()
             if barrier is None and not self._sent:
                 barrier = self._world.Ibarrier()
+            check()
             time.sleep(NAP_SECONDS)
         self._world.Free()

@@ -7,6 +7,7 @@ operations, which releases the script.
 """
 
 import collections
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -58,6 +59,13 @@ class Launch:
     def is_done(self) -> bool:
         """Returns whether it has ended, successfully or not."""
         return self.error is not None or self._event.is_reached()
+
+    def fail(self, error: Exception) -> None:
+        """Makes it fail, unless it has ended."""
+        with contextlib.suppress(Exception):  # the GPU has failed: it has not ended
+            if self.is_done():
+                return
+        self.error = error
 
     def forget(self) -> None:
         """Lets go of its arrays."""
@@ -131,7 +139,7 @@ class LaunchWatch:
         """Makes all launches that have not ended fail."""
         with self._changed:
             for launch in self._launches:
-                launch.error = launch.error or error
+                launch.fail(error)
 
     def _run(self) -> None:
         self._start()

@@ -57,6 +57,9 @@ class NcclRanks:
 
     Args:
         comm: the ranks.
+
+    Attributes:
+        last: the last launch; `None` before the first one.
     """
 
     _nccl: Nccl
@@ -68,10 +71,14 @@ class NcclRanks:
         self._factors: dict[tuple[float, np.dtype], int] = {}
         self._failure: Exception | None = None
         self._watch: LaunchWatch | None = None
+        self.last: Launch | None = None
         self._failures = Mailbox(comm.world)  # of ranks that fail before their launch
 
-    def connect(self) -> None:
+    def connect(self, explain: Callable[[Exception], errors.RankError]) -> None:
         """Connects the ranks in NCCL at the first call. Collective: every rank; blocks.
+
+        Args:
+            explain: returns what other ranks raise after an error of this rank.
 
         Raises:
             NcclError: NCCL cannot connect them.
@@ -80,7 +87,7 @@ class NcclRanks:
         """
         if self._watch is not None:
             return
-        unique_id = self._prepare()
+        unique_id = self._prepare(explain)
         self._watch = LaunchWatch(self._runtime.use, self._check, self.abort)
         self._handle = self._nccl.init(self._comm.size, unique_id, self._comm.rank)
         self._settle()
@@ -127,6 +134,7 @@ class NcclRanks:
             array.completion = launch
         if self._watch is not None:
             self._watch.add(launch)
+        self.last = launch
         return launch
 
     def code_of(self, op: ReduceOp, factor: float, dtype: np.dtype) -> int:
@@ -199,10 +207,22 @@ class NcclRanks:
         """Aborts the communicator after the death of a rank, and ends its thread."""
         self._end(self._lost())
 
-    def give_up(self, failure: Exception) -> None:
-        """Aborts the communicator after a failure that all ranks know. Collective; blocks."""
-        self._end(failure)
-        self._close_failures()
+    def give_up(self, failure: Exception, earlier: Launch | None) -> None:
+        """Aborts the communicator after a failed launch that all ranks know. Collective; blocks.
+
+        Args:
+            failure: the error of the launch.
+            earlier: the launch before it, on which the ranks have agreed; `None` for none. It and
+                those before it end first, unless NCCL has failed on a rank: then they may not end.
+        """
+        try:
+            intact = self._comm.allgather_bytes(bytes([self._failure is None]))
+            if earlier is not None and all(part[0] for part in intact):
+                with contextlib.suppress(Exception):  # those who wait for it raise its error
+                    earlier.wait()
+            self._close_failures()  # all ranks have come here before one of them aborts
+        finally:
+            self._end(failure)
 
     def close(self) -> None:
         """Ends the communicator when its operations have ended. Collective; blocks."""
@@ -236,27 +256,31 @@ class NcclRanks:
     def _close_failures(self) -> None:
         note(self._comm.ranks, "the end of NCCL's communicator")
         with also_blocked():
-            self._failures.close()
+            self._failures.close(self._check_ranks)
 
-    def _prepare(self) -> bytes:
+    def _prepare(self, explain: Callable[[Exception], errors.RankError]) -> bytes:
         """Loads the libraries and makes a stream; returns the unique id. Collective; blocks.
 
         Raises:
-            BackendError: a rank cannot; raised on every rank.
+            Exception: this rank cannot.
+            FailedElsewhere: another rank cannot.
         """
         mine: Any = b""
-        # All ranks call this; the first one has an id to send, others may have an error.
+        failure: Exception | None = None
+        # Rank 0 sends the id. Any rank may send an error.
         try:
             self._load()
             if not self._comm.rank:
                 mine = self._nccl.unique_id()
         except Exception as error:  # every rank takes part in the exchange, whatever happens
-            mine = errors.BackendError(f"{self._comm.where()} {type(error).__name__}: {error}")
+            failure, mine = error, explain(error)
         parts = self._comm.allgather_bytes(as_message(mine))
         told = [pickle.loads(part.tobytes()) for part in parts]
+        if failure is not None:
+            raise failure
         for part in told:
-            if isinstance(part, Exception):
-                raise part
+            if isinstance(part, errors.RankError):
+                raise FailedElsewhere(part)
         return bytes(told[0])
 
     def _load(self) -> None:
