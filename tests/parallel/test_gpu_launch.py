@@ -169,6 +169,27 @@ def test_no_pinned_memory_on_one_rank(monkeypatch):
     assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
 
 
+def test_a_named_operation_fails_by_its_name(monkeypatch):
+    comm = runtime.communicator()
+    monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
+    with monkeypatch.context() as patched:
+        fails_on_one(patched, _gpu.Runtime, "pinned", MemoryError("nothing to pin"))
+        mine, host = on_gpu(np.ones(3, "float32")), np.ones(3, "float32")
+
+        def named():
+            return C.broadcast(comm, [mine], ["x"], 0, key="named")
+
+        # The last rank calls it first, the others last.
+        if comm.rank == comm.size - 1:
+            wait = comm.order.queue(named, "broadcast", "named").wait
+        else:
+            wait = named
+        (other,) = C.broadcast(comm, [host], ["y"], 0, key="other")
+        assert other.tolist() == host.tolist()
+        with pytest.raises(errors.RankError, match="nothing to pin"):
+            wait()
+
+
 # --- Buckets on their way at once, in training
 
 

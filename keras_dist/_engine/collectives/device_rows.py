@@ -47,7 +47,11 @@ def rows_through(on_host: Callable[..., Any]) -> Callable[..., Any]:
         sums = options.op in (ReduceOp.SUM, ReduceOp.AVERAGE)
         if uses_nccl(comm) and sums and is_defined(options.op, values.dtype, 1):
             return retry(comm, lambda: _gather(comm, values, indices, name, options, notices))
-        host = tell_all(comm, "sparse_allreduce", lambda: (values.to_host(), indices.to_host()))
+
+        def copy() -> tuple[np.ndarray, np.ndarray]:
+            return values.to_host(), indices.to_host()
+
+        host = tell_all(comm, "sparse_allreduce", copy, options.key)
         rows, numbers = on_host(comm, *host, name, options, notices)
         return values.from_host(rows), indices.from_host(numbers), 1
 

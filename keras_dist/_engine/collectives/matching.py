@@ -18,7 +18,7 @@ from keras_dist._engine.recovery.ulfm import check_alive
 from keras_dist._engine.shm.wait import waiting
 from keras_dist._engine.signature import CollectiveSignature
 
-__all__ = ["by_name", "match_names"]
+__all__ = ["by_name", "key_of", "match_names"]
 
 LONGEST_NAP_SECONDS = 10e-3
 
@@ -27,20 +27,34 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 def by_name(operation: Operation) -> Operation:
     """Makes ranks match an operation by its argument `key`, or by that of its `options`."""
-    parameters = list(inspect.signature(operation).parameters)
-    holder = "options" if "options" in parameters else "key"
-    index = parameters.index(holder) - 1
+    key_among = key_of(operation)
 
     @functools.wraps(operation)
     def run(comm: Communicator, *args: Any, **kwargs: Any) -> Any:
-        key = args[index] if len(args) > index else kwargs.get(holder)
-        if key is not None and holder == "options":
-            key = key.key
+        key = key_among(*args, **kwargs)
         if key is None or comm.size == 1:
             return operation(comm, *args, **kwargs)
         return comm.order.run_by_name(functools.partial(operation, comm, *args, **kwargs), key)
 
     return cast(Operation, run)
+
+
+def key_of(operation: Callable[..., Any]) -> Callable[..., str | None]:
+    """Returns a function that finds the user's name among the arguments of an operation.
+
+    Args:
+        operation: its arguments after the ranks are those of the function.
+    """
+    parameters = list(inspect.signature(operation).parameters)
+    holder = "options" if "options" in parameters else "key"
+    index = parameters.index(holder) - 1
+
+    def find(*args: Any, **kwargs: Any) -> str | None:
+        found = args[index] if len(args) > index else kwargs.get(holder)
+        key: str | None = found.key if found is not None and holder == "options" else found
+        return key
+
+    return find
 
 
 def match_names(

@@ -72,13 +72,16 @@ def launch_on_all(
     return result
 
 
-def tell_all(comm: Communicator, operation: str, work: Callable[[], R]) -> R:
+def tell_all(
+    comm: Communicator, operation: str, work: Callable[[], R], key: str | None = None
+) -> R:
     """Runs what prepares an operation, before its rendezvous.
 
     Args:
         comm: the ranks.
         operation: name of the operation in messages.
         work: the preparation.
+        key: the user's name for the operation. Defaults to `None`: none.
 
     Returns:
         The result of `work`.
@@ -90,7 +93,7 @@ def tell_all(comm: Communicator, operation: str, work: Callable[[], R]) -> R:
         return work()
     except Exception as failure:
         error = _rank_error(comm, f"prepare {operation}", failure)
-        report_error(comm, operation, error)
+        report_error(comm, operation, error, key)
         raise error from failure
 
 

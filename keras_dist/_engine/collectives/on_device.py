@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist._engine.arithmetic import check_sum
+from keras_dist._engine.collectives.matching import key_of
 from keras_dist._engine.collectives.nccl_launch import launch_on_all, tell_all
 from keras_dist._engine.collectives.rendezvous import raise_on_all, rendezvous
 from keras_dist._engine.collectives.rows import check_rows, row_bounds
@@ -34,6 +35,7 @@ def through(on_host: Callable[..., Any], on_device: Callable[..., Any]) -> Calla
         on_device: the same on arrays in GPU memory, if NCCL moves them. It returns `None` if it
             does not define the operation, equally on all ranks.
     """
+    key_among = key_of(on_host)
 
     @functools.wraps(on_host)
     def run(comm: Communicator, arrays: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +44,8 @@ def through(on_host: Callable[..., Any], on_device: Callable[..., Any]) -> Calla
         results = on_device(comm, arrays, *args, **kwargs) if uses_nccl(comm) else None
         if results is None:
             copy = functools.partial(_copies_on_host, arrays)
-            host = tell_all(comm, on_host.__name__.lstrip("_"), copy)
+            key = key_among(arrays, *args, **kwargs)
+            host = tell_all(comm, on_host.__name__.lstrip("_"), copy, key)
             results = on_host(comm, host, *args, **kwargs)
         return on_gpu(results, arrays)
 
