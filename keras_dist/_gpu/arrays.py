@@ -57,7 +57,7 @@ class DeviceArray:
         if stream is not None and runtime is not None:
             self.written = runtime.event(stream)
         self.completion: Completion | None = None
-        self._prepared: DeviceArray | None = None
+        self._prepared: DeviceArray | Exception | None = None
 
     @property
     def ndim(self) -> int:
@@ -85,6 +85,8 @@ class DeviceArray:
         """
         made, self._prepared = self._prepared, None
         if made is not None and shape in (None, self.shape):
+            if isinstance(made, Exception):
+                raise made
             return made
         return self._allocate(self.shape if shape is None else shape, self.dtype)
 
@@ -124,8 +126,14 @@ class DeviceArray:
         return self.to_host()
 
     def prepare(self) -> None:
-        """Allocates the next `empty` of the same shape at once."""
-        self._prepared = self.empty()
+        """Allocates the next `empty` of the same shape at once; an error is raised there.
+
+        The engine calls `empty` where an error of one rank is raised on all.
+        """
+        try:
+            self._prepared = self.empty()
+        except Exception as error:
+            self._prepared = error
 
     def finish(self, stream: int | None) -> Any:
         """Returns the owner, which the framework may use once the array has been written.

@@ -212,6 +212,34 @@ def fitted(monkeypatch, bucket_nbytes, overlaps):
     return model
 
 
+@pytest.mark.parametrize(("path", "what"), [("NCCL", "launch"), ("pinned", "prepare")])
+def test_no_memory_for_a_prepared_result_on_one_rank(monkeypatch, path, what):
+    import keras
+
+    backend = keras.backend.backend()
+    if backend == "jax":
+        pytest.skip("JAX prepares no results")
+    comm, prepare = runtime.communicator(), _gpu.DeviceArray.prepare
+    if path == "pinned":
+        monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
+
+    def no_memory(*_):
+        raise MemoryError("no memory for a result")
+
+    def prepare_without_memory(array):
+        array._allocate = no_memory
+        prepare(array)
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(_gpu.DeviceArray, "prepare", prepare_without_memory)
+    last = rf"\[rank {comm.size - 1} of {comm.size}\]"
+    text = rf"(?s){last} Expected every rank to {what} .*MemoryError: no memory for a result"
+    with pytest.raises(Exception, match=text):  # TensorFlow has errors of its own
+        fitted(monkeypatch, 1, overlaps=backend == "torch")
+    monkeypatch.undo()
+    assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
+
+
 def trained(monkeypatch, bucket_nbytes):
     """Returns the weights after training on TensorFlow, and the order of launches and results."""
     from keras_dist._engine import FusedAllreduce

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from keras_dist._engine.signature import CollectiveSignature
 from keras_dist._gpu import DeviceArray, Staging, load_runtime
 
 __all__ = ["DeviceBuckets"]
+
+R = TypeVar("R")
 
 
 class _Plan(Protocol):
@@ -155,8 +157,11 @@ class DeviceBuckets:
 
     def _start(self, number: int, arrays: Sequence[DeviceArray]) -> Staging:
         """Starts to copy a bucket down, if that has not been started."""
-        work = functools.partial(self._down, number, arrays)
-        return tell_all(self._fused.comm, self._fused.call.operation, work)
+        return self._tell_all(functools.partial(self._down, number, arrays))
+
+    def _tell_all(self, work: Callable[[], R]) -> R:
+        call = self._fused.call
+        return tell_all(self._fused.comm, call.operation, work, call.key)
 
     def _down(self, number: int, arrays: Sequence[DeviceArray]) -> Staging:
         if self._staging is None:
@@ -172,10 +177,10 @@ class DeviceBuckets:
         self, number: int, arrays: Sequence[DeviceArray], lend: bool
     ) -> list[DeviceArray]:
         with self._fused.comm.lock:
+            targets = self._tell_all(lambda: [array.empty() for array in arrays])
             staging = self._start(number, arrays)
             half = self._started.pop(number)
             host = staging.host_arrays(half, arrays)
             results = self._fused.reduce_bucket(number, host, lend)
-            targets = [array.empty() for array in arrays]
             staging.up(half, results, targets)
             return targets
