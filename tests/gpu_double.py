@@ -55,6 +55,7 @@ words = os.environ.get("GPU_DOUBLE", "").split()
 launches = []  # for each launch of this process: the names of its operations
 
 _handles = itertools.count(1)
+_numbers = itertools.count()  # of communicators
 _objects = {}  # streams, events, communicators by handle
 _pinned = {}
 _has_aborted = []
@@ -356,7 +357,8 @@ def ncclGetLastError(comm):
 @exported(POINTER(UniqueId))
 def ncclGetUniqueId(made):
     folder = tempfile.mkdtemp(prefix="gpu_double-")
-    number = world_rank() * 50 + next(_handles) % 50
+    # Messages of a communicator that was aborted are still there: no other gets its tags.
+    number = world_rank() * 1000 + next(_numbers)
     name = struct.pack("<i124s", number, folder.encode())
     ctypes.memmove(made, name, len(name))
 
