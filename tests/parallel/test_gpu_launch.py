@@ -288,6 +288,7 @@ def test_the_timeline_shows_agreement_launch_and_wait(shared_tmp_path):
     keras_dist.start_timeline(path)
     (found,) = C.allreduce(comm, mine, ["x"], _engine.OpOptions(SUM), 2**20)
     found.finish(None)
+    comm.nccl._watch.drain()  # its thread has recorded the operation
     keras_dist.stop_timeline()
     keras_dist.barrier()  # rank 0 has written it
     trace = traces.load(path)
