@@ -40,7 +40,8 @@ def reduced(mine, options):
         try:
             return _engine.collectives.allreduce(comm, [mine], ["gradients"], options, 2**20)
         except RuntimeError as error:
-            print("rank", me, "raises", type(error).__name__, error, flush=True)
+            text = f"rank {me} raises {type(error).__name__} {error}"
+            print(text + chr(10), end="", flush=True)  # at once: other ranks print now
 """,
     ).replace(
         '_engine.collectives.allreduce(comm, [mine], ["gradients"], options, 2**20)\n    total',
