@@ -121,6 +121,8 @@ def test_going_on_without_a_rank_is_asked_of_open_mpi_alone(dry_run):
         ("-np 2 --mpi true", "--mpi of horovodrun does not apply. Leave it out:"),
         ("-np 2 --min-np 2 true", "Expected --min-np and --max-np with --host-discovery-script"),
         ("-np 2 --join-directory d --min-np 3 --max-np 2 true", "--max-np of --min-np or more"),
+        ("-np 2 --join-directory d --min-np 3 true", "-np of --min-np or more. Received: 2."),
+        ("-np 4 --join-directory d --max-np 3 true", "-np of --max-np or less. Received: 4."),
         ("-H h1 --host-discovery-script ls true", "only --host-discovery-script"),
         ("--host-discovery-script false true", "Expected false to name 1 or more slots"),
         (f"--host-discovery-script {HERE} true", "Received: Permission denied: not an executable"),

@@ -176,7 +176,8 @@ OPTIONS = (
     Option(
         "--min-np",
         "minimum number of ranks. A host discovery script runs again until there are enough slots "
-        "(-np, or 1). With --on-failure continue or replace the job ends when fewer are left",
+        "(-np, or 1). With --on-failure continue or replace the job ends in `fit` when fewer are "
+        "left",
         "N",
         _number(1),
         horovod="--min-np --min-num-proc",

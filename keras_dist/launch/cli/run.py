@@ -197,6 +197,12 @@ def _check(options: argparse.Namespace) -> None:
     elif options.max_np and options.max_np < (options.min_np or 1):
         expected, received = "--max-np of --min-np or more", f"{options.max_np}"
         remedy = f"--min-np is {options.min_np}."
+    elif not asks and options.np and options.np < (options.min_np or 1):
+        expected, received = "-np of --min-np or more", f"{options.np}"
+        remedy = f"--min-np is {options.min_np}."
+    elif not asks and options.np and options.np > (options.max_np or options.np):
+        expected, received = "-np of --max-np or less", f"{options.np}"
+        remedy = f"--max-np is {options.max_np}."
     else:
         return
     raise errors.ArgumentError(errors.explain("[keras-dist run]", expected, received, remedy))
