@@ -3,7 +3,6 @@
 import collections
 import json
 import random
-import re
 import time
 
 import pytest
@@ -11,7 +10,8 @@ import pytest
 ULFM = ("--with-ft", "ulfm")
 
 # Each rank writes the samples of each step before it trains on them: a rank that is killed at the
-# begin of a batch has not. Training ends two epochs after SIZE ranks have been reached again.
+# begin of a batch has not. Training ends two epochs after SIZE ranks have been reached again, and
+# after a process has been refused if REFUSES.
 SCRIPT = """
 import json, os, signal, subprocess, sys
 pathlib.Path(os.environ["FAULT_FOLDER"], f"pid-{os.getpid()}").touch()
@@ -55,7 +55,8 @@ class Faults(keras.callbacks.Callback):
         # Another process that starts gets the cores; the job trains on meanwhile.
         time.sleep(0.02 if keras_dist.size() == SIZE else 0.2)
     def on_epoch_end(self, epoch, logs=None):
-        self.full += keras_dist.size() == SIZE and (epoch > LATER)
+        is_refused = os.path.exists(os.path.join(FOLDER, "codes")) or not REFUSES
+        self.full += keras_dist.size() == SIZE and (epoch > LATER) and is_refused
         if self.full == 2:
             self.model.stop_training = True
 class Recording(keras.Model):
@@ -97,15 +98,23 @@ def fit(job, open_mpi, tmp_path):
     """A function that runs the script on n ranks, with settings of the script; see `job`."""
 
     def run(
-        ranks, size, kills=(), starts=(), later=-1, on_failure="stop", backend="torch", **variables
+        ranks,
+        size,
+        kills=(),
+        starts=(),
+        later=-1,
+        refuses=False,
+        on_failure="stop",
+        backend="torch",
+        **variables,
     ):
         folder = tmp_path / "records"
         folder.mkdir()
         settings = {"KILLS": kills, "STARTS": starts, "SIZE": size, "FOLDER": str(folder)}
-        settings |= {"OPTIONS": {"on_failure": on_failure}, "LATER": later}
+        settings |= {"OPTIONS": {"on_failure": on_failure}, "LATER": later, "REFUSES": refuses}
         head = "".join(f"{name} = {value!r}\n" for name, value in settings.items())
         how = {"timeout": 120, "KERAS_BACKEND": backend}
-        if on_failure == "replace":
+        if on_failure != "stop":
             how |= {"python": open_mpi, "options": ULFM}
         else:
             how |= {"KERAS_DIST_JOIN_DIRECTORY": str(tmp_path / "job")}
@@ -219,11 +228,11 @@ def test_a_process_with_other_settings_is_refused(fit, tmp_path):
     within=90,
 )
 def test_more_ranks_than_the_job_takes_are_refused(fit, tmp_path):
-    ended = fit(2, 3, starts=[{}, {}], backend="jax", KERAS_DIST_MAX_NP="3")
+    how = {"refuses": True, "backend": "jax", "KERAS_DIST_MAX_NP": "3"}
+    ended = fit(2, 3, starts=[{}, {}], **how)
     assert ended.returncode == 0, ended.stdout
     assert "ended 3" in ended.stdout and codes(tmp_path, 2) == [0, 1]
-    refused = r"a job that takes at most 3 ranks \(--max-np\)|Received: no job: it has ended"
-    assert re.search(refused, ended.stdout), ended.stdout
+    assert "a job that takes at most 3 ranks (--max-np)" in ended.stdout
 
 
 @pytest.mark.fault(
@@ -236,6 +245,18 @@ def test_a_job_with_too_few_ranks_ends(fit):
     ended = fit(3, 3, kills=[[0, 2, 1]], **how)
     assert ended.returncode != 0
     assert "at least 3 ranks (--min-np). Received: 2: others have died" in ended.stdout
+
+
+@pytest.mark.fault(
+    "a rank is killed in `fit` with `on_failure=continue`, and fewer are left than the job needs",
+    "the job ends with the reason at the begin of the next epoch, exit code not 0",
+    within=15,
+)
+def test_a_job_that_continues_with_too_few_ranks_ends(fit):
+    how = {"on_failure": "continue", "backend": "jax", "KERAS_DIST_MIN_NP": "2"}
+    ended = fit(2, 2, kills=[[0, 10, 1]], **how)
+    assert ended.returncode != 0
+    assert "at least 2 ranks (--min-np). Received: 1: others have died" in ended.stdout
 
 
 @pytest.mark.fault(
