@@ -1,4 +1,4 @@
-"""Times how long a restart reads a backup from the memory of another host, to one from disk.
+"""Times how a restart reads a backup from the memory of another host, compared with one from disk.
 
     python benchmarks/memory_backup.py [--backend tensorflow|jax|torch] [--mb 100] [--quick]
 
@@ -11,7 +11,6 @@ until all ranks have the state.
 
 import functools
 import json
-import os
 import shutil
 import statistics
 import tempfile
@@ -56,6 +55,7 @@ def work(path):
     import numpy as np
 
     import keras_dist
+    from keras_dist import config
     from keras_dist.storage import memory_directory
 
     task = json.loads(Path(path).read_text())
@@ -79,7 +79,7 @@ def work(path):
 
     def lose():
         if keras_dist.rank() == 0:
-            memory_directory.remove_job(os.environ["KERAS_DIST_JOB_ID"])
+            memory_directory.remove_job(config.settings())
             shutil.rmtree(directory)
         barrier()
 
@@ -91,7 +91,7 @@ def work(path):
             lose()
         fit(True, name)
         assert all(map(np.array_equal, model.get_weights(), weights)), "another state came back"
-        memory_directory.remove_job(os.environ["KERAS_DIST_JOB_ID"])
+        memory_directory.remove_job(config.settings())
         barrier()
         if keras_dist.rank() == 0:
             shutil.rmtree(directory, ignore_errors=True)

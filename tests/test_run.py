@@ -11,6 +11,7 @@ import pytest
 from jobs import is_alive, launcher
 
 from keras_dist.launch.cli import main
+from keras_dist.storage import memory_directory
 
 IS_OPEN_MPI = len(launcher()) > 1
 HERE = str(Path(__file__))
@@ -171,6 +172,17 @@ def test_the_waiting_for_hosts_counts_as_time_of_the_job(capsys, tmp_path):
         assert time.monotonic() - began < 20
         assert "no hosts were found within the time limit" in capsys.readouterr().err
     assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_backups_in_memory_are_removed_where_the_ranks_have_them(monkeypatch, tmp_path):
+    monkeypatch.delenv("KERAS_DIST_JOB_ID", raising=False)
+    monkeypatch.setattr("secrets.token_hex", lambda nbytes: "job")
+    parent = tmp_path / f"keras_dist_backups-{os.getuid()}"
+    parent.mkdir(mode=0o700)
+    (parent / memory_directory.directory_of("job", tmp_path)).mkdir()
+    where = f"KERAS_DIST_MEMORY_DIRECTORY={tmp_path}"
+    assert main(["run", "-np", "1", "-x", where, "true"]) == 0
+    assert not [*parent.iterdir()]
 
 
 # --- Options in a file

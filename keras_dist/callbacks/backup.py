@@ -177,6 +177,8 @@ class BackupAndRestore(ListMember, KerasBackup):
         self._keras_dist_epoch = epoch  # Keras counts from 0 until an epoch ends
         self._data = epochs.numbers()
         self._random.begin_epoch()
+        if self._copies is not None:
+            self._copies.touch()
         self._has_begun = True
         if self._resumed is not None:
             self.when_all_have_been_called(functools.partial(self._resume_epoch, self._resumed))

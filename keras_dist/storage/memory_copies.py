@@ -7,7 +7,6 @@ or read cause a warning, and the backup on disk remains.
 
 import logging
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -66,6 +65,11 @@ class MemoryCopies:
             return self._path_of(newest)
         return self._move(newest, found.index(newest), self._root_rank)
 
+    def touch(self) -> None:
+        """Shows other jobs that this job is alive. Not collective: each node for itself."""
+        if self._name and self._is_keeper():
+            self._directory()
+
     def write(self, save: Save) -> Path | None:
         """Writes a copy on the root's node and on the next one.
 
@@ -99,9 +103,7 @@ class MemoryCopies:
     def remove(self) -> None:
         """Removes the copies from all nodes. Not collective: each node removes its own."""
         if self._name and self._is_keeper():
-            directory = self._directory()
-            if directory is not None:
-                shutil.rmtree(directory, ignore_errors=True)
+            memory_directory.remove(self._name)
 
     def _choose_name(self) -> str:
         job_id = config.settings().job_id
@@ -130,8 +132,8 @@ class MemoryCopies:
 
     def _newest(self) -> Copy | None:
         """Returns the newest intact copy on this node."""
-        memory_directory.remove_old()
         directory = self._directory()
+        memory_directory.remove_old(config.settings().job_id)
         for path in versioned_backups.newest_first(directory) if directory else []:
             if versioned_backups.is_intact(path):
                 return path.name, path.stat().st_size

@@ -14,9 +14,9 @@ from pathlib import Path
 from keras_dist import config, runtime
 from keras_dist.storage.ownership import is_private_directory, make_private_directory
 
-__all__ = ["directory_of", "make_directory", "remove_job", "remove_old"]
+__all__ = ["directory_of", "make_directory", "remove", "remove_job", "remove_old"]
 
-OLD_SECONDS = 24 * 3600.0  # after the last backup; the job has ended without removing it
+OLD_SECONDS = 24 * 3600.0  # since its last use; the job has ended without removing it
 
 
 def directory_of(job_id: str, backup_dir: Path) -> str:
@@ -27,38 +27,54 @@ def directory_of(job_id: str, backup_dir: Path) -> str:
 def make_directory(name: str) -> Path:
     """Returns the path of a directory on this node, which is created if missing.
 
+    The directory counts as used now, see `remove_old`.
+
     Raises:
         ArgumentError: other users can access the directory of this user.
         OSError: it cannot be created.
     """
-    parent = _of_user()
+    parent = _of_user(config.settings())
     make_private_directory(parent, runtime.where())
     (parent / name).mkdir(mode=0o700, exist_ok=True)
+    os.utime(parent / name)
     return parent / name
 
 
-def remove_old() -> None:
-    """Removes directories of jobs of this user that have written no backup for a day."""
+def remove(name: str) -> None:
+    """Removes a directory from this node."""
+    _remove(name, config.settings())
+
+
+def remove_old(job_id: str) -> None:
+    """Removes directories of jobs of this user that no job has used for a day, except one job's."""
     latest = time.time() - OLD_SECONDS
-    for path in _directories(""):
+    for path in _directories("*", config.settings()):
         with contextlib.suppress(OSError):  # another process may remove it
-            if path.stat().st_mtime < latest:
+            if not path.name.startswith(_prefix(job_id)) and path.stat().st_mtime < latest:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_job(job_id: str) -> None:
-    """Removes the directories of a job from this node."""
-    for path in _directories(_prefix(job_id)):
+def remove_job(settings: config.Settings) -> None:
+    """Removes the directories of a job from this node.
+
+    Args:
+        settings: those of the ranks of the job.
+    """
+    _remove(f"{_prefix(settings.job_id)}*", settings)
+
+
+def _remove(pattern: str, settings: config.Settings) -> None:
+    for path in _directories(pattern, settings):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _directories(prefix: str) -> list[Path]:
-    parent = _of_user()
-    return [*parent.glob(f"{prefix}*")] if is_private_directory(parent) else []
+def _directories(pattern: str, settings: config.Settings) -> list[Path]:
+    parent = _of_user(settings)
+    return [*parent.glob(pattern)] if is_private_directory(parent) else []
 
 
-def _of_user() -> Path:
-    return Path(config.settings().memory_directory) / f"keras_dist_backups-{os.getuid()}"
+def _of_user(settings: config.Settings) -> Path:
+    return Path(settings.memory_directory) / f"keras_dist_backups-{os.getuid()}"
 
 
 def _prefix(job_id: str) -> str:

@@ -173,15 +173,20 @@ def test_copies_that_other_users_can_access_are_not_used(copies, shared_tmp_path
 
 
 def test_old_copies_of_other_jobs_are_removed(copies, job, shared_tmp_path):
-    copies()[0].write(save(1))
-    job("two")
-    made, _ = copies()
-    made.write(save(2))
-    old = memory_directory.directory_of("one", shared_tmp_path / "backup")
-    act(lambda: [os.utime(path, (0, 0)) for path in shared_tmp_path.glob(f"*/*/{old}")])
-    assert is_found(copies()[1], 2)
+    made = {}
+    for number, name in enumerate(["ended", "lives", "requeued"], 1):
+        job(name)
+        made[name], _ = copies()
+        made[name].write(save(number))
+    act(lambda: [os.utime(path, (0, 0)) for path in shared_tmp_path.glob("*/*/*")])
+    made["lives"].touch()
+    # Another backup of the same job leaves the first one.
+    assert copies("another backup")[1] is None
+    assert is_found(copies()[1], 3)
     keras_dist.barrier()
-    assert not [*shared_tmp_path.glob(f"*/*/{old}")]
+    left = {path.name for path in shared_tmp_path.glob("*/*/*")}
+    names = [memory_directory.directory_of(name, shared_tmp_path / "backup") for name in made]
+    assert [name in left for name in names] == [False, True, True]
 
 
 @pytest.mark.parametrize("node", [ROOTS_NODE, NEIGHBOUR] if len(NODES) > 1 else [ROOTS_NODE])

@@ -76,7 +76,7 @@ def _run(options: argparse.Namespace, end: float) -> int:
     library = load_library()
     added = {**settings_of(options), **_variables(options)}
     environment = {JOB_ID: secrets.token_hex(16), **os.environ, **added, RESTART: "0"}
-    limit = config.parse(environment).stall_abort_seconds
+    settings = config.parse(environment)
     ssh = ssh_of_job(options, environment)
     goes_on = options.on_failure in GOING_ON
     survives_rank_loss = goes_on and library.survives_rank_loss
@@ -93,8 +93,8 @@ def _run(options: argparse.Namespace, end: float) -> int:
 
     command = command_of(0)
     if options.dry_run or options.verbose:
-        settings = [f"{name}={text}" for name, text in added.items()]
-        print(shlex.join([*(["env", *settings] if settings else []), *command]), flush=True)
+        shown = [f"{name}={text}" for name, text in added.items()]
+        print(shlex.join([*(["env", *shown] if shown else []), *command]), flush=True)
     if options.dry_run:
         return 0
     if goes_on and not library.survives_rank_loss:
@@ -102,6 +102,7 @@ def _run(options: argparse.Namespace, end: float) -> int:
     if "--allow-run-as-root" in command:
         _print("running as root: --allow-run-as-root is passed to mpiexec.")
     try:
+        limit = settings.stall_abort_seconds
         with terminating_signals_raise(), watched_connections(library, ssh, limit) as connections:
             environment |= connections.variables
             return _run_with_restarts(
@@ -112,7 +113,7 @@ def _run(options: argparse.Namespace, end: float) -> int:
         return request.code
     finally:
         if JOB_ID not in {**os.environ, **added}:  # otherwise another launcher may restart the job
-            memory_directory.remove_job(environment[JOB_ID])
+            memory_directory.remove_job(settings)
 
 
 def _launched(options: argparse.Namespace) -> list[str]:
