@@ -1,5 +1,6 @@
 """Backup of training in progress, from which an interrupted job resumes on all ranks."""
 
+import contextlib
 import functools
 import json
 import pathlib
@@ -98,8 +99,9 @@ class BackupAndRestore(ListMember, KerasBackup):
         **kwargs: see `keras.callbacks.BackupAndRestore`.
 
     Raises:
-        CheckpointError: the first backup cannot be written, a backup cannot be read or removed, or
-            no existing backup is intact; raised on every rank, by `fit`.
+        CheckpointError: the first backup cannot be written, a backup cannot be read or removed, no
+            existing backup is intact, or the only one is in the memory of another node and cannot
+            be fetched; raised on every rank, by `fit`.
         MismatchError: the replicas differ; raised on every rank, by `fit`.
         ArgumentError: `root_rank` is not a rank.
 
@@ -123,7 +125,7 @@ class BackupAndRestore(ListMember, KerasBackup):
         self._directory = pathlib.Path(self.backup_dir)
         self._retry_policy = RetryPolicy()
         self._intact: pathlib.Path | None = None  # on the root: the newest backup known intact
-        self._copies = MemoryCopies(self._directory, root_rank) if memory else None
+        self._copies = MemoryCopies(self._directory, root_rank, memory)
         self._copy: pathlib.Path | None = None  # on the root: the newest backup in memory
         self._data: dict[str, int] = {}
         # Trained batches of this epoch; whether on_epoch_begin of this epoch has been called.
@@ -138,8 +140,7 @@ class BackupAndRestore(ListMember, KerasBackup):
     def before_training(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Finds the backup before other callbacks change their files."""
         self._fit = FitState(callbacks, self.root_rank)
-        if self._copies is not None:
-            self._copy = self._copies.find()
+        self._copy = self._copies.find(searches=not self._is_left_out())
         resumes = self._on_root(self._find, "to find the backup in", versioned_backups.REMEDY)
         self._fit.agree(resumes and not self._is_left_out())
 
@@ -177,8 +178,7 @@ class BackupAndRestore(ListMember, KerasBackup):
         self._keras_dist_epoch = epoch  # Keras counts from 0 until an epoch ends
         self._data = epochs.numbers()
         self._random.begin_epoch()
-        if self._copies is not None:
-            self._copies.touch()
+        self._copies.touch()
         self._has_begun = True
         if self._resumed is not None:
             self.when_all_have_been_called(functools.partial(self._resume_epoch, self._resumed))
@@ -210,8 +210,7 @@ class BackupAndRestore(ListMember, KerasBackup):
                 "to remove the backup in",
                 "Remove it by hand.",
             )
-        if self._copies is not None:
-            self._copies.remove()
+        self._copies.remove()
 
     def _is_left_out(self) -> bool:
         """Returns whether the fit goes on from what another callback has in memory."""
@@ -243,8 +242,7 @@ class BackupAndRestore(ListMember, KerasBackup):
         self._rank_states = self._fit.gather(self.model, self.last_logs(), statistics)
         self._copy = None
         with gathered(self.model, self.root_rank):
-            if self._copies is not None:
-                self._copy = self._copies.write(self._save)
+            self._copy = self._copies.write(self._save)
             has_written = self._on_root(self._write, "to write a backup into", NEEDS_ROOM)
         if has_written:
             self._written = (self._keras_dist_epoch, self._step)
@@ -283,7 +281,7 @@ class BackupAndRestore(ListMember, KerasBackup):
 
     def _write(self) -> bool:
         def write() -> bool:
-            number = None if self._copies is None else self._copies.number()
+            number = self._copies.number()
             self._intact = versioned_backups.add(
                 self._directory, self._save, self._intact, number=number
             )
@@ -292,11 +290,14 @@ class BackupAndRestore(ListMember, KerasBackup):
         return self._retry_policy.attempt(write, f"to write a backup into {self.backup_dir}")
 
     def _save(self, file: BinaryIO) -> None:
-        if self._copy is None:
+        copy: BinaryIO | None = None
+        with contextlib.suppress(OSError):  # of the memory, not of the disk
+            copy = None if self._copy is None else self._copy.open("rb")
+        if copy is None:
             np.savez(file, **self._arrays())
         else:
-            with self._copy.open("rb") as written:
-                shutil.copyfileobj(written, file)
+            with copy:
+                shutil.copyfileobj(copy, file)
 
     def _arrays(self) -> dict[str, Any]:
         """Returns the contents of a backup: arrays by name, and a JSON document among them."""
@@ -330,6 +331,8 @@ class BackupAndRestore(ListMember, KerasBackup):
 
     def _has_backup(self) -> bool:
         self._intact = versioned_backups.newest_intact(self._directory, self._copy)
+        if self._intact is None:
+            self._copies.check_not_lost()
         return self._intact is not None
 
     def _read(self) -> dict[str, Any] | None:

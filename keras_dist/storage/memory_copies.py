@@ -5,8 +5,10 @@ restarted job finds it on any node that is left, and no disk is read. Copies tha
 or read cause a warning, and the backup on disk remains.
 """
 
+import functools
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -20,7 +22,7 @@ from keras_dist.storage.root_action import on_root
 __all__ = ["MemoryCopies"]
 
 PIECE_NBYTES = 2**26  # sent at once, so that ranks need no memory besides the copy
-REMEDY = "Training continues, and a restart reads the backup on disk."
+REMEDY = "Backups on disk are not affected."
 FAILURES = (OSError, errors.ArgumentError, errors.RankLostError)
 
 Value = TypeVar("Value")
@@ -36,34 +38,65 @@ class MemoryCopies:
     Args:
         backup_dir: the directory of the backups on disk.
         root_rank: the rank that writes and reads backups.
+        wanted: whether there are copies. Defaults to `True`.
     """
 
-    def __init__(self, backup_dir: Path, root_rank: int):
-        self._backup_dir, self._root_rank = backup_dir, root_rank
+    def __init__(self, backup_dir: Path, root_rank: int, wanted: bool = True):
+        self._backup_dir, self._root_rank, self._wanted = backup_dir, root_rank, wanted
         self._name = ""  # of the directory on each node; empty: no copies
         self._number = 0  # of the newest backup
+        self._intact: Path | None = None  # on this node: the newest copy known intact
+        self._lost = ""  # names of copies that could not be brought to the root
 
-    def find(self) -> Path | None:
+    def find(self, searches: bool = True) -> Path | None:
         """Returns, on the root, the path of the newest intact copy, fetched from another node.
 
         Returns `None` on other ranks, and if there is no copy.
+
+        Args:
+            searches: whether to look for copies; if not, the ranks only prepare for `write`.
+                Defaults to `True`.
         """
-        self._name = self._on_root(self._choose_name)
-        if not self._name:
+        self._name = self._on_root(self._choose_name) if self._wanted else ""
+        if not (self._name and searches):
             return None
-        mine = self._newest() if self._is_keeper() else None
-        comm = runtime.communicator()
+        self._lost, self._intact = "", self._newest() if self._is_keeper() else None
+        mine = None if self._intact is None else _copy_of(self._intact)
         found = _engine.collectives.allgather_object(
-            comm, mine, operation="the copies of backups in memory"
+            runtime.communicator(), mine, operation="the copies of backups in memory"
         )
-        copies = [copy for copy in found if copy is not None]
-        if not copies:
-            return None
-        newest = max(copies, key=lambda copy: (_number_of(copy), copy))
-        self._number = _number_of(newest)
-        if found[self._root_rank] == newest:
-            return self._path_of(newest)
-        return self._move(newest, found.index(newest), self._root_rank)
+        copies = {rank: copy for rank, copy in enumerate(found) if copy is not None}
+
+        def age(rank: int) -> tuple[int, bool]:
+            return -_number_of(copies[rank]), rank != self._root_rank
+
+        for holder in sorted(copies, key=age):
+            copy, path = copies[holder], self._intact
+            if holder != self._root_rank:
+                path = self._move(copy, holder, self._root_rank)
+            if self._on_root(functools.partial(bool, path)):
+                self._number = _number_of(copy)
+                return path if runtime.rank() == self._root_rank else None
+        self._lost = ", ".join(sorted({name for name, _ in copies.values()}))
+        return None
+
+    def check_not_lost(self) -> None:
+        """Checks, on the root, that `find` has brought a copy if there are any.
+
+        Raises:
+            CheckpointError: none of them could be brought to the root.
+        """
+        if self._lost:
+            place = f"{config.settings().memory_directory} of {os.uname().nodename}"
+            expected = f"a backup in {self._backup_dir}, or room in {place} for one of another node"
+            received = f"only {self._lost} on another node, which could not be stored here"
+            remedy = (
+                "Remove the cause that the warnings name, and start the job again. With another "
+                "KERAS_DIST_JOB_ID it starts over."
+            )
+            raise errors.CheckpointError(
+                errors.explain(runtime.where(), expected, received, remedy)
+            )
 
     def touch(self) -> None:
         """Shows other jobs that this job is alive. Not collective: each node for itself."""
@@ -83,9 +116,10 @@ class MemoryCopies:
             return None
 
         def add() -> tuple[int, Copy | None]:
-            on_disk = versioned_backups.newest_first(self._backup_dir)
-            number = 1 + max([self._number, *map(versioned_backups.number_of, on_disk[:1])])
-            return number, self._add(save, number)
+            number = self._next_number()
+            path = self._add(save, number)
+            self._intact = path or self._intact
+            return number, None if path is None else _copy_of(path)
 
         self._number, copy = self._on_root(add)
         if copy is None:
@@ -94,7 +128,7 @@ class MemoryCopies:
         own = next(at for at, node in enumerate(nodes) if self._root_rank in node)
         if len(nodes) > 1:
             self._move(copy, self._root_rank, nodes[(own + 1) % len(nodes)][0])
-        return self._path_of(copy)
+        return self._intact if runtime.rank() == self._root_rank else None
 
     def number(self) -> int | None:
         """Returns the number of the newest backup; `None` without copies."""
@@ -104,6 +138,18 @@ class MemoryCopies:
         """Removes the copies from all nodes. Not collective: each node removes its own."""
         if self._name and self._is_keeper():
             memory_directory.remove(self._name)
+
+    def _next_number(self) -> int:
+        """Returns the number of the next backup: nanoseconds since 1970, or more than the last.
+
+        A copy of an earlier fit, on a node that was away when that fit ended, never is the newest.
+        """
+        try:
+            on_disk = versioned_backups.newest_first(self._backup_dir)
+        except OSError:  # the write to disk fails as well, which is logged
+            on_disk = []
+        known = max([self._number, *map(versioned_backups.number_of, on_disk[:1])])
+        return max(1 + known, time.time_ns())
 
     def _choose_name(self) -> str:
         job_id = config.settings().job_id
@@ -130,13 +176,13 @@ class MemoryCopies:
             _warn("a directory for backups in memory", error)
             return None
 
-    def _newest(self) -> Copy | None:
+    def _newest(self) -> Path | None:
         """Returns the newest intact copy on this node."""
         directory = self._directory()
         memory_directory.remove_old(config.settings().job_id)
         for path in versioned_backups.newest_first(directory) if directory else []:
             if versioned_backups.is_intact(path):
-                return path.name, path.stat().st_size
+                return path
             _log.warning(
                 "%s on %s is damaged: the digest does not match. Training resumes from another "
                 "backup.",
@@ -145,22 +191,16 @@ class MemoryCopies:
             )
         return None
 
-    def _path_of(self, copy: Copy) -> Path | None:
-        """Returns the path of a copy, on the root."""
-        directory = self._directory() if runtime.rank() == self._root_rank else None
-        return None if directory is None else directory / copy[0]
-
-    def _add(self, save: Save, number: int) -> Copy | None:
+    def _add(self, save: Save, number: int) -> Path | None:
         """Writes a copy on this node; logs a warning if it cannot be written."""
         directory = self._directory()
         if directory is None:
             return None
         try:
-            path = versioned_backups.add(directory, save, None, number=number)
+            return versioned_backups.add(directory, save, self._intact, number=number)
         except FAILURES as error:
             _warn(f"to write a backup into {directory}", error)
             return None
-        return path.name, path.stat().st_size
 
     def _move(self, copy: Copy, source: int, target: int) -> Path | None:
         """Sends a copy from a rank to another, which keeps it; returns its path there."""
@@ -170,24 +210,28 @@ class MemoryCopies:
         if comm.rank != target:
             return None
         receiver = _Receiver(comm, copy, source)
-        added = self._add(receiver.save, _number_of(copy))
+        path = self._add(receiver.save, _number_of(copy))
         receiver.finish()
-        directory = self._directory()
-        if added is None or directory is None:
-            return None
-        if added != copy:
-            (directory / added[0]).unlink(missing_ok=True)
+        if path is not None and path.name != copy[0]:  # the name contains the digest
+            path.unlink(missing_ok=True)
             _log.warning("%s arrived damaged on %s.", copy[0], os.uname().nodename)
-            return None
-        return directory / copy[0]
+            path = None
+        self._intact = path or self._intact
+        return path
 
     def _send(self, comm: _engine.Communicator, copy: Copy, target: int) -> None:
-        directory = memory_directory.make_directory(self._name)
-        contents = np.memmap(directory / copy[0], np.uint8, "r")
+        """Sends a copy in pieces; an empty piece if it cannot be read."""
+        name, nbytes = copy
         try:
-            for low in range(0, copy[1], PIECE_NBYTES):
+            path = memory_directory.make_directory(self._name) / name
+            contents = np.memmap(path, np.uint8, "r", shape=nbytes)
+        except (*FAILURES, ValueError) as error:  # ValueError: the file is shorter
+            _warn(f"to read {name}", error)
+            contents = np.empty(0, np.uint8)
+        try:
+            for low in range(0, max(1, contents.size), PIECE_NBYTES):
                 piece = contents[low : low + PIECE_NBYTES]
-                _engine.point_to_point.send(comm, piece, target, copy[0])
+                _engine.point_to_point.send(comm, piece, target, name)
         except errors.RankLostError as error:  # the next collective notices it as well
             _warn(f"to send a backup to rank {target}", error)
 
@@ -211,13 +255,20 @@ class _Receiver:
         try:
             while self._left:
                 self._receive()
-        except errors.RankLostError as error:
+        except (OSError, errors.RankLostError) as error:
             _warn(f"to receive a backup from rank {self._source}", error)
 
     def _receive(self) -> memoryview:
         piece = _engine.point_to_point.recv(self._comm, self._source, self._name)
+        if not piece.size:
+            self._left = 0
+            raise OSError(f"rank {self._source} cannot read {self._name}")
         self._left -= piece.size
         return piece.data
+
+
+def _copy_of(path: Path) -> Copy:
+    return path.name, path.stat().st_size
 
 
 def _number_of(copy: Copy) -> int:

@@ -4,17 +4,19 @@ Each node has its own directory. On one node, tests that lose a node are skipped
 """
 
 import dataclasses
+import errno
 import logging
 import os
 import resource
 import shutil
 import signal
 
+import numpy as np
 import pytest
 from test_backup import Interrupt, Interrupted, everything_of, fit
 
 import keras_dist
-from keras_dist import config, runtime
+from keras_dist import config, errors, runtime
 from keras_dist.callbacks import BackupAndRestore
 from keras_dist.storage import memory_copies, memory_directory, versioned_backups
 from keras_dist.storage.memory_copies import MemoryCopies
@@ -139,6 +141,49 @@ def test_damaged_copies_are_not_used(copies, shared_tmp_path, caplog):
 
 
 @on_nodes
+def test_a_copy_that_the_source_cannot_read_is_given_up(copies, shared_tmp_path, caplog):
+    made, _ = copies()
+    made.write(save(1))
+    target = NODES[NEIGHBOUR][0]
+    lost, shorter = "00000002-" + 32 * "0" + ".npz", files(shared_tmp_path, ROOTS_NODE)[0].name
+    with caplog.at_level(logging.WARNING, "keras_dist"):
+        for name, nbytes in [(lost, SIZE), (shorter, 2 * SIZE)]:
+            assert made._move((name, nbytes), ROOT, target) is None
+    told = any("cannot read" in text for text in caplog.messages)
+    assert keras_dist.allgather_object(told)[target]
+    assert len(files(shared_tmp_path, NEIGHBOUR)) == 1
+
+
+@on_nodes
+def test_another_copy_is_found_if_the_newest_arrives_damaged(copies, shared_tmp_path, monkeypatch):
+    made, _ = copies()
+    made.write(save(1))
+    made.write(save(2))
+
+    def damage():
+        files(shared_tmp_path, ROOTS_NODE)[1].unlink()
+        files(shared_tmp_path, NEIGHBOUR)[1].write_bytes(contents(2)[:-1])
+
+    act(damage)
+    monkeypatch.setattr(versioned_backups, "is_intact", lambda path: True)
+    assert is_found(copies()[1], 1)
+
+
+@on_nodes
+def test_a_copy_that_the_root_cannot_store_is_an_error(copies, shared_tmp_path):
+    made, _ = copies()
+    made.write(save(1))
+    act(lambda: shutil.rmtree(shared_tmp_path / f"node{ROOTS_NODE}"))
+    backup = BackupAndRestore(shared_tmp_path / "backup", root_rank=ROOT, memory=True)
+    with (
+        pytest.raises(errors.CheckpointError, match="which could not be stored here"),
+        limited_files(keras_dist.rank() == ROOT),
+    ):
+        backup.before_training([])
+    assert is_found(copies()[1], 1)
+
+
+@on_nodes
 def test_a_copy_that_arrives_damaged_is_removed(copies, shared_tmp_path):
     made, _ = copies()
     made.write(save(1))
@@ -189,6 +234,40 @@ def test_old_copies_of_other_jobs_are_removed(copies, job, shared_tmp_path):
     assert [name in left for name in names] == [False, True, True]
 
 
+def test_a_copy_of_an_earlier_fit_is_not_the_newest(copies, shared_tmp_path):
+    made, _ = copies()
+    for number in (1, 2, 3):
+        made.write(save(number))
+    away, place = shared_tmp_path / "away", shared_tmp_path / f"node{NEIGHBOUR}"
+    act(lambda: shutil.copytree(place, away))
+    made.remove()
+    copies()[0].write(save(4))
+    path = max(away.glob("*/*/*.npz"))
+    act(lambda: shutil.copy(path, place / path.relative_to(away)))
+    assert is_found(copies()[1], 4)
+
+
+def test_a_disk_that_fails_does_not_prevent_copies(copies, monkeypatch):
+    made, _ = copies()
+    found = versioned_backups.newest_first
+
+    def newest_first(directory, *arguments):
+        if directory.name == "backup":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return found(directory, *arguments)
+
+    monkeypatch.setattr(versioned_backups, "newest_first", newest_first)
+    assert is_found(made.write(save(1)), 1)
+
+
+def test_a_fit_that_goes_on_does_not_search(copies, shared_tmp_path):
+    copies()[0].write(save(1))
+    made = MemoryCopies(shared_tmp_path / "backup", ROOT)
+    assert made.find(searches=False) is None
+    assert is_found(made.write(save(2)), 2)
+    assert is_found(copies()[1], 2)
+
+
 @pytest.mark.parametrize("node", [ROOTS_NODE, NEIGHBOUR] if len(NODES) > 1 else [ROOTS_NODE])
 def test_a_full_memory_is_a_warning(node, copies, caplog):
     made, _ = copies()
@@ -226,6 +305,16 @@ def test_without_the_id_of_a_job_backups_are_on_disk_only(copies, job, caplog):
     assert found is None and made.write(save(1)) is None
     told = any("KERAS_DIST_JOB_ID" in text for text in caplog.messages)
     assert keras_dist.allgather_object(told) == [rank == ROOT for rank in range(ROOT + 1)]
+
+
+def test_a_copy_that_cannot_be_opened_is_written_to_disk_from_the_arrays(tmp_path, monkeypatch):
+    backup = BackupAndRestore(tmp_path / "backup", memory=True)
+    monkeypatch.setattr(backup, "_copy", tmp_path / "removed.npz")
+    monkeypatch.setattr(backup, "_arrays", lambda: {"x": np.arange(3)})
+    with (tmp_path / "file.npz").open("wb") as file:
+        backup._save(file)
+    with np.load(tmp_path / "file.npz") as found:
+        assert found["x"].tolist() == [0, 1, 2]
 
 
 def test_a_newer_backup_on_disk_is_read_instead(tmp_path):
