@@ -179,7 +179,7 @@ class MemoryCopies:
     def _newest(self) -> Path | None:
         """Returns the newest intact copy on this node."""
         directory = self._directory()
-        memory_directory.remove_old(config.settings().job_id)
+        memory_directory.remove_old(self._name)
         for path in versioned_backups.newest_first(directory) if directory else []:
             if versioned_backups.is_intact(path):
                 return path

@@ -45,12 +45,16 @@ def remove(name: str) -> None:
     _remove(name, config.settings())
 
 
-def remove_old(job_id: str) -> None:
-    """Removes directories of jobs of this user that no job has used for a day, except one job's."""
-    latest = time.time() - OLD_SECONDS
+def remove_old(name: str) -> None:
+    """Removes directories of this user that have not been used for a day.
+
+    Args:
+        name: a directory; those of its job stay.
+    """
+    latest, job = time.time() - OLD_SECONDS, name.partition("-")[0]
     for path in _directories("*", config.settings()):
         with contextlib.suppress(OSError):  # another process may remove it
-            if not path.name.startswith(_prefix(job_id)) and path.stat().st_mtime < latest:
+            if not path.name.startswith(job) and path.stat().st_mtime < latest:
                 shutil.rmtree(path, ignore_errors=True)
 
 
