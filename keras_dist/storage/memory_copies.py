@@ -224,7 +224,7 @@ class MemoryCopies:
         name, nbytes = copy
         try:
             path = memory_directory.make_directory(self._name) / name
-            contents = np.memmap(path, np.uint8, "r", shape=nbytes)
+            contents: np.ndarray = np.memmap(path, np.uint8, "r", shape=nbytes)
         except (*FAILURES, ValueError) as error:  # ValueError: the file is shorter
             _warn(f"to read {name}", error)
             contents = np.empty(0, np.uint8)
