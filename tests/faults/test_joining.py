@@ -113,7 +113,7 @@ def fit(job, open_mpi, tmp_path):
         settings = {"KILLS": kills, "STARTS": starts, "SIZE": size, "FOLDER": str(folder)}
         settings |= {"OPTIONS": {"on_failure": on_failure}, "LATER": later, "REFUSES": refuses}
         head = "".join(f"{name} = {value!r}\n" for name, value in settings.items())
-        how = {"timeout": 120, "KERAS_BACKEND": backend}
+        how = {"timeout": 240, "KERAS_BACKEND": backend}
         if on_failure != "stop":
             how |= {"python": open_mpi, "options": ULFM}
         else:
@@ -150,7 +150,7 @@ REPLACED = (
 
 
 @pytest.mark.fault(
-    "a rank is killed in an epoch of `fit`, with `on_failure=replace`", REPLACED, within=90
+    "a rank is killed in an epoch of `fit`, with `on_failure=replace`", REPLACED, within=180
 )
 def test_a_rank_is_replaced(fit, tmp_path):
     ended = fit(3, 3, kills=[[1, 3, 1]], later=1, on_failure="replace")
@@ -163,7 +163,7 @@ def test_a_rank_is_replaced(fit, tmp_path):
 @pytest.mark.fault(
     "the root and another rank are killed in the same step of `fit`, with `on_failure=replace`",
     "both are replaced, one after the other; the next rank becomes the root",
-    within=90,
+    within=180,
 )
 def test_two_ranks_are_replaced(fit):
     kills = [[0, 2, 0], [0, 2, 2]]
@@ -202,7 +202,7 @@ JOINED = "it joins between two steps; equal weights on all ranks, and each sampl
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
-@pytest.mark.fault("a process joins a job in `fit`", JOINED, within=90)
+@pytest.mark.fault("a process joins a job in `fit`", JOINED, within=180)
 def test_a_process_joins(fit, tmp_path, backend):
     ended = fit(2, 3, starts=[{}], backend=backend)
     assert ended.returncode == 0, ended.stdout
@@ -213,7 +213,7 @@ def test_a_process_joins(fit, tmp_path, backend):
 @pytest.mark.fault(
     "a process with other settings wants to join a job in `fit`, and two others with the same",
     "it ends with the reason, and the two join",
-    within=90,
+    within=180,
 )
 def test_a_process_with_other_settings_is_refused(fit, tmp_path):
     ended = fit(2, 4, starts=[{"KERAS_DIST_BUCKET_NBYTES": "5"}, {}, {}], backend="jax")
@@ -225,7 +225,7 @@ def test_a_process_with_other_settings_is_refused(fit, tmp_path):
 @pytest.mark.fault(
     "two processes want to join a job of two ranks that takes at most three (`--max-np`)",
     "one joins, the other ends with the reason",
-    within=90,
+    within=180,
 )
 def test_more_ranks_than_the_job_takes_are_refused(fit, tmp_path):
     how = {"refuses": True, "backend": "jax", "KERAS_DIST_MAX_NP": "3"}
