@@ -140,7 +140,7 @@ def test_fit_hosts(tmp_path):
 
 @pytest.mark.slow
 def test_every_part_of_the_benchmark_of_gpus_runs(tmp_path):
-    options = ["--dry-run", "--backends", "torch", "--output", str(tmp_path)]
+    options = ["--dry-run", "--backends", "jax", "--output", str(tmp_path)]
     job = subprocess.run(
         [sys.executable, str(FOLDER / "gpu.py"), *options],
         stdin=subprocess.DEVNULL,

@@ -138,11 +138,12 @@ def accept(names: Sequence[str], spawned: bool, shared: Any) -> None:
     world, before = comm.world, comm.size
     with _limited():
         port = comm.mpi.Open_port() if comm.rank == 0 and not spawned else ""
-        for name in names:
+        for later, name in zip(reversed(range(len(names))), names, strict=True):
             if comm.rank == 0:
                 _directory().answer(name, {"port": port})
             world = replacement.merge() if spawned else _accept_one(world, port)
-            world.bcast((len(names) - 1, shared) if name == names[0] else None)
+            # For the rank that has just joined; earlier ones know it.
+            world.bcast((later, shared))
         if port:
             comm.mpi.Close_port(port)
         _admit(comm, world, spawned)

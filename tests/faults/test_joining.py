@@ -17,6 +17,7 @@ import json, os, signal, subprocess, sys
 pathlib.Path(os.environ["FAULT_FOLDER"], f"pid-{os.getpid()}").touch()
 import keras, numpy as np, keras_dist
 from keras_dist import config
+from keras_dist.runtime import growth
 keras_dist.init()
 joins = config.settings().joins
 me = "joined" if joins else keras_dist.rank()
@@ -50,6 +51,8 @@ class Faults(keras.callbacks.Callback):
             for variables in STARTS:
                 fault()
                 start_another(**variables)
+            while len(growth.requests()) < len(STARTS):  # those of one step join together
+                time.sleep(0.1)
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
         # Another process that starts gets the cores; the job trains on meanwhile.
