@@ -198,7 +198,7 @@ VARIABLES = (
         "min_np",
         _integer,
         "0",
-        "Least number of ranks of a job whose ranks change: with fewer it ends. 0: no limit. "
+        "Least number of ranks in `fit` of a job whose ranks change. 0: no limit. "
         "`keras-dist run --min-np` sets it.",
         "a whole number, 0 or more",
     ),

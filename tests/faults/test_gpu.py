@@ -173,7 +173,7 @@ slow = pytest.mark.slow
 def test_a_failed_launch_in_fit(job, backend):
     ended = job(2, FIT, KERAS_BACKEND=backend, GPU_DOUBLE="fail-in-5", **DOUBLE)
     assert ended.returncode != 0
-    assert ended.seconds < 10
+    assert ended.seconds < 30
     for rank in range(2):
         assert f"rank {rank} of 2 raises" in ended.stdout
     raised = [line for line in ended.stdout.splitlines() if " raises " in line]
@@ -186,7 +186,7 @@ def test_a_killed_rank_in_fit(job, open_mpi, backend):
     started = {"python": open_mpi, "options": ULFM, "KERAS_BACKEND": backend}
     ended = job(3, FIT, **started, GPU_DOUBLE="die-in-5", **DOUBLE)
     assert ended.returncode != 0
-    assert ended.seconds < 15
+    assert ended.seconds < 30
     assert "Expected all ranks to come" in ended.stdout
 
 
