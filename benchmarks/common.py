@@ -33,7 +33,7 @@ def mpi():
     return "Open MPI" if "--oversubscribe" in launcher() else "MPICH"
 
 
-def start(script, ranks, task, timeout=None, **variables):
+def start(script, ranks, task, timeout=None, options=(), **variables):
     """Runs a script's worker on some ranks and returns what its rank 0 found.
 
     Args:
@@ -41,12 +41,13 @@ def start(script, ranks, task, timeout=None, **variables):
         ranks: how many; 0 for one process without a launcher.
         task: what the worker should do, as JSON can hold it.
         timeout: seconds after which the ranks are killed. Defaults to `None`: never.
+        options: further options of mpiexec. Defaults to none.
         **variables: environment variables of the ranks.
     """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "task.json"
         path.write_text(json.dumps(task))
-        prefix = [*launcher(), "-n", str(ranks)] if ranks else []
+        prefix = [*launcher(), *options, "-n", str(ranks)] if ranks else []
         subprocess.run(
             [*prefix, sys.executable, str(script), "--worker", str(path)],
             stdin=subprocess.DEVNULL,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from keras_dist.data.indexed import Batches
 from keras_dist.data.order import Order
-from keras_dist.data.partition import EvenPlan, Plan, Rest, plan_for_fewer, plan_samples
+from keras_dist.data.partition import EvenPlan, Plan, Rest, plan_after_change, plan_samples
 from keras_dist.data.round_robin import RoundRobin, plan_round_robin
 from keras_dist.data.spread import Spread, plan_spread
 
@@ -42,7 +42,7 @@ def test_fewer_ranks_take_as_many_steps_and_share_everything(shape, batch_size, 
     total, size = shape
     left = min(left, size)
     first = plans(total, size, batch_size, remainder)[0]
-    fewer = [plan_for_fewer(first, total, left, rank, remainder) for rank in range(left)]
+    fewer = [plan_after_change(first, total, left, rank, remainder) for rank in range(left)]
     assert {plan.steps for plan in fewer} == {first.steps}
     parts = [np.concatenate(epoch_of(plan, None)) for plan in fewer]
     for plan, part in zip(fewer, parts, strict=True):
@@ -73,6 +73,24 @@ def test_what_is_left_of_an_epoch_is_shared_out_in_as_many_steps(extra, size, da
     assert sorted(everything) == list(indices)
 
 
+@given(st.sampled_from(["rank", "global", None]), st.sets(st.integers(0, 2)), st.integers(1, 5))
+def test_batches_of_ranks_that_are_behind_belong_to_the_rest(way, behind, step):
+    def part_of(rank, size):
+        first = plan_samples(40, 3, rank, 2, "uneven")
+        return first if size == 3 else plan_after_change(first, 40, size, rank, "uneven")
+
+    def batches_of(rank):
+        return Batches(None, part_of(rank, 3), Order(way, 7, 40), plan_for=part_of)
+
+    ranks = [batches_of(rank) for rank in range(3)]
+    done = [step - (rank in behind) for rank in range(3)]
+    seen = [ranks[rank].indices(0, s) for rank in range(3) for s in range(done[rank])]
+    for rank, batches in enumerate(ranks[:2]):
+        batches.reshard(rank, 2, (0, step), behind)
+        seen += [batches.indices(0, s) for s in range(step, batches.plan.steps)]
+    assert sorted(np.concatenate(seen)) == list(range(40))
+
+
 def nothing(step):
     raise AssertionError(f"step {step} lies before the rest")
 
@@ -80,7 +98,7 @@ def nothing(step):
 def test_who_has_read_less_reads_on_as_before_up_to_where_the_rest_begins():
     def part_of(rank, size):
         first = plan_samples(40, 3, rank, 2, "uneven")
-        return first if size == 3 else plan_for_fewer(first, 40, size, rank, "uneven")
+        return first if size == 3 else plan_after_change(first, 40, size, rank, "uneven")
 
     def batches_of(rank):
         return Batches(None, part_of(rank, 3), Order("rank", 7, 40), plan_for=part_of)
@@ -231,13 +249,13 @@ def test_a_limited_plan_is_another_one_only_where_it_ends_earlier():
 
 def test_two_ranks_take_over_what_three_were_to_share():
     first = plan_samples(14, 3, 0, 2, "uneven")
-    even = [plan_for_fewer(first, 14, 2, rank, "uneven") for rank in range(2)]
+    even = [plan_after_change(first, 14, 2, rank, "uneven") for rank in range(2)]
     assert even == [EvenPlan(rank, 2, 7, 7, 2, 2) for rank in range(2)]
     assert [even[0].bounds(step) for step in range(2)] == [(0, 3), (3, 7)]
     early = plan_samples(60, 3, 0, 2, "uneven").limited(4)  # 24 of 60 samples
-    cut = plan_for_fewer(early, 60, 2, 1, "uneven")
+    cut = plan_after_change(early, 60, 2, 1, "uneven")
     assert (cut.count, cut.steps, cut.sizes()) == (12, 4, [3] * 4)
-    dropped = plan_for_fewer(plan_samples(14, 3, 0, 2, "drop"), 14, 2, 0, "drop")
+    dropped = plan_after_change(plan_samples(14, 3, 0, 2, "drop"), 14, 2, 0, "drop")
     assert (dropped.count, dropped.sizes()) == (6, [3, 3])
 
 

@@ -45,7 +45,10 @@ class AdmitRanks(BackupAndRestore):
     ranks that have died: the step of the death is completed, and from the next step on the others
     take over their data. With `"replace"` MPI then spawns a process for each, which joins as above;
     this needs one node and Open MPI 5 or newer. The death of such a process ends the job, and so
-    does a death while one is on its way: Open MPI does not survive them.
+    does a death while one is on its way: Open MPI does not survive them. The batch on which a rank
+    had not trained when it died is shared out as well, unless the rank died in the last step of the
+    epoch. Of several batches in one step (`steps_per_execution`) that is the last one. Accumulated
+    gradients that are not applied yet are lost whenever the ranks change.
 
     A collective per step is added, and on JAX and torch Keras calls all callbacks in the training
     thread, between the steps.
@@ -69,7 +72,7 @@ class AdmitRanks(BackupAndRestore):
         if on_failure != "stop":
             runtime.survive_rank_loss()
         self._replaces = on_failure == "replace" and runtime.can_survive_rank_loss()
-        self._ranks = runtime.size()
+        self._rank, self._ranks = runtime.rank(), runtime.size()
         self._memory: dict[str, Any] | None = None
 
     def before_training(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
@@ -87,7 +90,7 @@ class AdmitRanks(BackupAndRestore):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restores the fit on all ranks, if it goes on."""
-        self._ranks = runtime.size()
+        self._rank, self._ranks = runtime.rank(), runtime.size()
         super().on_train_begin(logs)
         self.when_all_have_been_called(resumed)
 
@@ -110,23 +113,26 @@ class AdmitRanks(BackupAndRestore):
             is_root and replacement.is_lost(),
             comm.size < self._ranks and comm.size < config.settings().min_np,
             self._replaces and comm.size < growth.size_at_start() and not replacement.is_pending(),
+            # The gradients of this step include those of ranks that have died since.
+            comm.faults.update_size == self._ranks,
         )
+        comm.faults.update_size = 0
         changes = [np.array(now, np.uint8)]
         options = _engine.OpOptions(_engine.ReduceOp.MAX)
         name = "whether the ranks change"
         (found,) = _engine.collectives.allreduce(
             comm, changes, [name], options, bucket_nbytes(comm)
         )
-        died, waits, lost, few, replaces = found
+        died, waits, lost, few, replaces, complete = found
         # A rank that is out of data cannot take part in the following collectives.
-        if not found.any() or comm.faults.joined is not None:
+        if not found[:-1].any() or comm.faults.joined is not None:
             return
         if lost or (died and replacement.is_pending()):
             raise _cannot_go_on()
         if few:
             raise too_few_ranks()
         if died or waits:
-            self._change_ranks(bool(died))
+            self._change_ranks(bool(died), bool(complete))
         elif replaces:
             self._spawn()
 
@@ -136,16 +142,29 @@ class AdmitRanks(BackupAndRestore):
             self._replaces = False
             runtime.notify(f"keras_dist does not replace the ranks that have died: {reason}.")
 
-    def _change_ranks(self, died: bool) -> None:
-        """Ends the fit if ranks have died or join; it goes on with those that there are then."""
+    def _change_ranks(self, died: bool, complete: bool) -> None:
+        """Ends the fit if ranks have died or join; it goes on with those that there are then.
+
+        Args:
+            died: whether ranks have died.
+            complete: whether those that died have contributed to the gradients of this step.
+        """
+        behind = self._dead() if died and not complete else []
         read = epochs.position_in_training(self._data, self._step) if self._has_begun else {}
         joiners, spawned = self._on_root(
             functools.partial(self._admissible, read), "to answer those that join", ""
         )
         if joiners or died:
             self._back_up()
-            shared = epochs.history(), read
+            shared = epochs.history(), read, behind
             raise RanksChange(functools.partial(_change, joiners, spawned, shared))
+
+    def _dead(self) -> list[int]:
+        """Returns the ranks that have died in this fit. Collective: the others; blocks."""
+        alive = _engine.collectives.allgather_object(
+            runtime.communicator(), self._rank, operation="the search for ranks that have died"
+        )
+        return sorted(set(range(self._ranks)) - set(alive))
 
     def _admissible(self, read: epochs.Positions) -> tuple[list[str], bool]:
         """Returns the requests to join now, and whether by a spawned process. On the root.
@@ -194,8 +213,8 @@ def _change(joiners: Sequence[str], spawned: bool, shared: SharedState) -> None:
     """Continues with those ranks that are alive and those that join. Collective; blocks."""
     if joiners:
         growth.accept(joiners, spawned, shared)
-    _, positions = shared
-    epochs.reshard(runtime.rank(), runtime.size(), [positions])
+    _, positions, behind = shared
+    epochs.reshard(runtime.rank(), runtime.size(), [positions], behind)
     if runtime.rank() == 0:
         keras.utils.enable_interactive_logging()
 

@@ -5,7 +5,7 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,7 +113,13 @@ class BlockBatches:
         rows = [_concatenated(arrays) for arrays in zip(*parts, strict=True)]
         return mapped(lambda _: rows.pop(0), self.example)
 
-    def reshard(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
+    def reshard(
+        self,
+        rank: int,
+        size: int,
+        position: tuple[int, int] | None,
+        behind: Collection[int] = (),
+    ) -> None:
         """Distributes the data over other ranks, from a batch or from the next epoch on."""
         if self._plan_among is None or (
             position is None and (rank, size) == (self.plan.rank, self.plan.size)
@@ -124,7 +130,7 @@ class BlockBatches:
             if position is not None and position[1] < self.plan.steps:
                 epoch, step = position
                 everyone = [self._share_of(rank, epoch) for rank in range(self.plan.size)]
-                pieces = unread_pieces(everyone, step)
+                pieces = unread_pieces(everyone, step, behind)
                 rest = remaining_shard(everyone[0], pieces, rank, size, step)
                 shares[epoch] = dataclasses.replace(rest, previous=self._share(epoch))
             self.plan = self._plan_among(rank, size)

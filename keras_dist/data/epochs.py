@@ -12,10 +12,11 @@ import hashlib
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 __all__ = [
+    "Distribution",
     "Epochs",
     "Reshardable",
     "current",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 Positions = dict[str, tuple[int, int]]
+Distribution = tuple[int, Positions, tuple[int, ...]]  # size, positions, who is behind
 
 
 class Reshardable(Protocol):
@@ -49,7 +51,13 @@ class Reshardable(Protocol):
     def position(self) -> tuple[int, int]:
         """Epoch and step of the first batch that this rank has not requested."""
 
-    def reshard(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
+    def reshard(
+        self,
+        rank: int,
+        size: int,
+        position: tuple[int, int] | None,
+        behind: Collection[int] = (),
+    ) -> None:
         """Distributes the data over other ranks, see `epochs.reshard`."""
 
     def suffices(self, size: int, position: tuple[int, int] | None) -> bool:
@@ -97,7 +105,7 @@ _live: weakref.WeakValueDictionary[int, Epochs] = weakref.WeakValueDictionary()
 _sharded: weakref.WeakKeyDictionary[Any, Epochs | None] = weakref.WeakKeyDictionary()
 _fit_arguments: Mapping[str, Any] = {}
 _everywhere = True
-_history: list[tuple[int, "Positions"]] = []
+_history: list["Distribution"] = []
 
 
 def register(part: Any, epochs: Epochs | None) -> None:
@@ -176,7 +184,12 @@ def positions() -> dict[str, tuple[int, int]]:
     return {name: data.position for name, data in _reshardable()}
 
 
-def reshard(rank: int, size: int, read: Sequence[Mapping[str, tuple[int, int]]] = ()) -> None:
+def reshard(
+    rank: int,
+    size: int,
+    read: Sequence[Mapping[str, tuple[int, int]]] = (),
+    behind: Sequence[int] = (),
+) -> None:
     """Distributes all live data sets that support it over other ranks.
 
     Args:
@@ -184,25 +197,27 @@ def reshard(rank: int, size: int, read: Sequence[Mapping[str, tuple[int, int]]] 
         size: number of ranks from now on.
         read: `positions` of all ranks: the rest of the epoch is distributed at once.
             Defaults to none: the data is distributed from the next epoch on.
+        behind: ranks until now, perhaps dead, whose batch of the step before the position belongs
+            to the rest: no rank has trained on it. Defaults to none.
     """
     latest: Positions = {}
     for positions in read:
         latest |= {name: max(at, latest.get(name, at)) for name, at in positions.items()}
-    if latest or not _history or _history[-1] != (size, {}):
-        _history.append((size, latest))
+    if latest or not _history or _history[-1] != (size, {}, ()):
+        _history.append((size, latest, tuple(behind)))
     for name, data in _reshardable():
-        data.reshard(rank, size, latest.get(name))
+        data.reshard(rank, size, latest.get(name), behind)
 
 
-def history() -> list[tuple[int, Positions]]:
-    """Returns the number of ranks and the positions of each `reshard` of this process."""
+def history() -> list[Distribution]:
+    """Returns the number of ranks, the positions, and who was `behind`, of each `reshard`."""
     return list(_history)
 
 
-def replay(found: Sequence[tuple[int, Positions]]) -> None:
+def replay(found: Sequence[Distribution]) -> None:
     """Distributes the data of a new rank as the other ranks have, see `history`."""
-    for size, read in found:
-        reshard(0, size, [read])
+    for size, read, behind in found:
+        reshard(0, size, [read], behind)
 
 
 def position_in_training(number_by_name: Mapping[str, int], step: int) -> Positions:

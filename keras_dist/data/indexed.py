@@ -6,7 +6,7 @@ Independent of frameworks.
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from keras_dist.data.batches import for_keras
 from keras_dist.data.epochs import Epochs, kind_of
 from keras_dist.data.order import Order
-from keras_dist.data.partition import Plan, PlanFor, Rest, plan_for_fewer
+from keras_dist.data.partition import Plan, PlanFor, Rest, plan_after_change
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 __all__ = ["DEFAULT_BATCH_SIZE", "Batches", "IndexedSource", "Rows", "plan_for"]
@@ -145,7 +145,13 @@ class Batches:
         """The possible numbers of samples of a batch; empty if they may change."""
         return set(self.plan.sizes()) if self._plan_among is None else set()
 
-    def reshard(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
+    def reshard(
+        self,
+        rank: int,
+        size: int,
+        position: tuple[int, int] | None,
+        behind: Collection[int] = (),
+    ) -> None:
         """Distributes the data over other ranks, from a batch or from the next epoch on."""
         if self._plan_among is None or (
             position is None and (rank, size) == (self.plan.rank, self.plan.size)
@@ -153,8 +159,9 @@ class Batches:
             return
         with self.lock:
             if position is not None and position[1] < self.plan.steps:
-                left = np.concatenate([self._left(r, *position) for r in range(self.plan.size)])
                 epoch, step = position
+                unread = [(other, step - (other in behind)) for other in range(self.plan.size)]
+                left = np.concatenate([self._left(other, epoch, at) for other, at in unread])
                 rest = Rest(rank, size, left, step, self.plan.steps, self._indices_by_step(epoch))
                 self._rest = epoch, rest
             self.plan = self._plan_among(rank, size)
@@ -201,7 +208,7 @@ def plan_for(
     first = before.plan(total, batch_size).limited(steps)
     if size == options.size:
         return first
-    return plan_for_fewer(first, total, size, rank, options.remainder)
+    return plan_after_change(first, total, size, rank, options.remainder)
 
 
 def _plan_of_draws(total: int, batch_size: int, options: ShardOptions, of: str) -> Plan:

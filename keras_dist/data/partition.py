@@ -15,7 +15,7 @@ __all__ = [
     "PlanFor",
     "Remainder",
     "Rest",
-    "plan_for_fewer",
+    "plan_after_change",
     "plan_samples",
 ]
 
@@ -118,7 +118,9 @@ class EvenPlan(Plan):
         return step * self.count // self.steps, (step + 1) * self.count // self.steps
 
 
-def plan_for_fewer(plan: Plan, total: int, size: int, rank: int, remainder: Remainder) -> EvenPlan:
+def plan_after_change(
+    plan: Plan, total: int, size: int, rank: int, remainder: Remainder
+) -> EvenPlan:
     """Returns the plan of a rank after others have died or joined.
 
     The number of steps and the global batch stay the same.

@@ -71,8 +71,8 @@ def announce() -> None:
 @functools.cache
 def size_at_start() -> int:
     """Returns the number of ranks of the job when it began to take others."""
-    place = startup.place_of_joiner() if config.settings().joins else None
-    return job.size() if place is None else place.size
+    about = _directory().job() if config.settings().joins else None
+    return job.size() if about is None else int(about["size"])
 
 
 @functools.cache

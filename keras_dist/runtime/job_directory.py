@@ -1,11 +1,13 @@
 """The directory in which a running job and the processes that want to join it find each other.
 
 Files are JSON, written under another name and renamed. `job.json`: the job, as its root announces
-it. `request-ID.json`: a process that is ready to join. `answer-ID.json`: the port of MPI that it
-connects to, or why it cannot join. The directory belongs to the user, as the job does.
+it. `place-HOST-N.json`: a process that is to join, with the local rank N. `request-ID.json`: one
+that is ready to join. `answer-ID.json`: the port of MPI that it connects to, or why it cannot join.
+The directory belongs to the user, as the job does.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -13,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JobDirectory", "is_running"]
+__all__ = ["JobDirectory", "is_alive", "is_running"]
 
 JOB = "job.json"
-REQUEST, ANSWER, SUFFIX = "request-", "answer-", ".json"
+PLACE, REQUEST, ANSWER, SUFFIX = "place-", "request-", "answer-", ".json"
 POLL_SECONDS = 0.02
 
 Facts = dict[str, Any]
@@ -41,6 +43,30 @@ class JobDirectory:
         """Announces that the job takes no more ranks."""
         with contextlib.suppress(OSError):
             (self.path / JOB).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Removes what a job has left that could not withdraw."""
+        with contextlib.suppress(OSError):
+            for entry in os.listdir(self.path):
+                if entry == JOB or entry.startswith((PLACE, REQUEST, ANSWER)):
+                    (self.path / entry).unlink(missing_ok=True)
+
+    def claim(self, first: int) -> int:
+        """Returns a local rank for this process that no other process of its host claims.
+
+        Args:
+            first: number of ranks of the job on this host.
+        """
+        host = os.uname().nodename
+        for number in itertools.count(first):
+            name = f"{PLACE}{host}-{number}{SUFFIX}"
+            holder = self._read(name)
+            if holder is not None and not is_running(holder):
+                (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(FileExistsError), open(self.path / name, "x") as file:
+                json.dump({"host": host, "pid": os.getpid()}, file)
+                return number
+        raise AssertionError
 
     def job(self) -> Facts | None:
         """Returns the announced job; `None` if there is none."""
@@ -92,12 +118,17 @@ class JobDirectory:
 
 def is_running(process: Facts) -> bool:
     """Returns whether a process, by `host` and `pid`, runs; on another host it counts as such."""
-    if process["host"] != os.uname().nodename:
-        return True
+    return process["host"] != os.uname().nodename or is_alive(process["pid"])
+
+
+def is_alive(pid: int) -> bool:
+    """Returns whether a process of this node runs; one that has ended may wait for its parent."""
     try:
-        os.kill(process["pid"], 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] not in "ZX"
     return True

@@ -11,6 +11,7 @@ import sys
 from typing import Any, NoReturn
 
 from keras_dist.runtime import job
+from keras_dist.runtime.job_directory import is_alive
 
 __all__ = ["forget", "is_lost", "is_pending", "is_spawned", "leave", "merge", "set_parent", "spawn"]
 
@@ -64,13 +65,7 @@ def is_pending() -> bool:
 
 def is_lost() -> bool:
     """Returns, on the root, whether that process has died."""
-    if _pid is None:
-        return False
-    try:
-        os.kill(_pid, 0)
-    except ProcessLookupError:
-        return True
-    return _is_zombie(_pid)
+    return _pid is not None and not is_alive(_pid)
 
 
 def merge() -> Any:
@@ -96,14 +91,6 @@ def leave() -> NoReturn:
     """Ends this spawned process, without which the job has ended."""
     forget()
     sys.exit(0)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return not os.path.exists(f"/proc/{pid}") and os.path.exists("/proc/self")
 
 
 def _program() -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Place:
     Args:
         rank: the last rank of the job at its start.
         size: number of ranks of the job at its start.
-        local_rank: number of ranks of the job on this host.
+        local_rank: number of ranks of the job on this host, and of processes that are to join.
     """
 
     rank: int
@@ -69,7 +69,8 @@ def place_of_joiner() -> Place:
         LaunchError: no job is announced there.
     """
     directory = config.settings().join_directory
-    about = JobDirectory(directory).job() if directory else None
+    found = JobDirectory(directory)
+    about = found.job() if directory else None
     if about is None:
         raise errors.LaunchError(
             errors.explain(
@@ -79,8 +80,8 @@ def place_of_joiner() -> Place:
                 "Pass the directory of the job to keras-dist join, after its training has begun.",
             )
         )
-    hosts = about["hosts"]
-    return Place(about["size"] - 1, about["size"], hosts.count(os.uname().nodename))
+    local_rank = found.claim(about["hosts"].count(os.uname().nodename))
+    return Place(about["size"] - 1, about["size"], local_rank)
 
 
 def facts_of_joiner(mpi: Any) -> dict[str, str]:

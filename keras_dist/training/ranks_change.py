@@ -10,9 +10,9 @@ from keras_dist.runtime import growth
 
 __all__ = ["RanksChange", "SharedState", "again_if_ranks_change", "count", "is_resuming", "resumed"]
 
-# What a process that joins needs besides the state of the fit: `epochs.history`, and the positions
-# from which the ranks share out the data.
-SharedState = tuple[list[tuple[int, epochs.Positions]], epochs.Positions]
+# What a process that joins needs besides the state of the fit: `epochs.history`, the positions from
+# which the ranks share out the data, and the ranks that are behind, see `epochs.reshard`.
+SharedState = tuple[list[epochs.Distribution], epochs.Positions, list[int]]
 
 _is_resuming = False
 _fits = 0
@@ -69,7 +69,7 @@ def again_if_ranks_change(fit: Callable[[], Any]) -> Any:
 
 def _join() -> None:
     global _is_resuming
-    history, positions = growth.connect({"fit": _fits})
+    history, positions, behind = growth.connect({"fit": _fits})
     epochs.replay(history)
-    epochs.reshard(runtime.rank(), runtime.size(), [positions])
+    epochs.reshard(runtime.rank(), runtime.size(), [positions], behind)
     _is_resuming = True

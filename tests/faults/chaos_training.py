@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,11 +18,14 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import keras_dist
+from keras_dist.runtime import growth
 
 plan = json.loads(pathlib.Path(sys.argv[1]).read_text())
 folder = pathlib.Path(plan["folder"])
 keras_dist.init()
-me = keras_dist.rank()
+me = "joined" if growth.is_waiting() else keras_dist.rank()
+takes_ranks = plan["mode"] in ("replace", "join")
+complete = plan["ranks"] + len(plan.get("joins", ()))
 (folder / f"pid-{os.getpid()}").touch()
 keras.utils.set_random_seed(7)
 
@@ -29,7 +33,7 @@ keras.utils.set_random_seed(7)
 def strike(kind):
     """Causes the fault of this rank."""
     (folder / "fault").write_text(str(time.time()))
-    if kind == "kill":
+    if kind.startswith("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -48,15 +52,51 @@ class Fault(keras.callbacks.Callback):
         self.updates = 0
 
     def on_train_batch_begin(self, batch, logs=None):
-        self.updates += 1
+        self.updates += not self.kind.endswith("when complete") or keras_dist.size() == complete
         mark = folder / f"done-{me}"
         if self.updates != self.update or mark.exists():  # once, also after a restart
             return
         mark.touch()
-        if self.kind in ("kill", "stop"):
+        if self.kind.startswith(("kill", "stop")):
             threading.Timer(self.milliseconds / 1000, strike, [self.kind]).start()
         else:
             strike(self.kind)
+
+
+class Growth(keras.callbacks.Callback):
+    """Starts the processes that join, and ends training two epochs after there are all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.updates, self.full = 0, 0
+        self.has_lost = plan["mode"] == "join" or me == "joined"
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.updates += 1
+        if me == 0:
+            for _ in range(plan["joins"].count(self.updates)):
+                start_another()
+        self.has_lost |= keras_dist.size() < complete
+        # Another process that starts gets the cores; the job trains on meanwhile.
+        time.sleep(0.02 if keras_dist.size() == complete and self.has_lost else 0.2)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.full += keras_dist.size() == complete and self.has_lost
+        self.model.stop_training = self.full == 3
+
+    def state_dict(self):
+        return {"full": self.full, "has_lost": self.has_lost}
+
+    def load_state_dict(self, state):
+        self.full, self.has_lost = state["full"], state["has_lost"]
+
+
+def start_another():
+    """Starts a process that joins, without the variables of the MPI of this rank."""
+    names = ("PMI", "MPI_", "HYDRA", "MPIR_")
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(names)}
+    command = [sys.executable, "-m", "keras_dist.launch.cli", "join", folder / "job"]
+    subprocess.Popen([*command, sys.executable, *sys.argv], env=kept, stdin=subprocess.DEVNULL)
 
 
 digits = load_digits()
@@ -81,10 +121,10 @@ model.compile(
 )
 # The last callback, because the ranks then need not agree on stopping at every batch.
 mine = [Fault(*fault) for rank, *fault in plan["faults"] if rank == me]
-backup = keras_dist.callbacks.BackupAndRestore(folder / "backup")
-options = {"on_failure": "continue"} if plan["mode"] == "continue" else {}
+first = Growth() if takes_ranks else keras_dist.callbacks.BackupAndRestore(folder / "backup")
+options = {"on_failure": plan["mode"]} if plan["mode"] in ("continue", "replace") else {}
 if data is None:
-    callbacks = keras_dist.callbacks(backup, **options)
+    callbacks = keras_dist.callbacks(first, **options)
     model.fit(shared, epochs=plan["epochs"], verbose=0, callbacks=callbacks + mine)
 else:
     for batches in data:

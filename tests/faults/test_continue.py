@@ -496,7 +496,8 @@ def watch():
     found = []
     for path in sockets.find_sockets():
         with contextlib.suppress(OSError, StopIteration):  # of the dead, or of another job's end
-            found.append(next(sockets.jobs_of(path)))
+            jobs = sockets.jobs_of(path)  # the first may be without the answers of slow ranks
+            found.append(next(job for job in jobs if all(row.age is not None for row in job.rows)))
     return [job for job in found if job.pid == int(pids[0])]
 pids = ops.allgather_object(os.getpid())
 if me == 0:

@@ -80,6 +80,8 @@ def rendezvous(
         MismatchError: the operations differ. Every rank raises the same text, and the ranks can
             continue with other operations.
     """
+    if notices:
+        comm.faults.update_size = comm.size
     if comm.size == 1:
         return False
     _of_thread.count += 1

@@ -17,6 +17,8 @@ class FaultState:
         retry: the `Retry` that repeats operations where the job continues without ranks that die;
             `None` where the job ends.
         losses: number of ranks that have died.
+        update_size: number of ranks in the last attempt to reduce gradients; a repeated attempt,
+            without ranks that have died, sets it again. 0 at the begin of a step.
         spawned: ranks that MPI has spawned; Open MPI does not survive their death.
         endures: whether ranks may die after some have been spawned.
         joins: how often ranks have joined.
@@ -28,6 +30,7 @@ class FaultState:
 
     retry: Any = None
     losses: int = 0
+    update_size: int = 0
     spawned: frozenset[int] = frozenset()
     endures: bool = True
     joins: int = 0

@@ -12,7 +12,7 @@ from keras_dist import errors
 from keras_dist.launch.cli.hosts import parse_lines
 from keras_dist.launch.cli.job import end_with_parent
 
-__all__ = ["with_hosts"]
+__all__ = ["ask", "with_hosts"]
 
 PAUSE_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # granted to a script in any case
@@ -41,7 +41,7 @@ def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse
     least = options.min_np or options.np or 1
     while True:
         answers_until = max(waits_until, time.monotonic() + ANSWER_SECONDS)
-        hosts, trouble = _ask(script, min(end, answers_until) - time.monotonic())
+        hosts, trouble = ask(script, min(end, answers_until) - time.monotonic())
         slots = sum(hosts.values())
         if trouble is None and slots >= least:
             ranks = min(slots, options.max_np or options.np or slots)
@@ -59,8 +59,13 @@ def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse
         time.sleep(max(0.0, min(PAUSE_SECONDS, end - time.monotonic())))
 
 
-def _ask(script: Sequence[str], seconds: float) -> tuple[dict[str, int], str | None]:
-    """Returns slots by host, or the reason why there are none."""
+def ask(script: Sequence[str], seconds: float) -> tuple[dict[str, int], str | None]:
+    """Runs a discovery script; returns slots by host, and an error text or `None`.
+
+    Args:
+        script: the program with its arguments.
+        seconds: time limit.
+    """
     try:
         output, code = _output(script, seconds)
     except subprocess.TimeoutExpired:

@@ -168,7 +168,8 @@ OPTIONS = (
     Option(
         "--host-discovery-script",
         "program with arguments that prints the available hosts, one per line: `h1:2`. It runs "
-        "before each start and restart of the job, without a shell",
+        "before each start and restart of the job, without a shell; with --join-directory also "
+        "while the job runs, and processes join on further slots",
         "COMMAND",
         _split,
         horovod="--host-discovery-script",
