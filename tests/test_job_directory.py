@@ -46,6 +46,7 @@ def test_what_a_dead_job_has_left_is_removed(directory, tmp_path):
 
 def test_a_directory_that_is_not_there_is_clear(tmp_path):
     JobDirectory(str(tmp_path / "none")).clear()
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_process_that_waits_for_its_parent_is_not_alive():
