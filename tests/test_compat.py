@@ -162,7 +162,14 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("module", HIDDEN)
+# Without --slow one module of each framework suffices.
+FIRST = {module.split(".")[0]: module for module in reversed(HIDDEN)}.values()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in HIDDEN],
+)
 def test_a_module_that_has_moved_is_an_error_where_it_is_first_needed(tmp_path, module):
     backend, script, use, name = HIDDEN[module]
     pytest.importorskip(backend)

@@ -182,6 +182,7 @@ def test_a_step_takes_as_long_as_the_slowest_rank_and_the_reduction():
     assert bench.predict_step([[1.0, 3.0], [2.0, 2.0]], 0.5) == (2.0, 3.0)
 
 
+@pytest.mark.slow
 def test_bench_predicts_the_speed_of_fit(tmp_path, capsys, monkeypatch):
     import keras
 

@@ -55,7 +55,8 @@ def test_mnist(tmp_path, ranks):
     assert len(re.findall(r"^ *\d on ", report.stdout, re.MULTILINE)) == ranks, report.stdout
 
 
-@pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_mnist_on_other_backends(run_ranks, backend):
     environment = lean("sklearn", KERAS_BACKEND=backend)
     job = run_ranks(2, str(MNIST / "train.py"), "--epochs", "2", timeout=600, env=environment)

@@ -64,8 +64,9 @@ def check(run_ranks, tmp_path, saved, *loaded):
         env = {**lean(), "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
         left_out = {"jax", "sklearn", "tensorflow"} - {backend}
         env["LEFT_OUT"] = " ".join(left_out)
-        how, folder = ("load", tmp_path / backend) if digests else ("save", tmp_path / "saved")
+        how, folder = "save", tmp_path / "saved"
         if digests:
+            how, folder = "load", tmp_path / f"{backend}-{ranks}"
             shutil.copytree(tmp_path / "saved", folder)  # which goes on in it
         ended = run_ranks(ranks, script, folder, how, env=env)
         digests.append(told(ended, r"bits (\w+)")[1])
@@ -80,9 +81,5 @@ def test_four_ranks_save_and_three_and_one_load_on_other_backends(run_ranks, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
-def test_each_backend_saves_for_the_others(backend, run_ranks, tmp_path):
-    others = [(name, ranks) for name in ("tensorflow", "jax", "torch") for ranks in (1, 3)]
-    for other in others:
-        folder = tmp_path / "-".join(map(str, other))
-        folder.mkdir()
-        check(run_ranks, folder, (backend, 2), other)
+def test_each_backend_saves_for_all(backend, run_ranks, tmp_path):
+    check(run_ranks, tmp_path, (backend, 2), ("tensorflow", 1), ("jax", 3), ("torch", 1))

@@ -148,16 +148,19 @@ def pytest_configure(config):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    for mark in item.iter_markers("fault"):
-        fault, outcome = mark.args
-        test = f"`{item.path.stem}::{item.originalname}`"
-        line = f"| {fault} | {outcome} | {mark.kwargs['within']} s | {test} |\n"
-        report.user_properties.append(("row", line))
+    report.user_properties += [("row", row) for row in rows(item)]
     return report
 
 
+def rows(item):
+    """Returns the rows of a test, from its marks."""
+    test = f"`{item.path.stem}::{item.originalname}`"
+    marks = [(*mark.args, mark.kwargs["within"]) for mark in item.iter_markers("fault")]
+    return [f"| {fault} | {outcome} | {within} s | {test} |\n" for fault, outcome, within in marks]
+
+
 class Table:
-    """Collects the rows of passed tests, including those of xdist workers."""
+    """Collects the rows of passed tests and of slow tests, including those of xdist workers."""
 
     def __init__(self, config):
         self._wish = config.getoption("--fault-table")
@@ -171,8 +174,19 @@ class Table:
         elif report.skipped:
             self._skipped |= rows
 
+    def pytest_deselected(self, items):
+        """Slow tests keep their rows: they run with `-m slow`."""
+        self._rows |= {row: item.nodeid for item in items for row in rows(item)}
+
+    @pytest.hookimpl(optionalhook=True)  # of xdist
+    def pytest_testnodedown(self, node):
+        self._rows |= getattr(node, "workeroutput", {}).get("fault rows", {})
+
     def pytest_sessionfinish(self, session):
-        if self._wish is None or hasattr(session.config, "workerinput"):
+        if hasattr(session.config, "workerinput"):
+            session.config.workeroutput["fault rows"] = self._rows
+            return
+        if self._wish is None:
             return
         found = DOCUMENT.read_text()
         # A test that this machine cannot run keeps its row.

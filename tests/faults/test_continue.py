@@ -424,7 +424,7 @@ def case(backend, *places, marks=()):
     ("backend", "kills"),
     [
         case("jax", "broadcast", "checkpoint"),
-        case("jax", "batch", "validation"),
+        case("jax", "batch", "validation", marks=[pytest.mark.slow]),
         case("tensorflow", "batch", "validation", marks=[pytest.mark.slow]),
     ],
 )
@@ -472,6 +472,7 @@ if keras_dist.rank() == 0:
 
 # Of 96 samples, 2 a step on each of 4 ranks, one has learnt 6 when it dies, and 2 are left out. Of
 # the 64 that 3 ranks share out, another has learnt 8 + 5 when it dies, and 3 are left out.
+@pytest.mark.slow
 @pytest.mark.fault(
     "two of four ranks are killed in an epoch of `fit`, with `share_out='at once'`",
     "the rest of the epoch is distributed over the remaining ranks, each sample once",

@@ -175,6 +175,7 @@ def test_a_rank_that_has_trained_on_its_batch_is_replaced(fit, tmp_path):
     assert "1 rank has joined" in ended.stdout and left_out(tmp_path) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "the root and another rank are killed in the same step of `fit`, with `on_failure=replace`",
     "both are replaced, one after the other; the next rank becomes the root",
@@ -188,6 +189,7 @@ def test_two_ranks_are_replaced(fit):
     assert "ended 3" in ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a rank that has replaced another is killed, with `on_failure=replace`",
     "the job ends with the reason, exit code not 0: Open MPI does not survive it",
@@ -201,6 +203,7 @@ def test_the_death_of_a_replacement_ends_the_job(fit):
     assert "ranks that were started to replace others to live on" in ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a rank is killed while a replacement of another is on its way, with `on_failure=replace`",
     "the job ends with the reason, exit code not 0",
@@ -216,7 +219,7 @@ def test_a_death_before_the_replacement_has_joined_ends_the_job(fit):
 JOINED = "it joins between two steps; equal weights on all ranks, and each sample once an epoch"
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@pytest.mark.parametrize("backend", [pytest.param("tensorflow", marks=pytest.mark.slow), "torch"])
 @pytest.mark.fault("a process joins a job in `fit`", JOINED, within=180)
 def test_a_process_joins(fit, tmp_path, backend):
     ended = fit(2, 3, starts=[{}], backend=backend)
@@ -250,6 +253,7 @@ def test_more_ranks_than_the_job_takes_are_refused(fit, tmp_path):
     assert "a job that takes at most 3 ranks (--max-np)" in ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a rank is killed in `fit`, and fewer are left than the job needs (`--min-np`)",
     "the job ends with the reason, exit code not 0",
@@ -270,6 +274,7 @@ def test_a_job_that_continues_with_too_few_ranks_ends(fit):
     assert "at least 2 ranks (--min-np). Received: 1: others have died" in ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a rank that has joined a job by `keras-dist join` is killed",
     "all ranks end, exit code not 0",
@@ -282,7 +287,7 @@ def test_the_death_of_a_rank_that_has_joined_ends_the_job(fit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_kills_and_joins(fit, tmp_path, seed):
     draw = random.Random(seed)
     backend = draw.choice(["jax", "tensorflow", "torch"])

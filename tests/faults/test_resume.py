@@ -32,5 +32,6 @@ def test_a_fit_goes_on_within_an_epoch():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", resume.BACKENDS)
-def test_twenty_kills_on_each_backend(backend):
-    assert resume.main(["--backends", backend]) == 0
+def test_kills_at_random_batches(backend):
+    """Four kills in one job; `python tests/faults/resume.py` makes the whole table."""
+    assert resume.main(["--backends", backend, "--kills", "4", "--at-once", "4"]) == 0

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-SLOW = pytest.mark.slow
 PARALLEL = Path(__file__).parents[1] / "parallel"
 ENGINE = [
     PARALLEL / "test_collectives.py",
@@ -19,14 +18,12 @@ EQUALITY = [
     "::test_resumed_training_equals_training_that_was_not_interrupted",
 ]
 
-# The other libraries, numbers of hosts and ranks, and training are for the slow tests.
-SIZES = [(2, 1), (2, 2), (3, 1), (3, 2)]
-CASES = [
-    pytest.param(library, tests, *size, id=f"{library}-{name}-{size[0]}-{size[1]}", marks=marks)
+# Without --slow only the engine runs, on two hosts with one rank each.
+CASES = [pytest.param("mpich", ENGINE, 2, 1, id="mpich-2-1-engine")] + [
+    pytest.param(library, tests, *size, id=f"{library}-{size[0]}-{size[1]}", marks=pytest.mark.slow)
     for library in ("mpich", "openmpi")
-    for name, tests in (("engine", ENGINE), ("equality", EQUALITY))
-    for size in SIZES
-    for marks in [() if (library, name, size) == ("mpich", "engine", (2, 1)) else SLOW]
+    for size in [(2, 1), (2, 2), (3, 1), (3, 2)]
+    for tests in [EQUALITY if (library, *size) == ("mpich", 2, 1) else ENGINE + EQUALITY]
 ]
 
 
@@ -37,9 +34,8 @@ CASES = [
 )
 def test_the_core_of_the_suite(run_on_hosts, python_of_library, ranks_per_host, tests):
     options = ["--color=no", "-q", "-x", "-p", "no:cacheprovider"]
-    job = run_on_hosts(
-        python_of_library, ranks_per_host, "-m", "pytest", *options, *tests, KERAS_BACKEND="torch"
-    )
+    arguments = (python_of_library, ranks_per_host, "-m", "pytest", *options, *tests)
+    job = run_on_hosts(*arguments, timeout=600, KERAS_BACKEND="torch")
     assert job.returncode == 0, job.stdout
     assert re.search(r"\d+ passed", job.stdout), job.stdout
     assert not re.search(r"\d+ failed", job.stdout), job.stdout

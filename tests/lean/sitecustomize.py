@@ -1,25 +1,72 @@
 """Makes the jobs of tests start and end faster; Python imports this module at startup.
 
 Optional packages are hidden as if they were not installed: Keras imports them if it finds them,
-which takes half of the startup time. The garbage collector ignores the objects of frameworks: a
+which takes half of the startup time. The compiler of torch takes half of what is left on that
+backend: it is imported when it is used. The garbage collector ignores the objects of frameworks: a
 collection at interpreter shutdown takes half as long as the imports.
 """
 
 import atexit
 import gc
+import importlib
 import os
 import sys
-from importlib.machinery import PathFinder
+import types
+from importlib.machinery import ModuleSpec, PathFinder
 
 LEFT_OUT = {"IPython", "matplotlib", "pandas", *os.environ["LEFT_OUT"].split()}
 
 
+COMPILER = "torch._dynamo"
+
+
+class LateCompiler(types.ModuleType):
+    """Stands in for torch's compiler until an attribute other than `disable` or `reset` is used."""
+
+    @staticmethod
+    def disable(function=None, *arguments, **options):
+        """Marks the function as the compiler does, and returns it; or returns a decorator."""
+        if function is None:
+            return LateCompiler.disable
+        function._torchdynamo_disable = True
+        return function
+
+    @staticmethod
+    def reset():
+        """Does nothing: nothing has been compiled."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if sys.modules.get(COMPILER) is self:
+            del sys.modules[COMPILER]
+        Finder.late = False
+        return getattr(importlib.import_module(COMPILER), name)
+
+
 class Finder(PathFinder):
-    """Finds all modules that are not hidden."""
+    """Finds all modules that are not hidden, and a stand-in for torch's compiler."""
+
+    late = True
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        return None if name in LEFT_OUT else super().find_spec(name, path, target)
+        if name in LEFT_OUT:
+            return None
+        if cls.late and name == COMPILER:
+            return ModuleSpec(name, cls, is_package=True)
+        if cls.late and name.startswith(f"{COMPILER}."):
+            sys.modules[COMPILER].config  # noqa: B018  # imports the compiler itself
+            path = sys.modules[COMPILER].__path__
+        return super().find_spec(name, path, target)
+
+    @staticmethod
+    def create_module(spec):
+        return LateCompiler(spec.name)
+
+    @staticmethod
+    def exec_module(module):
+        """There is nothing to execute."""
 
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
