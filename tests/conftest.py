@@ -1,7 +1,9 @@
 """Fixtures of tests that start jobs."""
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import hypothesis
@@ -19,6 +21,16 @@ hypothesis.settings.register_profile(
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
 hypothesis.settings.load_profile("patient")
+
+
+def pytest_runtest_setup(item):
+    """Skips slow tests of jobs after the time in SLOW_UNTIL, in seconds since the epoch.
+
+    Ranks that run the tests of tests/parallel do not skip: their clocks may differ.
+    """
+    late = time.time() > float(os.environ.get("SLOW_UNTIL", "inf"))
+    if late and item.get_closest_marker("slow") and "parallel" not in item.path.parts:
+        pytest.skip(f"no time is left for slow tests: {item.nodeid}")
 
 
 @pytest.fixture
