@@ -15,8 +15,6 @@ import types
 from importlib.machinery import ModuleSpec, PathFinder
 
 LEFT_OUT = {"IPython", "matplotlib", "pandas", *os.environ["LEFT_OUT"].split()}
-
-
 COMPILER = "torch._dynamo"
 
 
