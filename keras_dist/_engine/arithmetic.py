@@ -25,6 +25,7 @@ __all__ = [
     "combine",
     "divide",
     "halves",
+    "is_own_accumulator",
     "mean_of_halves",
     "needs_halves",
     "parse_factor",
@@ -362,6 +363,11 @@ def accumulator(dtype: np.dtype, op: ReduceOp) -> np.dtype:
     if op is ReduceOp.AVERAGE and np.issubdtype(dtype, np.integer):
         return np.dtype(np.uint64 if np.issubdtype(dtype, np.unsignedinteger) else np.int64)
     return dtype
+
+
+def is_own_accumulator(dtype: np.dtype, op: ReduceOp) -> bool:
+    """Returns whether contributions of `dtype` are combined in `dtype`, whatever their sum."""
+    return accumulator(dtype, op) == dtype and not needs_halves(dtype, op)
 
 
 @functools.cache

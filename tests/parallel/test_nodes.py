@@ -199,12 +199,21 @@ class Counted:
         return self.world.Isend(buffer, peer, tag)
 
 
-# Small buckets that ranks of a node reduce as a whole, in one message and in two; slices.
-@pytest.mark.parametrize("count", [1, 5_000, 12_000, 25_000, 32_000])
-def test_below_the_crossover_a_rank_sends_two_messages_for_each_doubling(monkeypatch, count):
+# Small buckets that ranks of a node reduce as a whole, in one message and in two; slices; and
+# buckets that are widened.
+@pytest.mark.parametrize(
+    ("count", "dtype", "op"),
+    [(count, np.float32, "sum") for count in (1, 5_000, 12_000, 25_000, 32_000)]
+    + [(5_000, np.float16, "average"), (25_000, ml_dtypes.bfloat16, "sum")]
+    + [(5_000, np.uint8, "average"), (4_000, np.int64, "average"), (8_000, np.int64, "sum")]
+    + [(5_000, np.float16, "product"), (5_000, np.bool_, "max")],
+)
+def test_below_the_crossover_a_rank_sends_two_messages_for_each_doubling(
+    monkeypatch, count, dtype, op
+):
     comm, sent = runtime.communicator(), []
-    mine = contribution(comm.rank, count, np.float32)
-    expected = keras_dist.allreduce(mine, "sum").copy()
+    mine = contribution(comm.rank, count, dtype)
+    expected = keras_dist.allreduce(mine, op).copy()
     nodes = len(comm.topology.nodes)
     if count * 4 > 64 * 1024 and comm.topology.slices == 1 and comm.halving_nbytes == 0:
         pytest.skip("above the crossover of three nodes")
@@ -217,7 +226,7 @@ def test_below_the_crossover_a_rank_sends_two_messages_for_each_doubling(monkeyp
                     patched.setattr(owner, name, Counted(getattr(owner, name), sent))
         for _ in range(2):  # the ordinary path and the short one
             sent.clear()
-            result = keras_dist.allreduce(mine, "sum")
+            result = keras_dist.allreduce(mine, op)
             assert result.tobytes() == expected.tobytes()
             assert len(sent) <= 2 * (nodes - 1).bit_length()
             assert bool(sent) == (comm.node is None or comm.topology.has_slice)
@@ -262,6 +271,14 @@ def test_ranks_that_differ_in_small_arrays_raise_and_continue(count):
         keras_dist.barrier() if odd else keras_dist.allreduce(mine)
     for _ in range(3):
         assert (keras_dist.allreduce(mine, "sum") == sum(range(keras_dist.size()))).all()
+
+
+def test_a_rank_with_the_dtype_of_the_sums_is_named():
+    odd = keras_dist.rank() == keras_dist.size() - 1
+    mine = np.ones(1000, np.float32 if odd else np.float16)
+    with pytest.raises(errors.MismatchError, match=r"with dtype float16 as on rank 0.*float32"):
+        keras_dist.allreduce(mine, name="loss")
+    assert (keras_dist.allreduce(np.ones(1000, np.float16), "sum") == keras_dist.size()).all()
 
 
 @pytest.mark.parametrize("count", [1000, 50_000])
@@ -346,12 +363,11 @@ def added(rows):
 
 @pytest.mark.parametrize("op", ["average", "sum", "product"])
 @pytest.mark.parametrize("way", ["copy", "mpi"])
-def test_bits_do_not_depend_on_bucket_sizes_or_methods(op, way):
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64])
+def test_bits_do_not_depend_on_bucket_sizes_or_methods(op, way, dtype):
     """Small buckets are reduced by MPI directly, large ones by node."""
     comm = _engine.Communicator(runtime.communicator().mpi, None, way)
-    arrays = [
-        contribution(keras_dist.rank(), count, np.float32) for count in (9_000, 1, 17_000) * 3
-    ]
+    arrays = [contribution(keras_dist.rank(), count, dtype) for count in (9_000, 1, 17_000) * 3]
     names = [str(number) for number in range(len(arrays))]
     reduced = [
         _engine.collectives.allreduce(
@@ -377,7 +393,9 @@ def test_the_library_reduces_between_nodes_on_request(monkeypatch, op, way):
 
     monkeypatch.setattr(reduction, "_reduce_by_library", recorded)
     monkeypatch.setattr(reduction.transfer, "MAX_NBYTES", 100_000)  # several calls of MPI
-    for dtype in (np.float32, np.float64, np.int32):
+    for dtype in (np.float32, np.float64, np.int32, np.bool_):
+        if dtype is np.bool_ and op in ("average", "sum"):
+            continue
         calls.clear()
         mine = contribution(keras_dist.rank(), 50_000, dtype)
         options = _engine.OpOptions(_engine.parse_op(op))
@@ -386,7 +404,9 @@ def test_the_library_reduces_between_nodes_on_request(monkeypatch, op, way):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
         assert equal_on_all(found.tobytes())
         takes_part = comm.node is None or comm.topology.has_slice
-        assert bool(calls) == (dtype is not np.int32 and takes_part)
+        # An average of integers is widened, or is exact in pieces; MPI does not order booleans.
+        ordered = dtype is np.bool_ or (dtype is np.int32 and op == "average")
+        assert bool(calls) == (not ordered and takes_part)
     comm.free()
 
 

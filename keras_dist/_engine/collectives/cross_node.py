@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.arithmetic import ReduceOp
+from keras_dist._engine.arithmetic import ReduceOp, is_own_accumulator
 from keras_dist._engine.buckets import Bucket, slice_bounds
+from keras_dist._engine.collectives.widening import Widening, widenings
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
 from keras_dist._engine.mpi.peers import MAX_PAYLOAD_NBYTES, MAX_TRAVELLING_NBYTES, Legs, Payload
@@ -35,7 +36,7 @@ class CrossNodeReduction:
     def __init__(
         self, comm: Communicator, buckets: Sequence[Bucket], op: ReduceOp, compression: Compressor
     ):
-        self._comm, self._buckets, self._op = comm, buckets, op
+        self._comm, self._op = comm, op
         self._compression = compression
         self._library = comm.mpi if comm.reduction == "library" else None
         self._wires: dict[int, Wire] = {}
@@ -44,18 +45,34 @@ class CrossNodeReduction:
         self.op_on_node = op
         if op is ReduceOp.AVERAGE and not comm.is_one_node:
             self.op_on_node = ReduceOp.SUM
+        #: what is reduced: buckets of sums in place of those that are widened
+        self.buckets = list(buckets)
+        #: buckets that are widened, because they travel then
+        self.widened: dict[int, Widening] = {}
+        if not comm.is_one_node:
+            self._widen(widenings(buckets, op))
+
+    def _widen(self, candidates: dict[int, Widening]) -> None:
+        for number, widening in candidates.items():
+            narrow, self.buckets[number] = self.buckets[number], widening.bucket
+            self.widened[number] = widening
+            if not self.travels(number):
+                self.buckets[number] = narrow
+                del self.widened[number]
 
     def reduces_on_node(self, number: int) -> bool:
         """Returns whether a large bucket is reduced on each node first.
 
-        Narrow floats and integers are not: they would be rounded, or overflow, before the division.
+        Narrow floats and averages of integers are not, unless they are widened: they would be
+        rounded, or overflow, before the division.
         """
-        dtype = self._buckets[number].dtype
-        return self._comm.is_one_node or (dtype.kind in "fc" and dtype.itemsize >= 4)
+        if self._comm.is_one_node or number in self.widened:
+            return True
+        return is_own_accumulator(self.buckets[number].dtype, self._op)
 
     def travels(self, number: int) -> bool:
         """Returns whether a bucket crosses nodes in the messages with the digests."""
-        nbytes = self._buckets[number].nbytes
+        nbytes = self.buckets[number].nbytes
         compresses = self._compression is not Compression.none and nbytes > SMALL_NBYTES
         if compresses or not (self._comm.digests.carries and self.reduces_on_node(number)):
             return False
@@ -93,20 +110,19 @@ class CrossNodeReduction:
                 Defaults to `None`: it travels as a whole.
         """
         if number not in self._legs:
-            bucket, comm = self._buckets[number], self._comm
+            bucket, comm = self.buckets[number], self._comm
             legs = None
             if comm.node is None or comm.topology.has_slice:
                 legs = comm.digests.peers.legs(
                     bucket.count if count is None else count, bucket.dtype
                 )
             self._legs[number] = legs
-        op = self.op_on_node
-        divisor = self._divisor(op)
+        op, divisor = self.op_on_node, self._divisor(number)
         return Payload(self._legs[number], op, divisor, load, result, is_slice=count is not None)
 
     def _largest_slice(self, number: int) -> int:
         """Returns the size in bytes of the largest part that a rank exchanges."""
-        bucket, comm = self._buckets[number], self._comm
+        bucket, comm = self.buckets[number], self._comm
         if comm.node is None or bucket.nbytes <= (self.whole_nbytes or 0):
             return bucket.nbytes
         bounds = slice_bounds(bucket.count, comm.topology.slices, bucket.dtype.itemsize)
@@ -123,10 +139,12 @@ class CrossNodeReduction:
             source: fused array of this rank.
             target: fused array, written: the result. May be `source`.
         """
-        by_node = not self._comm.is_one_node and self.reduces_on_node(number)
-        nodes = self._comm.topology.nodes if by_node else []
-        op = self.op_on_node if nodes else self._op
-        sums = Combination(op, self._divisor(op), nodes)
+        sums = Combination(self._op)
+        # Averages of integers are exact in rank order.
+        by_node = self.reduces_on_node(number) or self.buckets[number].dtype.kind not in "iu"
+        if by_node and not self._comm.is_one_node:
+            nodes = self._comm.topology.nodes
+            sums = Combination(self.op_on_node, self._divisor(number), nodes)
         self._reduce(self._comm.world, source, target, sums, self._wire(number))
 
     def finish(self, number: int) -> Finish | None:
@@ -139,8 +157,8 @@ class CrossNodeReduction:
         topology, wire = self._comm.topology, self._wire(number)
         if not topology.has_slice:
             return None
-        across, op = topology.across, self.op_on_node
-        sums = Combination(op, self._divisor(op), [[node] for node in range(topology.cross_size)])
+        across, nodes = topology.across, [[node] for node in range(topology.cross_size)]
+        sums = Combination(self.op_on_node, self._divisor(number), nodes)
 
         def finish(part: np.ndarray, is_ready: bool) -> bool:
             everywhere = np.array([is_ready], np.uint8)
@@ -159,8 +177,10 @@ class CrossNodeReduction:
         halving_nbytes = self._comm.halving_nbytes
         reduce_through_mpi(world, source, target, sums, wire, halving_nbytes, self._library)
 
-    def _divisor(self, op: ReduceOp) -> int:
-        return 1 if op is self._op else self._comm.size
+    def _divisor(self, number: int) -> int:
+        """Returns the divisor of what is reduced by `op_on_node`."""
+        is_divided_later = number in self.widened and self.widened[number].divides
+        return 1 if is_divided_later or self.op_on_node is self._op else self._comm.size
 
     def _wire(self, number: int) -> Wire:
         """Returns the wire format of a bucket.
@@ -168,7 +188,7 @@ class CrossNodeReduction:
         Called after the rendezvous: a faulty compressor is faulty on all ranks, so all raise.
         """
         if number not in self._wires:
-            bucket = self._buckets[number]
+            bucket = self.buckets[number]
             compressed = not self._comm.is_one_node and bucket.nbytes > SMALL_NBYTES
             compressor = self._compression if compressed else Compression.none
             self._wires[number] = wire_for(compressor, bucket.dtype, self._comm.where())

@@ -21,6 +21,7 @@ from keras_dist._engine.collectives.rendezvous import (
     rendezvous_for_payload,
     slice_error,
 )
+from keras_dist._engine.collectives.widening import Widening
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import count_update
 from keras_dist._engine.mpi.peers import Payload
@@ -103,11 +104,9 @@ class FusedAllreduce:
         )
         self.memory: PlanMemory
         if self._plan.pooled:
-            self.memory = PooledMemory(self.comm, self.buckets, cross_node, self._first_call)
+            self.memory = PooledMemory(self.comm, cross_node, self._first_call)
         else:
-            self.memory = OwnMemory(
-                self.comm, self.buckets, cross_node, self._first_call, self._plan.lend
-            )
+            self.memory = OwnMemory(self.comm, cross_node, self._first_call, self._plan.lend)
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         """Reduces the whole list. Collective: every rank; blocks."""
@@ -188,10 +187,11 @@ class FusedAllreduce:
                 self._connect()
             self._needs_no_mpi = self.comm.is_one_node and self.memory.is_ready(number)
             reduction = self.memory.reduction(number)
-            payload = self.payload(number, arrays, reduction)
+            given = self._widened(number, arrays)
+            payload = self.payload(number, given, reduction)
             if reduction is not None:
                 with spans.phase("copy in"):
-                    reduction.publish(arrays)
+                    reduction.publish(given)
             rendezvous(self.comm, self.calls[number], self._plan.counts_updates, payload)
             return self.finish(number, arrays, lend, reduction, payload)
 
@@ -223,10 +223,21 @@ class FusedAllreduce:
             flat = self._reduce_through_mpi(number, arrays)
         else:
             flat = self.reduce_on_node(number, reduction, lend)
-        factor = self.postscale(self.comm.size)
-        if factor != 1:
+        widening, factor = self.widening(number), self.postscale(self.comm.size)
+        if widening is not None:
+            flat = widening.narrow(flat, self.comm.size)
+        if widening is not None or factor != 1:
             self._shared_result = None
         return bucket.unpack(scaled(flat, factor))
+
+    def widening(self, number: int) -> Widening | None:
+        """Returns how a bucket is widened between nodes; `None` if it is not."""
+        return self._cross_node.widened.get(number)
+
+    def _widened(self, number: int, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """Returns what this rank brings to the reduction of a bucket."""
+        widening = self.widening(number)
+        return arrays if widening is None else [widening.widen(arrays)]
 
     def travels(self, number: int, reduction: BucketReduction | None) -> bool:
         """Returns whether a bucket crosses nodes with the digests."""
@@ -242,7 +253,7 @@ class FusedAllreduce:
             return None
         if isinstance(reduction, Sliced):
             return slice_payload(self._cross_node, number, reduction)
-        bucket, result = self.buckets[number], self.memory.result(number)
+        bucket, result = self._cross_node.buckets[number], self.memory.result(number)
         return self._cross_node.payload(
             number, lambda _: contribution(bucket, arrays, reduction, result), result
         )
@@ -265,13 +276,14 @@ class FusedAllreduce:
             reduction.end()
 
     def _reduce_through_mpi(self, number: int, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        bucket, [first, *others] = self.buckets[number], arrays
+        bucket = self._cross_node.buckets[number]
+        [first, *others] = self._widened(number, arrays)
         if not others and first.flags.c_contiguous and self.comm.size > 1:
             source, target = first.reshape(-1), self.memory.result(number)
         else:
             with spans.phase("copy in"):
                 source = target = self.memory.result(number)
-                bucket.pack_into(target, arrays)
+                bucket.pack_into(target, [first, *others])
         if self.comm.size > 1:
             with spans.phase("reduce through MPI"):
                 self._cross_node.reduce(number, source, target)
@@ -305,7 +317,8 @@ class FusedAllreduce:
         self, number: int, reduction: BucketReduction, flat: np.ndarray, lend: bool
     ) -> np.ndarray:
         lent = None
-        if lend and self.memory.lends and self.buckets[number].nbytes > SMALL_NBYTES:
+        nbytes = self._cross_node.buckets[number].nbytes
+        if lend and self.memory.lends and nbytes > SMALL_NBYTES:
             lent = reduction.lend()
         if lent is not None:
             self._shared_result = flat

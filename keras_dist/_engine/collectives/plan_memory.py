@@ -1,6 +1,6 @@
 """The memory of a plan: its own, as gradients have it, or the regions of single calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -55,8 +55,7 @@ class OwnMemory:
 
     Args:
         comm: the ranks.
-        buckets: the buckets.
-        cross_node: their reduction between nodes.
+        cross_node: the buckets, and their reduction between nodes.
         first_call: signature of the allocation.
         lends: whether results may be lent.
     """
@@ -64,18 +63,18 @@ class OwnMemory:
     def __init__(
         self,
         comm: Communicator,
-        buckets: Sequence[Bucket],
         cross_node: CrossNodeReduction,
         first_call: CollectiveSignature,
         lends: bool,
     ):
-        self._comm, self._buckets, self._cross_node = comm, buckets, cross_node
+        self._comm, self._cross_node = comm, cross_node
         self._first_call, self.lends = first_call, lends
         self.release()
 
     def release(self) -> None:
         self._reductions: dict[int, BucketReduction] | None = None
-        self._results = [ResultMemory(bucket.count, bucket.dtype) for bucket in self._buckets]
+        buckets = self._cross_node.buckets
+        self._results = [ResultMemory(bucket.count, bucket.dtype) for bucket in buckets]
 
     def is_ready(self, number: int) -> bool:
         return self._reductions is not None and number in self._reductions
@@ -98,7 +97,7 @@ class OwnMemory:
             return {}
         if not _meet(self._comm, self._first_call):
             return None
-        made = _reductions(self._comm, self._buckets, self._cross_node)
+        made = _reductions(self._comm, self._cross_node)
         sizes = {n: each.region_nbytes(node.size, each.capacity) for n, each in made.items()}
         segment, reason = node.segment(max(1, sum(sizes.values())), private_view=self.lends)
         reason = first_error(self._comm.world, reason)
@@ -118,20 +117,16 @@ class PooledMemory:
 
     Args:
         comm: the ranks.
-        buckets: the buckets.
-        cross_node: their reduction between nodes.
+        cross_node: the buckets, and their reduction between nodes.
         first_call: signature of the allocation.
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        buckets: Sequence[Bucket],
-        cross_node: CrossNodeReduction,
-        first_call: CollectiveSignature,
+        self, comm: Communicator, cross_node: CrossNodeReduction, first_call: CollectiveSignature
     ):
-        self._comm, self._buckets, self._first_call = comm, buckets, first_call
-        self._reductions = _reductions(comm, buckets, cross_node, _pooled_results)
+        self._comm, self._first_call = comm, first_call
+        self._buckets = cross_node.buckets
+        self._reductions = _reductions(comm, cross_node, _pooled_results)
         self._bound: dict[int, Region] = {}
         self._most = max(map(len, comm.topology.nodes))
         self.lends = True
@@ -217,7 +212,6 @@ def _meet(comm: Communicator, first_call: CollectiveSignature) -> bool:
 
 def _reductions(
     comm: Communicator,
-    buckets: Sequence[Bucket],
     cross_node: CrossNodeReduction,
     results: Callable[[Bucket], int] = lambda bucket: RESULTS,
 ) -> dict[int, BucketReduction]:
@@ -232,7 +226,7 @@ def _reductions(
     whole = cross_node.whole_nbytes
     made = {
         n: bucket_reduction(node, bucket, op, slices, results(bucket), whole)
-        for n, bucket in enumerate(buckets)
+        for n, bucket in enumerate(cross_node.buckets)
     }
 
     def uses_it(number: int) -> bool:

@@ -38,7 +38,7 @@ def repeated(plan: FusedAllreduce, ordinary: Callable[[Any], Any]) -> Repeated |
         ordinary: the ordinary path, for a call to which something else applies: a function of the
             array, or of the list if the plan has several.
     """
-    if len(plan.buckets) != 1:
+    if len(plan.buckets) != 1 or plan.widening(0) is not None:
         return None
     comm, reduction = plan.comm, plan.memory.ready_reduction(0)
     scales = (plan.options.prescale, plan.options.postscale) != (1.0, 1.0)

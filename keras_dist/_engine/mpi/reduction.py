@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.arithmetic import ReduceOp, combine, divide, reduce_into
+from keras_dist._engine.arithmetic import (
+    ReduceOp,
+    accumulator,
+    combine,
+    divide,
+    is_own_accumulator,
+    reduce_into,
+)
 from keras_dist._engine.compression import Wire
 from keras_dist._engine.mpi import transfer
 from keras_dist._engine.mpi.halving import reduce_by_halves
@@ -44,9 +51,8 @@ class Combination:
     Args:
         op: the reduction.
         divisor: divisor of the result.
-        nodes: ranks of each node, whose contributions are combined first, for dtypes that are their
-            own accumulator: the order of sums is that of a reduction on each node. Defaults to
-            none: rank order.
+        nodes: ranks of each node, whose contributions are combined first: the order of sums is that
+            of a reduction on each node. Defaults to none: rank order, as for averages of integers.
     """
 
     op: ReduceOp
@@ -60,14 +66,20 @@ class Combination:
             result: array that is written. With `nodes`, it may be one of the contributions.
             numbers: contributions of all ranks.
         """
-        if len(self.nodes) > 1:
-            sums = [self._reduce_node([numbers[rank] for rank in ranks]) for ranks in self.nodes]
-            left, right = combine_rows(sums, self._combined)
-            combine(left, right, self.op, result)
-        else:
+        if len(self.nodes) <= 1:
             reduce_into(result, iter(numbers), self.op)
+            return
+        total, wide = result, accumulator(result.dtype, self.op)
+        if wide != result.dtype:
+            total, numbers = np.empty(result.shape, wide), [each.astype(wide) for each in numbers]
+        sums = [self._reduce_node([numbers[rank] for rank in ranks]) for ranks in self.nodes]
+        left, right = combine_rows(sums, self._combined)
+        combine(left, right, self.op, total)
         if self.divisor > 1:
-            divide(result, self.divisor)
+            divide(total, self.divisor)
+        if total is not result:
+            with np.errstate(all="ignore"):  # overflow is the caller's to judge
+                result[...] = total.astype(result.dtype)
 
     def _reduce_node(self, numbers: Sequence[np.ndarray]) -> np.ndarray:
         if len(numbers) == 1:
@@ -104,12 +116,13 @@ def reduce_through_mpi(
         library: mpi4py's `MPI` module where `MPI_Allreduce` reduces dtypes that are their own
             accumulator. Defaults to `None`: the order of sums is that of `sums`.
     """
-    size = world.Get_size()
+    size, is_own = world.Get_size(), is_own_accumulator(source.dtype, sums.op)
     width = max(source.itemsize, wire.dtype.itemsize)
     fits = source.size * size * width <= transfer.MAX_NBYTES
-    if library is not None and wire.is_plain and len(sums.nodes) > 1:
+    by_order_of_nodes = is_own and wire.is_plain and len(sums.nodes) > 1
+    if library is not None and by_order_of_nodes and source.dtype.kind != "b":
         _reduce_by_library(world, source, target, sums, library)
-    elif source.nbytes <= halving_nbytes and wire.is_plain and len(sums.nodes) == size:
+    elif source.nbytes <= halving_nbytes and by_order_of_nodes and len(sums.nodes) == size:
         if target is not source:
             np.copyto(target, source)
         reduce_by_halves(world, target, sums.op, sums.divisor)
