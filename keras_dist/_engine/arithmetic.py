@@ -366,7 +366,7 @@ def accumulator(dtype: np.dtype, op: ReduceOp) -> np.dtype:
 
 
 def is_own_accumulator(dtype: np.dtype, op: ReduceOp) -> bool:
-    """Returns whether contributions of `dtype` are combined in `dtype`, whatever their sum."""
+    """Returns whether a reduction needs neither a wider dtype nor halves."""
     return accumulator(dtype, op) == dtype and not needs_halves(dtype, op)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.arithmetic import ReduceOp, is_own_accumulator
+from keras_dist._engine.arithmetic import ReduceOp, accumulator, is_own_accumulator
 from keras_dist._engine.buckets import Bucket, slice_bounds
 from keras_dist._engine.collectives.widening import Widening, widenings
 from keras_dist._engine.communicator import Communicator
@@ -45,9 +45,9 @@ class CrossNodeReduction:
         self.op_on_node = op
         if op is ReduceOp.AVERAGE and not comm.is_one_node:
             self.op_on_node = ReduceOp.SUM
-        #: what is reduced: buckets of sums in place of those that are widened
+        #: what is reduced: the bucket of sums in place of one that is widened
         self.buckets = list(buckets)
-        #: buckets that are widened, because they travel then
+        #: by number, those buckets that travel with the digests if they are widened
         self.widened: dict[int, Widening] = {}
         if not comm.is_one_node:
             self._widen(widenings(buckets, op))
@@ -56,15 +56,18 @@ class CrossNodeReduction:
         for number, widening in candidates.items():
             narrow, self.buckets[number] = self.buckets[number], widening.bucket
             self.widened[number] = widening
-            if not self.travels(number):
+            # Of larger slices the bytes count: as pieces, a node sends those of all its ranks.
+            saves = widening.factor <= self._comm.topology.slices
+            saves = saves or self._largest_slice(number) <= MAX_PAYLOAD_NBYTES
+            if not (saves and self.travels(number)):
                 self.buckets[number] = narrow
                 del self.widened[number]
 
     def reduces_on_node(self, number: int) -> bool:
         """Returns whether a large bucket is reduced on each node first.
 
-        Narrow floats and averages of integers are not, unless they are widened: they would be
-        rounded, or overflow, before the division.
+        Narrow floats and averages of integers are not, unless they are widened: the sum of a node
+        would be rounded, or overflow.
         """
         if self._comm.is_one_node or number in self.widened:
             return True
@@ -72,8 +75,9 @@ class CrossNodeReduction:
 
     def travels(self, number: int) -> bool:
         """Returns whether a bucket crosses nodes in the messages with the digests."""
-        nbytes = self.buckets[number].nbytes
+        nbytes, dtype = self.buckets[number].nbytes, self.buckets[number].dtype
         compresses = self._compression is not Compression.none and nbytes > SMALL_NBYTES
+        compresses = compresses and dtype.kind == "f" and number not in self.widened
         if compresses or not (self._comm.digests.carries and self.reduces_on_node(number)):
             return False
         if self._library is not None and nbytes > MAX_PAYLOAD_NBYTES:
@@ -135,17 +139,18 @@ class CrossNodeReduction:
         The order of sums is that of a reduction on each node first, so the bits are equal.
 
         Args:
-            number: index of the bucket.
+            number: index of the bucket; it is not widened.
             source: fused array of this rank.
             target: fused array, written: the result. May be `source`.
         """
-        sums = Combination(self._op)
-        # Averages of integers are exact in rank order.
-        by_node = self.reduces_on_node(number) or self.buckets[number].dtype.kind not in "iu"
+        sums, wire = Combination(self._op), self._wire(number, source.dtype)
+        is_own = is_own_accumulator(source.dtype, self._op)
+        # Averages of integers are reduced over all ranks at once: the sum of a node may overflow.
+        by_node = is_own or accumulator(source.dtype, self._op).kind not in "iu"
         if by_node and not self._comm.is_one_node:
             nodes = self._comm.topology.nodes
             sums = Combination(self.op_on_node, self._divisor(number), nodes)
-        self._reduce(self._comm.world, source, target, sums, self._wire(number))
+        self._reduce(self._comm.world, source, target, sums, wire)
 
     def finish(self, number: int) -> Finish | None:
         """Returns a function that reduces this rank's slice of a bucket over all nodes, in place.
@@ -154,7 +159,7 @@ class CrossNodeReduction:
         """
         if self._comm.is_one_node:
             return None
-        topology, wire = self._comm.topology, self._wire(number)
+        topology, wire = self._comm.topology, self._wire(number, self.buckets[number].dtype)
         if not topology.has_slice:
             return None
         across, nodes = topology.across, [[node] for node in range(topology.cross_size)]
@@ -182,7 +187,7 @@ class CrossNodeReduction:
         is_divided_later = number in self.widened and self.widened[number].divides
         return 1 if is_divided_later or self.op_on_node is self._op else self._comm.size
 
-    def _wire(self, number: int) -> Wire:
+    def _wire(self, number: int, dtype: np.dtype) -> Wire:
         """Returns the wire format of a bucket.
 
         Called after the rendezvous: a faulty compressor is faulty on all ranks, so all raise.
@@ -191,5 +196,5 @@ class CrossNodeReduction:
             bucket = self.buckets[number]
             compressed = not self._comm.is_one_node and bucket.nbytes > SMALL_NBYTES
             compressor = self._compression if compressed else Compression.none
-            self._wires[number] = wire_for(compressor, bucket.dtype, self._comm.where())
+            self._wires[number] = wire_for(compressor, dtype, self._comm.where())
         return self._wires[number]

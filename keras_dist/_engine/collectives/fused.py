@@ -187,7 +187,9 @@ class FusedAllreduce:
                 self._connect()
             self._needs_no_mpi = self.comm.is_one_node and self.memory.is_ready(number)
             reduction = self.memory.reduction(number)
-            given = self._widened(number, arrays)
+            given, widening = arrays, self.widening(number)
+            if widening is not None and self.travels(number, reduction):
+                given = [widening.widen(arrays)]
             payload = self.payload(number, given, reduction)
             if reduction is not None:
                 with spans.phase("copy in"):
@@ -224,20 +226,15 @@ class FusedAllreduce:
         else:
             flat = self.reduce_on_node(number, reduction, lend)
         widening, factor = self.widening(number), self.postscale(self.comm.size)
-        if widening is not None:
+        if widening is not None and payload is not None:
             flat = widening.narrow(flat, self.comm.size)
         if widening is not None or factor != 1:
             self._shared_result = None
         return bucket.unpack(scaled(flat, factor))
 
     def widening(self, number: int) -> Widening | None:
-        """Returns how a bucket is widened between nodes; `None` if it is not."""
+        """Returns how a bucket is widened where it travels between nodes; `None` if it is not."""
         return self._cross_node.widened.get(number)
-
-    def _widened(self, number: int, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """Returns what this rank brings to the reduction of a bucket."""
-        widening = self.widening(number)
-        return arrays if widening is None else [widening.widen(arrays)]
 
     def travels(self, number: int, reduction: BucketReduction | None) -> bool:
         """Returns whether a bucket crosses nodes with the digests."""
@@ -248,7 +245,13 @@ class FusedAllreduce:
     def payload(
         self, number: int, arrays: Sequence[np.ndarray], reduction: BucketReduction | None
     ) -> Payload | None:
-        """Returns the bucket as a payload, if it travels with the digests."""
+        """Returns the bucket as a payload, if it travels with the digests.
+
+        Args:
+            number: index of the bucket.
+            arrays: arrays of this rank; of a bucket that is widened the one array of its sums.
+            reduction: the reduction in shared memory; `None` if there is none.
+        """
         if not self.travels(number, reduction):
             return None
         if isinstance(reduction, Sliced):
@@ -261,7 +264,7 @@ class FusedAllreduce:
     def take(
         self, number: int, payload: Payload, reduction: BucketReduction | None, lend: bool = True
     ) -> np.ndarray:
-        """Returns the result that has travelled with the digests, fused."""
+        """Returns the result that has travelled with the digests, fused; widened, if it was."""
         while not payload.arrived:
             # Ranks differed, but not in the operation.
             rendezvous_for_payload(self.comm, self.calls[number], payload)
@@ -276,14 +279,15 @@ class FusedAllreduce:
             reduction.end()
 
     def _reduce_through_mpi(self, number: int, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        bucket = self._cross_node.buckets[number]
-        [first, *others] = self._widened(number, arrays)
-        if not others and first.flags.c_contiguous and self.comm.size > 1:
+        bucket, [first, *others] = self.buckets[number], arrays
+        if self.widening(number) is not None:  # no shared memory: the result has another dtype
+            source = target = bucket.pack(arrays)
+        elif not others and first.flags.c_contiguous and self.comm.size > 1:
             source, target = first.reshape(-1), self.memory.result(number)
         else:
             with spans.phase("copy in"):
                 source = target = self.memory.result(number)
-                bucket.pack_into(target, [first, *others])
+                bucket.pack_into(target, arrays)
         if self.comm.size > 1:
             with spans.phase("reduce through MPI"):
                 self._cross_node.reduce(number, source, target)

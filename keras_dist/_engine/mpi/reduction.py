@@ -71,14 +71,16 @@ class Combination:
             return
         total, wide = result, accumulator(result.dtype, self.op)
         if wide != result.dtype:
-            total, numbers = np.empty(result.shape, wide), [each.astype(wide) for each in numbers]
+            total = np.empty(result.shape, wide)
+            with np.errstate(all="ignore"):  # infinities and overflow are the caller's to judge
+                numbers = [each.astype(wide) for each in numbers]
         sums = [self._reduce_node([numbers[rank] for rank in ranks]) for ranks in self.nodes]
         left, right = combine_rows(sums, self._combined)
         combine(left, right, self.op, total)
         if self.divisor > 1:
             divide(total, self.divisor)
         if total is not result:
-            with np.errstate(all="ignore"):  # overflow is the caller's to judge
+            with np.errstate(all="ignore"):
                 result[...] = total.astype(result.dtype)
 
     def _reduce_node(self, numbers: Sequence[np.ndarray]) -> np.ndarray:
@@ -113,14 +115,15 @@ def reduce_through_mpi(
         wire: wire format of the numbers.
         halving_nbytes: size in bytes up to which ranks that are one of each node halve the array
             recursively. Defaults to 0: never.
-        library: mpi4py's `MPI` module where `MPI_Allreduce` reduces dtypes that are their own
-            accumulator. Defaults to `None`: the order of sums is that of `sums`.
+        library: mpi4py's `MPI` module where `MPI_Allreduce` reduces float32, float64 and complex
+            numbers. Defaults to `None`: the order of sums is that of `sums`.
     """
     size, is_own = world.Get_size(), is_own_accumulator(source.dtype, sums.op)
     width = max(source.itemsize, wire.dtype.itemsize)
     fits = source.size * size * width <= transfer.MAX_NBYTES
     by_order_of_nodes = is_own and wire.is_plain and len(sums.nodes) > 1
-    if library is not None and by_order_of_nodes and source.dtype.kind != "b":
+    # Open MPI's sums of 8 and 16 bits do not wrap around as those of numpy do.
+    if library is not None and by_order_of_nodes and source.dtype.kind in "fc":
         _reduce_by_library(world, source, target, sums, library)
     elif source.nbytes <= halving_nbytes and by_order_of_nodes and len(sums.nodes) == size:
         if target is not source:
