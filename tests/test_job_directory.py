@@ -34,6 +34,10 @@ def test_the_claim_of_a_process_that_has_ended_is_free(directory, tmp_path):
     assert directory.claim(0) == 1
 
 
+def test_a_job_whose_directory_is_gone_has_no_place(tmp_path):
+    assert JobDirectory(str(tmp_path / "none")).claim(0) is None
+
+
 def test_what_a_dead_job_has_left_is_removed(directory, tmp_path):
     directory.announce({"size": 2})
     directory.request({"host": "h1", "pid": 1})

@@ -10,15 +10,17 @@ import json
 import os
 import runpy
 import sys
+from typing import Any
 
-from keras_dist import _engine, config
+from keras_dist import _engine, config, errors
 from keras_dist.runtime import exit_hooks, replacement
+from keras_dist.runtime.job_directory import JobDirectory
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """Joins MPI, then runs the program as `__main__`."""
+    """Joins MPI, then runs the program."""
     directory, folder, text = sys.argv[1:]
     os.chdir(folder)
     os.environ.update(KERAS_DIST_JOINS="1", KERAS_DIST_JOIN_DIRECTORY=directory)
@@ -29,7 +31,21 @@ def main() -> None:
     _engine.library.start_mpi(mpi)
     replacement.set_parent(mpi.Comm.Get_parent())
     exit_hooks.install()
-    program = json.loads(text)
+    try:
+        run(json.loads(text), folder)
+    except errors.LaunchError:
+        if JobDirectory(directory).job() is None and replacement.is_pending():
+            replacement.leave()  # the job has ended without this process, which is no error
+        raise
+
+
+def run(program: dict[str, Any], folder: str) -> None:
+    """Runs a program as `__main__`.
+
+    Args:
+        program: see `runtime.replacement`.
+        folder: current directory of the other ranks.
+    """
     sys.argv[:] = program["arguments"]
     if "module" in program:
         sys.path[0:0] = [folder]

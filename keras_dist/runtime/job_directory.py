@@ -51,11 +51,14 @@ class JobDirectory:
                 if entry == JOB or entry.startswith((PLACE, REQUEST, ANSWER)):
                     (self.path / entry).unlink(missing_ok=True)
 
-    def claim(self, first: int) -> int:
+    def claim(self, first: int) -> int | None:
         """Returns a local rank for this process that no other process of its host claims.
 
         Args:
             first: number of ranks of the job on this host.
+
+        Returns:
+            The local rank; `None` if the job has ended and its directory is gone.
         """
         host = os.uname().nodename
         for number in itertools.count(first):
@@ -63,9 +66,14 @@ class JobDirectory:
             holder = self._read(name)
             if holder is not None and not is_running(holder):
                 (self.path / name).unlink(missing_ok=True)
-            with contextlib.suppress(FileExistsError), open(self.path / name, "x") as file:
-                json.dump({"host": host, "pid": os.getpid()}, file)
-                return number
+            try:
+                with open(self.path / name, "x") as file:
+                    json.dump({"host": host, "pid": os.getpid()}, file)
+                    return number
+            except FileExistsError:
+                continue
+            except FileNotFoundError:
+                return None
         raise AssertionError
 
     def job(self) -> Facts | None:

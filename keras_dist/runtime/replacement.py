@@ -5,11 +5,13 @@ when it comes to its training, see `growth`. Open MPI 5 does not survive the dea
 it has spawned, before or after it has joined, and spawns on the same node only.
 """
 
+import contextlib
 import json
 import os
 import sys
 from typing import Any, NoReturn
 
+from keras_dist import _engine
 from keras_dist.runtime import job
 from keras_dist.runtime.job_directory import is_alive
 
@@ -80,10 +82,13 @@ def merge() -> Any:
 
 
 def forget() -> None:
-    """Disconnects from a process that has not joined in time; blocks until it knows."""
+    """Disconnects from a process that has not joined in time; blocks until it knows or has died."""
     global _pending, _pid
     if _pending is not None:
-        _pending.Disconnect()
+        # Open MPI cannot disconnect from a process that has died.
+        mpi: Any = _engine.library.load_mpi()
+        with contextlib.suppress(mpi.Exception):
+            _pending.Disconnect()
         _pending = _pid = None
 
 

@@ -71,7 +71,10 @@ def place_of_joiner() -> Place:
     directory = config.settings().join_directory
     found = JobDirectory(directory)
     about = found.job() if directory else None
-    if about is None:
+    local_rank = None
+    if about is not None:
+        local_rank = found.claim(about["hosts"].count(os.uname().nodename))
+    if about is None or local_rank is None:
         raise errors.LaunchError(
             errors.explain(
                 "[keras_dist.init]",
@@ -80,7 +83,6 @@ def place_of_joiner() -> Place:
                 "Pass the directory of the job to keras-dist join, after its training has begun.",
             )
         )
-    local_rank = found.claim(about["hosts"].count(os.uname().nodename))
     return Place(about["size"] - 1, about["size"], local_rank)
 
 

@@ -43,7 +43,7 @@ KILL_AND_STOP = (
 )
 # Open MPI does not survive a second death at some times, see docs/reliability.md.
 NOT_SURVIVED = ("to join before another rank dies", "started to replace others to live on")
-LINES = 25  # characters of the output that are shown after a failure
+LINES = 80  # of the output that are shown after a failure
 
 
 def main(arguments=None):
@@ -67,7 +67,9 @@ def main(arguments=None):
             wrong = run(plan, Path(folder), known)
         passed, failed = passed + (wrong is None), failed + (wrong is not None)
         seconds = time.monotonic() - start
-        print(f"seed {seed}: {describe(plan)}: {wrong or 'as promised'} ({seconds:.0f} s)")
+        lines = (wrong or "as promised").splitlines()
+        shown = "\n".join(lines[:1] + lines[1:][-LINES:])
+        print(f"seed {seed}: {describe(plan)}: {shown} ({seconds:.0f} s)")
         sys.stdout.flush()
         seed += 1
     print(f"{passed} passed, {failed} failed")
@@ -244,7 +246,7 @@ def start(plan, folder):
             for pid in pids(folder):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-    return code, "".join(log.read_text(errors="replace").splitlines(True)[-LINES:])
+    return code, log.read_text(errors="replace").replace("\0", "")
 
 
 def leftovers(folder):

@@ -209,11 +209,39 @@ def test_the_death_of_a_replacement_ends_the_job(fit):
     "the job ends with the reason, exit code not 0",
     within=60,
 )
-def test_a_death_before_the_replacement_has_joined_ends_the_job(fit):
-    kills = [[0, 2, 1], [0, 5, 0]]
+@pytest.mark.parametrize("second", [0, 2])  # the root, and another rank
+def test_a_death_before_the_replacement_has_joined_ends_the_job(fit, second):
+    kills = [[0, 2, 1], [0, 5, second]]
     ended = fit(3, 3, kills=kills, on_failure="replace", backend="jax")
     assert ended.returncode != 0
     assert "a process that replaces a rank to join before another rank dies" in ended.stdout
+
+
+# A rank spawns a process in place of another, as `runtime.replacement` does, but no job is there.
+LATE = """
+import json, sys
+from mpi4py import MPI
+text = "import keras_dist; keras_dist.init(); print('initialized')"
+program = json.dumps({"text": text, "arguments": ["-c"]})
+arguments = ["-m", "keras_dist.launch.newcomer", NOWHERE, ".", program]
+spawned = MPI.COMM_WORLD.Spawn(sys.executable, args=arguments, maxprocs=1)
+spawned.recv(source=0)
+fault()
+spawned.Disconnect()
+print("disconnected")
+"""
+
+
+@pytest.mark.fault(
+    "the job has ended before a process that replaces a rank is ready, with `on_failure=replace`",
+    "that process ends as well, without an error",
+    within=60,
+)
+def test_a_replacement_that_comes_too_late_leaves(job, open_mpi, tmp_path):
+    ended = job(1, f"NOWHERE = {str(tmp_path / 'none')!r}" + LATE, bare=True, python=open_mpi)
+    assert ended.returncode == 0, ended.stdout
+    assert "disconnected" in ended.stdout and "initialized" not in ended.stdout
+    assert "Traceback" not in ended.stdout
 
 
 JOINED = "it joins between two steps; equal weights on all ranks, and each sample once an epoch"
