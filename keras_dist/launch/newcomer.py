@@ -32,14 +32,14 @@ def main() -> None:
     replacement.set_parent(mpi.Comm.Get_parent())
     exit_hooks.install()
     try:
-        run(json.loads(text), folder)
+        _run(json.loads(text), folder)
     except errors.LaunchError:
         if JobDirectory(directory).job() is None and replacement.is_pending():
             replacement.leave()  # the job has ended without this process, which is no error
         raise
 
 
-def run(program: dict[str, Any], folder: str) -> None:
+def _run(program: dict[str, Any], folder: str) -> None:
     """Runs a program as `__main__`.
 
     Args:
