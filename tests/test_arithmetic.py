@@ -16,6 +16,7 @@ from keras_dist._engine.arithmetic import (
     check_factors,
     check_sum,
     divide,
+    is_own_accumulator,
     parse_factor,
     parse_op,
     reduce_each,
@@ -288,6 +289,21 @@ def test_rows_can_only_be_summed():
         text = rf"Expected op to be Average or Sum in f\. Received: {op.value}\. Look\."
         with pytest.raises(errors.ArgumentError, match=text):
             check_sum(op, "[here]", "f", "Look.")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "expected"),
+    [
+        ("f4", "sum", True),
+        ("i8", "sum", True),
+        ("?", "min", True),
+        ("f2", "sum", False),
+        ("u1", "average", False),
+        ("i8", "average", False),
+    ],
+)
+def test_sums_of_these_need_no_wider_dtype(dtype, op, expected):
+    assert is_own_accumulator(np.dtype(dtype), parse_op(op)) is expected
 
 
 def test_ops_have_names():
