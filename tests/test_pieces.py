@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_dist._engine.pieces import SMALLEST_NBYTES, Pieces, piece_nbytes
+from keras_dist._engine.pieces import PIECE_NBYTES, SMALLEST_NBYTES, Pieces, piece_nbytes
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 64, 1000])
@@ -38,10 +38,9 @@ def test_pieces_of_many_ranks_are_small_but_not_tiny():
     assert sizes[-1] == SMALLEST_NBYTES
 
 
-@pytest.mark.parametrize("mib", [2, 4, 5, 16, 100])
-def test_a_segment_has_several_pieces_of_a_mebibyte_or_more(mib):
+@pytest.mark.parametrize(("mib", "expected"), [(1, 1), (2, 1), (16, 1), (17, 2), (50, 4), (100, 7)])
+def test_a_segment_has_as_few_pieces_as_memory_allows(mib, expected):
     nbytes = mib * 2**20
     size = piece_nbytes(2, nbytes)
-    count = Pieces(0, 2, nbytes // 4, size // 4).count
-    assert count >= 4 or size == 2**20
-    assert 2**20 <= size <= 2**22
+    assert Pieces(0, 2, nbytes // 4, size // 4).count == expected
+    assert size <= PIECE_NBYTES

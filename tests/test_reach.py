@@ -131,7 +131,7 @@ def test_jobs_on_hosts(tmp_path, python_of_library):
         environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
         def run_on(names):
-            program = [sys.executable, "-c", "import os; print('on', os.uname().nodename)"]
+            program = [sys.executable, "-c", "import os; print('ran on', os.uname().nodename)"]
             words = [*first, "run", "-np", "2", "--hosts", names, *program]
             return subprocess.run(
                 [*hosts[0].enter, *words],
@@ -145,7 +145,7 @@ def test_jobs_on_hosts(tmp_path, python_of_library):
 
         job = run_on(f"{hosts[0].name},{hosts[1].name}")
         assert job.returncode == 0, job.stdout
-        told = re.findall(r"on (\S+)", job.stdout)
+        told = re.findall(r"ran on (\S+)", job.stdout)
         assert sorted(told) == [host.name for host in hosts], job.stdout
         job = run_on(f"{hosts[0].name},{ELSEWHERE}")
         assert job.returncode != 0

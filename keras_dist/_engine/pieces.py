@@ -6,27 +6,29 @@ and sends them the result.
 
 import itertools
 
+from keras_dist._engine.buckets import ALIGNMENT
+
 __all__ = ["Pieces", "piece_nbytes"]
 
 # Bytes of a piece from one rank to another: at most, from all ranks together, and at least.
-PIECE_NBYTES, PIECES_NBYTES, SMALLEST_NBYTES = 2**22, 3 * 2**22, 2**16
-# A segment has this many pieces, unless they would have fewer bytes than this: the first results
-# travel while the last contributions do.
-PIECES, SPLIT_NBYTES = 4, 2**20
+PIECE_NBYTES, PIECES_NBYTES, SMALLEST_NBYTES = 2**23, 3 * 2**23, 2**16
 
 
 def piece_nbytes(ranks: int, nbytes: int) -> int:
     """Returns the size in bytes of a piece.
 
-    Of many ranks, pieces are smaller, so that those under way fit in a cache, but not so small that
-    their number would count more than their size.
+    A segment has as few pieces as their memory allows, of equal size: between hosts that share
+    their cores with the network, messages that overlap with the arithmetic took longer. Of many
+    ranks, pieces are smaller, but not so small that their number would count more than their size.
 
     Args:
         ranks: number of ranks.
         nbytes: size in bytes of the array.
     """
     most = min(PIECE_NBYTES, max(SMALLEST_NBYTES, PIECES_NBYTES // ranks))
-    return min(most, max(SPLIT_NBYTES, -(-nbytes // (ranks * PIECES))))
+    segment = -(-nbytes // ranks)
+    size = -(-segment // max(1, -(-segment // most)))
+    return max(SMALLEST_NBYTES, size + -size % ALIGNMENT)
 
 
 class Pieces:

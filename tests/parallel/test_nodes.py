@@ -452,11 +452,19 @@ def test_compressed_results_are_rounded_once(dtype, compression, count):
         assert 2**-14 < off < 2**-6
 
 
-def test_pieces_between_nodes_do_not_change_bits(monkeypatch):
-    mine = contribution(keras_dist.rank(), 100_000, np.float32)
-    whole = [keras_dist.allreduce(mine, compression=each).tobytes() for each in ("none", "bf16")]
-    monkeypatch.setattr(reduction, "piece_nbytes", lambda ranks, nbytes: 3000)
-    cut = [keras_dist.allreduce(mine, compression=each).tobytes() for each in ("none", "bf16")]
+# Segments of whole pieces, and of an element more on some ranks, where the last piece of others is
+# empty.
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_pieces_between_nodes_do_not_change_bits(monkeypatch, dtype, more):
+    comm = runtime.communicator()
+    count = comm.size * len(comm.topology.nodes) * 12_000 + more
+    mine = contribution(comm.rank, count, dtype)
+    monkeypatch.setattr(comm, "halving_nbytes", 0)  # small segments are pieces as well
+    compressions = ("none", "bf16")
+    whole = [keras_dist.allreduce(mine, compression=each).tobytes() for each in compressions]
+    monkeypatch.setattr(reduction, "piece_nbytes", lambda ranks, nbytes: 3000 * mine.itemsize)
+    cut = [keras_dist.allreduce(mine, compression=each).tobytes() for each in compressions]
     assert cut == whole
 
 

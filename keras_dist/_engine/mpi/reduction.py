@@ -72,9 +72,8 @@ class Combination:
         total, wide = result, accumulator(result.dtype, self.op)
         if wide != result.dtype:
             total = np.empty(result.shape, wide)
-            with np.errstate(all="ignore"):  # infinities and overflow are the caller's to judge
-                numbers = [each.astype(wide) for each in numbers]
-        sums = [self._reduce_node([numbers[rank] for rank in ranks]) for ranks in self.nodes]
+        # Of each node in turn, or wide copies of all contributions would lie in memory at once.
+        sums = [self._reduce_node([numbers[rank] for rank in ranks], wide) for ranks in self.nodes]
         left, right = combine_rows(sums, self._combined)
         combine(left, right, self.op, total)
         if self.divisor > 1:
@@ -83,11 +82,13 @@ class Combination:
             with np.errstate(all="ignore"):
                 result[...] = total.astype(result.dtype)
 
-    def _reduce_node(self, numbers: Sequence[np.ndarray]) -> np.ndarray:
-        if len(numbers) == 1:
-            return numbers[0]
-        total = np.empty_like(numbers[0])
-        reduce_into(total, iter(numbers), self.op)
+    def _reduce_node(self, numbers: Sequence[np.ndarray], wide: np.dtype) -> np.ndarray:
+        with np.errstate(all="ignore"):  # infinities and overflow are the caller's to judge
+            first, *others = (number.astype(wide, copy=False) for number in numbers)
+        if not others:
+            return first
+        total = np.empty_like(first)
+        reduce_into(total, iter((first, *others)), self.op)
         return total
 
     def _combined(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -179,7 +180,8 @@ def _reduce_in_pieces(
         # A sum in rank order may not be written over one of its terms.
         if not wire.is_plain or (target is source and not sums.nodes):
             total = np.empty_like(total)
-        sums.reduce_into(total, contributions)
+        if total.size:  # the last piece may be empty on some ranks
+            sums.reduce_into(total, contributions)
         messages.send_result(number, total)
     messages.finish()
 
