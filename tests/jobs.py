@@ -49,8 +49,8 @@ def launcher():
 def told(job, pattern):
     """Returns the only match of the pattern in the output of a successful job.
 
-    It need not be a whole line: the output of the ranks and of mpiexec arrives in pieces, so warnings
-    may precede or follow it.
+    It need not be a whole line: the output of the ranks and of mpiexec arrives in pieces, so
+    warnings may precede or follow it.
     """
     assert job.returncode == 0, job.stdout
     found = [*re.finditer(pattern, job.stdout)]

@@ -5,13 +5,20 @@ import pytest
 from thread_ranks import Network
 
 from keras_dist._engine.arithmetic import ReduceOp, combine
-from keras_dist._engine.mpi.peers import EAGER_NBYTES, MAX_PAYLOAD_NBYTES, Payload, Peers
+from keras_dist._engine.mpi.peers import (
+    EAGER_NBYTES,
+    MAX_COPIED_NBYTES,
+    MAX_PAYLOAD_NBYTES,
+    Payload,
+    Peers,
+)
 from keras_dist._engine.rounds import combine_rows
 
 DIGEST, OTHER = b"the same digest.", b"another digest.."
 F4 = np.dtype(np.float32)
 # In one message, in two, and more than that: as a whole or by halves.
 COUNTS = [5, EAGER_NBYTES // 4 + 1, MAX_PAYLOAD_NBYTES // 4, MAX_PAYLOAD_NBYTES // 4 + 7]
+DIRECT = MAX_COPIED_NBYTES // 2 + 7  # by halves that follow the digest
 SIZES = [2, 3, 4, 5, 6, 7, 8, 13]
 
 
@@ -25,12 +32,12 @@ def added(low, high):
     return total
 
 
-def compare(rank, count, digest=DIGEST, same=True):
+def compare(rank, count, digest=DIGEST, same=True, row=row_of):
     """Compares digests, with a payload unless `count` is `None`; returns the answer and result."""
     peers = Peers(rank)
     payload = None
     if count is not None:
-        mine, result = row_of(rank.Get_rank(), count), np.full(count, -1, F4)
+        mine, result = row(rank.Get_rank(), count), np.full(count, -1, F4)
         legs = peers.legs(count, F4)
         payload = Payload(legs, ReduceOp.SUM, rank.Get_size(), lambda _: mine, result)
     steps = peers.compare(digest, same, payload)
@@ -42,7 +49,7 @@ def compare(rank, count, digest=DIGEST, same=True):
             return stop.value, arrived, None if payload is None else payload.result
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [*COUNTS, DIRECT])
 @pytest.mark.parametrize("size", SIZES)
 def test_numbers_arrive_in_the_order_of_the_rounds(size, count):
     expected = added(*combine_rows([row_of(r, count) for r in range(size)], added))
@@ -53,6 +60,17 @@ def test_numbers_arrive_in_the_order_of_the_rounds(size, count):
         assert same and arrived
         assert result.tobytes() == expected.tobytes()
     assert network.is_empty
+
+
+@pytest.mark.parametrize("nan", [np.nan, -np.nan])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_sign_of_nan_is_equal_on_all_ranks(size, count, nan):
+    def row(rank, count):
+        return np.full(count, nan if rank % 2 else -nan, F4)
+
+    answers = Network(size).run(lambda rank: compare(rank, count, row=row))
+    assert len({result.tobytes() for _, _, result in answers}) == 1
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -67,12 +85,12 @@ def test_a_node_sends_two_messages_for_each_doubling(size, count):
 DIFFERENCES = [
     (OTHER, True, None),
     (DIGEST, False, COUNTS[-1]),
-    *((OTHER, True, count) for count in [*COUNTS, 300_000]),
+    *((OTHER, True, count) for count in [*COUNTS, DIRECT, 300_000]),
 ]
 
 
 @pytest.mark.parametrize("other", DIFFERENCES)
-@pytest.mark.parametrize("count", [None, *COUNTS])
+@pytest.mark.parametrize("count", [None, *COUNTS, DIRECT])
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_a_difference_is_known_to_all_and_leaves_nothing(size, count, other):
     for odd in range(size):

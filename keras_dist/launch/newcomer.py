@@ -31,11 +31,18 @@ def main() -> None:
     _engine.library.start_mpi(mpi)
     replacement.set_parent(mpi.Comm.Get_parent())
     exit_hooks.install()
+    # A text runs in this module, as that of `python -c` in its own, and may assign to its names.
+    failure, find_job, pending, leave = (
+        errors.LaunchError,
+        JobDirectory(directory).job,
+        replacement.is_pending,
+        replacement.leave,
+    )
     try:
         _run(json.loads(text), folder)
-    except errors.LaunchError:
-        if JobDirectory(directory).job() is None and replacement.is_pending():
-            replacement.leave()  # the job has ended without this process, which is no error
+    except failure:
+        if find_job() is None and pending():
+            leave()  # the job has ended without this process, which is no error
         raise
 
 

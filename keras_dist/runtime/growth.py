@@ -80,7 +80,9 @@ def _withdraw_at_end() -> None:
     def withdraw(comm: _engine.Communicator) -> None:
         if comm.rank == 0:
             _directory().withdraw()
-        replacement.forget()
+        if replacement.is_pending():
+            with _limited():
+                replacement.forget()
         if comm.rank == 0 and not takes_joiners():
             shutil.rmtree(_temporary(), ignore_errors=True)
 

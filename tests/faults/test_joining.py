@@ -221,7 +221,10 @@ def test_a_death_before_the_replacement_has_joined_ends_the_job(fit, second):
 LATE = """
 import json, sys
 from mpi4py import MPI
-text = "import keras_dist; keras_dist.init(); print('initialized')"
+# The text may use the names of the module that runs it.
+text = "import os, keras_dist; errors = JobDirectory = replacement = 0; "
+text += "open(os.environ['FAULT_FOLDER'] + f'/pid-{os.getpid()}', 'w'); "
+text += "keras_dist.init(); print('initialized')"
 program = json.dumps({"text": text, "arguments": ["-c"]})
 arguments = ["-m", "keras_dist.launch.newcomer", NOWHERE, ".", program]
 spawned = MPI.COMM_WORLD.Spawn(sys.executable, args=arguments, maxprocs=1)

@@ -47,7 +47,7 @@ class CrossNodeReduction:
             self.op_on_node = ReduceOp.SUM
         #: what is reduced: the bucket of sums in place of one that is widened
         self.buckets = list(buckets)
-        #: by number, those buckets that travel with the digests if they are widened
+        #: by number, the buckets that are widened, and so travel with the digests
         self.widened: dict[int, Widening] = {}
         if not comm.is_one_node:
             self._widen(widenings(buckets, op))
@@ -139,8 +139,8 @@ class CrossNodeReduction:
         The order of sums is that of a reduction on each node first, so the bits are equal.
 
         Args:
-            number: index of the bucket; it is not widened.
-            source: fused array of this rank.
+            number: index of the bucket.
+            source: fused array of this rank, of the dtype of the caller; it is not widened here.
             target: fused array, written: the result. May be `source`.
         """
         sums, wire = Combination(self._op), self._wire(number, source.dtype)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.arithmetic import ReduceOp, combine, divide
+from keras_dist._engine.arithmetic import ReduceOp, combine_into, divide, silencer
 from keras_dist._engine.buckets import ALIGNMENT, aligned_array
 from keras_dist._engine.rounds import Exchange, doubling, halving
 
@@ -22,6 +22,7 @@ __all__ = ["MAX_PAYLOAD_NBYTES", "MAX_TRAVELLING_NBYTES", "Legs", "Payload", "Pe
 MAX_PAYLOAD_NBYTES = 64 * 1024  # for larger buckets the number of bytes counts, not of messages
 MAX_TRAVELLING_NBYTES = 4 * 2**20  # of any bucket that travels; the memory of a message
 EAGER_NBYTES = 32 * 1024  # MPI libraries ask the receiver before they send much more
+MAX_COPIED_NBYTES = 128 * 1024  # a copy behind the digest takes longer than a message of its own
 DIGEST, HALF, REST = 2, 6, 7  # MPI tags
 HEADER_NBYTES = ALIGNMENT  # the digest, and the state of the exchange so far
 DIGEST_NBYTES = 16
@@ -39,11 +40,17 @@ class _Leg:
         sent: memory of the message that is sent.
         received: memory of the message that arrives.
         dtype: dtype of the numbers.
-        lead: how many elements follow the digest at once; the others are a message of their own.
+        lead: returns how many of some elements follow the digest at once; the others are a message
+            of their own.
     """
 
     def __init__(
-        self, step: Exchange, sent: np.ndarray, received: np.ndarray, dtype: np.dtype, lead: int
+        self,
+        step: Exchange,
+        sent: np.ndarray,
+        received: np.ndarray,
+        dtype: np.dtype,
+        lead: Callable[[int], int],
     ):
         self.peer, self.given, self.kept = step.peer, step.sent, step.received
         self.is_mutual = step.sent is not None and step.received is not None
@@ -51,13 +58,14 @@ class _Leg:
         self.lead = self.rest = slice(0, 0)
         if step.sent is not None:
             start, stop = step.sent.start, step.sent.stop
-            middle = min(start + lead, stop)
+            middle = start + lead(stop - start)
             self.lead, self.rest = slice(start, middle), slice(middle, stop)
         self.message, self.outgoing = _message(sent, self.lead, dtype)
         _, self.incoming = _message(received, step.received or slice(0, 0), dtype)
         self.rest_nbytes = (self.rest.stop - self.rest.start) * dtype.itemsize
-        self.expects_rest = self.incoming.size > lead
-        self.rest_arrives_at = HEADER_NBYTES + min(lead, self.incoming.size) * dtype.itemsize
+        first = lead(self.incoming.size)
+        self.expects_rest = self.incoming.size > first
+        self.rest_arrives_at = HEADER_NBYTES + first * dtype.itemsize
 
 
 class Legs:
@@ -124,6 +132,7 @@ class Peers:
         # How many bytes are in the message that follows.
         self._rest_sent = self._sent[HEADER_NBYTES - 8 : HEADER_NBYTES].view(np.int64)
         self._rest_received = self._received[HEADER_NBYTES - 8 : HEADER_NBYTES].view(np.int64)
+        self._silently = silencer()
         self._digests = self.legs(0, BYTE)
 
     def legs(self, count: int, dtype: np.dtype) -> Legs:
@@ -136,14 +145,18 @@ class Peers:
             count: number of elements, of up to `MAX_TRAVELLING_NBYTES`; equal on all ranks.
             dtype: their dtype, that of sums as well.
         """
-        nbytes, lead = count * dtype.itemsize, count
-        if nbytes > MAX_PAYLOAD_NBYTES:
+        halves = count * dtype.itemsize > MAX_PAYLOAD_NBYTES
+        if halves:
             there = halving(self._rank, self._size, count)
             back = [step.reverse for step in reversed(there)]
         else:
             there, back = doubling(self._rank, self._size, count)
-            if nbytes > EAGER_NBYTES:
-                lead = count // 2
+
+        def lead(elements: int) -> int:
+            nbytes = elements * dtype.itemsize
+            if nbytes > MAX_COPIED_NBYTES:
+                return 0
+            return elements // 2 if nbytes > EAGER_NBYTES and not halves else elements
 
         def prepared(steps: Sequence[Exchange]) -> list[_Leg]:
             return [_Leg(step, self._sent, self._received, dtype, lead) for step in steps]
@@ -196,15 +209,14 @@ class Peers:
             Whether the digests are equal; the numbers of this node, if they are and the other node
             has numbers as well.
         """
-        arriving, rest, leaving = None, None, []
+        leaving = [] if leg.given is None else self._send(leg, same, mine)
         if leg.kept is not None:
-            arriving = self._world.Irecv(self._received, leg.peer, DIGEST)
+            # After sending: what the other node waits for comes first.
+            arriving, rest = self._world.Irecv(self._received, leg.peer, DIGEST), None
             if leg.expects_rest and mine is not None:
                 rest = self._receive_rest(leg)
-        if leg.given is not None:
-            leaving = self._send(leg, same, mine)
-        if arriving is not None:
-            yield from _finish(arriving)
+            if not arriving.Test():
+                yield from _finish(arriving)
             state = self._answer[DIGEST_NBYTES]
             same = same and state != DIFFERENT and self._answer[:DIGEST_NBYTES] == digest
             if not same or state != COMPLETE:
@@ -215,7 +227,8 @@ class Peers:
                 rest.Cancel()
                 yield from _finish(rest)
         for request in leaving:
-            yield from _finish(request)
+            if not request.Test():
+                yield from _finish(request)
         return same, mine
 
     def _receive_rest(self, leg: _Leg) -> Any:
@@ -245,7 +258,7 @@ class Peers:
         left, right = mine[leg.kept], leg.incoming
         if leg.peer < self._rank:
             left, right = right, left
-        combine(left, right, payload.op, total[leg.kept])
+        self._silently(combine_into, left, right, payload.op, total[leg.kept])
         return total
 
     def _return(self, leg: _Leg, result: np.ndarray) -> list[Any]:
