@@ -47,13 +47,12 @@ def launcher():
 
 
 def told(job, pattern):
-    """Returns the only match of the pattern in the output of a successful job.
+    """Returns the match of the only line of a successful job that matches the pattern.
 
-    It need not be a whole line: the output of the ranks and of mpiexec arrives in pieces, so
-    warnings may precede or follow it.
+    It need not be the last line: warnings of the ranks may follow it.
     """
     assert job.returncode == 0, job.stdout
-    found = [*re.finditer(pattern, job.stdout)]
+    found = [*filter(None, (re.fullmatch(pattern, line) for line in job.stdout.splitlines()))]
     assert len(found) == 1, job.stdout
     return found[0]
 

@@ -93,7 +93,7 @@ LIBRARIES = {
 
 # The packages and modules of the engine, lowest first; modules of one line are not ordered.
 ENGINE_LAYERS = [
-    "arithmetic compression buckets messages pieces rounds rank_tree row_sums signature",
+    "arithmetic compression buckets messages pieces rounds rank_tree row_sums signature silence",
     "result_memory inquiry",
     "tracing options",
     "shm",

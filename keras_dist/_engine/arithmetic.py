@@ -5,7 +5,6 @@ rounds, so equal inputs give equal bits on every rank and in every run. Floats n
 are summed in float32 and rounded once, at the end.
 """
 
-import contextvars
 import enum
 import functools
 import math
@@ -38,7 +37,6 @@ __all__ = [
     "reduce_rows",
     "reducer",
     "scaled",
-    "silencer",
 ]
 
 
@@ -306,34 +304,6 @@ def combine_into(left: np.ndarray, right: np.ndarray, op: ReduceOp, out: np.ndar
     else:
         # Of one element in place numpy may swap the operands, and the sign of NaN is that of one.
         out[...] = _UFUNCS[op](left, right)
-
-
-def silencer() -> Callable[..., None]:
-    """Returns a function that calls another one, in which numpy does not warn of infinities.
-
-    They are the caller's to judge, as they reach every rank alike. A context in which numpy is
-    silent takes a tenth of the time of `numpy.errstate`. One thread at a time may call it.
-    """
-    if _settings_are_of_a_context():
-        context = contextvars.Context()
-        context.run(np.seterr, all="ignore")
-        return context.run
-
-    def run(function: Callable[..., None], *arguments: Any) -> None:
-        with np.errstate(all="ignore"):
-            function(*arguments)
-
-    return run
-
-
-@functools.cache
-def _settings_are_of_a_context() -> bool:
-    """Returns whether numpy's handling of errors is that of a context, as from numpy 2."""
-    before = np.geterr()
-    contextvars.Context().run(np.seterr, all="warn" if before["over"] == "ignore" else "ignore")
-    changed = np.geterr() != before
-    np.seterr(**before)
-    return not changed
 
 
 def divide(total: np.ndarray, count: int) -> None:

@@ -440,7 +440,7 @@ def test_arrays_that_are_never_compressed_travel_beside_a_compression(monkeypatc
             continue
         expected = keras_dist.allreduce(mine, op)
         with monkeypatch.context() as patched:
-            patched.setattr(cross_node, "reduce_through_mpi", None)  # they need it no more
+            patched.setattr(cross_node, "reduce_through_mpi", None)  # what travels does not use it
             found = keras_dist.allreduce(mine, op, compression="fp16")
         assert found.tobytes() == expected.tobytes()
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.arithmetic import reducer, silencer
+from keras_dist._engine.arithmetic import reducer
 from keras_dist._engine.collectives.fused import FusedAllreduce
 from keras_dist._engine.collectives.payloads import contribution
 from keras_dist._engine.collectives.rendezvous import repeated_rendezvous
 from keras_dist._engine.mpi.peers import MAX_PAYLOAD_NBYTES, Payload
 from keras_dist._engine.shm.bucket_reduction import BucketReduction, Full, Sliced
+from keras_dist._engine.silence import silencer
 from keras_dist._engine.tracing import spans
 
 __all__ = ["Repeated", "repeated"]
@@ -103,8 +104,7 @@ def _several(plan: FusedAllreduce, reduction: BucketReduction) -> tuple[_Publish
 def _whole(plan: FusedAllreduce, reduction: Full) -> tuple[_Publish, _Reduce]:
     """Each rank of a node reduces the whole array."""
     region, [slot], dtype = reduction.region, plan.buckets[0].slots, plan.buckets[0].dtype
-    shape, silently = slot.shape, silencer()
-    reduce = functools.partial(silently, reducer(dtype, plan.options.op))
+    shape, reduce = slot.shape, functools.partial(silencer(), reducer(dtype, plan.options.op))
     flat = shape or (1,)  # numpy makes scalars of arrays without a dimension
     rows = [[row.reshape(flat) for row in turn] for turn in reduction.contributions]
     mine = [row.reshape(flat) for row in reduction.mine]

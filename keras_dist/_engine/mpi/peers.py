@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.arithmetic import ReduceOp, combine_into, divide, silencer
+from keras_dist._engine.arithmetic import ReduceOp, combine_into, divide
 from keras_dist._engine.buckets import ALIGNMENT, aligned_array
 from keras_dist._engine.rounds import Exchange, doubling, halving
+from keras_dist._engine.silence import silencer
 
 __all__ = ["MAX_PAYLOAD_NBYTES", "MAX_TRAVELLING_NBYTES", "Legs", "Payload", "Peers"]
 
 MAX_PAYLOAD_NBYTES = 64 * 1024  # for larger buckets the number of bytes counts, not of messages
 MAX_TRAVELLING_NBYTES = 4 * 2**20  # of any bucket that travels; the memory of a message
 EAGER_NBYTES = 32 * 1024  # MPI libraries ask the receiver before they send much more
-MAX_COPIED_NBYTES = 128 * 1024  # a copy behind the digest takes longer than a message of its own
 DIGEST, HALF, REST = 2, 6, 7  # MPI tags
 HEADER_NBYTES = ALIGNMENT  # the digest, and the state of the exchange so far
 DIGEST_NBYTES = 16
@@ -40,17 +40,11 @@ class _Leg:
         sent: memory of the message that is sent.
         received: memory of the message that arrives.
         dtype: dtype of the numbers.
-        lead: returns how many of some elements follow the digest at once; the others are a message
-            of their own.
+        lead: how many elements follow the digest at once; the others are a message of their own.
     """
 
     def __init__(
-        self,
-        step: Exchange,
-        sent: np.ndarray,
-        received: np.ndarray,
-        dtype: np.dtype,
-        lead: Callable[[int], int],
+        self, step: Exchange, sent: np.ndarray, received: np.ndarray, dtype: np.dtype, lead: int
     ):
         self.peer, self.given, self.kept = step.peer, step.sent, step.received
         self.is_mutual = step.sent is not None and step.received is not None
@@ -58,14 +52,13 @@ class _Leg:
         self.lead = self.rest = slice(0, 0)
         if step.sent is not None:
             start, stop = step.sent.start, step.sent.stop
-            middle = start + lead(stop - start)
+            middle = min(start + lead, stop)
             self.lead, self.rest = slice(start, middle), slice(middle, stop)
         self.message, self.outgoing = _message(sent, self.lead, dtype)
         _, self.incoming = _message(received, step.received or slice(0, 0), dtype)
         self.rest_nbytes = (self.rest.stop - self.rest.start) * dtype.itemsize
-        first = lead(self.incoming.size)
-        self.expects_rest = self.incoming.size > first
-        self.rest_arrives_at = HEADER_NBYTES + first * dtype.itemsize
+        self.expects_rest = self.incoming.size > lead
+        self.rest_arrives_at = HEADER_NBYTES + min(lead, self.incoming.size) * dtype.itemsize
 
 
 class Legs:
@@ -145,18 +138,14 @@ class Peers:
             count: number of elements, of up to `MAX_TRAVELLING_NBYTES`; equal on all ranks.
             dtype: their dtype, that of sums as well.
         """
-        halves = count * dtype.itemsize > MAX_PAYLOAD_NBYTES
-        if halves:
+        nbytes, lead = count * dtype.itemsize, count
+        if nbytes > MAX_PAYLOAD_NBYTES:
             there = halving(self._rank, self._size, count)
             back = [step.reverse for step in reversed(there)]
         else:
             there, back = doubling(self._rank, self._size, count)
-
-        def lead(elements: int) -> int:
-            nbytes = elements * dtype.itemsize
-            if nbytes > MAX_COPIED_NBYTES:
-                return 0
-            return elements // 2 if nbytes > EAGER_NBYTES and not halves else elements
+            if nbytes > EAGER_NBYTES:
+                lead = count // 2
 
         def prepared(steps: Sequence[Exchange]) -> list[_Leg]:
             return [_Leg(step, self._sent, self._received, dtype, lead) for step in steps]
