@@ -33,6 +33,15 @@ def pytest_runtest_setup(item):
         pytest.skip(f"no time is left for slow tests: {item.nodeid}")
 
 
+@pytest.fixture(autouse=True)
+def _packages_of_later_jobs():
+    """Fails a test that changes which packages the jobs of later tests import."""
+    names = "KERAS_BACKEND", "LEFT_OUT", "PYTHONPATH"
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    assert {name: os.environ.get(name) for name in names} == before
+
+
 @pytest.fixture
 def open_mpi():
     """The Python of the environment with Open MPI; skips the test without it."""

@@ -13,7 +13,6 @@ history and callback states.
 import argparse
 import collections
 import json
-import os
 import random
 import subprocess
 import sys
@@ -99,8 +98,7 @@ def run(backend, ranks, save_freq, *strikes):
 
 def environment(backend):
     """Returns the environment of a job on a backend, which imports no other backend."""
-    os.environ["KERAS_BACKEND"] = backend
-    return lean(TF_CPP_MIN_LOG_LEVEL="3")
+    return lean(KERAS_BACKEND=backend, TF_CPP_MIN_LOG_LEVEL="3")
 
 
 def result(folder):
