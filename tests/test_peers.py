@@ -12,6 +12,7 @@ DIGEST, OTHER = b"the same digest.", b"another digest.."
 F4 = np.dtype(np.float32)
 # In one message, in two, and more than that: as a whole or by halves.
 COUNTS = [5, EAGER_NBYTES // 4 + 1, MAX_PAYLOAD_NBYTES // 4, MAX_PAYLOAD_NBYTES // 4 + 7]
+LARGE = 50_001  # of its halves, but not of their halves, a part follows in a second message
 SIZES = [2, 3, 4, 5, 6, 7, 8, 13]
 
 
@@ -42,7 +43,7 @@ def compare(rank, count, digest=DIGEST, same=True, row=row_of):
             return stop.value, arrived, None if payload is None else payload.result
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [*COUNTS, LARGE])
 @pytest.mark.parametrize("size", SIZES)
 def test_numbers_arrive_in_the_order_of_the_rounds(size, count):
     expected = added(*combine_rows([row_of(r, count) for r in range(size)], added))
@@ -66,12 +67,13 @@ def test_the_sign_of_nan_is_equal_on_all_ranks(size, count, nan):
     assert len({result.tobytes() for _, _, result in answers}) == 1
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [*COUNTS, LARGE])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_node_sends_two_messages_for_each_doubling(size, count):
+def test_a_node_sends_two_messages_for_each_doubling_and_one_for_halves(size, count):
     network = Network(size)
     network.run(lambda rank: compare(rank, count))
-    assert max(network.messages) <= 2 * (size.bit_length() - 1) + 2
+    has_halves = 4 * count > MAX_PAYLOAD_NBYTES
+    assert max(network.messages) <= 2 * (size - 1).bit_length() + has_halves
 
 
 # What the other rank brings: its digest, whether its node agrees, and its number of elements.

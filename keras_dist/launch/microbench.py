@@ -6,6 +6,7 @@ the results as one line of JSON. The benchmarks of the repository use the same f
 
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -27,7 +28,10 @@ ROUNDS = (5, 15)
 def in_turn(
     contenders: Iterable[str], rounds: int, measure: Callable[[str], float]
 ) -> dict[str, list[float]]:
-    """Measures contenders alternately, in another order in each round.
+    """Measures contenders alternately, in a random order in each round.
+
+    The order is the same on all ranks. None always follows the same other one, which may leave
+    ranks on other cores, or caches empty.
 
     Args:
         contenders: names.
@@ -37,11 +41,11 @@ def in_turn(
     Returns:
         The numbers of each contender, one per round.
     """
-    names = list(contenders)
+    names, order = list(contenders), random.Random(0)
     found: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+    for _ in range(rounds):
+        order.shuffle(names)
+        for name in names:
             found[name].append(measure(name))
     return found
 

@@ -132,23 +132,27 @@ class Peers:
         """Returns the exchanges that reduce a bucket.
 
         Up to `MAX_PAYLOAD_NBYTES` a node sends all it has; above, nodes halve the bucket, which
-        takes more messages and fewer bytes.
+        takes more messages and fewer bytes. At most `EAGER_NBYTES` of the bucket, or of its first
+        half, are copied behind the digest.
 
         Args:
             count: number of elements, of up to `MAX_TRAVELLING_NBYTES`; equal on all ranks.
             dtype: their dtype, that of sums as well.
         """
-        nbytes, lead = count * dtype.itemsize, count
-        if nbytes > MAX_PAYLOAD_NBYTES:
+        if count * dtype.itemsize > MAX_PAYLOAD_NBYTES:
             there = halving(self._rank, self._size, count)
             back = [step.reverse for step in reversed(there)]
         else:
             there, back = doubling(self._rank, self._size, count)
-            if nbytes > EAGER_NBYTES:
-                lead = count // 2
+
+        def lead(step: Exchange) -> int:
+            # Both nodes decide alike: what one sends, the other receives.
+            parts = [part for part in (step.sent, step.received) if part is not None]
+            longest = max(part.stop - part.start for part in parts)
+            return count if 2 * longest < count else EAGER_NBYTES // dtype.itemsize
 
         def prepared(steps: Sequence[Exchange]) -> list[_Leg]:
-            return [_Leg(step, self._sent, self._received, dtype, lead) for step in steps]
+            return [_Leg(step, self._sent, self._received, dtype, lead(step)) for step in steps]
 
         return Legs(prepared(there), prepared(back))
 
