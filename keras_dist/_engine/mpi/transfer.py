@@ -5,6 +5,7 @@ Counts and displacements are an `int` before MPI 4, also for mpi4py over such a 
 """
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = [
     "wait",
 ]
 
+IDLE_POLL_SECONDS = 8e-6  # a poll that takes longer has moved data
 MAX_NBYTES = 2**30  # in one call: below 2**31, as libraries add up counts themselves
 
 
@@ -35,9 +37,13 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
 
 def wait(request: Any) -> None:
     """Waits for a request; see `pause`."""
+    idle_polls, start = 0, time.perf_counter()
     with waiting:
         while not request.Test():
-            pause()
+            is_idle = time.perf_counter() - start < IDLE_POLL_SECONDS
+            idle_polls = idle_polls + 1 if is_idle else 0
+            pause(idle_polls)
+            start = time.perf_counter()
 
 
 def broadcast_bytes(world: Any, buffer: np.ndarray, root: int) -> None:
