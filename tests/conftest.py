@@ -39,7 +39,12 @@ def _packages_of_later_jobs():
     names = "KERAS_BACKEND", "LEFT_OUT", "PYTHONPATH"
     before = {name: os.environ.get(name) for name in names}
     yield
-    assert {name: os.environ.get(name) for name in names} == before
+    after = {name: os.environ.get(name) for name in names}
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    assert after == before
 
 
 @pytest.fixture

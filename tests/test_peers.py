@@ -102,3 +102,15 @@ def test_a_difference_is_known_to_all_and_leaves_nothing(size, count, other):
             if number != odd and count is not None and size == 2:
                 assert (result == -1).all()
         assert network.is_empty
+
+
+@pytest.mark.parametrize("counts", [(COUNTS[1], LARGE), (LARGE, COUNTS[1]), (LARGE, 300_000)])
+def test_nodes_that_split_their_messages_differently_know_it_and_leave_nothing(counts):
+    network = Network(4)
+
+    def work(rank):
+        count = counts[rank.Get_rank() // 2]
+        return compare(rank, count, bytes(15) + bytes([counts.index(count)]))
+
+    assert not any(same or arrived for same, arrived, _ in network.run(work))
+    assert network.is_empty

@@ -186,7 +186,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _finish(request: Any, nap: float | None = None) -> None:
-    """Waits as `transfer.wait`, without counting the time: training does not wait for it."""
+    """Waits for a request without counting the time: training does not wait for it."""
     while not request.Test():
         if nap is None:
             os.sched_yield()

@@ -28,10 +28,10 @@ ROUNDS = (5, 15)
 def in_turn(
     contenders: Iterable[str], rounds: int, measure: Callable[[str], float]
 ) -> dict[str, list[float]]:
-    """Measures contenders alternately, in a random order in each round.
+    """Measures contenders alternately: in a random order in one round, and in reverse in the next.
 
-    The order is the same on all ranks. None always follows the same other one, which may leave
-    ranks on other cores, or caches empty.
+    The order is the same on all ranks. It varies because a contender may leave ranks on other
+    cores, or caches empty, for the next one.
 
     Args:
         contenders: names.
@@ -43,8 +43,11 @@ def in_turn(
     """
     names, order = list(contenders), random.Random(0)
     found: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
-        order.shuffle(names)
+    for number in range(rounds):
+        if number % 2:
+            names.reverse()
+        else:
+            order.shuffle(names)
         for name in names:
             found[name].append(measure(name))
     return found

@@ -26,7 +26,7 @@ __all__ = [
     "wait",
 ]
 
-IDLE_POLL_SECONDS = 8e-6  # a poll that takes longer has moved data
+IDLE_POLL_SECONDS = 8e-6  # a longer poll has moved data, or has lost the core
 MAX_NBYTES = 2**30  # in one call: below 2**31, as libraries add up counts themselves
 
 

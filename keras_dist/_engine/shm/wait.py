@@ -37,8 +37,8 @@ __all__ = [
 AT_THE_END = "the end of the script"  # the operation of ranks that have nothing more to do
 SPIN_SECONDS = 30e-6
 NAP_SECONDS = 100e-6
-# A core is crowded if another thread took it for that long, and is assumed to stay so for a while.
-TAKEN_SECONDS, CROWDED_SECONDS, CROWDED_NAP_SECONDS = 10e-6, 5e-3, 50e-6
+# A core is crowded, for a while, after a thread that yielded has had it back only after so long.
+TAKEN_SECONDS, CROWDED_SECONDS, CROWDED_NAP_SECONDS = 30e-6, 5e-3, 50e-6
 IDLE_POLLS = 4  # in a row, before a thread naps on a crowded core
 PATIENCE_SECONDS = 0.5  # a sleeping thread checks this often whether the others are alive
 
@@ -57,7 +57,7 @@ _syscall = ctypes.CDLL(None).syscall
 
 # If two threads add at once, the time of one may be lost.
 _waited_seconds = 0.0
-_crowded_until = 0.0  # a time of `time.perf_counter()`
+_crowded_until = 0.0  # of any thread; a time of `time.perf_counter()`
 
 
 class _Pace(threading.local):
@@ -91,24 +91,29 @@ def pause(idle_polls: int = 0) -> None:
     """Lets other threads run before the next poll of what this one waits for.
 
     Yields the core: data moves only while MPI is called, so that sleeping over TCP took several
-    times as long. Where other threads took the core, as on hosts with more ranks than cores, it
-    naps while nothing moves: the polls of three ranks on two cores took a quarter of the time of
-    an allreduce. And a thread that nobody waits for naps: the core belongs to the computation.
+    times as long. If the core is crowded, as on a host with more ranks than cores, it naps while
+    no data moves, because its polls would take time from ranks at work. The thread of a queued
+    operation runs beside the computation of its own rank, so its core is always crowded: it polls
+    if somebody waits for it, and naps if not.
 
     Args:
-        idle_polls: how many polls in a row have moved no data. Defaults to 0.
+        idle_polls: number of polls in a row that have moved no data. Defaults to 0.
     """
     global _crowded_until
+    if _pace.is_awaited is not None:
+        if _pace.is_awaited():
+            os.sched_yield()
+        else:
+            time.sleep(NAP_SECONDS)
+        return
     start = time.perf_counter()
-    if _pace.is_awaited is not None and not _pace.is_awaited():
-        time.sleep(NAP_SECONDS)
-    elif idle_polls > IDLE_POLLS and start < _crowded_until:
+    if idle_polls > IDLE_POLLS and start < _crowded_until:
         time.sleep(CROWDED_NAP_SECONDS)
-    else:
-        os.sched_yield()
-        end = time.perf_counter()
-        if end - start > TAKEN_SECONDS:
-            _crowded_until = end + CROWDED_SECONDS
+        return
+    os.sched_yield()
+    end = time.perf_counter()
+    if end - start > TAKEN_SECONDS:
+        _crowded_until = end + CROWDED_SECONDS
 
 
 def note(ranks: Sequence[int], what: Any) -> None:
