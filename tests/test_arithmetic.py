@@ -15,6 +15,7 @@ from keras_dist._engine.arithmetic import (
     check_dtype,
     check_factors,
     check_sum,
+    combine_into,
     divide,
     is_own_accumulator,
     parse_factor,
@@ -105,6 +106,14 @@ def test_the_input_is_not_changed():
     rows = np.ones((2, 3), np.float32)
     reduce_rows(rows, ReduceOp.SUM)
     np.testing.assert_array_equal(rows, 1)
+
+
+@pytest.mark.parametrize("nan", [np.nan, -np.nan])
+def test_the_sign_of_nan_is_that_of_a_new_array_also_in_place(nan):
+    left, right = np.array([nan], np.float32), np.array([-nan], np.float32)
+    expected = (left + right).tobytes()
+    combine_into(left, right, ReduceOp.SUM, left)
+    assert left.tobytes() == expected
 
 
 def test_infinities_give_no_warning(recwarn):
