@@ -80,12 +80,12 @@ def test_a_node_sends_two_messages_for_each_doubling_and_one_for_halves(size, co
 DIFFERENCES = [
     (OTHER, True, None),
     (DIGEST, False, COUNTS[-1]),
-    *((OTHER, True, count) for count in [*COUNTS, 300_000]),
+    *((OTHER, True, count) for count in [*COUNTS, LARGE, 300_000]),
 ]
 
 
 @pytest.mark.parametrize("other", DIFFERENCES)
-@pytest.mark.parametrize("count", [None, *COUNTS])
+@pytest.mark.parametrize("count", [None, *COUNTS, LARGE])
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_a_difference_is_known_to_all_and_leaves_nothing(size, count, other):
     for odd in range(size):
