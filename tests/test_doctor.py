@@ -58,6 +58,19 @@ def test_doctor_says_what_is_missing(capsys, monkeypatch, tmp_path):
     assert "GPUs" in told
 
 
+def found_by_a_job(**facts):
+    """Returns the findings of a job of two ranks, by check."""
+    usual = {
+        "ranks": 2,
+        "hosts": ["h1"],
+        "seconds": {"16777216": 0.002},
+        "cuda_aware": None,
+        "gpus": {"ranks": ["", ""], "path": ""},
+        **dict.fromkeys(("several_threads", "from_other_threads", "shares_memory"), True),
+    }
+    return {one.what: one for one in findings.of_a_job({**usual, **facts}, 1.0)}
+
+
 @pytest.mark.parametrize(
     ("facts", "what", "remedy"),
     [
@@ -75,17 +88,17 @@ def test_doctor_says_what_is_missing(capsys, monkeypatch, tmp_path):
     ],
 )
 def test_what_a_job_finds_has_a_remedy(facts, what, remedy):
-    usual = {
-        "hosts": ["h1"],
-        "seconds": {"16777216": 0.002},
-        "cuda_aware": None,
-        "gpus": {"ranks": ["", ""], "path": ""},
-        **dict.fromkeys(("several_threads", "from_other_threads", "shares_memory"), True),
-    }
-    told = {one.what: one for one in findings.of_a_job({**usual, **facts}, 1.0)}
+    told = found_by_a_job(**facts)
     assert told[what].remedy.startswith(remedy)
     assert told[what].is_trouble == (facts.get("from_other_threads") is False)
     assert "16 MiB are reduced in 2.0 ms, 8.4 GB/s" in told["Speed"].text
+
+
+def test_doctor_advises_shared_memory_only_where_a_host_has_several_ranks():
+    apart = found_by_a_job(shares_memory=False, hosts=["h1", "h2"])["Speed"]
+    assert apart.text.endswith(", through MPI") and apart.remedy == ""
+    for facts in ({"hosts": ["h1"]}, {"hosts": ["h1", "h2"], "ranks": 3}):
+        assert "/dev/shm" in found_by_a_job(shares_memory=False, **facts)["Speed"].remedy
 
 
 def test_doctor_shows_which_rank_has_which_gpu():

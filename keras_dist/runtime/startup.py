@@ -117,8 +117,9 @@ def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
         _check_ranks(mpi)
     members = _as_comm(mpi, comm)
     if mpi is not None:
-        _check_settings(members or mpi.COMM_WORLD)
+        # Versions first: another version of keras_dist may have other settings.
         compare_hosts(mpi, members or mpi.COMM_WORLD)
+        _check_settings(members or mpi.COMM_WORLD)
     settings = config.settings()
     joined = _engine.Communicator(mpi, members, settings.reduce, reduction=settings.reduction)
     joined.watch(settings.stall_seconds, settings.stall_abort_seconds)

@@ -1,5 +1,6 @@
 """Faults of the network and of whole hosts: two test hosts of this machine, connected by TCP."""
 
+import json
 import os
 import signal
 import subprocess
@@ -187,7 +188,7 @@ RESENT = pytest.mark.fault(
 )
 DELAYED = pytest.mark.fault(
     "the link of one host is slow: 40 Mbit/s, with MPICH and with Open MPI",
-    "all ranks train at its speed; results are right",
+    "all ranks go on at its speed; results are right",
     within=60,
 )
 
@@ -197,14 +198,18 @@ DELAYED = pytest.mark.fault(
     [pytest.param(LOSS, 40, marks=RESENT), pytest.param(SLOW, 20, marks=DELAYED)],
     ids=["lost packets", "slow link"],
 )
-def test_a_bad_link(run, python_of_library, queue, steps):
+def test_a_bad_link(run, two_hosts, python_of_library, queue, steps):
     code, printed = run(python_of_library, lambda first, second: second.run(*queue), steps)
     assert code == 0 and printed.count("ends well") == 2, printed
+    if queue is LOSS:
+        [[_, second], _] = two_hosts
+        [counted] = json.loads(second.run(*f"tc -s -j qdisc show dev {INTERFACE} root".split()))
+        assert counted["drops"] > 0, counted
 
 
 @pytest.mark.fault(
     "a host is slow: its processes run for 0.1 s of each 0.5 s, with MPICH and with Open MPI",
-    "all ranks train at its speed; results are right",
+    "all ranks go on at its speed; results are right",
     within=60,
 )
 def test_a_slow_host(run, python_of_library):

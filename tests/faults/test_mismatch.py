@@ -316,15 +316,21 @@ print(f"rank {rank} has joined", flush=True)
 CHANGES = {
     "numpy": ("numpy.__version__ = '1.0'", "numpy 1.0"),
     "keras_dist": ("host_check.__version__ = '0.1'", "keras_dist 0.1"),
+    "keras_dist with other settings": (
+        "from keras_dist.runtime import startup; host_check.__version__ = '0.1'; "
+        "startup.ALIKE = ('threads', *startup.ALIKE)",
+        "keras_dist 0.1",
+    ),
     "Python": ("sys.version_info = type('Version', (), dict(major=3, minor=9))", "Python 3.9"),
     "MPI": ("host_check._engine.library.version = lambda mpi: 'MPICH 1.0'", "MPI MPICH 1.0"),
 }
 
 
 @pytest.mark.fault("a host has another version of keras_dist, Python, MPI or numpy", ENDS, within=5)
-@pytest.mark.parametrize("name", CHANGES)
-def test_another_version(job, name):
-    change, received = CHANGES[name]
+@pytest.mark.parametrize("case", CHANGES)
+def test_another_version(job, case):
+    change, received = CHANGES[case]
+    name = case.split()[0]
     ended = job(2, VERSIONS.replace("CHANGE", change), bare=True)
     found = re.findall(
         rf"\[rank 1 of 2\] Expected {name} [^,]+ as on rank 0 \(on \S+\)\. "
