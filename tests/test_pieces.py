@@ -44,3 +44,15 @@ def test_a_segment_has_as_few_pieces_as_memory_allows(mib, expected):
     size = piece_nbytes(2, nbytes)
     assert Pieces(0, 2, nbytes // 4, size // 4).count == expected
     assert size <= PIECE_NBYTES
+
+
+@pytest.mark.parametrize(("mib", "expected"), [(1, 1), (2, 1), (4, 2), (8, 4), (16, 4), (100, 25)])
+def test_pieces_overlap_on_slow_links(mib, expected):
+    nbytes = mib * 2**20
+    size = piece_nbytes(2, nbytes, links_are_slow=True)
+    assert Pieces(0, 2, nbytes // 4, size // 4).count == expected
+
+
+def test_pieces_of_many_ranks_are_no_larger_on_slow_links():
+    for ranks in (2, 8, 64, 10_000):
+        assert piece_nbytes(ranks, 2**30, True) <= piece_nbytes(ranks, 2**30)

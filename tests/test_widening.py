@@ -12,6 +12,7 @@ from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives.cross_node import CrossNodeReduction
 from keras_dist._engine.collectives.widening import widenings
 from keras_dist._engine.compression import Compression
+from keras_dist._engine.mpi.links import Links
 
 OPS = [ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
 SHAPES = [(3, 5), (), (70,)]
@@ -79,18 +80,19 @@ def test_other_buckets_stay_as_they_are(dtype, ops):
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [np.float16, np.int64])
-def test_a_slice_over_64_kib_is_widened_only_if_that_saves_bytes(slices, dtype):
-    topology = types.SimpleNamespace(slices=slices, is_homogeneous=True)
+@pytest.mark.parametrize("nodes", [2, 64])
+def test_a_slice_over_64_kib_is_widened_if_that_saves_bytes_or_messages(slices, dtype, nodes):
+    topology = types.SimpleNamespace(slices=slices, is_homogeneous=True, cross_size=nodes)
     comm = types.SimpleNamespace(
         topology=topology,
         digests=types.SimpleNamespace(carries=True),
         is_one_node=False,
         node=object(),
         reduction="ordered",
-        halving_nbytes=2**21,
+        links=Links(halving_nbytes=2**21),
     )
     factor = 2  # both have twice the bytes if they are widened
     for count in (64 * 1024 // (factor * np.dtype(dtype).itemsize), 100_000):
         [bucket] = plan_buckets([((slices * count,), np.dtype(dtype))], 2**30)
         found = CrossNodeReduction(comm, [bucket], ReduceOp.AVERAGE, Compression.none)
-        assert bool(found.widened) == (count < 100_000 or slices >= factor)
+        assert bool(found.widened) == (count < 100_000 or slices >= factor or nodes > 3)

@@ -16,8 +16,8 @@ from keras_dist._engine.faults.fault_state import FaultState
 from keras_dist._engine.faults.rank_lost import lost
 from keras_dist._engine.faults.stall_watchdog import StallWatchdog
 from keras_dist._engine.mpi.digests import DigestExchange
-from keras_dist._engine.mpi.halving import halving_nbytes
 from keras_dist._engine.mpi.hello import decline
+from keras_dist._engine.mpi.links import Links, common, measure_links
 from keras_dist._engine.mpi.memory_fence import MemoryFence, orders_stores
 from keras_dist._engine.mpi.topology import Topology, first_error, share
 from keras_dist._engine.mpi.transfer import allgather_parts
@@ -51,7 +51,7 @@ class Communicator:
             here as well.
         node: shared memory of the ranks of this node; `None` where there is none.
         digests: the check before every collective.
-        halving_nbytes: size in bytes up to which nodes halve arrays recursively.
+        links: the network between nodes.
         order: the order in which collectives run; `lock` is its lock.
         services: what runs beside the collectives.
         faults: ranks that died, joined or differed.
@@ -107,7 +107,7 @@ class Communicator:
         self._warned = False
         self.node: Node | None = None
         self._fence: MemoryFence | None = None
-        self.halving_nbytes = 0
+        self.links = Links()
         self._set_topology(Topology())
         if mpi is not None:
             self.connect((comm if comm is not None else mpi.COMM_WORLD).Dup())
@@ -137,19 +137,19 @@ class Communicator:
         if any(len(ranks) > 1 for ranks in topology.nodes) and self.reduce != "mpi":
             self._join_node()
             self._set_topology(topology)
-        self.halving_nbytes = self._measure_halving()
+        self.links = self._measure_links()
         self.services.restart()
 
-    def _measure_halving(self) -> int:
+    def _measure_links(self) -> Links:
         topology = self.topology
         if self.node is None:
             one_each = len(topology.nodes) == topology.size
-            return halving_nbytes(topology.world, self.mpi) if one_each else 0
-        limit = halving_nbytes(topology.across, self.mpi) if topology.has_slice else 0
+            return measure_links(topology.world, self.mpi) if one_each else Links()
+        links = measure_links(topology.across, self.mpi) if topology.has_slice else Links()
         if topology.is_one_node:
-            return limit
+            return links
         # The ranks of a node measure apart, but choose alike.
-        return min(share(topology.local, limit)[: topology.slices])
+        return common(share(topology.local, links)[: topology.slices])
 
     def disconnect(self) -> None:
         """Drops what these ranks share, as one of them has died; `connect` follows.

@@ -12,21 +12,28 @@ __all__ = ["Pieces", "piece_nbytes"]
 
 # Bytes of a piece from one rank to another: at most, from all ranks together, and at least.
 PIECE_NBYTES, PIECES_NBYTES, SMALLEST_NBYTES = 2**23, 3 * 2**23, 2**16
+# Of slow links: how many a segment has, and their size in bytes, at least and at most.
+SLOW_PIECES, SLOW_NBYTES = 4, (2**20, 2**21)
 
 
-def piece_nbytes(ranks: int, nbytes: int) -> int:
+def piece_nbytes(ranks: int, nbytes: int, links_are_slow: bool = False) -> int:
     """Returns the size in bytes of a piece.
 
-    A segment has as few pieces as their memory allows, of equal size: between hosts that share
-    their cores with the network, messages that overlap with the arithmetic took longer. Of many
-    ranks, pieces are smaller, but not so small that their number would count more than their size.
+    A segment has as few pieces as their memory allows, of equal size: where a host shares its cores
+    with the network, messages that overlap with the arithmetic took longer. Where ranks wait for
+    slow links, pieces are smaller, and the arithmetic overlaps. Of many ranks, pieces are smaller,
+    but not so small that their number would count more than their size.
 
     Args:
         ranks: number of ranks.
         nbytes: size in bytes of the array.
+        links_are_slow: whether ranks wait for their links. Defaults to `False`.
     """
     most = min(PIECE_NBYTES, max(SMALLEST_NBYTES, PIECES_NBYTES // ranks))
     segment = -(-nbytes // ranks)
+    if links_are_slow:
+        least, longest = SLOW_NBYTES
+        most = min(most, longest, max(least, -(-segment // SLOW_PIECES)))
     size = -(-segment // max(1, -(-segment // most)))
     return max(SMALLEST_NBYTES, size + -size % ALIGNMENT)
 

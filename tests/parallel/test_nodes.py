@@ -18,6 +18,7 @@ from keras_dist import _engine, errors, runtime
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.collectives import cross_node, row_exchange
 from keras_dist._engine.mpi import reduction, transfer
+from keras_dist._engine.mpi.links import Links
 from keras_dist._engine.mpi.transfer import allgather_in_place
 from keras_dist._engine.shm import bucket_reduction
 
@@ -121,7 +122,7 @@ def test_a_slice_that_one_rank_cannot_reduce_is_an_error_on_all_nodes(monkeypatc
     expected = fused([mine])[0].copy()
     odd = comm.rank == comm.topology.nodes[-1][0]
     travels = fused.travels(0, fused.memory.ready_reduction(0))
-    assert travels or count > 50_000 or comm.halving_nbytes == 0
+    assert travels or count > 50_000 or comm.links.halving_nbytes == 0
     said = "on purpose" if odd or travels else "another rank"
 
     def broken(*_):
@@ -216,8 +217,8 @@ def test_below_the_crossover_a_rank_sends_few_messages(monkeypatch, count, dtype
     has_halves = count * 4 > 64 * 1024 * comm.topology.slices
     most = 2 * (len(comm.topology.nodes) - 1).bit_length() + has_halves
     if count * 4 > 64 * 1024 and comm.topology.slices == 1:
-        if comm.halving_nbytes == 0:
-            pytest.skip("above the crossover of three nodes")
+        if comm.links.halving_nbytes == 0:
+            pytest.skip("above the crossover of these nodes")
         if dtype is not np.float32:
             pytest.skip("one rank on a node sends fewer bytes in pieces")
     with monkeypatch.context() as patched:
@@ -469,20 +470,34 @@ def test_pieces_between_nodes_do_not_change_bits(monkeypatch, dtype, more):
     comm = runtime.communicator()
     count = comm.size * len(comm.topology.nodes) * 12_000 + more
     mine = contribution(comm.rank, count, dtype)
-    monkeypatch.setattr(comm, "halving_nbytes", 0)  # small segments are pieces as well
+    monkeypatch.setattr(comm, "links", Links())  # small segments are pieces as well
     compressions = ("none", "bf16")
     whole = [keras_dist.allreduce(mine, compression=each).tobytes() for each in compressions]
-    monkeypatch.setattr(reduction, "piece_nbytes", lambda ranks, nbytes: 3000 * mine.itemsize)
+    monkeypatch.setattr(reduction, "piece_nbytes", lambda *_: 3000 * mine.itemsize)
     cut = [keras_dist.allreduce(mine, compression=each).tobytes() for each in compressions]
     assert cut == whole
 
 
+def test_slow_links_do_not_change_bits(monkeypatch):
+    comm = runtime.communicator()
+    mine = contribution(comm.rank, comm.size * 3 * 2**18 + 5, np.float32)
+    monkeypatch.setattr(comm, "links", Links())
+    whole = keras_dist.allreduce(mine).tobytes()
+    monkeypatch.setattr(comm, "links", Links(rate=1e6))
+    assert keras_dist.allreduce(mine).tobytes() == whole
+
+
+def test_nodes_know_the_same_links():
+    comm = runtime.communicator()
+    assert set(comm.world.allgather(comm.links)) == {comm.links}
+
+
 def test_halving_does_not_change_bits(monkeypatch):
     comm = runtime.communicator()
-    monkeypatch.setattr(comm, "halving_nbytes", 0)
+    monkeypatch.setattr(comm, "links", Links())
     mine = contribution(comm.rank, 100_000, np.float32)
     whole = [keras_dist.allreduce(mine, op).tobytes() for op in OPS]
-    monkeypatch.setattr(comm, "halving_nbytes", 2**30)
+    monkeypatch.setattr(comm, "links", Links(halving_nbytes=2**30))
     assert [keras_dist.allreduce(mine, op).tobytes() for op in OPS] == whole
 
 

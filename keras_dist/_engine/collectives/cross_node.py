@@ -53,12 +53,17 @@ class CrossNodeReduction:
             self._widen(widenings(buckets, op))
 
     def _widen(self, candidates: dict[int, Widening]) -> None:
+        topology = self._comm.topology
+        # For up to this many bytes the number of messages counts.
+        few_nbytes = MAX_PAYLOAD_NBYTES
+        if topology.cross_size > 3:
+            few_nbytes = max(few_nbytes, self._comm.links.halving_nbytes)
         for number, widening in candidates.items():
             narrow, self.buckets[number] = self.buckets[number], widening.bucket
             self.widened[number] = widening
             # Of larger slices the bytes count: as pieces, a node sends those of all its ranks.
-            saves = widening.factor <= self._comm.topology.slices
-            saves = saves or self._largest_slice(number) <= MAX_PAYLOAD_NBYTES
+            saves = widening.factor <= topology.slices
+            saves = saves or self._largest_slice(number) <= few_nbytes
             if not (saves and self.travels(number)):
                 self.buckets[number] = narrow
                 del self.widened[number]
@@ -82,7 +87,7 @@ class CrossNodeReduction:
             return False
         if self._library is not None and nbytes > MAX_PAYLOAD_NBYTES:
             return False
-        limit = min(self._comm.halving_nbytes, MAX_TRAVELLING_NBYTES)
+        limit = min(self._comm.links.halving_nbytes, MAX_TRAVELLING_NBYTES)
         return self._largest_slice(number) <= max(limit, MAX_PAYLOAD_NBYTES)
 
     @property
@@ -179,8 +184,8 @@ class CrossNodeReduction:
     def _reduce(
         self, world: Any, source: np.ndarray, target: np.ndarray, sums: Combination, wire: Wire
     ) -> None:
-        halving_nbytes = self._comm.halving_nbytes
-        reduce_through_mpi(world, source, target, sums, wire, halving_nbytes, self._library)
+        links = self._comm.links
+        reduce_through_mpi(world, source, target, sums, wire, links, self._library)
 
     def _divisor(self, number: int) -> int:
         """Returns the divisor of what is reduced by `op_on_node`."""

@@ -14,12 +14,10 @@ import numpy as np
 from keras_dist._engine.arithmetic import ReduceOp, combine, divide
 from keras_dist._engine.mpi.transfer import as_bytes, wait
 from keras_dist._engine.rounds import Exchange, halving
-from keras_dist._engine.shm.wait import pause
 
-__all__ = ["crossover", "halving_nbytes", "reduce_by_halves"]
+__all__ = ["crossover", "reduce_by_halves"]
 
 HALF = 5  # MPI tag
-PROBE_NBYTES, PROBE_MESSAGES, PROBES = 2**18, 8, 5
 SEGMENT_NBYTES = 2**16  # of larger segments, pieces overlap with the arithmetic
 PAIR_NBYTES = 2**21  # of two nodes: their segments are the halves
 
@@ -62,65 +60,34 @@ def _exchange(world: Any, step: Exchange, source: np.ndarray, target: np.ndarray
         wait(request)
 
 
-def halving_nbytes(world: Any, mpi: Any) -> int:
-    """Measures up to which size halving is faster than segments. Collective; blocks.
-
-    Takes some milliseconds.
-
-    Args:
-        world: MPI communicator with one rank of each node.
-        mpi: mpi4py's `MPI` module.
-
-    Returns:
-        The size of an array in bytes, equal on all ranks of `world`; 0 for 3 nodes, where halving
-        has no fewer messages.
-    """
-    size = world.Get_size()
-    if size <= 3:
-        return PAIR_NBYTES if size == 2 else 0
-    one = _probe(world, mpi, 1, 64)
-    each = max(0.0, _probe(world, mpi, PROBE_MESSAGES, 64) - one) / (PROBE_MESSAGES - 1)
-    byte = max(0.0, _probe(world, mpi, 1, PROBE_NBYTES) - one) / PROBE_NBYTES
-    measured = np.array([one, each, byte])
-    world.Allreduce(mpi.IN_PLACE, measured, mpi.MAX)
-    return crossover(size, *measured.tolist())
-
-
 def crossover(nodes: int, latency: float, message: float, byte: float) -> int:
-    """Returns the size in bytes up to which halving is faster, by a model of both.
+    """Returns the size in bytes up to which halving is used, by a model of its time.
+
+    Segments travel while further messages are sent, so they take the larger of both times; a round
+    of halving waits for the one before. A power of two nodes sends as many bytes either way. It
+    halves whenever that is faster for small arrays: for others it costs some latencies at most, and
+    fewer bytes leave a switch. Of two nodes, segments are halves, which travel with the digests.
 
     Args:
-        nodes: number of nodes.
+        nodes: number of nodes, at least 2.
         latency: seconds until a message has arrived.
         message: seconds that each further message takes.
         byte: seconds that each byte takes.
+
+    Returns:
+        The size; 0 for 3 nodes, where halving has no fewer messages.
     """
+    if nodes <= 3:
+        return PAIR_NBYTES if nodes == 2 else 0
     steps = int(math.log2(nodes))
-    whole = 2**steps
-    folds = whole < nodes
-    by_segments = 2 * latency + 2 * (nodes - 2) * message
-    by_halves = 2 * (steps + folds) * latency
-    if by_halves >= by_segments:
+    folds = 2**steps < nodes
+    # More rounds than those of segments, and fewer messages.
+    saved = 2 * (nodes - 2) * message - 2 * (steps + folds - 1) * latency
+    if saved <= 0:
         return 0
-    # Nodes beyond the power of two send and receive whole arrays.
-    more_bytes = 2 * (1 - 1 / whole) + 2 * folds - 2 * (1 - 1 / nodes)
     largest = SEGMENT_NBYTES * nodes
-    if more_bytes * byte <= 0:
+    if not folds:
         return largest
-    return min(largest, int((by_segments - by_halves) / (more_bytes * byte)))
-
-
-def _probe(world: Any, mpi: Any, count: int, nbytes: int) -> float:
-    """Returns the seconds of exchanging messages with both neighbours, the best of some."""
-    rank, size = world.Get_rank(), world.Get_size()
-    sent, received = np.zeros(nbytes, np.uint8), np.empty((count, nbytes), np.uint8)
-    times = []
-    for _ in range(PROBES):
-        begin = mpi.Wtime()
-        requests = [world.Irecv(row, (rank - 1) % size, HALF) for row in received]
-        requests += [world.Isend(sent, (rank + 1) % size, HALF) for _ in range(count)]
-        for request in requests:
-            while not request.Test():
-                pause()  # not `wait`: a nap would be measured
-        times.append(mpi.Wtime() - begin)
-    return min(times)
+    # Nodes beyond the power of two send and receive whole arrays.
+    sent = 2 * (1 - 1 / 2**steps) + 2
+    return int(saved / max(sent * byte, saved / largest))

@@ -23,6 +23,7 @@ from keras_dist._engine.arithmetic import (
 from keras_dist._engine.compression import Wire
 from keras_dist._engine.mpi import transfer
 from keras_dist._engine.mpi.halving import reduce_by_halves
+from keras_dist._engine.mpi.links import Links
 from keras_dist._engine.mpi.transfer import as_bytes, wait
 from keras_dist._engine.pieces import Pieces, piece_nbytes
 from keras_dist._engine.rounds import combine_rows
@@ -103,7 +104,7 @@ def reduce_through_mpi(
     target: np.ndarray,
     sums: Combination,
     wire: Wire,
-    halving_nbytes: int = 0,
+    links: Links | None = None,
     library: Any | None = None,
 ) -> None:
     """Reduces a flat array over ranks. Collective: every rank of `world`; blocks.
@@ -114,11 +115,12 @@ def reduce_through_mpi(
         target: contiguous array of the same size and dtype, written: the result. May be `source`.
         sums: how contributions are combined.
         wire: wire format of the numbers.
-        halving_nbytes: size in bytes up to which ranks that are one of each node halve the array
-            recursively. Defaults to 0: never.
+        links: the links between the ranks, if these are one of each node. Defaults to `None`:
+            nothing is known about them.
         library: mpi4py's `MPI` module where `MPI_Allreduce` reduces float32, float64 and complex
             numbers. Defaults to `None`: the order of sums is that of `sums`.
     """
+    links = links or Links()
     size, is_own = world.Get_size(), is_own_accumulator(source.dtype, sums.op)
     width = max(source.itemsize, wire.dtype.itemsize)
     fits = source.size * size * width <= transfer.MAX_NBYTES
@@ -126,14 +128,14 @@ def reduce_through_mpi(
     # Open MPI's sums of 8 and 16 bits do not wrap around as those of numpy do.
     if library is not None and by_order_of_nodes and source.dtype.kind in "fc":
         _reduce_by_library(world, source, target, sums, library)
-    elif source.nbytes <= halving_nbytes and by_order_of_nodes and len(sums.nodes) == size:
+    elif source.nbytes <= links.halving_nbytes and by_order_of_nodes and len(sums.nodes) == size:
         if target is not source:
             np.copyto(target, source)
         reduce_by_halves(world, target, sums.op, sums.divisor)
     elif source.nbytes <= SMALL_NBYTES and fits:
         _reduce_everything(world, source, target, sums, wire)
     else:
-        nbytes = min(piece_nbytes(size, source.size * width), transfer.MAX_NBYTES)
+        nbytes = min(piece_nbytes(size, source.size * width, links.are_slow), transfer.MAX_NBYTES)
         _reduce_in_pieces(world, source, target, sums, wire, max(1, nbytes // width))
 
 

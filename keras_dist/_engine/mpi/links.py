@@ -1,0 +1,86 @@
+"""The network between nodes, as it is measured when ranks connect."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_dist._engine.mpi.halving import crossover
+from keras_dist._engine.shm.wait import pause
+
+__all__ = ["Links", "common", "measure_links"]
+
+PROBE = 8  # MPI tag
+SMALL_NBYTES, LARGE_NBYTES, MESSAGES, PROBES = 64, 2**20, 8, 5
+LARGE_MESSAGES, LARGE_PROBES = 2, 6
+# Bytes per second of a node: 2.7 Gbit/s. Nodes with slower links wait for them rather than for
+# their cores.
+SLOW = 340e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What the links between nodes can do.
+
+    Args:
+        halving_nbytes: size in bytes up to which nodes halve arrays recursively. Defaults to 0:
+            never.
+        rate: bytes per second that a node sends and receives at once. Defaults to infinity.
+    """
+
+    halving_nbytes: int = 0
+    rate: float = math.inf
+
+    @property
+    def are_slow(self) -> bool:
+        """Whether nodes wait for the links, so that pieces should hide the arithmetic."""
+        return self.rate < SLOW
+
+
+def common(every: Sequence[Links]) -> Links:
+    """Returns the links of a node, from what its ranks have measured at the same time."""
+    return Links(min(each.halving_nbytes for each in every), sum(each.rate for each in every))
+
+
+def measure_links(world: Any, mpi: Any) -> Links:
+    """Measures the links between nodes. Collective; blocks.
+
+    Takes some milliseconds, and the time of 12 MiB.
+
+    Args:
+        world: MPI communicator with one rank of each node.
+        mpi: mpi4py's `MPI` module.
+
+    Returns:
+        The links, equal on all ranks of `world`.
+    """
+    nodes = world.Get_size()
+    if nodes == 1:
+        return Links()
+    one = _probe(world, mpi, 1, SMALL_NBYTES, PROBES)
+    several = _probe(world, mpi, MESSAGES, SMALL_NBYTES, PROBES)
+    large = _probe(world, mpi, LARGE_MESSAGES, LARGE_NBYTES, LARGE_PROBES)
+    message = max(0.0, several - one) / (MESSAGES - 1)
+    byte = max(0.0, large - one) / (LARGE_MESSAGES * LARGE_NBYTES)
+    measured = np.array([one, message, byte])
+    world.Allreduce(mpi.IN_PLACE, measured, mpi.MAX)
+    one, message, byte = measured.tolist()
+    return Links(crossover(nodes, one, message, byte), 1 / byte if byte else math.inf)
+
+
+def _probe(world: Any, mpi: Any, count: int, nbytes: int, probes: int) -> float:
+    """Returns the seconds of exchanging messages with both neighbours, the best of some."""
+    rank, size = world.Get_rank(), world.Get_size()
+    sent, received = np.zeros(nbytes, np.uint8), np.empty((count, nbytes), np.uint8)
+    times = []
+    for _ in range(probes):
+        begin = mpi.Wtime()
+        requests = [world.Irecv(row, (rank - 1) % size, PROBE) for row in received]
+        requests += [world.Isend(sent, (rank + 1) % size, PROBE) for _ in range(count)]
+        for request in requests:
+            while not request.Test():
+                pause()  # not `wait`: a nap would be measured
+        times.append(mpi.Wtime() - begin)
+    return min(times)
