@@ -116,35 +116,53 @@ def naive_sgd(rate):
 
     class NaiveSGD(keras.optimizers.SGD):
         def _clip_gradients(self, grads):
-            return super()._clip_gradients([on_host(average, gradient) for gradient in grads])
+            return super()._clip_gradients(on_host(average, grads))
 
     return NaiveSGD(rate)
 
 
-def tensorflow_call(function, gradient):
+def tensorflow_calls(function, gradients):
     import tensorflow as tf
 
-    dense = tf.convert_to_tensor(gradient)
-    result = tf.numpy_function(function, [dense], dense.dtype)
-    result.set_shape(dense.shape)
-    return result
+    results = []
+    for gradient in gradients:
+        dense = tf.convert_to_tensor(gradient)
+        result = tf.numpy_function(function, [dense], dense.dtype)
+        result.set_shape(dense.shape)
+        results.append(result)
+    return results
 
 
-def jax_call(function, gradient):
+def jax_calls(function, gradients):
+    """Calls a function of the host with each gradient in turn.
+
+    Each call takes what the call before returned, so all ranks have one order. An `io_callback`
+    gives the host an array that is copied by a thread of the pool in which the program runs: on one
+    core it may wait forever.
+    """
     import jax
-    from jax.experimental import io_callback
+    import jax.numpy as jnp
+    from jax.experimental.buffer_callback import buffer_callback
 
-    shape = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
-    return io_callback(lambda array: function(np.asarray(array)), shape, gradient, ordered=True)
+    def call(context, results, gradient, _):
+        np.asarray(results[0])[...] = function(np.asarray(gradient))
+        np.asarray(results[1])[...] = 0
+
+    results, turn = [], jnp.zeros(())
+    for gradient in gradients:
+        specs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (gradient, turn)]
+        result, turn = buffer_callback(call, specs, has_side_effect=True)(gradient, turn)
+        results.append(result)
+    return results
 
 
-def torch_call(function, gradient):
+def torch_calls(function, gradients):
     import torch
 
-    return torch.from_numpy(function(gradient.numpy()))
+    return [torch.from_numpy(function(gradient.numpy())) for gradient in gradients]
 
 
-HOST_CALLS = {"tensorflow": tensorflow_call, "jax": jax_call, "torch": torch_call}
+HOST_CALLS = {"tensorflow": tensorflow_calls, "jax": jax_calls, "torch": torch_calls}
 
 
 def make_clock(steps):

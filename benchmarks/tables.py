@@ -6,12 +6,13 @@ A table stands on its page between two lines:
     <!-- end table -->
 
 `benchmarks/all jax-calls` runs its command and writes the text between them, with commit, date and
-machine in the first line. `tests/test_tables.py` fails where the measured code has changed more
-than a release later.
+machine in the first line, and copies its figure to the pages. `tests/test_tables.py` fails where
+the measured code has changed more than a release later.
 """
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +40,8 @@ class Table:
         measures: files and folders of the measured code, from the root of the repository.
         library: the MPI library that it is measured with. Defaults to "MPICH".
         page: the page. Defaults to `docs/performance.md`.
+        figure: path of the figure of the table, from the root of the repository. The command draws
+            it in `benchmarks/results`, under the same name. Defaults to none.
     """
 
     command: str
@@ -46,6 +49,7 @@ class Table:
     measures: tuple[str, ...]
     library: str = "MPICH"
     page: str = PERFORMANCE
+    figure: str = ""
 
     @property
     def sources(self):
@@ -132,7 +136,16 @@ TABLES = {
     "scale": Table(
         "scale.py",
         "scale",
-        tuple(f"keras_dist/_engine/{name}.py" for name in ("rounds", "pieces", "rank_tree")),
+        (
+            *(f"keras_dist/_engine/{name}.py" for name in ("rounds", "pieces", "rank_tree")),
+            *(
+                f"keras_dist/_engine/mpi/{name}.py"
+                for name in ("halving", "links", "peers", "reduction")
+            ),
+            "benchmarks/network.py",
+            "benchmarks/services.py",
+        ),
+        figure="docs/images/scale.svg",
     ),
 }
 
@@ -151,6 +164,25 @@ def mark(name, commit, date, machine, text):
     """Returns a table between its marks."""
     measured = f"Commit {commit}, {date}, {machine}."
     return f"<!-- table: {name} -->\n\n{measured}\n\n{text.strip()}\n\n<!-- end table -->\n"
+
+
+def copy_figure(table, results, root=ROOT):
+    """Copies the figure of a table to the pages, if it has one.
+
+    Args:
+        table: the table.
+        results: folder of the results.
+        root: folder of the repository. Defaults to this one.
+
+    Raises:
+        SystemExit: the command has drawn no figure.
+    """
+    if not table.figure:
+        return
+    drawn = results / Path(table.figure).name
+    if not drawn.exists():
+        raise SystemExit(f"no figure {drawn}: install matplotlib, and run the command again")
+    shutil.copyfile(drawn, root / table.figure)
 
 
 def on_page(result):
