@@ -11,5 +11,6 @@
 module load python openmpi # the cluster's MPI; keras_dist is installed without an MPI extra
 source "$HOME/keras_dist/bin/activate"
 
+# No --signal: to requeue after it, a shell must wait in place of exec, as in docs/reliability.md.
 # exec: signals of Slurm reach keras-dist, which passes them on.
 exec keras-dist run --max-restarts 2 --log-dir "logs/$SLURM_JOB_ID" python train.py
