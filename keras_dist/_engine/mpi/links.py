@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist._engine.mpi.halving import crossover
-from keras_dist._engine.shm.wait import pause
+from keras_dist._engine.shm.wait import blocked, pause
 
 __all__ = ["Links", "common", "measure_links"]
 
@@ -65,7 +65,8 @@ def measure_links(world: Any, mpi: Any) -> Links:
     message = max(0.0, several - one) / (MESSAGES - 1)
     byte = max(0.0, large - one) / (LARGE_MESSAGES * LARGE_NBYTES)
     measured = np.array([one, message, byte])
-    world.Allreduce(mpi.IN_PLACE, measured, mpi.MAX)
+    with blocked:
+        world.Allreduce(mpi.IN_PLACE, measured, mpi.MAX)
     one, message, byte = measured.tolist()
     return Links(crossover(nodes, one, message, byte), 1 / byte if byte else math.inf)
 
