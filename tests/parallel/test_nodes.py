@@ -25,6 +25,8 @@ from keras_dist._engine.shm import bucket_reduction
 OPS = ["sum", "average", "min", "max"]
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int32]
 LARGE = 2**20
+OTHER_DTYPES = [np.float64, np.complex64, np.int8, np.int16, np.int32]
+OTHER_DTYPES += [np.uint16, np.uint32, np.uint64, ml_dtypes.float8_e4m3fn]
 PAIRS = list(itertools.product(OPS, DTYPES))
 
 
@@ -207,7 +209,9 @@ class Counted:
     [(count, np.float32, "sum") for count in (1, 5_000, 12_000, 25_000, 32_000)]
     + [(5_000, np.float16, "average"), (25_000, ml_dtypes.bfloat16, "sum")]
     + [(5_000, np.uint8, "average"), (4_000, np.int64, "average"), (8_000, np.int64, "sum")]
-    + [(5_000, np.float16, "product"), (5_000, np.bool_, "max")],
+    + [(5_000, np.float16, "product"), (5_000, np.bool_, "max")]
+    + [(2_000, dtype, "sum") for dtype in OTHER_DTYPES]
+    + [(2_000, dtype, "average") for dtype in OTHER_DTYPES],
 )
 def test_below_the_crossover_a_rank_sends_few_messages(monkeypatch, count, dtype, op):
     comm, sent = runtime.communicator(), []
