@@ -32,7 +32,7 @@ from simulator import Simulator
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.compression import Compression, wire_for
 from keras_dist._engine.mpi import halving
-from keras_dist._engine.mpi.links import SLOW, Links
+from keras_dist._engine.mpi.links import Links
 from keras_dist._engine.mpi.peers import DIGEST_NBYTES, HEADER_NBYTES, Peers
 from keras_dist._engine.mpi.reduction import Combination, reduce_through_mpi
 
@@ -248,7 +248,7 @@ def slice_nbytes(case):
 def links_of(case):
     """Returns what the engine would conclude from its measurement of the links."""
     byte = RANKS * byte_seconds(case.gbit)  # the ranks of a node share its network
-    return Links(halving.crossover(case.nodes, LATENCY, MESSAGE, byte), byte * SLOW > 1)
+    return Links(halving.crossover(case.nodes, LATENCY, MESSAGE, byte), 1 / byte_seconds(case.gbit))
 
 
 def uses_halving(case):

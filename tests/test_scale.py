@@ -177,3 +177,13 @@ def test_a_figure_may_have_lines_alone(scale, tmp_path):
         scale.draw(pyplot, found, [1, 1024], [nbytes], {nbytes: "1 GB"}, tmp_path)
         drawn.append((tmp_path / "scale.svg").read_text())
     assert "1 GB, fat tree" in drawn[0] and drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize(("gbit", "slow"), [(1, True), (25, False), (100, False)])
+def test_links_are_as_slow_as_the_network(scale, gbit, slow):
+    assert scale.links_of(scale.Case("star", gbit, 8, 40_000_000)).are_slow == slow
+
+
+def test_a_fast_network_gets_large_pieces(scale):
+    # Segments of 62.5 MB travel in pieces of at most 8 MiB, to one other node, and results back.
+    assert scale.of_first_node(scale.Case("star", 25, 2, 1_000_000_000))[0] == 2 * 8

@@ -53,17 +53,12 @@ class CrossNodeReduction:
             self._widen(widenings(buckets, op))
 
     def _widen(self, candidates: dict[int, Widening]) -> None:
-        topology = self._comm.topology
-        # For up to this many bytes the number of messages counts.
-        few_nbytes = MAX_PAYLOAD_NBYTES
-        if topology.cross_size > 3:
-            few_nbytes = max(few_nbytes, self._comm.links.halving_nbytes)
         for number, widening in candidates.items():
             narrow, self.buckets[number] = self.buckets[number], widening.bucket
             self.widened[number] = widening
             # Of larger slices the bytes count: as pieces, a node sends those of all its ranks.
-            saves = widening.factor <= topology.slices
-            saves = saves or self._largest_slice(number) <= few_nbytes
+            saves = widening.factor <= self._comm.topology.slices
+            saves = saves or self._largest_slice(number) <= MAX_PAYLOAD_NBYTES
             if not (saves and self.travels(number)):
                 self.buckets[number] = narrow
                 del self.widened[number]

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_dist._engine.mpi.halving import crossover
-from keras_dist._engine.shm.wait import blocked, pause
+from keras_dist._engine.shm.wait import blocked
 
 __all__ = ["Links", "common", "measure_links"]
 
@@ -27,7 +28,7 @@ class Links:
     Args:
         halving_nbytes: size in bytes up to which nodes halve arrays recursively. Defaults to 0:
             never.
-        rate: bytes per second that a node sends and receives at once. Defaults to infinity.
+        rate: bytes per second of a node in each direction, in both at once. Defaults to infinity.
     """
 
     halving_nbytes: int = 0
@@ -47,7 +48,7 @@ def common(every: Sequence[Links]) -> Links:
 def measure_links(world: Any, mpi: Any) -> Links:
     """Measures the links between nodes. Collective; blocks.
 
-    Takes some milliseconds, and the time of 12 MiB.
+    Takes some milliseconds, and the time in which every rank sends 12 MiB.
 
     Args:
         world: MPI communicator with one rank of each node.
@@ -59,13 +60,13 @@ def measure_links(world: Any, mpi: Any) -> Links:
     nodes = world.Get_size()
     if nodes == 1:
         return Links()
-    one = _probe(world, mpi, 1, SMALL_NBYTES, PROBES)
-    several = _probe(world, mpi, MESSAGES, SMALL_NBYTES, PROBES)
-    large = _probe(world, mpi, LARGE_MESSAGES, LARGE_NBYTES, LARGE_PROBES)
-    message = max(0.0, several - one) / (MESSAGES - 1)
-    byte = max(0.0, large - one) / (LARGE_MESSAGES * LARGE_NBYTES)
-    measured = np.array([one, message, byte])
     with blocked:
+        one = _probe(world, mpi, 1, SMALL_NBYTES, PROBES)
+        several = _probe(world, mpi, MESSAGES, SMALL_NBYTES, PROBES)
+        large = _probe(world, mpi, LARGE_MESSAGES, LARGE_NBYTES, LARGE_PROBES)
+        message = max(0.0, several - one) / (MESSAGES - 1)
+        byte = max(0.0, large - one) / (LARGE_MESSAGES * LARGE_NBYTES)
+        measured = np.array([one, message, byte])
         world.Allreduce(mpi.IN_PLACE, measured, mpi.MAX)
     one, message, byte = measured.tolist()
     return Links(crossover(nodes, one, message, byte), 1 / byte if byte else math.inf)
@@ -82,6 +83,6 @@ def _probe(world: Any, mpi: Any, count: int, nbytes: int, probes: int) -> float:
         requests += [world.Isend(sent, (rank + 1) % size, PROBE) for _ in range(count)]
         for request in requests:
             while not request.Test():
-                pause()  # not `wait`: a nap would be measured
+                os.sched_yield()  # a nap would be measured
         times.append(mpi.Wtime() - begin)
     return min(times)
