@@ -90,4 +90,4 @@ def crossover(nodes: int, latency: float, message: float, byte: float) -> int:
         return largest
     # Nodes beyond the power of two send and receive whole arrays.
     sent = 2 * (1 - 1 / 2**steps) + 2
-    return int(saved / max(sent * byte, saved / largest))
+    return largest if largest * sent * byte <= saved else int(saved / (sent * byte))

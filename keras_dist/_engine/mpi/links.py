@@ -41,7 +41,11 @@ class Links:
 
 
 def common(every: Sequence[Links]) -> Links:
-    """Returns the links of a node, from what its ranks have measured at the same time."""
+    """Returns the links of a node.
+
+    Args:
+        every: what each of its ranks has measured. They share the links, so their rates are added.
+    """
     return Links(min(each.halving_nbytes for each in every), sum(each.rate for each in every))
 
 

@@ -115,8 +115,8 @@ def reduce_through_mpi(
         target: contiguous array of the same size and dtype, written: the result. May be `source`.
         sums: how contributions are combined.
         wire: wire format of the numbers.
-        links: the links between the ranks, if these are one of each node. Defaults to `None`:
-            nothing is known about them.
+        links: the links between nodes, equal on all ranks. Defaults to `None`: nothing is known
+            about them.
         library: mpi4py's `MPI` module where `MPI_Allreduce` reduces float32, float64 and complex
             numbers. Defaults to `None`: the order of sums is that of `sums`.
     """
