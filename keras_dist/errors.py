@@ -36,6 +36,7 @@ __all__ = [
     "RankLostError",
     "UsageError",
     "explain",
+    "is_consequence",
 ]
 
 
@@ -113,6 +114,15 @@ class CallbackError(KerasDistError, RuntimeError):
 
 class CheckpointError(KerasDistError, OSError):
     """A checkpoint could not be written or read. Raised on every rank."""
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Returns whether an exception follows from the end of another rank.
+
+    Args:
+        error: a `RankLostError`, or an exception of a framework that has one in its text.
+    """
+    return isinstance(error, RankLostError) or f"{__name__}.RankLostError" in str(error)
 
 
 def explain(where: str, expected: str, received: str, remedy: str) -> str:

@@ -64,10 +64,11 @@ def test_a_lost_rank_is_an_error_and_the_workers_stay(client, end):
     assert set(client.scheduler_info()["workers"]) == before
 
 
-def test_a_worker_that_dies_is_an_error(client):
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_a_worker_that_dies_is_an_error(client, backend):
     with pytest.raises(errors.RankError, match="rank 1 of 2"):
         keras_dist.dask.run(
-            train, ("loses its worker",), client=client, env={"KERAS_BACKEND": "torch"}
+            train, ("loses its worker",), client=client, env={"KERAS_BACKEND": backend}
         )
     client.wait_for_workers(2)
 

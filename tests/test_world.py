@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from jobs import BARE, launcher, lean
@@ -61,6 +62,14 @@ def introduced(server, token=None, **about):
     return channel, known
 
 
+def eventually(condition):
+    """Waits until a condition is true."""
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_become_ranks(size):
     with WorldServer(size) as server:
@@ -111,6 +120,47 @@ def test_a_rank_that_leaves_before_mpi_has_started_ends_all():
         with pytest.raises(errors.RankError, match=r"rank 1 of 2.*has left while others wait"):
             server.wait(SECONDS)
     assert codes != [0], outputs
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"event": "failed", "reason": "RankLostError", "is_consequence": True},
+        None,
+    ],
+    ids=["says that it has waited", "only aborts"],
+)
+def test_the_rank_that_has_died_is_named_though_the_one_that_waits_is_heard_first(said):
+    with WorldServer(2) as server:
+        members = [introduced(server, rank=rank)[0] for rank in range(2)]
+        mpi, _ = introduced(server, rank=0, purpose="mpi")
+        assert mpi.receive(SECONDS) == {"event": "joined"}
+        if said is not None:
+            members[0].send(**said)
+        mpi.send_line("cmd=abort exitcode=1")
+        eventually(lambda: server._ends)
+        members[1].close()
+        members[0].close()
+        with pytest.raises(errors.RankError, match=r"rank 1 of 2.*has ended without leaving"):
+            server.wait(SECONDS)
+        assert server.failed_rank == 1
+
+
+def test_a_rank_that_fails_is_named_though_another_has_died_of_it():
+    with WorldServer(3) as server:
+        members = [introduced(server, rank=rank)[0] for rank in range(3)]
+        members[2].close()
+        eventually(lambda: server._ends)
+        members[1].send(event="failed", reason="no data")
+        with pytest.raises(errors.RankError, match=r"rank 1 of 3.*has failed: no data"):
+            server.wait(SECONDS)
+
+
+def test_an_error_with_a_lost_rank_in_its_text_is_a_consequence():
+    lost = errors.RankLostError("rank 1 has died")
+    of_a_framework = RuntimeError(f"Graph execution error: {errors.__name__}.RankLostError: {lost}")
+    assert errors.is_consequence(lost) and errors.is_consequence(of_a_framework)
+    assert not errors.is_consequence(ValueError("RankLostError"))
 
 
 def test_the_start_is_announced_once():

@@ -51,7 +51,7 @@ class Rank:
             return as_value(fn(*args, **kwargs), self._rank)
         except BaseException as error:
             if self._member is not None:
-                self._member.fail(f"{type(error).__name__}: {error}")
+                self._member.fail_with(error)
             return as_failure(error)
 
     def _join(self, world: Any, cls: Any, args: Any, kwargs: Any) -> None:

@@ -102,7 +102,7 @@ def as_failure(error: BaseException) -> Failure:
     except Exception:  # arguments of exceptions may be anything
         pickled = b""
     text = "".join(traceback.format_exception_only(error)).strip()
-    return Failure(text, "".join(lines), pickled, isinstance(error, errors.RankLostError))
+    return Failure(text, "".join(lines), pickled, errors.is_consequence(error))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The outcomes of the ranks of a world, as the values of a call or one error."""
 
+import contextlib
 import dataclasses
 import pathlib
 import tempfile
@@ -16,6 +17,7 @@ __all__ = ["END_SECONDS", "Outcome", "gather", "lost"]
 
 POLL_SECONDS = 0.5
 END_SECONDS = 10.0  # for the ranks of a failed job to end
+CAUSE_SECONDS = 2.0  # for the server to find the rank that has failed first
 
 #: what a rank has left; `None` while it runs
 Outcome = Value | Failure | None
@@ -61,6 +63,9 @@ def lost(error: BaseException | None, server: WorldServer) -> Failure:
 
 
 def _values(outcomes: list[Value | Failure], server: WorldServer) -> list[Any]:
+    if any(isinstance(outcome, Failure) for outcome in outcomes):
+        with contextlib.suppress(errors.RankError):  # outcomes may come before the server knows
+            server.wait(CAUSE_SECONDS)
     with tempfile.TemporaryDirectory(prefix="keras_dist-") as name:
         exchange = Exchange(pathlib.Path(name))
         for rank, outcome in enumerate(outcomes):

@@ -18,6 +18,7 @@ from keras_dist.runtime import launch_environment
 __all__ = ["Member", "join_world"]
 
 CONNECT_SECONDS = 10.0
+MAX_REASON = 1000  # characters
 GRACE_SECONDS = 2.0  # for the last words of a rank whose job ends
 
 
@@ -98,7 +99,20 @@ class Member:
         Args:
             reason: one line.
         """
-        self._end(event="failed", reason=reason[:1000])
+        self._end(event="failed", reason=reason[:MAX_REASON])
+
+    def fail_with(self, error: BaseException) -> None:
+        """Ends the job as `fail` does, because of an exception.
+
+        Args:
+            error: the exception. A `RankLostError` is taken for a consequence of the end of
+                another rank, which is named instead.
+        """
+        self._end(
+            event="failed",
+            reason=f"{type(error).__name__}: {error}"[:MAX_REASON],
+            is_consequence=errors.is_consequence(error),
+        )
 
     def leave(self) -> None:
         """Leaves the job, as the end of the process does, after `keras_dist.shutdown`."""

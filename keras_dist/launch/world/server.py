@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import enum
 import logging
 import secrets
 import socket
@@ -20,8 +21,18 @@ __all__ = ["WorldServer"]
 SPARE_CONNECTIONS = 16  # of strangers, beside two for each rank
 SHOWN_RANKS = 8
 RETRY_SECONDS = 0.1
+SETTLE_SECONDS = 1.0  # in which all that the end of one rank causes is heard, in any order
 
 _log = logging.getLogger("keras_dist")
+
+
+class _End(enum.IntEnum):
+    """How a rank has ended, the most probable cause of the other ends first."""
+
+    FAILED = 0  # it says so
+    DIED = 1  # its connection has ended
+    ABORTED = 2  # by MPI, perhaps because another rank has died
+    WAITED = 3  # for a rank that has died, it says
 
 
 @dataclasses.dataclass
@@ -60,7 +71,7 @@ class WorldServer:
         address: `host:port` for the workers.
         size: number of ranks.
         token: secret for the workers.
-        failed_rank: the rank that failed first; `None` if none did.
+        failed_rank: the rank whose failure has ended the others; `None` if none did.
 
     Raises:
         ArgumentError: `size` is less than 1, `token` is empty, or `host` and `port` cannot be
@@ -99,6 +110,7 @@ class WorldServer:
         self._members: dict[int, _Member] = {}
         self._mpi: dict[int, Channel] = {}
         self._refusals: list[str] = []
+        self._ends: dict[int, tuple[_End, str]] = {}
         self._failure: str | None = None
         self._started = False
         self._closed = False
@@ -147,6 +159,8 @@ class WorldServer:
         with self._changed:
             running = bool(self._members) and not self._all_left()
             self._closed = True
+            if self._ends:
+                self._changed.wait_for(lambda: self._failure, 2 * SETTLE_SECONDS)
         if running:
             self._fail("The server of the world was closed while ranks were running.")
         with contextlib.suppress(OSError):
@@ -255,7 +269,7 @@ class WorldServer:
             command = fields(line)
             if command.get("cmd") == "abort":
                 code = command.get("exitcode", "1")
-                self._fail(f"{self._place(rank)} has aborted the job, exit code {code}.", rank)
+                self._hear(rank, _End.ABORTED, f"has aborted the job, exit code {code}.")
                 continue  # the rank closes the connection
             answer = self._manager.answer(command)
             if answer is None:
@@ -278,9 +292,10 @@ class WorldServer:
                 self._changed.notify_all()
             self._manager.leave()
         elif message.get("event") == "failed":
-            self._fail(f"{self._place(rank)} has failed: {message.get('reason')}", rank)
+            end = _End.WAITED if message.get("is_consequence") else _End.FAILED
+            self._hear(rank, end, f"has failed: {message.get('reason')}")
         elif not self._closed:
-            self._fail(f"{self._place(rank)} has ended without leaving the job.", rank)
+            self._hear(rank, _End.DIED, "has ended without leaving the job.")
 
     def _expire(self, timeout: float) -> None:
         end = time.monotonic() + timeout
@@ -304,6 +319,25 @@ class WorldServer:
                 + refused,
             )
         )
+
+    def _hear(self, rank: int, end: _End, reason: str) -> None:
+        """Notes how a rank has ended, and ends all others because of the most probable cause.
+
+        The connections of the ranks are read by threads, so that the abort of a rank that has
+        waited for a dead one may be heard before that death. The first one to hear of an end
+        waits for the others.
+        """
+        with self._changed:
+            is_first = not self._ends
+            earlier = self._ends.get(rank)
+            # A rank says why, then aborts, then its connections end.
+            if earlier is None or (earlier[0] is _End.DIED and end is not _End.DIED):
+                self._ends[rank] = end, reason
+            if not is_first:
+                return
+            self._changed.wait_for(lambda: self._failure, SETTLE_SECONDS)
+            cause = min(self._ends, key=lambda rank: self._ends[rank][0])
+        self._fail(f"{self._place(cause)} {self._ends[cause][1]}", cause)
 
     def _fail(self, reason: str, rank: int | None = None) -> None:
         """Ends all ranks, with a reason that they print. The first reason counts."""

@@ -80,7 +80,7 @@ def main(folder: str) -> None:
     try:
         run_call(exchange, world["rank"])
     except BaseException as error:
-        member.fail(f"{type(error).__name__}: {error}")
+        member.fail_with(error)
         raise
 
 
