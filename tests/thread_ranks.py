@@ -6,6 +6,8 @@ from collections import defaultdict
 
 __all__ = ["Network", "Rank"]
 
+SECONDS = 120  # until ranks count as waiting for each other
+
 
 class Network:
     """Some ranks; counts the messages that each sends."""
@@ -21,11 +23,14 @@ class Network:
         def call(number):
             results[number] = work(Rank(self, number))
 
-        threads = [threading.Thread(target=call, args=(r,)) for r in range(self.size)]
+        threads = [
+            threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(self.size)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(SECONDS)
+        assert not any(thread.is_alive() for thread in threads), "ranks wait for each other"
         return results
 
     @property

@@ -145,7 +145,9 @@ class Communicator:
         if self.node is None:
             one_each = len(topology.nodes) == topology.size
             return measure_links(topology.world, self.mpi) if one_each else Links()
-        links = measure_links(topology.across, self.mpi) if topology.has_slice else Links()
+        links = Links()
+        if topology.has_slice:
+            links = measure_links(topology.across, self.mpi, topology.slices)
         if topology.is_one_node:
             return links
         # The ranks of a node measure apart, but choose alike.

@@ -14,8 +14,9 @@ from keras_dist._engine.shm.wait import blocked
 __all__ = ["Links", "common", "measure_links"]
 
 PROBE = 8  # MPI tag
-SMALL_NBYTES, LARGE_NBYTES, MESSAGES, PROBES = 64, 2**20, 8, 5
-LARGE_MESSAGES, LARGE_PROBES = 2, 6
+SMALL_NBYTES, MESSAGES, PROBES = 64, 8, 5
+LARGE_NBYTES, LARGE_MESSAGES, LARGE_PROBES = 2**20, 2, 6  # of a node
+MIN_LARGE_NBYTES = 2**18  # of a rank
 # Bytes per second of a node: 2.7 Gbit/s. Nodes with slower links wait for them rather than for
 # their cores.
 SLOW = 340e6
@@ -49,14 +50,16 @@ def common(every: Sequence[Links]) -> Links:
     return Links(min(each.halving_nbytes for each in every), sum(each.rate for each in every))
 
 
-def measure_links(world: Any, mpi: Any) -> Links:
+def measure_links(world: Any, mpi: Any, slices: int = 1) -> Links:
     """Measures the links between nodes. Collective; blocks.
 
-    Takes some milliseconds, and the time in which every rank sends 12 MiB.
+    Takes some milliseconds, and the time in which a node of one to four ranks sends 12 MiB; a
+    larger one sends 3 MiB for each rank.
 
     Args:
         world: MPI communicator with one rank of each node.
         mpi: mpi4py's `MPI` module.
+        slices: number of ranks of a node that measure at about the same time. Defaults to 1.
 
     Returns:
         The links, equal on all ranks of `world`.
@@ -64,12 +67,13 @@ def measure_links(world: Any, mpi: Any) -> Links:
     nodes = world.Get_size()
     if nodes == 1:
         return Links()
+    large_nbytes = max(LARGE_NBYTES // slices, MIN_LARGE_NBYTES)
     with blocked:
         one = _probe(world, mpi, 1, SMALL_NBYTES, PROBES)
         several = _probe(world, mpi, MESSAGES, SMALL_NBYTES, PROBES)
-        large = _probe(world, mpi, LARGE_MESSAGES, LARGE_NBYTES, LARGE_PROBES)
+        large = _probe(world, mpi, LARGE_MESSAGES, large_nbytes, LARGE_PROBES)
         message = max(0.0, several - one) / (MESSAGES - 1)
-        byte = max(0.0, large - one) / (LARGE_MESSAGES * LARGE_NBYTES)
+        byte = max(0.0, large - one) / (LARGE_MESSAGES * large_nbytes)
         measured = np.array([one, message, byte])
         world.Allreduce(mpi.IN_PLACE, measured, mpi.MAX)
     one, message, byte = measured.tolist()
