@@ -216,15 +216,14 @@ class Counted:
 def test_below_the_crossover_a_rank_sends_few_messages(monkeypatch, count, dtype, op):
     comm, sent = runtime.communicator(), []
     mine = contribution(comm.rank, count, dtype)
+    # The measured crossover may be lower, or none.
+    monkeypatch.setattr(comm, "links", Links(halving_nbytes=2**22))
     expected = keras_dist.allreduce(mine, op).copy()
     # Two for each doubling of the number of nodes, and one for the first half of a slice.
     has_halves = count * 4 > 64 * 1024 * comm.topology.slices
     most = 2 * (len(comm.topology.nodes) - 1).bit_length() + has_halves
-    if count * 4 > 64 * 1024 and comm.topology.slices == 1:
-        if comm.links.halving_nbytes == 0:
-            pytest.skip("above the crossover of these nodes")
-        if dtype is not np.float32:
-            pytest.skip("one rank on a node sends fewer bytes in pieces")
+    if count * 4 > 64 * 1024 and comm.topology.slices == 1 and dtype is not np.float32:
+        pytest.skip("one rank on a node sends fewer bytes in pieces")
     with monkeypatch.context() as patched:
         if hasattr(comm.digests, "peers"):
             patched.setattr(comm.digests.peers, "_world", Counted(comm.digests.peers._world, sent))
