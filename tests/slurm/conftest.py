@@ -13,4 +13,4 @@ def cluster(tmp_path_factory):
         with make_cluster(folder, 2) as made:
             yield made
     except Unavailable as error:
-        pytest.skip(f"no Slurm cluster: {error}")
+        pytest.skip(f"NOT TESTED: Slurm: {error}")
