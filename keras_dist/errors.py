@@ -21,6 +21,8 @@ KerasDistError
 ```
 """
 
+import traceback
+
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
@@ -120,9 +122,18 @@ def is_consequence(error: BaseException) -> bool:
     """Returns whether an exception follows from the end of another rank.
 
     Args:
-        error: a `RankLostError`, or an exception of a framework that has one in its text.
+        error: a `RankLostError`, an exception raised because of one, or an exception of a framework
+            that has one in its text.
     """
-    return isinstance(error, RankLostError) or f"{__name__}.RankLostError" in str(error)
+    seen: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in seen:
+        text = "".join(traceback.format_exception_only(following))
+        if f"{__name__}.{RankLostError.__name__}" in text:
+            return True
+        seen.append(following)
+        following = following.__cause__ or following.__context__
+    return False
 
 
 def explain(where: str, expected: str, received: str, remedy: str) -> str:

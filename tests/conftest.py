@@ -39,7 +39,7 @@ def pytest_runtest_logreport(report):
     reason = report.longrepr[2].removeprefix("Skipped: ") if is_skip else ""
     if reason.startswith("NOT TESTED") and "NOT_TESTED" in os.environ:
         with open(os.environ["NOT_TESTED"], "a") as listed:
-            listed.write(f"{reason}\n")
+            listed.write(f"{' '.join(reason.split())}\n")
 
 
 @pytest.fixture(autouse=True)

@@ -21,15 +21,21 @@ def connected(nodes):
     return world
 
 
-def fake_probe(gbit, latency=20e-6):
-    return lambda world, mpi, count, nbytes, probes: latency + count * nbytes * 8e-9 / gbit
+def fake_probe(gbit, most, latency=20e-6):
+    def probe(world, mpi, count, nbytes, probes):
+        assert nbytes <= max(most, links.MIN_LARGE_NBYTES)
+        return latency + count * nbytes * 8e-9 / gbit
+
+    return probe
 
 
 @pytest.mark.parametrize(("gbit", "slow"), [(0.1, True), (2.5, True), (5, False), (100, False)])
 @pytest.mark.parametrize("nodes", [2, 3, 64])
 @pytest.mark.parametrize("slices", [1, 2, 8])
 def test_links_are_slow_below_2_7_gbit(monkeypatch, gbit, slow, nodes, slices):
-    monkeypatch.setattr(links, "_probe", fake_probe(gbit / slices))
+    monkeypatch.setattr(
+        links, "_probe", fake_probe(gbit / slices, most=links.LARGE_NBYTES // slices)
+    )
     measured = measure_links(connected(nodes), MPI, slices)
     assert common([measured] * slices).are_slow == slow
 

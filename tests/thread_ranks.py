@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections import defaultdict
 
 __all__ = ["Network", "Rank"]
@@ -28,8 +29,9 @@ class Network:
         ]
         for thread in threads:
             thread.start()
+        end = time.monotonic() + SECONDS
         for thread in threads:
-            thread.join(SECONDS)
+            thread.join(max(0, end - time.monotonic()))
         assert not any(thread.is_alive() for thread in threads), "ranks wait for each other"
         return results
 

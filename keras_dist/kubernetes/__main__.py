@@ -24,6 +24,7 @@ import cloudpickle
 from keras_dist import errors
 from keras_dist.launch.interactive.exchange import Failure
 from keras_dist.launch.world import WorldServer
+from keras_dist.launch.world.gathering import wait_for_cause
 from keras_dist.launch.world.worker import run_rank
 
 __all__ = ["main"]
@@ -60,7 +61,9 @@ def main() -> int:
         worlds = [{**world, "rank": node * ranks + index} for index in range(ranks)]
         started.set()
         codes = [_exit_code(outcome) for outcome in threads.map(start, worlds)]
-        if server is not None and not any(codes):
+        if server is not None and any(codes):
+            wait_for_cause(server)
+        elif server is not None:
             server.wait()  # the ranks of other pods
     return _first_failure(codes)
 

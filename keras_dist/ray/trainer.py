@@ -111,5 +111,5 @@ def _as_rank() -> Iterator[None]:
         runtime.shutdown()
         member.leave()
     except BaseException as error:
-        member.fail(f"{type(error).__name__}: {error}")
+        member.fail_with(error)
         raise

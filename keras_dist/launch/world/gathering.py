@@ -11,13 +11,12 @@ from typing import Any
 from keras_dist import errors
 from keras_dist.launch.interactive.exchange import Exchange, Failure, Value
 from keras_dist.launch.interactive.outcome import values
-from keras_dist.launch.world.server import WorldServer
+from keras_dist.launch.world.server import SETTLE_SECONDS, WorldServer
 
-__all__ = ["END_SECONDS", "Outcome", "gather", "lost"]
+__all__ = ["END_SECONDS", "Outcome", "gather", "lost", "wait_for_cause"]
 
 POLL_SECONDS = 0.5
 END_SECONDS = 10.0  # for the ranks of a failed job to end
-CAUSE_SECONDS = 2.0  # for the server to find the rank that has failed first
 
 #: what a rank has left; `None` while it runs
 Outcome = Value | Failure | None
@@ -62,10 +61,15 @@ def lost(error: BaseException | None, server: WorldServer) -> Failure:
     return Failure(text, text, b"", is_consequence=True)
 
 
+def wait_for_cause(server: WorldServer) -> None:
+    """Waits until the server knows why a rank has failed; outcomes may come before."""
+    with contextlib.suppress(errors.RankError):
+        server.wait(2 * SETTLE_SECONDS)
+
+
 def _values(outcomes: list[Value | Failure], server: WorldServer) -> list[Any]:
     if any(isinstance(outcome, Failure) for outcome in outcomes):
-        with contextlib.suppress(errors.RankError):  # outcomes may come before the server knows
-            server.wait(CAUSE_SECONDS)
+        wait_for_cause(server)
     with tempfile.TemporaryDirectory(prefix="keras_dist-") as name:
         exchange = Exchange(pathlib.Path(name))
         for rank, outcome in enumerate(outcomes):

@@ -39,8 +39,8 @@ def join_world(address: str, rank: int, size: int, token: str, timeout: float = 
         timeout: seconds to wait for the other ranks. Defaults to 300.
 
     Returns:
-        The membership. Its method `fail` ends the job, and `leave` leaves it before the end of the
-        process.
+        The membership. Its methods `fail` and `fail_with` end the job, and `leave` leaves it before
+        the end of the process.
 
     Raises:
         ArgumentError: `address` is no address.

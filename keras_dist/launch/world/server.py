@@ -16,23 +16,26 @@ from keras_dist._version import __version__
 from keras_dist.launch.world.channel import Channel
 from keras_dist.launch.world.pmi import ProcessManager, fields
 
-__all__ = ["WorldServer"]
+__all__ = ["SETTLE_SECONDS", "WorldServer"]
 
 SPARE_CONNECTIONS = 16  # of strangers, beside two for each rank
 SHOWN_RANKS = 8
 RETRY_SECONDS = 0.1
-SETTLE_SECONDS = 1.0  # in which all that the end of one rank causes is heard, in any order
+SETTLE_SECONDS = 1.0  # after the first end; what it causes may be heard before it
 
 _log = logging.getLogger("keras_dist")
 
 
 class _End(enum.IntEnum):
-    """How a rank has ended, the most probable cause of the other ends first."""
+    """How a rank has ended, as the server hears it. Larger ones are more probably consequences."""
 
-    FAILED = 0  # it says so
-    DIED = 1  # its connection has ended
-    ABORTED = 2  # by MPI, perhaps because another rank has died
-    WAITED = 3  # for a rank that has died, it says
+    FAILED = 0  # the rank says why
+    DIED = 1  # its connection has ended without a word
+    ABORTED = 2  # it has called MPI_Abort, perhaps because another rank had died
+    WAITED = 3  # it says that it has waited for a rank that had died
+
+
+WORDS = (_End.FAILED, _End.WAITED)
 
 
 @dataclasses.dataclass
@@ -294,7 +297,7 @@ class WorldServer:
         elif message.get("event") == "failed":
             end = _End.WAITED if message.get("is_consequence") else _End.FAILED
             self._hear(rank, end, f"has failed: {message.get('reason')}")
-        elif not self._closed:
+        else:
             self._hear(rank, _End.DIED, "has ended without leaving the job.")
 
     def _expire(self, timeout: float) -> None:
@@ -323,21 +326,31 @@ class WorldServer:
     def _hear(self, rank: int, end: _End, reason: str) -> None:
         """Notes how a rank has ended, and ends all others because of the most probable cause.
 
-        The connections of the ranks are read by threads, so that the abort of a rank that has
-        waited for a dead one may be heard before that death. The first one to hear of an end
-        waits for the others.
+        Threads read the connections, so the abort of a rank that has waited for a dead one may be
+        heard before that death. The thread that hears the first end waits for further ends.
         """
         with self._changed:
             is_first = not self._ends
-            earlier = self._ends.get(rank)
-            # A rank says why, then aborts, then its connections end.
-            if earlier is None or (earlier[0] is _End.DIED and end is not _End.DIED):
+            earlier = self._ends[rank][0] if rank in self._ends else _End.DIED
+            # Of one rank, its words count more than its abort, and that more than its death.
+            if earlier is _End.DIED or (earlier is _End.ABORTED and end in WORDS):
                 self._ends[rank] = end, reason
+                self._changed.notify_all()
             if not is_first:
                 return
-            self._changed.wait_for(lambda: self._failure, SETTLE_SECONDS)
-            cause = min(self._ends, key=lambda rank: self._ends[rank][0])
+            self._changed.wait_for(
+                lambda: self._failure or self._ends[self._cause()][0] is _End.FAILED,
+                SETTLE_SECONDS,
+            )
+            cause = self._cause()
         self._fail(f"{self._place(cause)} {self._ends[cause][1]}", cause)
+
+    def _cause(self) -> int:
+        """Returns the rank whose end is the most probable cause, of equal ones the first heard.
+
+        A rank may fail because another one has died, without saying so, or the reverse.
+        """
+        return min(self._ends, key=lambda rank: max(self._ends[rank][0], _End.DIED))
 
     def _fail(self, reason: str, rank: int | None = None) -> None:
         """Ends all ranks, with a reason that they print. The first reason counts."""
@@ -364,7 +377,9 @@ class WorldServer:
         )
 
     def _place(self, rank: int) -> str:
-        return f"[rank {rank} of {self.size}] This rank, on {self._members[rank].host},"
+        member = self._members.get(rank)
+        host = "a host that it has not told" if member is None else member.host
+        return f"[rank {rank} of {self.size}] This rank, on {host},"
 
 
 WHERE = "[keras_dist.WorldServer]"
