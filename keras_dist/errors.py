@@ -21,8 +21,6 @@ KerasDistError
 ```
 """
 
-import traceback
-
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
@@ -38,7 +36,6 @@ __all__ = [
     "RankLostError",
     "UsageError",
     "explain",
-    "is_consequence",
 ]
 
 
@@ -116,24 +113,6 @@ class CallbackError(KerasDistError, RuntimeError):
 
 class CheckpointError(KerasDistError, OSError):
     """A checkpoint could not be written or read. Raised on every rank."""
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Returns whether an exception follows from the end of another rank.
-
-    Args:
-        error: a `RankLostError`, an exception raised because of one, or an exception of a framework
-            that has one in its text.
-    """
-    seen: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in seen:
-        text = "".join(traceback.format_exception_only(following))
-        if f"{__name__}.{RankLostError.__name__}" in text:
-            return True
-        seen.append(following)
-        following = following.__cause__ or following.__context__
-    return False
 
 
 def explain(where: str, expected: str, received: str, remedy: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 from jobs import BARE, launcher, lean
 
 from keras_dist import __version__, errors
+from keras_dist.launch.interactive.rank import is_consequence
 from keras_dist.launch.world import WorldServer, join_world
 from keras_dist.launch.world import server as server_module
 from keras_dist.launch.world.channel import Channel
@@ -175,7 +176,7 @@ def raised_from(error, cause):
 
 
 @pytest.mark.parametrize(
-    ("error", "is_consequence"),
+    ("error", "expected"),
     [
         (errors.RankLostError("rank 1 has died"), True),
         (RuntimeError("Graph execution error: keras_dist.errors.RankLostError: rank 1"), True),
@@ -184,8 +185,8 @@ def raised_from(error, cause):
         (ValueError("RankLostError"), False),
     ],
 )
-def test_errors_that_follow_from_a_lost_rank(error, is_consequence):
-    assert errors.is_consequence(error) == is_consequence
+def test_errors_that_follow_from_a_lost_rank(error, expected):
+    assert is_consequence(error) == expected
 
 
 def test_the_start_is_announced_once():

@@ -19,7 +19,7 @@ from keras_dist.launch.interactive.exchange import Exchange, Failure, Value
 from keras_dist.launch.rank_log import printing_to
 from keras_dist.runtime import launch_environment
 
-__all__ = ["as_failure", "as_value", "main", "run_call"]
+__all__ = ["as_failure", "as_value", "is_consequence", "main", "run_call"]
 
 REPORT_SECONDS = 0.5
 
@@ -92,6 +92,25 @@ def as_value(value: Any, rank: int) -> Value:
         ) from None
 
 
+def is_consequence(error: BaseException) -> bool:
+    """Returns whether an exception follows from the end of another rank.
+
+    Args:
+        error: a `RankLostError`, an exception raised because of one, or an exception of a framework
+            that has one in its text.
+    """
+    kind = errors.RankLostError
+    seen: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in seen:
+        text = "".join(traceback.format_exception_only(following))
+        if f"{kind.__module__}.{kind.__name__}" in text:
+            return True
+        seen.append(following)
+        following = following.__cause__ or following.__context__
+    return False
+
+
 def as_failure(error: BaseException) -> Failure:
     """Returns an exception as the outcome of a rank."""
     # The first frame belongs to this file.
@@ -102,7 +121,7 @@ def as_failure(error: BaseException) -> Failure:
     except Exception:  # arguments of exceptions may be anything
         pickled = b""
     text = "".join(traceback.format_exception_only(error)).strip()
-    return Failure(text, "".join(lines), pickled, errors.is_consequence(error))
+    return Failure(text, "".join(lines), pickled, is_consequence(error))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 from keras_dist import _engine, errors, runtime
 from keras_dist._version import __version__
+from keras_dist.launch.interactive.rank import is_consequence
 from keras_dist.launch.world.channel import Channel
 from keras_dist.runtime import launch_environment
 
@@ -111,7 +112,7 @@ class Member:
         self._end(
             event="failed",
             reason=f"{type(error).__name__}: {error}"[:MAX_REASON],
-            is_consequence=errors.is_consequence(error),
+            is_consequence=is_consequence(error),
         )
 
     def leave(self) -> None:
