@@ -1,5 +1,6 @@
 """Ranks in processes that no MPI launcher has started."""
 
+import itertools
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from keras_dist.launch.interactive.rank import is_consequence
 from keras_dist.launch.world import WorldServer, join_world
 from keras_dist.launch.world import server as server_module
 from keras_dist.launch.world.channel import Channel
+from keras_dist.launch.world.ends import End, Ends
 from keras_dist.launch.world.pmi import MAX_KEYS, MAX_VALUE, ProcessManager, fields
 
 pytestmark = pytest.mark.skipif(len(launcher()) > 1, reason="needs MPICH")
@@ -162,6 +164,35 @@ def test_the_word_of_a_rank_counts_more_than_its_abort(monkeypatch):
         members[1].send(event="failed", reason="no data")
         with pytest.raises(errors.RankError, match=r"rank 1 of 3.*has failed: no data"):
             server.wait(SECONDS)
+
+
+DIED = (1, End.DIED)
+
+
+@pytest.mark.parametrize(
+    ("heard", "cause"),
+    [
+        ([(0, End.WAITED), (0, End.ABORTED), (0, End.DIED), DIED], DIED),
+        ([(0, End.ABORTED), (0, End.DIED), DIED], DIED),
+        ([(0, End.WAITED), (1, End.FAILED), (1, End.ABORTED), (1, End.DIED)], (1, End.FAILED)),
+        ([(0, End.WAITED), (1, End.ABORTED), (1, End.DIED)], (1, End.ABORTED)),
+    ],
+)
+def test_the_cause_does_not_depend_on_the_order(heard, cause):
+    for order in itertools.permutations(heard):
+        ends = Ends()
+        for rank, end in order:
+            ends.add(rank, end, end.name)
+        assert ends.cause() == (*cause, cause[1].name) and len(ends) == 2
+
+
+@pytest.mark.parametrize("first", [End.FAILED, End.DIED])
+def test_of_ranks_that_fail_or_die_the_first_counts(first):
+    ends = Ends()
+    ends.add(2, first, "")
+    ends.add(1, End.FAILED, "")
+    ends.add(0, End.DIED, "")
+    assert ends.cause()[:2] == (2, first)
 
 
 def raised_from(error, cause):

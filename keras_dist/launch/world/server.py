@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import enum
 import logging
 import secrets
 import socket
@@ -14,6 +13,7 @@ from typing import Any, Self
 from keras_dist import errors
 from keras_dist._version import __version__
 from keras_dist.launch.world.channel import Channel
+from keras_dist.launch.world.ends import End, Ends
 from keras_dist.launch.world.pmi import ProcessManager, fields
 
 __all__ = ["SETTLE_SECONDS", "WorldServer"]
@@ -24,18 +24,6 @@ RETRY_SECONDS = 0.1
 SETTLE_SECONDS = 1.0  # after the first end; what it causes may be heard before it
 
 _log = logging.getLogger("keras_dist")
-
-
-class _End(enum.IntEnum):
-    """How a rank has ended, as the server hears it. Larger ones are more probably consequences."""
-
-    FAILED = 0  # the rank says why
-    DIED = 1  # its connection has ended without a word
-    ABORTED = 2  # it has called MPI_Abort, perhaps because another rank had died
-    WAITED = 3  # it says that it has waited for a rank that had died
-
-
-WORDS = (_End.FAILED, _End.WAITED)
 
 
 @dataclasses.dataclass
@@ -113,7 +101,7 @@ class WorldServer:
         self._members: dict[int, _Member] = {}
         self._mpi: dict[int, Channel] = {}
         self._refusals: list[str] = []
-        self._ends: dict[int, tuple[_End, str]] = {}
+        self._ends = Ends()
         self._failure: str | None = None
         self._started = False
         self._closed = False
@@ -272,7 +260,7 @@ class WorldServer:
             command = fields(line)
             if command.get("cmd") == "abort":
                 code = command.get("exitcode", "1")
-                self._hear(rank, _End.ABORTED, f"has aborted the job, exit code {code}.")
+                self._hear(rank, End.ABORTED, f"has aborted the job, exit code {code}.")
                 continue  # the rank closes the connection
             answer = self._manager.answer(command)
             if answer is None:
@@ -295,10 +283,10 @@ class WorldServer:
                 self._changed.notify_all()
             self._manager.leave()
         elif message.get("event") == "failed":
-            end = _End.WAITED if message.get("is_consequence") else _End.FAILED
+            end = End.WAITED if message.get("is_consequence") else End.FAILED
             self._hear(rank, end, f"has failed: {message.get('reason')}")
         else:
-            self._hear(rank, _End.DIED, "has ended without leaving the job.")
+            self._hear(rank, End.DIED, "has ended without leaving the job.")
 
     def _expire(self, timeout: float) -> None:
         end = time.monotonic() + timeout
@@ -323,7 +311,7 @@ class WorldServer:
             )
         )
 
-    def _hear(self, rank: int, end: _End, reason: str) -> None:
+    def _hear(self, rank: int, end: End, reason: str) -> None:
         """Notes how a rank has ended, and ends all others because of the most probable cause.
 
         Threads read the connections, so the abort of a rank that has waited for a dead one may be
@@ -331,26 +319,15 @@ class WorldServer:
         """
         with self._changed:
             is_first = not self._ends
-            earlier = self._ends[rank][0] if rank in self._ends else _End.DIED
-            # Of one rank, its words count more than its abort, and that more than its death.
-            if earlier is _End.DIED or (earlier is _End.ABORTED and end in WORDS):
-                self._ends[rank] = end, reason
-                self._changed.notify_all()
+            self._ends.add(rank, end, reason)
+            self._changed.notify_all()
             if not is_first:
                 return
             self._changed.wait_for(
-                lambda: self._failure or self._ends[self._cause()][0] is _End.FAILED,
-                SETTLE_SECONDS,
+                lambda: self._failure or self._ends.cause()[1] is End.FAILED, SETTLE_SECONDS
             )
-            cause = self._cause()
-        self._fail(f"{self._place(cause)} {self._ends[cause][1]}", cause)
-
-    def _cause(self) -> int:
-        """Returns the rank whose end is the most probable cause, of equal ones the first heard.
-
-        A rank may fail because another one has died, without saying so, or the reverse.
-        """
-        return min(self._ends, key=lambda rank: max(self._ends[rank][0], _End.DIED))
+            cause, _, reason = self._ends.cause()
+        self._fail(f"{self._place(cause)} {reason}", cause)
 
     def _fail(self, reason: str, rank: int | None = None) -> None:
         """Ends all ranks, with a reason that they print. The first reason counts."""
