@@ -93,8 +93,8 @@ LIBRARIES = {
 
 # The packages and modules of the engine, lowest first; modules of one line are not ordered.
 ENGINE_LAYERS = [
-    "arithmetic compression buckets messages pieces rounds rank_tree row_sums signature silence",
-    "result_memory inquiry",
+    "arithmetic compression buckets gradient_sets messages pieces rounds rank_tree row_sums",
+    "signature silence result_memory inquiry",
     "tracing options",
     "shm",
     "mpi ordering",
@@ -113,7 +113,7 @@ FACES = ["_engine", "_gpu"]
 COLLECTIVES = set(
     "adasum allgather allgather_async allgather_object allreduce allreduce_async alltoall "
     "alltoall_async barrier bcast broadcast broadcast_ broadcast_async broadcast_into "
-    "broadcast_object broadcast_variables exchange exchange_among exchange_bytes "
+    "broadcast_object broadcast_variables compare_gradients exchange exchange_among exchange_bytes "
     "exchange_or_raise exchange_rows gather gather_rows "
     "grouped_allgather grouped_allgather_async grouped_allreduce grouped_allreduce_async "
     "grouped_reducescatter grouped_reducescatter_async rendezvous reduce_slices reducescatter "

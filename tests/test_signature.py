@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from keras_dist._engine.gradient_sets import GradientSet
 from keras_dist._engine.signature import (
     CollectiveSignature,
     Entry,
@@ -137,6 +138,7 @@ OTHER_VALUES = {
     "holds": True,
     "notice": "stop",
     "refused": ("n",),
+    "gradients": GradientSet(("a",), ("a",), (None,), adapts=True),
 }
 
 
@@ -170,6 +172,7 @@ def test_a_signature_is_immutable():
         holds=False,
         notice=None,
         refused=(),
+        gradients=None,
         spares=False,
         remedy="Call the same operations in the same order on every rank.",
     )

@@ -88,6 +88,15 @@ class Backend(Protocol):
             List of the reduced gradients, as tensors, in the given order.
         """
 
+    def form_of(self, gradient: Any) -> tuple[str, str | None]:
+        """Returns the dtype of a gradient, and that of its indices if it is sparse."""
+
+    def zeros(self, variable: Any, form: tuple[str, str | None]) -> Any:
+        """Returns a gradient of zeros for a variable; a sparse one has no rows."""
+
+    def is_traced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
+        """Returns whether gradients, or `None`, are those of a step that is being compiled."""
+
     def differentiable_host_callback(
         self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
     ) -> Any:
@@ -107,6 +116,9 @@ class Backend(Protocol):
         Returns:
             The result of `forward`, as a tensor.
         """
+
+    def call_uncompiled(self, function: Callable[[], Any]) -> Any:
+        """Calls a function as it is where the framework compiles the Python code of its caller."""
 
     def call_host(
         self,

@@ -31,13 +31,16 @@ __all__ = [
     "as_dense",
     "build_from",
     "call_host",
+    "call_uncompiled",
     "check_model",
     "coalesce",
     "differentiable_host_callback",
     "finish_calls",
     "first_batch",
+    "form_of",
     "gpu_number",
     "host_array",
+    "is_traced",
     "limit_threads",
     "multiply",
     "pin_device",
@@ -45,6 +48,7 @@ __all__ = [
     "skip_batches",
     "train_step_for_host",
     "vjp",
+    "zeros",
 ]
 
 
@@ -104,6 +108,27 @@ def reduce_gradients(
         )
         reduced.update(zip(members, results, strict=True))
     return [reduced[index] for index in positions]
+
+
+def form_of(gradient: Any) -> tuple[str, str | None]:
+    """See `Backend`."""
+    return jax.numpy.result_type(gradient).name, None
+
+
+def zeros(variable: Any, form: tuple[str, str | None]) -> Any:
+    """See `Backend`."""
+    return jax.numpy.zeros(variable.shape, form[0])
+
+
+def is_traced(gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
+    """See `Backend`."""
+    values = [*gradients, *(variable.value for variable in variables)]
+    return any(isinstance(value, jax.core.Tracer) for value in values)
+
+
+def call_uncompiled(function: Callable[[], Any]) -> Any:
+    """Calls the function: JAX compiles no Python code. See `Backend.call_uncompiled`."""
+    return function()
 
 
 def differentiable_host_callback(

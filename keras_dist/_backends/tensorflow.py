@@ -30,13 +30,16 @@ __all__ = [
     "as_dense",
     "build_from",
     "call_host",
+    "call_uncompiled",
     "check_model",
     "coalesce",
     "differentiable_host_callback",
     "finish_calls",
     "first_batch",
+    "form_of",
     "gpu_number",
     "host_array",
+    "is_traced",
     "limit_threads",
     "multiply",
     "on_host",
@@ -45,6 +48,7 @@ __all__ = [
     "skip_batches",
     "train_step_for_host",
     "vjp",
+    "zeros",
 ]
 
 
@@ -123,6 +127,32 @@ def reduce_gradients(
                 gradients[i], shapes[i], functools.partial(reduce_slices, names[i])
             )
     return [reduced[i] for i in range(len(gradients))]
+
+
+def form_of(gradient: Any) -> tuple[str, str | None]:
+    """See `Backend`."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values.dtype.name, gradient.indices.dtype.name
+    return tf.as_dtype(gradient.dtype).name, None
+
+
+def zeros(variable: Any, form: tuple[str, str | None]) -> Any:
+    """See `Backend`."""
+    dtype, index_dtype = form
+    if index_dtype is None:
+        return tf.zeros(variable.shape, dtype)
+    values = tf.zeros((0, *variable.shape[1:]), dtype)
+    return tf.IndexedSlices(values, tf.zeros(0, index_dtype), tf.constant(list(variable.shape)))
+
+
+def is_traced(gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
+    """See `Backend`."""
+    return not tf.executing_eagerly()
+
+
+def call_uncompiled(function: Callable[[], Any]) -> Any:
+    """Calls a function without AutoGraph. See `Backend.call_uncompiled`."""
+    return tf.autograph.experimental.do_not_convert(function)()
 
 
 def differentiable_host_callback(
@@ -248,6 +278,8 @@ def _reduce_rows(
             on_device=True,
         )
         total = _sum_rows(tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape))
+        if total.values.dtype.is_integer:  # averages of integers are not divided here
+            return total
         average = total.values / tf.cast(count, total.values.dtype)
         return tf.IndexedSlices(average, total.indices, dense_shape=slices.dense_shape)
     values, indices = on_host(reduce_slices, [slices.values, slices.indices], shapes)

@@ -37,13 +37,16 @@ __all__ = [
     "as_dense",
     "build_from",
     "call_host",
+    "call_uncompiled",
     "check_model",
     "coalesce",
     "differentiable_host_callback",
     "finish_calls",
     "first_batch",
+    "form_of",
     "gpu_number",
     "host_array",
+    "is_traced",
     "limit_threads",
     "multiply",
     "pin_device",
@@ -51,6 +54,7 @@ __all__ = [
     "skip_batches",
     "train_step_for_host",
     "vjp",
+    "zeros",
 ]
 
 
@@ -111,6 +115,32 @@ def reduce_gradients(
             rows, indices = reduce_slices(names[i], *rows_of(slices))
             reduced[i] = sparse_of(rows, indices, slices)
     return [reduced[i] for i in range(len(gradients))]
+
+
+def form_of(gradient: Any) -> tuple[str, str | None]:
+    """See `Backend`."""
+    return str(gradient.dtype).removeprefix("torch."), "int64" if gradient.is_sparse else None
+
+
+def zeros(variable: Any, form: tuple[str, str | None]) -> Any:
+    """See `Backend`."""
+    like, dtype = variable.value, getattr(torch, form[0])
+    if form[1] is None:
+        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+    rows = torch.zeros((0, *like.shape[1:]), dtype=dtype, device=like.device)
+    indices = torch.zeros((1, 0), dtype=torch.int64, device=like.device)
+    return torch.sparse_coo_tensor(indices, rows, like.shape, is_coalesced=True)
+
+
+def is_traced(gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
+    """Returns `False`. See `Backend`."""
+    return False
+
+
+@torch.compiler.disable
+def call_uncompiled(function: Callable[[], Any]) -> Any:
+    """See `Backend`."""
+    return function()
 
 
 @torch.compiler.disable

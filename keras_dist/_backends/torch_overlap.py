@@ -114,9 +114,13 @@ class ReadyGradients:
     def results(self) -> list[Any]:
         """Waits for the reduced gradients and returns them in the order of the plan."""
         reduced: dict[int, Any] = {}
-        for bucket, handle in zip(self._fused.buckets, self._handles, strict=True):
-            indices = [slot.index for slot in bucket.slots]
-            reduced.update(zip(indices, handle.wait(), strict=True))
+        try:
+            for bucket, handle in zip(self._fused.buckets, self._handles, strict=True):
+                indices = [slot.index for slot in bucket.slots]
+                reduced.update(zip(indices, handle.wait(), strict=True))
+        except Exception:
+            self.wait()  # none may follow what the ranks do next
+            raise
         return [reduced[index] for index in range(len(reduced))]
 
     def wait(self) -> None:

@@ -14,6 +14,7 @@ from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, parse_compression
 from keras_dist._engine.faults import progress
 from keras_dist._engine.files import File
+from keras_dist._engine.gradient_sets import Form, GradientSet, UnlikeGradients
 from keras_dist._engine.inquiry import Inquiries
 from keras_dist._engine.mpi import library
 from keras_dist._engine.mpi.mailbox import Mailbox
@@ -34,9 +35,11 @@ __all__ = [
     "Compression",
     "Compressor",
     "File",
+    "Form",
     "FusedAllgather",
     "FusedAllreduce",
     "GpuPath",
+    "GradientSet",
     "Handle",
     "Inquiries",
     "JoinedRanks",
@@ -47,6 +50,7 @@ __all__ = [
     "ReduceOp",
     "Retry",
     "RpcService",
+    "UnlikeGradients",
     "admit",
     "best_bucket_nbytes",
     "check_admits",

@@ -6,6 +6,7 @@ from typing import Any
 
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.compression import Compression, Compressor
+from keras_dist._engine.gradient_sets import GradientSet
 from keras_dist._engine.signature import CollectiveSignature
 
 __all__ = ["OpOptions", "PlanOptions"]
@@ -22,6 +23,7 @@ class OpOptions:
         prescale: factor of the contributions.
         postscale: factor of the result.
         compression: wire format of float32 and float64 between nodes.
+        gradients: in a reduction of gradients, which of them this rank brings.
     """
 
     op: ReduceOp = ReduceOp.AVERAGE
@@ -29,6 +31,7 @@ class OpOptions:
     prescale: float = 1.0
     postscale: float = 1.0
     compression: Compressor = Compression.none
+    gradients: GradientSet | None = None
 
     def signature(self, operation: str, **fields: Any) -> CollectiveSignature:
         """Returns the signature of an operation with these options.
@@ -44,6 +47,7 @@ class OpOptions:
             prescale=self.prescale,
             postscale=self.postscale,
             compression=self.compression.name,
+            gradients=self.gradients,
             **fields,
         )
 

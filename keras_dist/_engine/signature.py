@@ -11,6 +11,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from keras_dist._engine.gradient_sets import GradientSet
+
 __all__ = [
     "JOINED",
     "CollectiveSignature",
@@ -89,6 +91,7 @@ class CollectiveSignature:
             that differ in it alone continue, as for the next two.
         notice: notice of this rank, see `piggyback`.
         refused: names of operations that this rank has refused.
+        gradients: the gradients of this rank, in reductions of gradients.
         spares: whether the operation is defined without ranks that have joined; not compared.
         remedy: what to do when the ranks differ; not compared.
     """
@@ -109,6 +112,7 @@ class CollectiveSignature:
     holds: bool = False
     notice: str | None = None
     refused: tuple[str, ...] = ()
+    gradients: GradientSet | None = None
     spares: bool = False
     remedy: str = "Call the same operations in the same order on every rank."
 
@@ -120,7 +124,8 @@ class CollectiveSignature:
         options = (self.op, self.root, self.key, factors, self.compression, self.library)
         plan = (self.buckets, self.bucket, self.first)
         riders = (self.holds, self.notice, self.refused)
-        compared = (self.operation, options, plan, arrays, str(self.error), riders)
+        gradients = None if self.gradients is None else self.gradients.digest
+        compared = (self.operation, options, plan, arrays, str(self.error), riders, gradients)
         return hashlib.blake2b(repr(compared).encode(), digest_size=16).digest()
 
     def __str__(self) -> str:

@@ -34,6 +34,7 @@ class GradientPlans:
         names: Sequence[str],
         specs: Sequence[tuple[tuple[int, ...], np.dtype]],
         groups: Sequence[Sequence[int]],
+        brought: _engine.GradientSet | None = None,
     ) -> _engine.FusedAllreduce:
         """Returns the plan for some gradients.
 
@@ -44,10 +45,12 @@ class GradientPlans:
             names: names of the gradients in messages.
             specs: shape and dtype of each gradient.
             groups: indices of the gradients that are reduced together.
+            brought: which gradients these are; ranks that differ in it may adapt. Defaults to
+                `None`: the ranks compare shapes and dtypes.
         """
         # Ranks that have joined have no plans yet, and all must make one together.
         ranks = comm, comm.faults.joins
-        key = (ranks, tuple(names), tuple(specs), tuple(map(tuple, groups)))
+        key = (ranks, tuple(names), tuple(specs), tuple(map(tuple, groups)), brought)
         if key not in self._plans:
             # Plans for another communicator are dropped, which frees their shared memory.
             self._plans = {old: plan for old, plan in self._plans.items() if old[0] == ranks}
@@ -56,13 +59,17 @@ class GradientPlans:
             what = "the reduction of gradients"
             if self._options.shard_state:
                 what += " for a sharded optimizer"
-            gradients = _engine.CollectiveSignature(
-                what, _engine.entries_of(names, specs), op.value, remedy=SAME_MODEL
+            options = _engine.OpOptions(
+                op,
+                prescale=prescale,
+                postscale=postscale,
+                compression=self._options.compression,
+                gradients=brought,
+            )
+            gradients = options.signature(
+                what, entries=_engine.entries_of(names, specs), remedy=SAME_MODEL
             )
             overlapping = overlaps(comm)
-            options = _engine.OpOptions(
-                op, prescale=prescale, postscale=postscale, compression=self._options.compression
-            )
             plan = _engine.PlanOptions(
                 bucket_nbytes(comm, gradients, nbytes, overlapping),
                 first_nbytes=FIRST_NBYTES,

@@ -13,6 +13,7 @@ from keras_dist.runtime.process_sets import ProcessSet
 __all__ = [
     "Groups",
     "ReductionOptions",
+    "is_variable",
     "parse_groups",
     "parse_layers",
     "parse_passes",
@@ -188,7 +189,7 @@ def parse_groups(groups: Any, where: str) -> Groups:
         return _positive(groups, expected, remedy, where)
     lists = all(isinstance(group, list | tuple) for group in groups)
     variables = [variable for group in groups for variable in group] if lists else []
-    wrong = [groups] if not lists else [v for v in variables if not _is_variable(v)]
+    wrong = [groups] if not lists else [v for v in variables if not is_variable(v)]
     if wrong:
         received = f"{wrong[0]!r} of type {type(wrong[0]).__name__}"
         raise errors.ArgumentTypeError(errors.explain(where, expected, received, remedy))
@@ -258,6 +259,6 @@ def _positive(number: Any, expected: str, remedy: str, where: str) -> int:
     return int(number)
 
 
-def _is_variable(value: Any) -> bool:
-    # A variable of Keras or TensorFlow, or a torch parameter.
+def is_variable(value: Any) -> bool:
+    """Returns whether a value is a variable of Keras or TensorFlow, or a torch parameter."""
     return hasattr(value, "assign") or hasattr(value, "requires_grad")

@@ -19,6 +19,7 @@ from keras_dist.ops.tensor_compression import compressed, decompressed, wire_of
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.host_callback import operation
 from keras_dist.training.gradient_reduction import GradientReduction, mark_reduced
+from keras_dist.training.model_state import variable_name
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
@@ -165,7 +166,7 @@ class _DistributedTape:
         """Excludes a source from the reduction: each rank keeps its own gradient.
 
         Args:
-            source: a variable or a watched tensor.
+            source: a variable or a watched tensor: the object that `gradient` receives.
         """
         self._keras_dist_registered.append(source)
 
@@ -188,9 +189,13 @@ class _DistributedTape:
             output_gradients: as in `tf.GradientTape.gradient`.
             use_generic_names: accepted for scripts of Horovod; has no effect.
             unconnected_gradients: as in `tf.GradientTape.gradient`.
+
+        Raises:
+            ArgumentError: a local source is not among the sources.
         """
         own = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
         flat = tf.nest.flatten(sources)
+        self._check_local(flat)
         # `expand_composites=False`: `IndexedSlices` are one gradient, not three tensors.
         gradients = self._reduced(tf.nest.flatten(own, expand_composites=False), flat)
         return tf.nest.pack_sequence_as(sources, gradients)
@@ -233,6 +238,9 @@ class _DistributedTape:
                     "hvd.grouped_allreduce.",
                 )
             )
+        return self._reduction().with_missing(gradients, sources, self._reduce)
+
+    def _reduce(self, gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
         reduction = self._reduction()
         local = {id(source) for source in reduction.local_variables()}
         dense = [
@@ -245,6 +253,20 @@ class _DistributedTape:
         reduced = reduction(_replace_at(dense, inputs, gradients), sources)
         results = decompressed(compression, [reduced[index] for index in dense], contexts)
         return mark_reduced(_replace_at(dense, results, reduced))
+
+    def _check_local(self, sources: Sequence[Any]) -> None:
+        known = {id(source) for source in sources}
+        wrong = [source for source in self._keras_dist_registered if id(source) not in known]
+        if wrong:
+            raise errors.ArgumentError(
+                errors.explain(
+                    runtime.where(),
+                    "each local source to be among the sources of gradient",
+                    f"{variable_name(wrong[0])!r} of type {type(wrong[0]).__name__}, which is not",
+                    "Register the object that is passed as a source: a Keras variable and the "
+                    "tf.Variable that it holds are two.",
+                )
+            )
 
     def _reduction(self) -> GradientReduction:
         """Returns the reduction with the options of this tape, which keeps its plans."""

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import keras
 from keras import ops
 
-from keras_dist import errors, runtime
+from keras_dist import _backends, errors, runtime
 from keras_dist._compat.keras.optimizer_state import batches_seen, trained_by
 from keras_dist._compat.keras.optimizers import (
     APPLY_METHODS,
@@ -27,9 +27,16 @@ from keras_dist._compat.keras.optimizers import (
     stateless_skip,
     stateless_step,
 )
+from keras_dist.ops.reduction_options import is_variable
 from keras_dist.training import saved_options
 from keras_dist.training.gradient_reduction import GradientReduction, check_not_reduced
-from keras_dist.training.model_state import accumulators, optimizers_inside, optimizers_of, slice_of
+from keras_dist.training.model_state import (
+    accumulators,
+    keras_variables,
+    optimizers_inside,
+    optimizers_of,
+    slice_of,
+)
 from keras_dist.training.sharding import Sharded, convert
 from keras_dist.training.sharding_checks import check_no_local_variables
 from keras_dist.training.update_check import Update, check_independent, check_reduced
@@ -128,7 +135,8 @@ class _Distributed(UpdateHook):
             super().save_assets(directory)  # type: ignore[misc]
         mine = self._keras_dist
         variables = trained_by(self)
-        text = saved_options.describe(mine.options, variables, mine.registered, mine.local_layers)
+        local = keras_variables(variables, mine.registered)
+        text = saved_options.describe(mine.options, variables, local, mine.local_layers)
         pathlib.Path(directory, saved_options.FILE).write_text(text)
 
     def register_local_var(self, variable: Any) -> None:
@@ -138,18 +146,19 @@ class _Distributed(UpdateHook):
         the same name, which excludes the variable from the broadcast.
 
         Args:
-            variable: a Keras variable of the model.
+            variable: a variable that the optimizer updates. On TensorFlow, the `tf.Variable` that
+                a Keras variable holds stands for it.
 
         Raises:
-            ArgumentTypeError: `variable` is not a Keras variable.
+            ArgumentTypeError: `variable` is not a variable.
             ArgumentError: the update of one variable depends on the gradients of others, as with
                 `global_clipnorm` or a loss scale: shared variables would diverge.
         """
-        if not isinstance(variable, keras.Variable):
+        if not is_variable(variable):
             raise errors.ArgumentTypeError(
                 errors.explain(
                     runtime.where(),
-                    "a Keras variable",
+                    "a variable",
                     f"{variable!r} of type {type(variable).__name__}",
                     "Pass for example layer.kernel. To exclude layers, pass local_layers=.",
                 )
@@ -167,11 +176,23 @@ class _Distributed(UpdateHook):
         """
         given = [] if trainable_variables is None else [list(trainable_variables)]
         of = given[0] if given else trained_by(self)
+        plain = super().apply  # type: ignore[misc]
+
+        def update_with(ready: Any, variables: Any) -> Any:
+            again = [variables] if given else []
+            return plain(self._prepared(ready, variables), *again, *rest, **options)
+
         with Update(self, len(grads) > 0) as update:
             # Keras raises its own error for a wrong number of gradients.
-            are_known = len(grads) == len(of) or (given and len(grads) > 0)
-            ready = self._prepared(grads, of) if update.is_outermost and are_known else grads
-            return super().apply(ready, *given, *rest, **options)  # type: ignore[misc]
+            are_known = len(grads) > 0 and (given or len(grads) == len(of))
+            if update.is_outermost and are_known:
+                return self._with_missing(grads, of, update_with)
+            return plain(grads, *given, *rest, **options)
+
+    def _with_missing(self, grads: Any, variables: Any, use: Any) -> Any:
+        """Calls a function of gradients and variables, see `GradientReduction.with_missing`."""
+        known = trained_by(self) if self.built else ()  # type: ignore[attr-defined]
+        return self._keras_dist.with_missing(grads, variables, use, known)
 
     def _keras_dist_before_update(self) -> None:
         check_reduced(self)
@@ -195,6 +216,16 @@ class _Clipping(ClippingHook, _Distributed):
     def _reduces(self) -> bool:
         # On other backends, accumulating passes reduce nothing; only updates are checked.
         return not self.gradient_accumulation_steps or keras.backend.backend() == "jax"  # type: ignore[attr-defined]
+
+    def _with_missing(self, grads: Any, variables: Any, use: Any) -> Any:
+        backend, steps = _backends.active(), self.gradient_accumulation_steps  # type: ignore[attr-defined]
+        if not steps or backend.is_traced(grads, variables) or not (batches_seen(self) + 1) % steps:
+            return super()._with_missing(grads, variables, use)
+        # This pass accumulates gradients of this rank. Keras requires one.
+        ready = list(grads)
+        if all(gradient is None for gradient in ready):
+            ready[0] = ops.zeros(variables[0].shape, variables[0].dtype)
+        return use(ready, list(variables))
 
     def _keras_dist_before_passes(self, grads: Any, variables: Any) -> None:
         # Clipping, the only call between accumulation and update, does not receive the variables.
@@ -237,16 +268,22 @@ class _ReducingFirst(_Distributed):
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         grads, variables = zip(*grads_and_vars, strict=True)
         with Update(self, len(grads) > 0) as update:
-            ready = self._prepared(grads, variables) if update.is_outermost else grads
-            return super().apply_gradients(list(zip(ready, variables, strict=True)))  # type: ignore[misc]
+            pairs = grads, variables
+            if update.is_outermost:
+                pairs = self._with_missing(grads, variables, self._reduced_pairs)
+            return super().apply_gradients(list(zip(*pairs, strict=True)))  # type: ignore[misc]
 
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> Any:
         of = trained_by(self)
         with Update(self, len(grads) > 0) as update:
-            ready = self._prepared(grads, of) if update.is_outermost else grads
-            return self._stateless(optimizer_variables, ready, trainable_variables)
+            if update.is_outermost:
+                grads, _ = self._with_missing(grads, of, self._reduced_pairs)
+            return self._stateless(optimizer_variables, grads, trainable_variables)
+
+    def _reduced_pairs(self, grads: Any, variables: Any) -> tuple[Any, Any]:
+        return self._prepared(grads, variables), variables
 
     def _stateless(self, *given: Any) -> Any:
         return super().stateless_apply(*given)  # type: ignore[misc]

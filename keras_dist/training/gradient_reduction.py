@@ -12,10 +12,11 @@ from keras import ops
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.optimizer_state import is_overwritten
 from keras_dist.ops.bucket_size import bucket_nbytes
-from keras_dist.ops.gradient_plans import GradientPlans
+from keras_dist.ops.gradient_plans import SAME_MODEL, GradientPlans
 from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.model_state import variable_name
+from keras_dist.training.rank_gradients import RankGradients, key_of
 
 __all__ = ["GradientReduction", "check_not_reduced", "mark_reduced", "sum_over_ranks"]
 
@@ -39,6 +40,10 @@ class GradientReduction:
         self.has_reduced = False  # in the current update
         self.shards: Any = None  # the `Shards` of an optimizer that shards its state
         self._plans = GradientPlans(options)
+        self._brought: _engine.GradientSet | None = None  # in the current update
+        # For compiled steps: the forms that the ranks agreed on, and these ranks.
+        self._compared: dict[Any, Any] = {}
+        self._compared_by: Any = None
 
     def communicator(self) -> _engine.Communicator | None:
         """Returns the communicator of the reduction; `None` if this rank reduces with no other.
@@ -51,10 +56,80 @@ class GradientReduction:
         comm = self.options.ranks()
         return comm if comm.size > 1 else None
 
+    def with_missing(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        use: Callable[[list[Any], list[Any]], Any],
+        known: Sequence[Any] = (),
+    ) -> Any:
+        """Calls a function that reduces gradients, with zeros for those that only others have.
+
+        Nothing is exchanged as long as all ranks have the gradients of the same variables. A
+        compiled step that lacks a gradient asks the other ranks once, when it is traced.
+
+        Collective: the ranks that reduce; blocks.
+
+        Args:
+            gradients: one gradient of this rank for each variable, or `None`.
+            variables: the variables, in the same order.
+            use: a function of gradients and variables; called again if the ranks differ. What it
+                does before it reduces must have no effect.
+            known: all variables of the optimizer: those that are not in `variables` have no
+                gradient on this rank. Defaults to `variables`.
+
+        Returns:
+            The result of `use`.
+
+        Raises:
+            ArgumentError: a local variable is not among the variables.
+            MismatchError: the variables of the ranks differ, or a compiled step lacks a gradient.
+        """
+        _check_counts(gradients, variables)
+        comm, known = self.communicator(), known or variables
+        local = self._local_keys(known)
+        if comm is None or self.options.shard_gradients:
+            return use(list(gradients), list(variables))
+        own = RankGradients(gradients, variables, known, local)
+        if _backends.active().is_traced(gradients, variables):
+            forms = self._forms_for_graph(comm, own) if None in own.forms else own.forms
+            return self._bringing(own, forms, use, adapts=False)
+        asks = not any(own.forms) or any(map(is_overwritten, own.shared))
+        forms = self._compare(comm, own) if asks else own.forms
+        while True:
+            try:
+                return self._bringing(own, forms, use)
+            except _engine.UnlikeGradients:
+                forms = self._compare(comm, own)
+
+    def _bringing(self, own: RankGradients, forms: Any, use: Any, adapts: bool = True) -> Any:
+        """Calls a function that reduces gradients of these forms."""
+        self._brought = _engine.GradientSet(own.names, own.keys, forms, adapts)
+        try:
+            return use(*own.completed(forms))
+        finally:
+            self._brought = None
+
+    def _forms_for_graph(self, comm: _engine.Communicator, own: RankGradients) -> Any:
+        """Compares only once: ranks may trace a step again at different times."""
+        ranks = comm, comm.faults.joins
+        if ranks != self._compared_by:
+            self._compared_by, self._compared = ranks, {}
+        key = own.keys, own.forms
+        if key not in self._compared:
+            self._compared[key] = self._compare(comm, own)
+        return self._compared[key]
+
+    def _compare(self, comm: _engine.Communicator, own: RankGradients) -> Any:
+        """Returns the form of each gradient that any rank has. Collective; blocks."""
+        brought = _engine.GradientSet(own.names, own.keys, own.forms, adapts=True)
+        compare = _engine.collectives.compare_gradients
+        return _backends.active().call_uncompiled(lambda: compare(comm, brought, SAME_MODEL))
+
     def __call__(
         self, gradients: Sequence[Any], variables: Sequence[Any], when: Any = None
     ) -> list[Any]:
-        """Reduces the gradients of variables; `None` stays `None`.
+        """Reduces the gradients of variables; `None` stays `None`. See `with_missing`.
 
         Args:
             gradients: one gradient of this rank for each variable, or `None`.
@@ -70,13 +145,13 @@ class GradientReduction:
         check_not_reduced(gradients)
         result = self.reduce_overwriting(gradients, variables)
         options, backend = self.options, _backends.active()
-        local = {id(variable) for variable in self.local_variables()}
+        local = self._local_keys()
         present = [
             at
             for at, (gradient, variable) in enumerate(zip(result, variables, strict=True))
             if gradient is not None and not is_overwritten(variable)
         ]
-        alone = [at for at in present if comm is None or id(variables[at]) in local]
+        alone = [at for at in present if comm is None or key_of(variables[at]) in local]
         if options.dense:
             _replace(result, present, backend.as_dense)
         if options.factor != 1:
@@ -86,7 +161,7 @@ class GradientReduction:
             return result
         if options.scale_local:
             _replace(result, alone, functools.partial(backend.multiply, factor=1 / comm.size))
-        shared = [at for at in present if id(variables[at]) not in local]
+        shared = [at for at in present if key_of(variables[at]) not in local]
         reduce = functools.partial(self._reduce, comm, [variables[at] for at in shared], when)
         _replace(result, shared, reduce)
         return result
@@ -104,7 +179,7 @@ class GradientReduction:
             [_name(variable) for variable in variables],
             variables,
             functools.partial(self._plan, comm, variables),
-            self._reduce_slices,
+            functools.partial(self._reduce_slices, self._brought),
             when,
         )
 
@@ -123,8 +198,8 @@ class GradientReduction:
         if not overwriting or self.communicator() is None:
             return result
         self.has_reduced = self.has_reduced or overwriting == present
-        local = {id(variable) for variable in self.local_variables()}
-        shared = [at for at in overwriting if id(variables[at]) not in local]
+        local = self._local_keys()
+        shared = [at for at in overwriting if key_of(variables[at]) not in local]
         if not shared:
             return result
         flat = [ops.reshape(ops.cast(result[at], "float32"), (-1,)) for at in shared]
@@ -157,6 +232,25 @@ class GradientReduction:
             v for layer in self.local_layers for v in layer.trainable_variables
         ]
 
+    def _local_keys(self, known: Sequence[Any] | None = None) -> set[int]:
+        """Returns the keys of the local variables.
+
+        Raises:
+            ArgumentError: one that was registered is not among the known variables.
+        """
+        keys = {key_of(variable) for variable in known or ()}
+        wrong = [v for v in self.registered if known is not None and key_of(v) not in keys]
+        if wrong:
+            raise errors.ArgumentError(
+                errors.explain(
+                    runtime.where(),
+                    "local variables to be among the variables of the gradients",
+                    f"{variable_name(wrong[0])!r}, which is not among {len(keys)}",
+                    "Register the variables that the optimizer updates.",
+                )
+            )
+        return {key_of(variable) for variable in self.local_variables()}
+
     def _plan(
         self,
         comm: _engine.Communicator,
@@ -166,13 +260,17 @@ class GradientReduction:
     ) -> _engine.FusedAllreduce:
         names = [_name(variables[position]) for position in positions]
         groups = self.options.grouped([variables[position] for position in positions])
-        return self._plans(comm, names, specs, groups)
+        return self._plans(comm, names, specs, groups, self._brought)
 
     def _reduce_slices(
-        self, name: str, values: np.ndarray, indices: np.ndarray
+        self,
+        brought: _engine.GradientSet | None,
+        name: str,
+        values: np.ndarray,
+        indices: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         comm = self.options.ranks()  # at run time: a graph may outlive its communicator
-        options = _engine.OpOptions(self.options.op)
+        options = _engine.OpOptions(self.options.op, gradients=brought)
         return _engine.collectives.reduce_slices(comm, values, indices, name, options, notices=True)
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "has_weights",
     "host_array",
     "keep_local",
+    "keras_variables",
     "local_variables",
     "optimizers_inside",
     "optimizers_of",
@@ -119,9 +120,10 @@ def replicated_variables(optimizer: Any) -> list[Any]:
     slices.
     """
     every = [optimizer, *optimizers_inside(optimizer)]
-    local = optimizer._keras_dist.local_variables()
+    trained = optimizer_state.trained_by(optimizer)
+    local = keras_variables(trained, optimizer._keras_dist.local_variables())
     own = _with_slots(every, local) | {id(variable) for variable in accumulators(every)}
-    variables = [*optimizer_state.trained_by(optimizer), *optimizer.variables]
+    variables = [*trained, *optimizer.variables]
     return list({id(v): v for v in variables if id(v) not in own and not slice_of(v)}.values())
 
 
@@ -146,7 +148,7 @@ def local_variables(model: keras.Model) -> list[Any]:
         if reduction is not None
         for variable in reduction.local_variables()
     ]
-    return [*own, *_keras_variables(model, model.__dict__.get(LOCAL, ()))]
+    return keras_variables(model.variables, [*own, *model.__dict__.get(LOCAL, ())])
 
 
 def random_states(model: keras.Model) -> list[Any]:
@@ -180,11 +182,11 @@ def host_array(variable: Any) -> np.ndarray:
     return _backends.active().host_array(value)
 
 
-def _keras_variables(model: keras.Model, variables: Iterable[Any]) -> list[Any]:
-    """Returns the Keras variables that hold TensorFlow variables."""
+def keras_variables(known: Iterable[Any], variables: Iterable[Any]) -> list[Any]:
+    """Returns variables; for one that a known Keras variable holds, that Keras variable."""
     if all(isinstance(variable, keras.Variable) for variable in variables):
         return list(variables)
-    by_value = {id(variable.value): variable for variable in model.variables}
+    by_value = {id(v.value): v for v in known if isinstance(v, keras.Variable)}
     return [by_value.get(id(variable), variable) for variable in variables]
 
 

@@ -89,6 +89,75 @@ def test_gradients_of_an_embedding_are_sparse_unless_sparse_as_dense():
         np.testing.assert_allclose(tf.convert_to_tensor(gradient), expected, rtol=1e-6)
 
 
+def branches(rank, table, left, right):
+    """Returns the loss of a rank: ranks use different variables, as rows or as a whole."""
+    if rank % 3 == 0:
+        return tf.reduce_sum(left) + tf.reduce_sum(tf.gather(table, [0, 2, 2]))
+    if rank % 3 == 1:
+        return 2.0 * tf.reduce_sum(right)
+    return tf.reduce_sum(left) + 3.0 * tf.reduce_sum(table)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_missing_gradients_count_as_zero(graph, op):
+    sources = [tf.Variable(tf.ones([4, 2]), name=name) for name in ("table", "left", "right")]
+    unused = tf.Variable(1.0, name="unused")
+    every = [*sources, unused]
+
+    def gradients(rank):
+        with tf.GradientTape() as tape:
+            loss = branches(rank, *sources)
+        if rank == RANK:
+            tape = hvd.DistributedGradientTape(tape, op=op)
+        return tape.gradient(loss, {"all": every})["all"]
+
+    found = (tf.function(gradients) if graph else gradients)(RANK)
+    assert found[3] is None
+    assert isinstance(found[0], tf.IndexedSlices) == (SIZE < 3)
+    factor = 1 / SIZE if op == hvd.Average else 1.0
+    for index, source in enumerate(sources):
+        alone = [gradients_alone(rank, sources)[index] for rank in range(SIZE)]
+        expected = sum(tf.convert_to_tensor(g) for g in alone if g is not None)
+        if all(g is None for g in alone):
+            assert found[index] is None
+        else:
+            got = tf.convert_to_tensor(found[index])
+            np.testing.assert_allclose(got, expected * factor, rtol=1e-6)
+            assert got.shape == source.shape
+
+
+def gradients_alone(rank, sources):
+    with tf.GradientTape() as tape:
+        loss = branches(rank, *sources)
+    return tape.gradient(loss, sources)
+
+
+def test_a_source_that_no_rank_uses_has_no_gradient():
+    source = tf.Variable(1.0)
+    with tf.GradientTape() as tape:
+        target = tf.constant(2.0)
+    assert hvd.DistributedGradientTape(tape).gradient(target, [source]) == [None]
+
+
+def test_a_graph_that_lacks_a_gradient_when_it_runs_is_an_error():
+    if SIZE == 1:
+        pytest.skip("a single rank has no other to differ from")
+    left, right = (tf.Variable(1.0, name=name) for name in ("left", "right"))
+
+    @tf.function
+    def step(both):
+        with tf.GradientTape() as tape:
+            loss = left + right if both else 1.0 * left
+        return hvd.DistributedGradientTape(tape).gradient(loss, [left, right])
+
+    for both in (True, False):  # traced on all ranks
+        assert (step(both)[1] is None) is not both
+    with pytest.raises(tf.errors.OpError, match=r"of 'right'.*eagerly"):
+        step(RANK == 0)
+    assert float(hvd.allreduce(1.0, op=hvd.Sum)) == SIZE
+
+
 @pytest.mark.parametrize("scales", [True, False])
 def test_gradients_of_local_sources_are_not_reduced(scales):
     layers = [keras.layers.Dense(2, use_bias=False), keras.layers.Dense(1, use_bias=False)]
@@ -175,6 +244,51 @@ def test_ranks_outside_the_process_set_of_a_tape_keep_their_gradients():
     mean = np.mean(even.ranks) + 1 if even.included() else RANK + 1
     np.testing.assert_allclose(found, [mean] * 2)
     assert hvd.remove_process_set(even)
+
+
+def test_a_local_source_that_is_not_among_the_sources_is_an_error():
+    kernel, other = keras.Variable([1.0], name="kernel"), tf.Variable(1.0, name="other")
+    for source in (other, kernel.value):
+        with tf.GradientTape() as tape:
+            target = 2.0 * kernel
+        ours = hvd.DistributedGradientTape(tape)
+        ours.register_local_source(source)
+        with pytest.raises(ValueError, match="each local source to be among the sources"):
+            ours.gradient(target, [kernel])
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_local_variables_of_tensorflow(scales):
+    kernel = keras.Variable(0.0, name="kernel")
+    own, shared = tf.Variable(0.0, name="own"), tf.Variable(0.0, name="shared")
+    variables = [kernel, own, shared]
+    with tf.GradientTape(persistent=True) as tape:
+        loss = (RANK + 1.0) * (3.0 * kernel + 10.0 * own + 2.0 * shared)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), scale_local_gradients=scales)
+    optimizer.register_local_var(own)
+    optimizer.register_local_var(kernel.value)
+    optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+    share = (RANK + 1) / (SIZE if scales else 1)
+    np.testing.assert_allclose([float(kernel), float(own)], [-3 * share, -10 * share], rtol=1e-6)
+    np.testing.assert_allclose(float(shared), -2 * (MEAN + 1), rtol=1e-6)
+    wrong = tf.Variable(0.0, name="wrong")
+    optimizer.register_local_var(wrong)
+    with pytest.raises(ValueError, match="Received: 'wrong', which is not among 3"):
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("dtype", [tf.int8, tf.int32, tf.int64])
+def test_averages_of_integer_rows_are_exact_and_truncated(dtype, graph):
+    rows = tf.constant([[3], [-3 - RANK], [120]], dtype)
+    shape = tf.constant([4 + SIZE, 1])
+    slices = tf.IndexedSlices(rows, tf.constant([0, 1, 3 + RANK]), shape)
+    average = tf.function(hvd.allreduce) if graph else hvd.allreduce
+    found = average(slices)
+    assert found.values.dtype == dtype
+    table = {int(i): int(v[0]) for i, v in zip(found.indices, found.values, strict=True)}
+    expected = {0: 3, 1: int(-3 - MEAN)} | {3 + rank: 120 // SIZE for rank in range(SIZE)}
+    assert table == expected
 
 
 @pytest.mark.skipif(SIZE == 1, reason="needs two ranks")

@@ -9,6 +9,7 @@ from keras_dist._engine.collectives.alltoall import alltoall
 from keras_dist._engine.collectives.barrier import barrier
 from keras_dist._engine.collectives.broadcast import broadcast as _broadcast
 from keras_dist._engine.collectives.broadcast import broadcast_into
+from keras_dist._engine.collectives.comparison import compare_gradients
 from keras_dist._engine.collectives.device_rows import rows_through
 from keras_dist._engine.collectives.end_of_script import wait_for_end
 from keras_dist._engine.collectives.join import join_all
@@ -29,6 +30,7 @@ __all__ = [
     "broadcast_into",
     "broadcast_object",
     "check_power_of_two",
+    "compare_gradients",
     "grouped_allgather",
     "join_all",
     "raise_on_all",

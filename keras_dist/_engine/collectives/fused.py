@@ -23,7 +23,8 @@ from keras_dist._engine.collectives.rendezvous import (
 )
 from keras_dist._engine.collectives.widening import Widening
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.faults.progress import count_update
+from keras_dist._engine.faults.progress import count_update, repeat_update
+from keras_dist._engine.gradient_sets import UnlikeGradients
 from keras_dist._engine.mpi.peers import Payload
 from keras_dist._engine.nccl.path import are_on_device
 from keras_dist._engine.options import OpOptions, PlanOptions
@@ -94,6 +95,7 @@ class FusedAllreduce:
         # Of the last bucket: whether it went through shared memory alone; its result in the memory
         # of all ranks, if it was lent.
         self._needs_no_mpi = False
+        self._unlike: Sequence[Any] | None = None  # forms that ended a pass of queued buckets
         self._shared_result: np.ndarray | None = None
 
     def _connect(self) -> None:
@@ -134,8 +136,15 @@ class FusedAllreduce:
             The reduced arrays, in the same order: views of one buffer.
         """
         self._follow_ranks()
-        if are_on_device(arrays):
-            return self._on_device.reduce(number, arrays, lend)
+        try:
+            if are_on_device(arrays):
+                return self._on_device.reduce(number, arrays, lend)
+            return self._reduce_on_host(number, arrays, lend)
+        except UnlikeGradients:
+            repeat_update()
+            raise
+
+    def _reduce_on_host(self, number: int, arrays: Sequence[Any], lend: bool) -> list[np.ndarray]:
         self.count(number)
         work = functools.partial(self._reduce_bucket, number, arrays, lend)
         return retry(
@@ -154,8 +163,19 @@ class FusedAllreduce:
 
         Do not change the arrays before the operation has ended.
         """
-        work = functools.partial(self.reduce_bucket, number, arrays, lend)
+        work = functools.partial(self._reduce_queued, number, arrays, lend)
         return self.comm.order.queue(work, self.call.operation)
+
+    def _reduce_queued(self, number: int, arrays: Sequence[Any], lend: bool) -> list[Any]:
+        if number == 0:
+            self._unlike = None
+        if self._unlike is not None:
+            raise UnlikeGradients(self._unlike)  # the ranks do not reduce this bucket
+        try:
+            return self.reduce_bucket(number, arrays, lend)
+        except UnlikeGradients as error:
+            self._unlike = error.forms
+            raise
 
     @property
     def lends(self) -> bool:

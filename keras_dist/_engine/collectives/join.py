@@ -7,6 +7,7 @@ from typing import Any
 
 from keras_dist import errors
 from keras_dist._engine.collectives.objects import exchange_or_raise
+from keras_dist._engine.collectives.refusals import RepeatRendezvous
 from keras_dist._engine.collectives.rendezvous import resolve_difference
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.mpi.digests import SPIN_SECONDS
@@ -57,8 +58,9 @@ def _join(comms: Sequence[Communicator]) -> list[JoinedRanks | None]:
                 found[comm], comm.faults.joined = comm.faults.joined, None
                 del answers[comm]
             else:
-                resolve_difference(comm, call)
-                _exchange(comm, None)
+                with contextlib.suppress(RepeatRendezvous):
+                    resolve_difference(comm, call)
+                    _exchange(comm, None)
                 answers[comm] = comm.digests.start(call.digest)
     return list(found.values())
 

@@ -13,6 +13,12 @@ from keras_dist._engine.collectives.matching import by_name, match_names
 from keras_dist._engine.collectives.refusals import RepeatRendezvous, resolve_refused
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import describe_progress
+from keras_dist._engine.gradient_sets import (
+    COMPARISON,
+    UnlikeGradients,
+    difference_of_sets,
+    union,
+)
 from keras_dist._engine.messages import as_message
 from keras_dist._engine.mpi.peers import Payload
 from keras_dist._engine.recovery.retry import retried
@@ -247,7 +253,9 @@ def resolve_difference(comm: Communicator, call: CollectiveSignature) -> bool:
 
     Raises:
         Reordered: the names differ, and all ranks hold one of them.
-        RepeatRendezvous: this rank has refused an operation that others have called.
+        RepeatRendezvous: this rank has refused an operation that others have called, or other
+            ranks must adapt to its gradients first.
+        UnlikeGradients: the gradients of the ranks differ, and this rank can adapt.
         MismatchError: says which rank differs, and in what.
         KerasDistError: an error in the arguments of a rank, see `raise_on_all`.
     """
@@ -263,12 +271,39 @@ def resolve_difference(comm: Communicator, call: CollectiveSignature) -> bool:
     failed = [other.error for other in (call, *calls) if other.error is not None]
     if failed:
         raise failed[0]
+    _settle_gradients(comm, calls, call, before)
     _check_equal(comm, calls, [arrival.progress for arrival in arrivals])
     piggyback.deliver([arrival.call.notice for arrival in arrivals])
     comm.faults.joined = _joined_ranks(comm, calls, before)
     if comm.faults.joined and comm.faults.on_missing and call.operation != JOINED:
         comm.faults.on_missing()
     return any(arrival.call.holds for arrival in arrivals)
+
+
+def _settle_gradients(
+    comm: Communicator,
+    calls: list[CollectiveSignature],
+    mine: CollectiveSignature,
+    before: JoinedRanks | None,
+) -> None:
+    """Makes ranks that bring different gradients to a reduction compare them first."""
+    here = [index for index, call in enumerate(calls) if call.operation != JOINED]
+    sets = [each for each in (calls[index].gradients for index in here) if each is not None]
+    if len(sets) < len(here):
+        return  # another operation
+    ranks = [comm.ranks[index] for index in here]
+    if (found := difference_of_sets(sets, ranks)) is not None:
+        rank, expected, received, remedy = found
+        raise _mismatch(comm, rank, expected, received, remedy or calls[here[0]].remedy)
+    forms, compares = union(sets), {calls[index].operation == COMPARISON for index in here}
+    if len(compares) == 1 and all(each.forms == forms for each in sets):
+        return
+    comm.faults.joined = before
+    if mine.gradients is not None:
+        has_begun = bool(mine.bucket) and mine.gradients.adapts
+        if mine.operation == COMPARISON or mine.gradients.forms != forms or has_begun:
+            raise UnlikeGradients(forms)
+    raise RepeatRendezvous  # others join in
 
 
 def _check_equal(comm: Communicator, calls: list[CollectiveSignature], progress: list[str]) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "is_during",
     "note_step",
     "progress",
+    "repeat_update",
 ]
 
 
@@ -38,6 +39,7 @@ class Progress:
         samples_per_step: samples of this process per step, in the last epoch.
         logs: last metrics of Keras.
         done: number of steps since the process started; updates if no callback counts steps.
+        repeats: whether the next gradient reduction repeats the last one.
     """
 
     tasks: list[str] = dataclasses.field(default_factory=list)
@@ -50,6 +52,7 @@ class Progress:
     samples_per_step: float | None = None
     logs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     done: int = 0
+    repeats: bool = False
 
     @property
     def task(self) -> str:
@@ -100,11 +103,19 @@ def begin_epoch(epoch: int) -> None:
 
 
 def count_update() -> None:
-    """Counts a gradient reduction."""
+    """Counts a gradient reduction, unless it repeats the last one."""
+    if _progress.repeats:
+        _progress.repeats = False
+        return
     _progress.updates += 1
     if _progress.step is None:
         _progress.done += 1
     spans.count_update()
+
+
+def repeat_update() -> None:
+    """Makes the next gradient reduction belong to the same update."""
+    _progress.repeats = True
 
 
 def note_step(step: int) -> None:

@@ -1,0 +1,68 @@
+"""The gradients of a rank by variable, and zeros in place of those that only other ranks have."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from keras_dist import _backends
+from keras_dist.training.model_state import variable_name
+from keras_dist.training.variable_keys import variable_keys
+
+__all__ = ["RankGradients", "key_of"]
+
+
+class RankGradients:
+    """The gradients of this rank, in the order of the variables of the optimizer.
+
+    Args:
+        gradients: see `GradientReduction.with_missing`.
+        variables: see there.
+        known: see there.
+        local: keys of local variables.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        known: Sequence[Any],
+        local: set[int],
+    ):
+        pairs = list(zip(gradients, variables, strict=True))
+        keys = list(map(key_of, variables))
+        if known is variables or len(set(keys)) < len(keys):  # possibly twice the same variable
+            self._given, slots = dict(enumerate(pairs)), list(enumerate(variables))
+        else:
+            self._given = dict(zip(keys, pairs, strict=True))
+            slots = [(key_of(variable), variable) for variable in known]
+        # Keras refuses variables that it does not know.
+        self._order = dict.fromkeys([*(slot for slot, _ in slots), *self._given])
+        shared = [(slot, variable) for slot, variable in slots if key_of(variable) not in local]
+        self._slots = [slot for slot, _ in shared]
+        self.shared = [variable for _, variable in shared]
+        form_of = _backends.active().form_of
+        found = [self._given.get(slot, (None,))[0] for slot in self._slots]
+        self.forms = tuple(None if gradient is None else form_of(gradient) for gradient in found)
+        self.names = tuple(map(variable_name, self.shared))
+        self.keys = variable_keys(self.names)
+
+    def completed(self, forms: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns gradients and variables, with zeros for gradients that only others have."""
+        backend, pairs = _backends.active(), self._given.copy()
+        for slot, variable, own, form in zip(
+            self._slots, self.shared, self.forms, forms, strict=True
+        ):
+            gradient, given = pairs.get(slot, (None, variable))
+            if own is None and form is not None:
+                pairs[slot] = backend.zeros(variable, form), given
+            elif own != form:
+                pairs[slot] = backend.as_dense([gradient])[0], given
+        ordered = [pairs[slot] for slot in self._order if slot in pairs]
+        return [gradient for gradient, _ in ordered], [variable for _, variable in ordered]
+
+
+def key_of(variable: Any) -> int:
+    """Returns what tells variables apart; a Keras variable is the framework's, which it holds."""
+    holds = isinstance(variable, keras.Variable) and keras.backend.backend() != "jax"
+    return id(variable.value if holds else variable)
