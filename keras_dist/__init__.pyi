@@ -22,6 +22,9 @@ from . import (
 from ._version import (
     __version__ as __version__,
 )
+from .data.gathering import (
+    gather as gather,
+)
 from .launch.interactive import (
     run as run,
 )
@@ -228,6 +231,9 @@ from .training.optimizer import (
 )
 from .training.pipeline import (
     Pipeline as Pipeline,
+)
+from .training.prediction import (
+    predict as predict,
 )
 from .training.replicas import (
     verify_replicas as verify_replicas,

@@ -12,8 +12,10 @@ import hashlib
 import itertools
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 __all__ = [
     "Distribution",
@@ -77,6 +79,8 @@ class Epochs:
         self.number = 0
         # Samples of all ranks in a step, if the order does not depend on the number of ranks.
         self.global_batch: int | None = None
+        # Returns the index of the sample of each row of this rank, if the data keeps its order.
+        self.samples: Callable[[], np.ndarray] | None = None
         # Which part of the order a later run cannot restore, in words.
         self.not_restored: str | None = None
         # A strong reference would keep data alive until the garbage collector runs.

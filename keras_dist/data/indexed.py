@@ -82,6 +82,8 @@ class IndexedSource:
         plan_of = functools.partial(plan_for, rows.total, options, batch_size, plan.steps)
         kind = kind_of(options.lasting(self.facts))
         self.batches = Batches(rows, plan, order, kind, plan_of if may_shrink else None)
+        if options.way is None and of == "samples":
+            self.epochs.samples = functools.partial(plan.order, None, 0)
 
     @property
     def epochs(self) -> Epochs:

@@ -6,6 +6,7 @@ order than the other ranks.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -129,6 +130,8 @@ def batches_of_samples(
         return _with_cardinality(drawn.take(steps), steps)
     plan = options.plan(total, batch_size)
     steps = options.steps or plan.steps
+    if options.way is None:
+        epochs.samples = functools.partial(plan.limited(steps).order, None, 0)
 
     def batched(part: tf.data.Dataset) -> tf.data.Dataset:
         if options.remainder == "drop":

@@ -1,19 +1,20 @@
 """Sharding of torch data sets and loaders by a sampler."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from keras_dist import errors
+from keras_dist import errors, runtime
 from keras_dist._compat.torch import draws, options_of
 from keras_dist.data.arrays import no_reader
 from keras_dist.data.indexed import WHOLE, Batches, IndexedSource
 from keras_dist.data.shard_options import Fact, ShardOptions
 
-__all__ = ["PartSampler", "TorchSource"]
+__all__ = ["PartSampler", "TorchSource", "every_nth_batch"]
 
 
 class TorchSource(IndexedSource):
@@ -64,6 +65,31 @@ class PartSampler(torch.utils.data.Sampler):
         epoch = self._batches.epochs.advance()
         for step in range(len(self)):
             yield self._batches.indices(epoch, step).tolist()
+
+
+def every_nth_batch(loader: DataLoader, rank: int, size: int, steps: int | None) -> DataLoader:
+    """Returns a loader of the batches of a whole data set that belong to one rank, in turn.
+
+    Args:
+        loader: the same loader on every rank.
+        rank: the rank.
+        size: number of ranks.
+        steps: number of batches of all ranks; `None` for all.
+
+    Raises:
+        ArgumentError: the loader shuffles, or makes no batches.
+    """
+    if loader.batch_sampler is None or isinstance(loader.sampler, RandomSampler):
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                "a DataLoader of batches that keeps the order",
+                f"a DataLoader with a {type(loader.sampler).__name__}",
+                "Use shuffle=False and a batch_size.",
+            )
+        )
+    batches = list(itertools.islice(loader.batch_sampler, rank, steps, size))
+    return DataLoader(loader.dataset, batch_sampler=batches, **options_of(loader))
 
 
 class _Samples:

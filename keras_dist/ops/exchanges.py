@@ -28,6 +28,8 @@ def allgather(
 ) -> np.ndarray:
     """Concatenates the arrays of all ranks along the first dimension, in rank order.
 
+    For rows that belong to the samples of a shard, `gather` restores the order of the data set.
+
     Collective: every rank; dtype, `name` and all dimensions but the first must agree; blocks.
 
     Args:

@@ -1,0 +1,148 @@
+"""`predict`: the outputs of a model for a whole data set, computed by all ranks."""
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_dist import errors, ops, runtime
+from keras_dist.data import epochs
+from keras_dist.data.gathering import check_order, gather, in_order
+from keras_dist.data.whole_batches import Turns, in_turn
+from keras_dist.runtime.process_sets import ProcessSet
+
+__all__ = ["predict"]
+
+
+def predict(
+    model: keras.Model,
+    data: Any,
+    batch_size: int | None = None,
+    *,
+    verbose: str | int = "auto",
+    steps: int | None = None,
+    root_only: bool = False,
+    process_set: ProcessSet | None = None,
+) -> Any:
+    """Returns what `model.predict` returns in one process; each rank computes a part.
+
+    Batch `i` is computed by rank `i % size`. The result has every sample once, in the order of the
+    data set, whatever the number of batches.
+
+    Collective: every rank, with the same model and data; blocks.
+
+    Args:
+        model: the model, with the same weights on every rank.
+        data: the whole data set on every rank, as for `model.predict`: arrays, alone or nested; a
+            `tf.data.Dataset` of batches, a `PyDataset`, a torch `DataLoader`, a generator, or a
+            function that returns one. Or what `shard` made of samples with `shuffle=False`.
+        batch_size: number of samples of a batch, for arrays. Defaults to 32.
+        verbose: as for `model.predict`; rank 0 shows the progress of its own batches. Defaults to
+            `"auto"`.
+        steps: number of batches of all ranks together. Defaults to all.
+        root_only: whether only rank 0 needs the result; the other ranks then hold only what they
+            computed. Defaults to `False`.
+        process_set: the ranks. Defaults to all.
+
+    Returns:
+        Numpy arrays in the structure of the model's outputs. With `root_only`, `None` on ranks
+        other than the first.
+
+    Raises:
+        DataError: there is no batch, the order of the data differs from rank to rank, or a rank
+            failed; raised on every rank.
+        ArgumentError: data of batches has a `batch_size`.
+
+    Example:
+    ```python
+    outputs = keras_dist.predict(model, x_test, batch_size=64)
+    ```
+    """
+    comm = runtime.communicator(process_set)
+    shown: Any = (1 if verbose == "auto" else verbose) if comm.rank == 0 else 0
+    if epochs.is_sharded(data):
+        check_order(data)
+        return gather(model.predict(data, verbose=shown), data, root_only=root_only)
+    results: list[Any] = []
+    failure = None
+    try:
+        turns = in_turn(data, batch_size, steps, comm.rank, comm.size)
+        results = _outputs(model, turns, shown)
+    except Exception as error:  # raised once the other ranks know of it
+        failure = error
+    reports = ops.allgather_object(_report(results, failure), process_set=process_set)
+    if failure is not None:
+        raise failure
+    _check(reports)
+    like, specs = next((like, specs) for _, like, specs, _ in reports if specs is not None)
+    flat = [keras.tree.flatten(result) for result in results]
+    rows = [
+        np.concatenate([leaves[at] for leaves in flat]) if flat else np.empty((0, *shape), dtype)
+        for at, (shape, dtype) in enumerate(specs)
+    ]
+    order = _order([counts for *_, counts in reports])
+    whole = in_order(rows, order, root_only, process_set)
+    return None if whole is None else keras.tree.pack_sequence_as(like, whole)
+
+
+def _outputs(model: keras.Model, turns: Turns, verbose: int) -> list[Any]:
+    """Returns the outputs for each batch, nested numpy arrays."""
+    bar = keras.utils.Progbar(turns.total, verbose=verbose, unit_name="step") if verbose else None
+    results = []
+    for batch in turns.batches:
+        outputs = model.predict_on_batch(batch)
+        results.append(keras.tree.map_structure(np.asarray, outputs))
+        if bar is not None:
+            bar.update(len(results))
+    if bar is not None and turns.total is None:
+        bar.update(len(results), finalize=True)
+    return results
+
+
+# Error, structure, shape and dtype of a row of each output, number of rows of each batch.
+_Report = tuple[str | None, Any, Any, list[int]]
+
+
+def _report(results: list[Any], failure: Exception | None) -> _Report:
+    if failure is not None:
+        return f"{type(failure).__name__}: {failure}", None, None, []
+    if not results:
+        return None, None, None, []
+    flat = keras.tree.flatten(results[0])
+    specs = [(leaf.shape[1:], leaf.dtype) for leaf in flat]
+    like = keras.tree.map_structure(lambda _: 0, results[0])
+    return None, like, specs, [len(keras.tree.flatten(result)[0]) for result in results]
+
+
+def _check(reports: list[_Report]) -> None:
+    """Checks that no rank failed, and that there are predictions.
+
+    Raises:
+        DataError: otherwise; the same on all ranks.
+    """
+    size = len(reports)
+    received, remedy = "", "See the traceback of that rank."
+    failed = [(rank, text) for rank, (text, *_) in enumerate(reports) if text is not None]
+    if failed:
+        where, received = f"[rank {failed[0][0]} of {size}]", failed[0][1]
+    elif all(specs is None for _, _, specs, _ in reports):
+        where, received, remedy = runtime.where(), "data without a batch", "Pass more data."
+    if received:
+        raise errors.DataError(errors.explain(where, "predictions for all data", received, remedy))
+
+
+def _order(counts: list[list[int]]) -> np.ndarray:
+    """Returns the indices that put rows in the order of the batches.
+
+    Args:
+        counts: number of rows of each batch of each rank. Batch i is of rank `i % size`, and rows
+            are in rank order.
+    """
+    starts = np.cumsum([0, *(sum(rows) for rows in counts[:-1])])
+    ends = [start + np.cumsum([0, *rows]) for start, rows in zip(starts, counts, strict=True)]
+    size = len(counts)
+    pieces = [
+        np.arange(*ends[batch % size][batch // size : batch // size + 2])
+        for batch in range(sum(map(len, counts)))
+    ]
+    return np.concatenate(pieces)

@@ -1,0 +1,175 @@
+"""`predict` and `gather`: every sample once, in the order of the data set."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_dist
+from keras_dist import errors
+
+BATCH = 4
+TOTALS = [1, 3, 9, 17, 24]  # fewer samples than ranks, rests, and full batches
+
+rng = np.random.default_rng(5)
+x = rng.standard_normal((24, 3)).astype("float32")
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A model with outputs in a dict, one of them nested."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((3,))
+    outputs = {
+        "sum": keras.layers.Dense(1)(inputs),
+        "pair": [keras.layers.Dense(2)(inputs), keras.layers.Reshape((3, 1))(inputs)],
+    }
+    return keras.Model(inputs, outputs)
+
+
+def of_batches(total):
+    return tf.data.Dataset.from_tensor_slices((x[:total], x[:total, :1])).batch(BATCH)
+
+
+class InBatches(keras.utils.PyDataset):
+    def __init__(self, total):
+        super().__init__()
+        self.total = total
+
+    def __len__(self):
+        return -(-self.total // BATCH)
+
+    def __getitem__(self, index):
+        return (x[: self.total][index * BATCH : (index + 1) * BATCH],)
+
+
+def generator(total):
+    for start in range(0, total, BATCH):
+        yield (x[start : min(start + BATCH, total)],)
+
+
+def loader(total):
+    torch = pytest.importorskip("torch")
+    return torch.utils.data.DataLoader(torch.as_tensor(x[:total]), batch_size=BATCH)
+
+
+WHOLE = {
+    "arrays": lambda total: x[:total],
+    "tf.data": of_batches,
+    "PyDataset": InBatches,
+    "generator": generator,
+    "a function": lambda total: lambda: generator(total),
+}
+
+
+def check(received, expected):
+    assert keras.tree.flatten(received) and type(received) is type(expected)
+    keras.tree.assert_same_structure(received, expected)
+    for one, other in zip(keras.tree.flatten(received), keras.tree.flatten(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    # Batches differ in size, and so do last bits; the ranks agree.
+    digests = keras_dist.allgather_object([leaf.tobytes() for leaf in keras.tree.flatten(received)])
+    assert all(digest == digests[0] for digest in digests)
+
+
+@pytest.mark.parity("`predict` of all ranks equals that of one process")
+def test_predictions_of_all_kinds_of_data_are_those_of_one_process(model):
+    for kind, total in itertools.product(WHOLE, TOTALS):
+        size = {"batch_size": BATCH} if kind == "arrays" else {}
+        received = keras_dist.predict(model, WHOLE[kind](total), verbose=0, **size)
+        check(received, model.predict(x[:total], batch_size=BATCH, verbose=0))
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="a loader of torch")
+def test_predictions_for_a_loader_of_torch(model):
+    for total in TOTALS:
+        received = keras_dist.predict(model, loader(total), verbose=0)
+        check(received, model.predict(x[:total], batch_size=BATCH, verbose=0))
+
+
+def test_a_shuffled_loader_is_an_error_on_all_ranks(model):
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.DataLoader(torch.as_tensor(x), batch_size=BATCH, shuffle=True)
+    with pytest.raises(errors.ArgumentError, match="shuffle=False"):
+        keras_dist.predict(model, data, verbose=0)
+
+
+def test_steps_limit_the_batches_of_all_ranks_together(model):
+    for data in (of_batches(24), InBatches(24), generator(24)):
+        received = keras_dist.predict(model, data, steps=3, verbose=0)
+        check(received, model.predict(x[: 3 * BATCH], batch_size=BATCH, verbose=0))
+
+
+def test_only_the_root_holds_the_result(model):
+    received = keras_dist.predict(model, x, batch_size=BATCH, root_only=True, verbose=0)
+    expected = model.predict(x, batch_size=BATCH, verbose=0)
+    if keras_dist.rank() == 0:
+        for one, other in zip(
+            keras.tree.flatten(received), keras.tree.flatten(expected), strict=True
+        ):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    else:
+        assert received is None
+
+
+def test_a_failure_of_one_rank_is_raised_on_all(model):
+    wrong = x[:, :2] if keras_dist.rank() == keras_dist.size() - 1 else x
+    with pytest.raises(Exception, match=f"rank {keras_dist.size() - 1} of|shape") as caught:
+        keras_dist.predict(model, wrong, batch_size=BATCH, verbose=0)
+    if keras_dist.rank() != keras_dist.size() - 1:
+        assert isinstance(caught.value, errors.DataError)
+
+
+def test_data_without_a_batch_is_an_error(model):
+    with pytest.raises(errors.DataError, match="without a batch"):
+        keras_dist.predict(model, x[:0], verbose=0)
+
+
+def test_data_of_batches_takes_no_batch_size(model):
+    with pytest.raises(errors.ArgumentError, match="batch_size"):
+        keras_dist.predict(model, InBatches(8), batch_size=2, verbose=0)
+
+
+@pytest.mark.parametrize("remainder", ["uneven", "pad", "drop"])
+def test_gather_restores_the_order_of_a_shard(remainder):
+    size = keras_dist.size()
+    total = 3 * size * BATCH + size - 1
+    rows = np.arange(total)
+    sources = (rows, tf.data.Dataset.from_tensor_slices(rows))
+    for source in sources:
+        shard = keras_dist.data.shard(source, BATCH, shuffle=False, remainder=remainder)
+        mine = np.concatenate([np.asarray(batch) for batch in shard])
+        received = keras_dist.gather({"rows": mine}, shard)["rows"].tolist()
+        if remainder == "drop":
+            assert received == sorted(set(received)) and len(received) > total - size * BATCH
+        else:
+            assert received == rows.tolist()
+
+
+def test_gather_without_data_interleaves_the_ranks():
+    size, rank = keras_dist.size(), keras_dist.rank()
+    rows = np.arange(5 * size + 1)
+    assert keras_dist.gather(rows[rank::size]).tolist() == rows.tolist()
+    at_root = keras_dist.gather([rows[rank::size]], root_only=True)
+    assert at_root is None if rank else at_root[0].tolist() == rows.tolist()
+
+
+def test_predictions_for_a_shard(model):
+    total = 4 * keras_dist.size() + 1
+    rows = np.resize(x, (total, 3))
+    shard = keras_dist.data.shard(rows, BATCH, shuffle=False)
+    check(keras_dist.predict(model, shard, verbose=0), model.predict(rows, verbose=0))
+
+
+def test_rows_of_shuffled_data_and_wrong_numbers_of_rows_are_errors():
+    shuffled = keras_dist.data.shard(np.arange(8 * keras_dist.size()), BATCH)
+    with pytest.raises(errors.DataError, match="shuffle=False"):
+        keras_dist.gather(np.arange(8), shuffled)
+    ordered = keras_dist.data.shard(np.arange(8 * keras_dist.size()), BATCH, shuffle=False)
+    with pytest.raises(errors.DataError, match="one row for each sample"):
+        keras_dist.gather(np.arange(7), ordered)
+    if keras_dist.size() > 1:
+        with pytest.raises(errors.DataError, match="rows on the ranks"):
+            keras_dist.gather(np.arange(3 * keras_dist.rank() + 1))
