@@ -166,16 +166,18 @@ def test_a_pipeline_has_a_length_and_shapes():
 
 
 def test_batches_keep_their_order_when_keras_requests_another():
-    [part] = parts_of(np.arange(20), 1, batch_size=4)
-    part.on_epoch_end()
-    expected = epoch_of(part)
+    [part], [other] = (parts_of(np.arange(20), 1, batch_size=4) for _ in range(2))
+    for each in (part, other):
+        each.on_epoch_end()
+    expected = epoch_of(other)
     part.on_epoch_begin()
     asked = [part[index].tolist() for index in (3, 0, 4, 1, 2)]
     assert asked == expected
     assert part[0].tolist() == expected[1]
     part.on_epoch_end()
-    assert epoch_of(part) != expected
-    assert part[0].tolist() == epoch_of(part)[0]
+    following = part[0].tolist()
+    assert following != expected[0]
+    assert following == epoch_of(part)[0]
 
 
 # --- In Keras

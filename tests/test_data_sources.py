@@ -107,13 +107,8 @@ def first_leaf(batch):
 
 
 def epoch_of(part):
-    """Returns the sample numbers of one epoch, by batch, as Keras reads them."""
-    keras_reads_it = isinstance(part, keras.utils.PyDataset)
-    if keras_reads_it:
-        part.on_epoch_begin()
+    """Returns the sample numbers of one epoch, by batch."""
     batches = [first_leaf(batch) for batch in part]
-    if keras_reads_it:
-        part.on_epoch_end()
     assert len(batches) == len(part)
     return [batch.reshape(len(batch), -1)[:, 0].astype(int).tolist() for batch in batches]
 

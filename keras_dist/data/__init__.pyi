@@ -26,6 +26,9 @@ from .sharding import (
     sample as sample,
 )
 from .sharding import (
+    set_epoch as set_epoch,
+)
+from .sharding import (
     shard as shard,
 )
 from .sharding import (

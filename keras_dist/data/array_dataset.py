@@ -1,16 +1,54 @@
 """A `keras.utils.PyDataset` of one rank's batches, for every Keras backend."""
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
+from keras_dist.data import epochs
 from keras_dist.data.rank_batches import RankBatches
 
-__all__ = ["ArrayDataset", "InOrder"]
+__all__ = ["ArrayDataset", "InOrder", "Passes"]
 
 
-class InOrder(keras.utils.PyDataset):
+class Passes(keras.utils.PyDataset):
+    """A data set that a script can loop over: each loop is the next epoch, as in `fit`.
+
+    Subclasses define `_begin` and `_end`, which are called at the start and the end of an epoch.
+    """
+
+    _loop: str | None = None  # "begun" or "ended"; none in an epoch of Keras
+
+    def __iter__(self) -> Iterator[Any]:
+        self.on_epoch_begin()
+        self._loop = "begun"
+        for index in range(len(self)):
+            yield self[index]
+        self._loop = "ended"
+        self._end(True)
+
+    def on_epoch_begin(self) -> None:
+        """Starts an epoch; ends that of a loop which was left early."""
+        if self._loop == "begun":
+            self._end(True)
+        self._loop = None
+        self._begin()
+
+    def on_epoch_end(self) -> None:
+        """Advances to the next epoch, unless the end of a loop has done so."""
+        loop, self._loop = self._loop, None
+        # Keras reads a batch for its shapes, and ends this "epoch" before the first one of `fit`.
+        self._end(loop == "begun" or (loop is None and not epochs.awaits_first_step(self)))
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+    def _end(self, advances: bool) -> None:
+        raise NotImplementedError
+
+
+class InOrder(Passes):
     """A data set whose batches keep their order within `fit`.
 
     `dataset[i]` is batch i. `fit` requests the indices in a random order, a different one on
@@ -23,12 +61,10 @@ class InOrder(keras.utils.PyDataset):
         self._lock = threading.Lock()
         self._positions: dict[int, int] | None = None  # by requested index
 
-    def on_epoch_begin(self) -> None:
-        """Starts to map requested indices to consecutive batches."""
+    def _begin(self) -> None:
         self._positions = {}
 
-    def on_epoch_end(self) -> None:
-        """Ends the mapping of this epoch."""
+    def _end(self, advances: bool) -> None:
         self._positions = None
 
     def position(self, index: int) -> int:
@@ -62,15 +98,14 @@ class ArrayDataset(InOrder):
     def __getitem__(self, index: int) -> Any:
         return self._batches.batch(self._batches.epochs.number, self.position(index))
 
-    def on_epoch_begin(self) -> None:
-        """Starts to map requested indices to consecutive batches."""
-        super().on_epoch_begin()
+    def _begin(self) -> None:
+        super()._begin()
         if self._source is not None:
             self._source.on_epoch_begin()
 
-    def on_epoch_end(self) -> None:
-        """Advances to the order of the next epoch."""
-        super().on_epoch_end()
-        self._batches.epochs.advance()
+    def _end(self, advances: bool) -> None:
+        super()._end(advances)
+        if advances:
+            self._batches.epochs.advance()
         if self._source is not None:
             self._source.on_epoch_end()

@@ -21,6 +21,8 @@ __all__ = [
     "Distribution",
     "Epochs",
     "Reshardable",
+    "awaits_first_step",
+    "begin_step",
     "current",
     "fit_arguments",
     "history",
@@ -109,6 +111,7 @@ _live: weakref.WeakValueDictionary[int, Epochs] = weakref.WeakValueDictionary()
 _sharded: weakref.WeakKeyDictionary[Any, Epochs | None] = weakref.WeakKeyDictionary()
 _fit_arguments: Mapping[str, Any] = {}
 _everywhere = True
+_awaits_first_step = False
 _history: list["Distribution"] = []
 
 
@@ -134,13 +137,25 @@ def training_on(arguments: Mapping[str, Any], everywhere: bool) -> Iterator[None
         arguments: arguments of the fit on this rank; `x` is the data.
         everywhere: whether `keras_dist.data` made the data of all ranks.
     """
-    global _fit_arguments, _everywhere
+    global _fit_arguments, _everywhere, _awaits_first_step
     before = _fit_arguments, _everywhere
-    _fit_arguments, _everywhere = arguments, everywhere
+    _fit_arguments, _everywhere, _awaits_first_step = arguments, everywhere, True
     try:
         yield
     finally:
         _fit_arguments, _everywhere = before
+        _awaits_first_step = False
+
+
+def begin_step() -> None:
+    """Records that a training step begins."""
+    global _awaits_first_step
+    _awaits_first_step = False
+
+
+def awaits_first_step(data: Any) -> bool:
+    """Returns whether a fit on a data set has begun, and its first step has not."""
+    return _awaits_first_step and _fit_arguments.get("x") is data
 
 
 def is_sharded_everywhere() -> bool:

@@ -10,6 +10,7 @@ import keras
 
 from keras_dist import errors
 from keras_dist.data import epochs
+from keras_dist.data.array_dataset import Passes
 from keras_dist.data.nested import mapped
 from keras_dist.data.shard_options import ShardOptions
 
@@ -57,7 +58,7 @@ def prefetch(data: Any, count: int = 2) -> Any:
     return made
 
 
-class Prefetched(keras.utils.PyDataset):
+class Prefetched(Passes):
     """A data set that makes batches of another one ahead, within each epoch.
 
     Args:
@@ -95,18 +96,17 @@ class Prefetched(keras.utils.PyDataset):
         # Keras takes a single array only of numpy.
         return batch if isinstance(batch, tuple | dict) else (batch,)
 
-    def on_epoch_begin(self) -> None:
-        """Starts to make batches."""
+    def _begin(self) -> None:
         self._clear()  # batches of an epoch that was abandoned
         self._data.on_epoch_begin()
         self._begun = 0
         self._move = self._copy_function()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "keras_dist prefetch")
 
-    def on_epoch_end(self) -> None:
-        """Drops batches that were made and not used."""
+    def _end(self, advances: bool) -> None:
         self._clear()
-        self._data.on_epoch_end()
+        if advances:
+            self._data.on_epoch_end()
 
     def _clear(self) -> None:
         if self._thread is not None:

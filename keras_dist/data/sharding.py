@@ -8,14 +8,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras_dist.data import arrays, consistency, files, samples, streams
+from keras_dist import errors, runtime
+from keras_dist.data import arrays, consistency, epochs, files, samples, streams
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
 from keras_dist.data.kinds import is_a, is_tensor, is_tf_dataset
 from keras_dist.data.order import Shuffle
 from keras_dist.data.partition import Remainder
 from keras_dist.data.shard_options import ShardOptions
 
-__all__ = ["sample", "shard", "steps_per_epoch"]
+__all__ = ["sample", "set_epoch", "shard", "steps_per_epoch"]
 
 
 def shard(
@@ -117,8 +118,8 @@ def shard(
 
     Returns:
         See the table. For a `tf.data.Dataset` Keras warns that `fit` does not shuffle it; pass
-        `shuffle=False` to `fit` to avoid the warning. A `PyDataset` that a script iterates repeats
-        the order of its epoch; its `on_epoch_end` advances to the next one.
+        `shuffle=False` to `fit` to avoid the warning. Each loop of a script over the result is
+        the next epoch, in the order that `fit` has in that epoch; see `set_epoch`.
 
     Raises:
         DataError: the data is too small, endless, of unknown length, of unequal lengths or
@@ -242,6 +243,44 @@ def steps_per_epoch(
     options.need_samples(samples)
     each = options.batch_size or DEFAULT_BATCH_SIZE
     return options.plan(samples, each).steps
+
+
+def set_epoch(data: Any, epoch: int) -> None:
+    """Sets the epoch of the next loop over a data set, as in a loop that is resumed.
+
+    Without it, the first loop is epoch 0, and each further one is the next epoch.
+
+    Local: no other rank takes part. Call it on every rank, with the same epoch.
+
+    Args:
+        data: what `shard` or a function for files returned.
+        epoch: number of the epoch, at least 0.
+
+    Raises:
+        ArgumentError: `data` has no epochs, because keras_dist did not make it or its order is
+            that of its source; or `epoch` is negative.
+
+    Example:
+    ```python
+    train = keras_dist.data.shard((x_train, y_train), batch_size=64)
+    keras_dist.data.set_epoch(train, 1)
+    for epoch in range(1, 3):
+        for x, y in train:
+            ...
+    ```
+    """
+    known = epochs.of(data)
+    if known is None or epoch < 0:
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                "data of keras_dist.data, and an epoch of at least 0",
+                f"an object of type {type(data).__name__}, epoch {epoch}",
+                "Pass the result of shard(); what is made from it by map() or batch() has no "
+                "epochs of its own.",
+            )
+        )
+    known.number = epoch
 
 
 def _source(data: Any, options: ShardOptions) -> consistency.Source:

@@ -53,9 +53,8 @@ class StreamDataset(InOrder):
                 self._read += 1
             return self._kept.pop(position) if in_epoch else self._kept[position]
 
-    def on_epoch_end(self) -> None:
-        """Advances to the next epoch."""
-        super().on_epoch_end()
+    def _end(self, advances: bool) -> None:
+        super()._end(advances)
         with self._lock:
             if self._read > len(self._kept):  # the epoch has returned batches
                 if self._reads_once:

@@ -102,6 +102,7 @@ def _recorded(step: Callable[..., Any], model: keras.Model) -> Callable[..., Any
 
     @functools.wraps(step, updated=())
     def recorded(*args: Any, **kwargs: Any) -> Any:
+        epochs.begin_step()
         with _engine.tracing.step(count):
             return step(*args, **kwargs)
 

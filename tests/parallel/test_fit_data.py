@@ -8,7 +8,7 @@ import keras_dist
 from keras_dist.data import shard
 
 BATCH = 4
-TOTAL = 8 * keras_dist.size() + 1  # rank 0 has one sample more than the others
+TOTAL = 16 * keras_dist.size() + 1  # rank 0 has one sample more than the others
 
 
 class Numbered(keras.utils.PyDataset):
@@ -43,3 +43,84 @@ def test_fit_trains_on_every_sample_once_an_epoch(make):
     assert history["mean"] == pytest.approx([numbers.mean()] * 2)
     assert history["mean_square"] == pytest.approx([(numbers**2).mean()] * 2)
     assert len(set(keras_dist.allgather_object(tuple(steps)))) == 1
+
+
+def pairs():
+    return shard(list(zip(*[np.arange(TOTAL, dtype="float32")[:, None]] * 2, strict=True)), BATCH)
+
+
+def stream():
+    def elements():
+        for number in np.arange(TOTAL, dtype="float32")[:, None]:
+            yield number, number
+
+    return shard(elements, BATCH)
+
+
+LOOPED = {
+    "arrays": arrays,
+    "global order": lambda: shard(
+        (np.arange(TOTAL, dtype="float32")[:, None],) * 2, BATCH, shuffle="global"
+    ),
+    "PyDataset": lambda: shard(Numbered()),
+    "prefetched": lambda: keras_dist.data.prefetch(arrays()),
+    "stream": stream,
+}
+
+
+def one_pass(data):
+    """The numbers of a loop, by batch."""
+    return [np.asarray(x)[:, 0].astype(int).tolist() for x, _ in data]
+
+
+def means_in_fit(data, epochs):
+    """The mean of all numbers until each step, by epoch."""
+    mean = keras.metrics.MeanMetricWrapper(lambda y_true, y_pred: y_true, name="mean")
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    model.compile(optimizer, "mse", metrics=[mean])
+    seen = []
+    record = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda *_: seen.append([]),
+        on_train_batch_end=lambda _, logs: seen[-1].append(float(logs["mean"])),
+    )
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[record])
+    return seen
+
+
+def means(batches):
+    flat, ends = np.concatenate(batches), np.cumsum([len(batch) for batch in batches])
+    return (np.cumsum(flat)[ends - 1] / ends).tolist()
+
+
+@pytest.mark.parity("each loop over a shard is the next epoch, in the order of `fit`")
+@pytest.mark.parametrize("kind", LOOPED)
+def test_each_loop_over_a_shard_is_an_epoch_of_fit(kind):
+    data = LOOPED[kind]()
+    passes = [one_pass(data), one_pass(data)]
+    assert (passes[0] == passes[1]) == (kind == "stream")
+    for batches, seen in zip(passes, means_in_fit(LOOPED[kind](), 2), strict=True):
+        assert seen == pytest.approx(means(batches), rel=1e-5)
+    # Loops and epochs of `fit` in turn, and a loop that is left early.
+    for _ in data:
+        break
+    [fourth] = means_in_fit(data, 1)
+    again = LOOPED[kind]()
+    keras_dist.data.set_epoch(again, 3)
+    assert fourth == pytest.approx(means(one_pass(again)), rel=1e-5)
+
+
+def test_the_end_of_an_epoch_may_be_said_after_a_loop():
+    data, other = arrays(), arrays()
+    first = [one_pass(data), one_pass(other)]
+    if hasattr(data, "on_epoch_end"):  # not of a tf.data.Dataset
+        data.on_epoch_end()
+    assert [one_pass(data), one_pass(other)] != first
+    assert one_pass(data) == one_pass(other)
+
+
+def test_only_a_shard_has_epochs():
+    with pytest.raises(keras_dist.errors.ArgumentError, match="result of shard"):
+        keras_dist.data.set_epoch(np.arange(3), 1)
+    with pytest.raises(keras_dist.errors.ArgumentError, match="at least 0"):
+        keras_dist.data.set_epoch(arrays(), -1)
