@@ -223,6 +223,9 @@ from .runtime.script_ranks import (
 from .runtime.script_ranks import (
     size as size,
 )
+from .training.adapting import (
+    adapt as adapt,
+)
 from .training.optimizer import (
     DistributedOptimizer as DistributedOptimizer,
 )
