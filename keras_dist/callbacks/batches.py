@@ -10,6 +10,7 @@ import keras
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.data import epochs
 from keras_dist.data.nested import as_array
+from keras_dist.training.traced_steps import before_first_step
 from keras_dist.training.trainer import watch_models
 
 __all__ = ["VerifyBatches"]
@@ -44,16 +45,14 @@ class VerifyBatches(keras.callbacks.Callback):
         if runtime.size() == 1 or epochs.is_sharded_everywhere():
             return
         model = self.model
-        step = model.train_function
 
-        def first_step(*arguments: Any) -> Any:
-            model.train_function = step
+        def compare(*arguments: Any) -> Any:
             backend = _backends.active()
             batch, arguments = backend.first_batch(model.steps_per_execution, *arguments)
             self._compare(batch)
-            return step(*arguments)
+            return model.train_function(*arguments)
 
-        model.train_function = first_step
+        before_first_step(model, compare)
 
     def _compare(self, batch: Any) -> None:
         comm = runtime.communicator()

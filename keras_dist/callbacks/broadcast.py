@@ -10,12 +10,17 @@ from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.model_state import keep_local
 from keras_dist.training.replicas import broadcast_state, build_optimizers_alike, separate_seeds
+from keras_dist.training.traced_steps import before_first_step
 
 __all__ = ["BroadcastGlobalVariablesCallback"]
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Broadcasts the root's weights and optimizer state before the first step of `fit`.
+    """Broadcasts the root's weights, layer and optimizer state before the first step of `fit`.
+
+    The state of layers is what they compute with besides their variables, such as a vocabulary, see
+    `keras_dist.verify_replicas`; ranks may differ in it before, for example if only the root has
+    called `adapt`. Steps that were traced with other constants are traced again.
 
     A model that is not built is built from the shapes of its data first. Seeds of random
     generators are derived from the root's and differ between ranks, so that dropout masks
@@ -32,7 +37,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Raises:
         ArgumentError: `root_rank` is not a rank. In `fit`: the model has no optimizer.
         ArgumentTypeError: `local_variables` contains an object that is not a variable.
-        MismatchError: the ranks built different models; raised on every rank, by `fit`.
+        MismatchError: the ranks built different models, or a layer cannot take the state of the
+            root; raised on every rank, by `fit`.
 
     Example:
 
@@ -89,15 +95,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _broadcast_before_first_step(self) -> None:
         model = self.model
-        step = model.train_function
 
-        def first_step(batches: Any) -> Any:
-            model.train_function = step
+        def build_and_broadcast(batches: Any) -> Any:
             _backends.active().build_from(model, batches)
             self._broadcast()
-            return step(batches)
+            return model.train_function(batches)
 
-        model.train_function = first_step
+        before_first_step(model, build_and_broadcast)
 
 
 def _variables(given: Any) -> list[Any]:

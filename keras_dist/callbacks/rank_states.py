@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from keras_dist import runtime
+from keras_dist.training import layer_state
 from keras_dist.training.model_state import random_states, to_numpy
 from keras_dist.training.replicas import separate_seeds
 
@@ -78,6 +79,8 @@ def assign_statistics(model: keras.Model, statistics: Mapping[int, np.ndarray]) 
     weights = list(model.non_trainable_weights)
     for index, value in statistics.items():
         weights[index].assign(value)
+    if statistics:
+        layer_state.write(model, None)
 
 
 def restore_metrics(model: keras.Model, states: Sequence[RankState]) -> bool:

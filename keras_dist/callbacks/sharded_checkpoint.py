@@ -232,6 +232,7 @@ class ShardedCheckpoint(BackupAndRestore):
         seeds = [to_numpy(state) for state in random_states(self.model)]
         about["seed dtypes"] = [seed.dtype.name for seed in seeds]
         arrays = {f"{SEED}{number}": bytes_of(seed) for number, seed in enumerate(seeds)}
+        arrays.update(model_arrays.write_layers(self.model))
         self._add_fit(about, arrays)
         # Callbacks may change their arrays during the write.
         return [Tensor(name, "uint8", array.copy().data) for name, array in arrays.items()]

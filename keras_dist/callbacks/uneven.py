@@ -11,6 +11,7 @@ from keras_dist._compat.keras.models import LOGS
 from keras_dist._compat.keras.optimizer_state import batches_seen
 from keras_dist._compat.keras.optimizers import innermost_optimizer
 from keras_dist.callbacks.stopping import STOPS_EPOCH
+from keras_dist.training import layer_state
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.model_state import accumulators, optimizers_inside, replicated_variables
 from keras_dist.training.replicas import broadcast_variables
@@ -111,6 +112,7 @@ class UnevenDataCallback(keras.callbacks.Callback):
             if absences[ranks] is None and len(set(steps)) == 1:
                 continue
             _follow(optimizer, ranks, steps, self._root(absences[ranks], steps))
+            layer_state.write(model, None)
             # On TensorFlow a step that finds no data in its iterator may be counted.
             if _passes(optimizer) > 1:
                 fewest = min(steps)

@@ -13,7 +13,7 @@ from keras_dist import errors, runtime
 from keras_dist.checkpoints.pieces import SEED, dtype_of
 from keras_dist.storage import tensor_file
 from keras_dist.storage.generations import REMEDY, Generation
-from keras_dist.training.model_arrays import fit_to
+from keras_dist.training.model_arrays import fit_to, restore_layers
 from keras_dist.training.model_state import random_states, shared_state, slice_of
 from keras_dist.training.sharded_state import shape_of
 
@@ -128,6 +128,7 @@ def _restore(model: keras.Model, contents: Contents, is_root: bool) -> None:
         if (name := f"{SEED}{number}") in arrays:
             value = arrays[name].view(about["seed dtypes"][number])
             generator.assign(value.astype(dtype_of(generator)).reshape(generator.shape))
+    restore_layers(model, arrays, is_root)
 
 
 def _assign(variable: Any, read: Callable[[int, int], np.ndarray]) -> None:

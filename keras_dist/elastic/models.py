@@ -95,16 +95,19 @@ class KerasState(_VariablesState):
 
     def _arrays(self) -> dict[str, np.ndarray]:
         from keras_dist.training.built_optimizers import describe
+        from keras_dist.training.model_arrays import write_layers
 
-        return {**super()._arrays(), OPTIMIZERS: np.array(json.dumps(describe(self.model)))}
+        described = np.array(json.dumps(describe(self.model)))
+        return {**super()._arrays(), OPTIMIZERS: described, **write_layers(self.model)}
 
     def _put_arrays(self, arrays: dict[str, np.ndarray], of_file: bool = False) -> None:
-        from keras_dist.training import built_optimizers
+        from keras_dist.training import built_optimizers, model_arrays
 
         self._described = json.loads(str(arrays[OPTIMIZERS])) if OPTIMIZERS in arrays else None
         described = self._described or built_optimizers.describe(self.model)
         built_optimizers.build(self.model, described)
         super()._put_arrays(arrays, of_file)
+        model_arrays.restore_layers(self.model, arrays, is_root=True)
         self._described = None
         built_optimizers.reset_undescribed(self.model, described)
 

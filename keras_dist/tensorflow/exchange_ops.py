@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -14,6 +15,7 @@ from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.host_callback import as_tensors, collective, differentiable, operation
 from keras_dist.training.distributed import variables_of_rank
+from keras_dist.training.layer_broadcast import broadcast_layers
 from keras_dist.training.model_state import variable_name
 
 __all__ = [
@@ -194,12 +196,18 @@ def broadcast_(
 
 @described_by(broadcast_)
 def broadcast_variables(
-    variables: Sequence[Any],
+    variables: Sequence[Any] | keras.Model,
     root_rank: int,
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> None:
-    """`model.variables`, unlike `model.weights`, includes the states of random generators.
+    """A Keras model in place of the list stands for its variables and the state of its layers.
+
+    That is what layers compute with besides their variables, such as a vocabulary and the constants
+    of `Normalization`. With a list of variables it stays as it is; `keras_dist.verify_replicas`
+    finds a difference. A model can be passed outside of a `tf.function` only.
+
+    `model.variables`, unlike `model.weights`, includes the states of random generators.
 
     After their broadcast, dropout layers drop the same units on all ranks.
 
@@ -214,9 +222,13 @@ def broadcast_variables(
     ```python
     import keras_dist.tensorflow as hvd
 
-    hvd.broadcast_variables(model.variables, root_rank=0)
+    hvd.broadcast_variables(model, root_rank=0)
     ```
     """
+    if isinstance(variables, keras.Model):
+        with broadcast_layers(runtime.communicator(process_set), variables, root_rank):
+            broadcast_variables(variables.variables, root_rank, process_set)
+        return
     local = {
         id(tracked) for variable in variables_of_rank() for tracked in (variable, variable.value)
     }

@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_dist import errors, runtime
 from keras_dist.storage import versioned_backups
-from keras_dist.training import built_optimizers
+from keras_dist.training import built_optimizers, layer_state
 from keras_dist.training.model_state import (
     has_weights,
     random_states,
@@ -20,10 +20,11 @@ from keras_dist.training.model_state import (
 )
 from keras_dist.training.sharded_state import assign, shape_of, whole_value
 
-__all__ = ["describe", "fit_to", "restore", "write"]
+__all__ = ["describe", "fit_to", "restore", "restore_layers", "write", "write_layers"]
 
 INTEGER = re.compile(r"u?int\d+")
-SEED = "seed"  # prefix of the names of random states; other names are indices
+SEED = "seed"  # prefix of the names of random states; names of variables are indices
+LAYERS = "layers"  # name of what layers keep besides their variables
 
 
 def write(model: keras.Model, about: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +33,31 @@ def write(model: keras.Model, about: dict[str, Any]) -> dict[str, Any]:
     If the state of an optimizer is sharded, only in the context `gathered`.
     """
     held = describe(model, about)
-    return {name: _bytes(whole_value(variable)) for name, variable in _named(held, model)}
+    arrays = {name: _bytes(whole_value(variable)) for name, variable in _named(held, model)}
+    return {**arrays, **write_layers(model)}
+
+
+def write_layers(model: keras.Model) -> dict[str, np.ndarray]:
+    """Returns what layers keep besides their variables, as an array by name, if they do."""
+    kept = layer_state.read(model)
+    return {LAYERS: layer_state.pack(kept)} if kept else {}
+
+
+def restore_layers(model: keras.Model, file: Mapping[str, np.ndarray], is_root: bool) -> None:
+    """Restores what layers keep; derives constants from variables, which are restored.
+
+    Args:
+        model: a built model.
+        file: arrays by name; those of earlier versions have none of layers.
+        is_root: whether this rank takes the state of layers that are local to each rank.
+
+    Raises:
+        ValueError: a layer cannot take its state.
+    """
+    kept = layer_state.unpack(file[LAYERS]) if LAYERS in file else None
+    if kept is not None and not is_root:
+        kept = layer_state.without_local(model, kept)
+    layer_state.write(model, kept)
 
 
 def describe(model: keras.Model, about: dict[str, Any]) -> list[Any]:
@@ -61,6 +86,7 @@ def restore(
     for name, variable in _named(held, model):
         value = file[name].view(to_numpy(variable).dtype).reshape(shape_of(variable))
         assign(variable, value)
+    restore_layers(model, file, is_root=True)
 
 
 def fit_to(

@@ -14,7 +14,9 @@ import numpy as np
 from keras_dist import _engine, errors, runtime
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.ops.gradient_plans import SAME_MODEL
-from keras_dist.training import built_optimizers, sharded_state
+from keras_dist.training import built_optimizers, layer_state, sharded_state
+from keras_dist.training.differences import DIGEST_NBYTES, described, differing
+from keras_dist.training.layer_broadcast import ADAPT, broadcast_layers
 from keras_dist.training.model_state import (
     bytes_of,
     host_array,
@@ -38,14 +40,13 @@ __all__ = [
 
 # Attribute of a model: the event at which its replicas were last verified.
 VERIFIED = "_keras_dist_verified"
-DIGEST_NBYTES = 16
 
 
 def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
-    """Broadcasts the weights and optimizer state of the root to every rank.
+    """Broadcasts the weights, layer state and optimizer state of the root to every rank.
 
-    Local variables and their optimizer state are unchanged. Sharded optimizer state is that which
-    the root has loaded, if it has loaded any.
+    Local variables, their layers and their optimizer state are unchanged. Sharded optimizer state
+    is that which the root has loaded, if it has loaded any.
 
     Collective: every rank; blocks.
 
@@ -59,8 +60,9 @@ def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
     """
     model.__dict__.pop(VERIFIED, None)
     sharded_state.share_loaded(model, root_rank)
-    variables = shared_state(model)
-    broadcast_variables(runtime.communicator(), variables, root_rank)
+    comm = runtime.communicator()
+    with broadcast_layers(comm, model, root_rank):
+        broadcast_variables(comm, shared_state(model), root_rank)
 
 
 def build_optimizers_alike(model: keras.Model) -> None:
@@ -156,7 +158,10 @@ def average_statistics(model: keras.Model) -> dict[int, np.ndarray]:
     if comm.size == 1:
         return {}
     weights = list(model.non_trainable_weights)
-    own = {index: to_numpy(weights[index]).copy() for index in _differing(comm, weights)}
+    own = {
+        index: to_numpy(weights[index]).copy()
+        for index in differing(comm, [*map(_digest, weights)])
+    }
     different = [weights[index] for index in own]
     floats = [w for w in different if keras.backend.is_float_dtype(w.dtype)]
     others = [w for w in different if not keras.backend.is_float_dtype(w.dtype)]
@@ -175,13 +180,21 @@ def average_statistics(model: keras.Model) -> dict[int, np.ndarray]:
     )
     for weight, value in zip(floats + others, averaged + copied, strict=True):
         weight.assign(value)
+    if own:
+        layer_state.write(model, None)
     return own
 
 
 def verify_replicas(model: keras.Model) -> None:
-    """Checks that weights and optimizer state have the same bits on all ranks.
+    """Checks that weights, layer state and optimizer state have the same bits on all ranks.
 
-    Excludes local variables and their optimizer state. Compares digests of 16 bytes per variable.
+    The state of a layer is what it computes with besides its variables: a vocabulary, boundaries of
+    bins, constants such as those of `Normalization`, and of your own layers what they save, and
+    the arrays and floats that they hold as attributes if they define `finalize_state`,
+    `load_own_variables` or `load_assets`.
+
+    Excludes local variables, their layers and their optimizer state. Compares digests of 16 bytes
+    per variable and layer.
 
     Collective: every rank; blocks.
 
@@ -221,21 +234,20 @@ def verify_sums(model: keras.Model) -> None:
 def _verify(model: keras.Model, digest: Callable[[Any], bytes]) -> None:
     comm = runtime.communicator()
     variables = shared_state(model)
-    different = _differing(comm, variables, digest)
+    layers = layer_state.digests(model)
+    different = differing(comm, [*map(digest, variables), *(each for _, each in layers)])
     if not different:
         return
-    names = [
-        f"{variable_name(variables[index])} (ranks {', '.join(map(str, ranks))})"
-        for index, ranks in different.items()
-    ]
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    names = [*map(variable_name, variables), *(name for name, _ in layers)]
+    remedy = "Pass keras_dist.callbacks() to fit, wrap the optimizer in "
+    remedy += "keras_dist.DistributedOptimizer, and change weights equally on all ranks."
     raise errors.MismatchError(
         errors.explain(
             comm.where(),
-            f"the {len(variables)} variables of model {model.name!r} to be equal on all ranks",
-            f"differences from rank 0 in {'; '.join(names[:8])}{more}",
-            "Pass keras_dist.callbacks() to fit, wrap the optimizer in "
-            "keras_dist.DistributedOptimizer, and change weights equally on all ranks.",
+            f"the {len(variables)} variables of model {model.name!r} to be equal on all ranks"
+            + (f", and what {len(layers)} layers keep besides them" if layers else ""),
+            described(names, different),
+            f"{remedy} {ADAPT}" if max(different) >= len(variables) else remedy,
         )
     )
 
@@ -277,27 +289,3 @@ def _sum(variable: Any) -> bytes:
     words = data[: data.size // 8 * 8].view(np.uint64)
     rest = data[words.nbytes :]
     return np.array([np.add.reduce(words), np.add.reduce(rest)], np.uint64).tobytes()
-
-
-def _differing(
-    comm: _engine.Communicator,
-    variables: Sequence[Any],
-    digest: Callable[[Any], bytes] = _digest,
-) -> dict[int, list[int]]:
-    """Returns the ranks that differ from rank 0, by index of the variable.
-
-    Args:
-        comm: the ranks.
-        variables: the variables.
-        digest: returns `DIGEST_NBYTES` bytes for a variable.
-    """
-    digests = b"".join(map(digest, variables))
-    mine = np.frombuffer(digests, np.uint8).reshape(1, -1, DIGEST_NBYTES)
-    gathered = _engine.collectives.allgather(
-        comm, mine, f"the digests of {len(variables)} variables"
-    )
-    differs = (gathered != gathered[:1]).any(axis=2)  # shape (ranks, variables)
-    return {
-        int(index): np.flatnonzero(differs[:, index]).tolist()
-        for index in np.flatnonzero(differs.any(axis=0))
-    }

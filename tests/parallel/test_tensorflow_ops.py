@@ -271,6 +271,15 @@ def test_broadcast_from_every_root_and_in_place():
     assert np.all(np.asarray(variables[1]) == 0)
 
 
+def test_broadcast_variables_of_a_model_sets_what_layers_derive_from_them():
+    layer = keras.layers.Normalization()
+    layer.adapt(np.array([[0.0], [2.0 + RANK]], "float32"))
+    model = keras.Sequential([keras.Input((1,)), layer])
+    hvd.broadcast_variables(model, root_rank=SIZE - 1)
+    keras_dist.verify_replicas(model)
+    assert float(layer.mean) == (2 + SIZE - 1) / 2
+
+
 def test_broadcast_variables_skips_accumulated_gradients():
     variable = keras.Variable(np.full(3, RANK, "float32"))
     plain = keras.optimizers.SGD(0.1, momentum=0.9)

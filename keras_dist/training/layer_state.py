@@ -1,0 +1,316 @@
+"""What layers compute with besides their variables, and constants that they derive from them.
+
+A layer may keep a vocabulary, boundaries of bins, or what the methods `save_own_variables` and
+`save_assets` of a user's class save, and derive constants, as `Normalization` does in
+`finalize_state`. Wherever variables are set, `write` sets this state as well, or `refresh` derives
+the constants anew. Does not communicate.
+"""
+
+import contextlib
+import hashlib
+import io
+import logging
+import pathlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_dist._compat.keras.models import layers_of
+from keras_dist.training import layer_tables
+from keras_dist.training.model_state import local_variables, to_numpy
+from keras_dist.training.traced_steps import retrace
+
+__all__ = [
+    "Kept",
+    "changing",
+    "digests",
+    "is_stateful",
+    "pack",
+    "read",
+    "refresh",
+    "unpack",
+    "without_local",
+    "write",
+    "write_tables",
+]
+
+# What each layer with such state keeps: arrays by kind and key, in the order of the layers.
+Kept = Sequence[dict[str, np.ndarray]]
+
+# Prefixes: an asset file; a stored value; the index of a variable that is stored under a key.
+ASSET, STORED, REFERENCE = "asset/", "stored/", "variable/"
+# Name of a mark: a method has failed.
+UNREADABLE = "unreadable"
+METHODS = ("save_own_variables", "load_own_variables", "save_assets", "load_assets")
+
+
+_log = logging.getLogger("keras_dist")
+
+
+def is_stateful(model: keras.Model) -> bool:
+    """Returns whether a layer of a model keeps or derives state that is no variable."""
+    return bool(_layers(model))
+
+
+def read(model: keras.Model) -> list[dict[str, np.ndarray]]:
+    """Returns what the layers of a model keep besides their variables."""
+    return [_kept_by(layer) for layer in _layers(model)]
+
+
+def write_tables(model: keras.Model, kept: Kept) -> None:
+    """Sets vocabularies and boundaries of bins, which do not depend on variables.
+
+    Raises:
+        ValueError: a layer cannot take them.
+    """
+    for layer, mine in zip(_layers(model), kept, strict=True):
+        try:
+            if layer_tables.is_table(layer):
+                layer_tables.write(layer, mine)
+        except Exception as error:  # Keras raises errors of several classes
+            raise _refused(layer, error) from error
+
+
+def refresh(model: keras.Model, kept: Kept | None = None) -> None:
+    """Sets the state of users' layers, and derives constants anew, after variables were set.
+
+    Args:
+        model: the model.
+        kept: from `read`. Defaults to `None`: as it is, for layers that derive from it.
+
+    Raises:
+        ValueError: a method of a layer has failed.
+    """
+    every = _layers(model)
+    for layer, mine in zip(every, read(model) if kept is None else kept, strict=True):
+        try:
+            if _defines(layer, "load_own_variables") and UNREADABLE not in mine:
+                _load_store(layer, mine)
+            if kept is not None and _defines(layer, "load_assets"):
+                _load_assets(layer, mine)
+            if _derives(layer):
+                layer.finalize_state()
+        except Exception as error:  # of a user's method
+            raise _refused(layer, error) from error
+
+
+def write(model: keras.Model, kept: Kept | None) -> None:
+    """Sets what the layers of a model keep, after its variables were set.
+
+    Args:
+        model: the model.
+        kept: from `read`; `None` for state from a file that has none.
+
+    Raises:
+        ValueError: a layer cannot take its state, or the state is of another model.
+    """
+    with changing(model):
+        if kept is not None:
+            if len(kept) != len(_layers(model)):
+                what = "layers with state besides variables"
+                raise ValueError(f"{len(kept)} {what}; the model has {len(_layers(model))}")
+            write_tables(model, kept)
+        refresh(model, kept)
+
+
+@contextlib.contextmanager
+def changing(model: keras.Model) -> Iterator[None]:
+    """Returns a context after which steps are traced again if constants in them have changed."""
+    before = [_digest(layer) for layer in _layers(model)]
+    yield
+    if [_digest(layer) for layer in _layers(model)] != before:
+        retrace(model)
+
+
+def digests(model: keras.Model) -> list[tuple[str, bytes]]:
+    """Returns names and digests of what layers keep and have derived, without local layers."""
+    layers = zip(_layers(model), _are_local(model), strict=True)
+    return [(_label(layer), _digest(layer)) for layer, is_local in layers if not is_local]
+
+
+def without_local(model: keras.Model, kept: Kept) -> list[dict[str, np.ndarray]]:
+    """Returns what layers keep, of local layers what they keep on this rank."""
+    triples = zip(_layers(model), kept, _are_local(model), strict=True)
+    return [_kept_by(layer) if is_local else given for layer, given, is_local in triples]
+
+
+def pack(kept: Kept) -> np.ndarray:
+    """Returns what layers keep as one uint8 array, which holds no code."""
+    arrays = {f"{at}/{name}": array for at, mine in enumerate(kept) for name, array in mine.items()}
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **{"layers": np.array(len(kept)), **arrays})
+    return np.frombuffer(file.getvalue(), np.uint8)
+
+
+def unpack(packed: np.ndarray) -> list[dict[str, np.ndarray]]:
+    """Returns what `pack` has packed."""
+    with np.load(io.BytesIO(packed.tobytes()), allow_pickle=False) as file:
+        kept: list[dict[str, np.ndarray]] = [{} for _ in range(int(file["layers"]))]
+        for name in file.files:
+            number, _, rest = name.partition("/")
+            if rest:
+                kept[int(number)][rest] = file[name]
+    return kept
+
+
+def _layers(model: keras.Model) -> list[Any]:
+    """Returns the layers that keep or derive state that is no variable."""
+    return [
+        layer
+        for layer in layers_of(model)
+        if layer_tables.is_table(layer) or _derives(layer) or _defines(layer, *METHODS)
+    ]
+
+
+def _are_local(model: keras.Model) -> list[bool]:
+    """Returns for each such layer whether it has a variable that is local to each rank."""
+    local = {id(variable) for variable in local_variables(model)}
+    return [any(id(v) in local for v in layer.variables) for layer in _layers(model)]
+
+
+def _defines(layer: Any, *names: str) -> bool:
+    """Returns whether a method of a layer is that of a user's class, not Keras' own.
+
+    Those of Keras' own layers save and load variables, in the layouts of quantized layers.
+    """
+    methods = [getattr(type(layer), name, None) for name in names]
+    modules = [str(getattr(m, "__module__", "")) for m in methods if m is not None]
+    return any(module.partition(".")[0] != "keras" for module in modules)
+
+
+def _derives(layer: Any) -> bool:
+    """Returns whether `finalize_state` of a layer derives constants from its variables."""
+    # Those of Keras' tables compute a new table from counts that are gone.
+    is_table = layer_tables.is_table(layer) or isinstance(layer, keras.layers.TextVectorization)
+    return hasattr(layer, "finalize_state") and not is_table
+
+
+def _refused(layer: Any, error: Exception) -> ValueError:
+    received = f"{type(error).__name__}: {error}"
+    return ValueError(f"layer {_name(layer)!r} cannot take the state: {received}")
+
+
+def _label(layer: Any) -> str:
+    if layer_tables.is_table(layer):
+        return f"{layer_tables.described(layer)} of {_name(layer)}"
+    return f"what {_name(layer)} computes with besides its variables"
+
+
+def _name(layer: Any) -> str:
+    name: str = layer.path or layer.name  # a layer that is not built has no path
+    return name
+
+
+def _digest(layer: Any) -> bytes:
+    """Returns a digest of what a layer keeps and has derived."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, array in sorted({**_kept_by(layer), **_constants(layer)}.items()):
+        found.update(f"{name} {array.dtype} {array.shape} ".encode())
+        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return found.digest()
+
+
+def _constants(layer: Any) -> dict[str, np.ndarray]:
+    """Returns arrays and numbers that a layer holds as attributes."""
+    found: dict[str, np.ndarray] = {}
+    if layer_tables.is_table(layer) or (isinstance(layer, keras.Model) and not _derives(layer)):
+        return found
+    for name, value in vars(layer).items():
+        is_array = isinstance(value, float | np.ndarray | np.generic) or _is_tensor(value)
+        if is_array and not isinstance(value, keras.Variable):
+            with contextlib.suppress(Exception):  # a tensor of a step that was traced
+                found[f"constant/{name}"] = _plain(value)
+    return found
+
+
+def _kept_by(layer: Any) -> dict[str, np.ndarray]:
+    kept = dict(layer_tables.read(layer)) if layer_tables.is_table(layer) else {}
+    try:
+        if _defines(layer, *METHODS[:2]):
+            kept.update(_store_of(layer))
+        if _defines(layer, "save_assets"):
+            kept.update(_assets_of(layer))
+    except Exception as error:  # of a user's method, perhaps since the layer is not adapted
+        _log.debug("keras_dist: what layer %r keeps cannot be saved: %s", _name(layer), error)
+        kept[UNREADABLE] = np.array(True)
+    return kept
+
+
+def _store_of(layer: Any) -> dict[str, np.ndarray]:
+    """Returns what `save_own_variables` stores; of variables of the layer their indices."""
+    if not layer.built:
+        return {}
+    store: dict[str, Any] = {}
+    layer.save_own_variables(store)
+    indices = {}
+    for index, variable in enumerate(layer.variables):
+        indices[id(variable)] = indices[id(variable.value)] = index
+    found = {}
+    for key, value in store.items():
+        at = indices.get(id(value))
+        found.update(
+            {f"{STORED}{key}": _plain(value)} if at is None else {f"{REFERENCE}{key}": np.array(at)}
+        )
+    return found
+
+
+def _load_store(layer: Any, kept: dict[str, np.ndarray]) -> None:
+    """Calls `load_own_variables`; the variables of the layer keep their values."""
+    if not layer.built:
+        return
+    variables = list(layer.variables)
+    values = [to_numpy(variable).copy() for variable in variables]
+    store = {}
+    for name, array in kept.items():
+        kind, _, key = name.partition("/")
+        if f"{kind}/" == REFERENCE:
+            store[key] = values[int(array)]
+        elif f"{kind}/" == STORED:
+            store[key] = array
+    layer.load_own_variables(store)
+    for variable, value in zip(variables, values, strict=True):
+        if to_numpy(variable).tobytes() != value.tobytes():
+            variable.assign(value)  # as an adapted layer may have been merged when it was saved
+
+
+def _assets_of(layer: Any) -> dict[str, np.ndarray]:
+    """Returns the files that `save_assets` writes."""
+    with tempfile.TemporaryDirectory() as directory:
+        layer.save_assets(directory)
+        root = pathlib.Path(directory)
+        files = sorted(path for path in root.rglob("*") if path.is_file())
+        return {
+            f"{ASSET}{path.relative_to(root).as_posix()}": np.frombuffer(
+                path.read_bytes(), np.uint8
+            )
+            for path in files
+        }
+
+
+def _load_assets(layer: Any, kept: dict[str, np.ndarray]) -> None:
+    files = {name: array for name, array in kept.items() if name.startswith(ASSET)}
+    if not files:
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        for name, array in files.items():
+            path = pathlib.Path(directory, name.removeprefix(ASSET)).resolve()
+            if not path.is_relative_to(pathlib.Path(directory).resolve()):
+                raise ValueError(f"the asset {name!r}, which lies outside of its directory")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(array.tobytes())
+        layer.load_assets(directory)
+
+
+def _plain(value: Any) -> np.ndarray:
+    """Returns a value as an array that a file holds without pickling."""
+    array = np.asarray(keras.ops.convert_to_numpy(value) if _is_tensor(value) else value)
+    if array.dtype.kind == "V":  # bfloat16
+        return array.astype(np.float32)
+    return array.astype(np.str_) if array.dtype.kind == "O" else array
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, keras.Variable) or bool(keras.ops.is_tensor(value))
