@@ -75,9 +75,10 @@ class Backend(Protocol):
             variables: the Keras variables of the gradients.
             plan: a function of the indices of the dense gradients, in the order in which
                 backpropagation produces them, and of their (shape, dtype) pairs. It returns a
-                numpy function of all of them, with the attributes `buckets`, `bound_to(number)`
-                (a numpy function of one bucket), `queue_bucket(number, arrays)` (which does not
-                block) and `overlaps` (whether to queue buckets).
+                numpy function of all of them, with the attributes `buckets`,
+                `reduce_bucket(number, arrays)`, `queue_bucket(number, arrays)` (which does not
+                block), `overlaps` (whether to queue buckets) and `weak()` (a function that returns
+                it, for graphs that outlive it).
             reduce_slices: a numpy function of name, values and indices of a sparse gradient; it
                 returns values and indices. Of arrays in GPU memory it returns those of all ranks,
                 and the number by which to divide the sums of rows of equal index.

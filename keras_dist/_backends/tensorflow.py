@@ -237,7 +237,10 @@ def _sum_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def _reduce_dense(fused: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Reduces the gradients of a plan, bucket by bucket."""
+    """Reduces the gradients of a plan, bucket by bucket.
+
+    TensorFlow keeps the host functions of every graph for the life of the process.
+    """
     buckets = []
     for number, bucket in enumerate(fused.buckets):
         members = [slot.index for slot in bucket.slots]
@@ -256,11 +259,15 @@ def _reduce_dense(fused: Any, gradients: Sequence[Any]) -> list[Any]:
         if queued is not None:
             outputs = queued.results(number, inputs, wanted, buffers)
         else:
-            outputs = on_host(
-                fused.bound_to(number, lend), inputs, wanted, buffers=buffers, on_device=True
-            )
+            reduce = functools.partial(_reduce_bucket, fused.weak(), number, lend)
+            outputs = on_host(reduce, inputs, wanted, buffers=buffers, on_device=True)
         reduced.update(zip(members, outputs, strict=True))
     return [reduced[i] for i in range(len(gradients))]
+
+
+def _reduce_bucket(plan: Callable[[], Any], number: int, lend: bool, *arrays: Any) -> list[Any]:
+    reduced: list[Any] = plan().reduce_bucket(number, arrays, lend)
+    return reduced
 
 
 def _reduce_rows(

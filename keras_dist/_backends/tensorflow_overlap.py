@@ -26,7 +26,7 @@ class QueuedBuckets:
     """
 
     def __init__(self, fused: Any, on_device: bool):
-        self._fused, self._on_device = fused, on_device
+        self._plan, self._on_device = fused.weak(), on_device
         self._handles: dict[int, Any] = {}
         self._queued: list[tf.Tensor] = []  # one for each bucket: it has been queued
 
@@ -44,7 +44,7 @@ class QueuedBuckets:
                 if isinstance(array, DeviceArray):
                     array.prepare()  # in the order of TensorFlow's work
             # The handle keeps the arrays, and they the memory of the tensors.
-            self._handles[number] = self._fused.queue_bucket(number, arrays, lend)
+            self._handles[number] = self._plan().queue_bucket(number, arrays, lend)
             return np.int64(number)
 
         self._queued += on_host(start, tensors, [()], [tf.int64], on_device=self._on_device)

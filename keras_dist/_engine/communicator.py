@@ -28,11 +28,17 @@ from keras_dist._engine.shm.idle_memory import IdleMemory
 from keras_dist._engine.shm.node import Node, join_node
 from keras_dist._engine.shm.region import RegionPool
 from keras_dist._engine.shm.row_memory import RowMemory
+from keras_dist._engine.shm.segments import TooManyFiles
 from keras_dist._engine.shm.wait import blocked
 
 __all__ = ["Communicator"]
 
 _log = logging.getLogger("keras_dist")
+
+NO_ROOM = "A container gets more by --shm-size=1g (Docker, Podman) or --bind /dev/shm (Apptainer)."
+TOO_MANY_FILES = (
+    "Let a process open more files, by ulimit -n before the job starts, or keep fewer models."
+)
 
 
 class Communicator:
@@ -302,11 +308,12 @@ class Communicator:
         Args:
             reason: why shared memory cannot be used.
         """
+        remedy = TOO_MANY_FILES if isinstance(reason, TooManyFiles) else NO_ROOM
         if self.rank == 0 and not self._warned:
             _log.warning(
                 "keras_dist sends data between the ranks of this node through MPI, which is "
-                "slower than shared memory: %s. A container gets more by --shm-size=1g "
-                "(Docker, Podman) or --bind /dev/shm (Apptainer).",
+                "slower than shared memory: %s. %s",
                 reason,
+                remedy,
             )
         self._warned = True

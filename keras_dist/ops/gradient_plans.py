@@ -52,8 +52,12 @@ class GradientPlans:
         ranks = comm, comm.faults.joins
         key = (ranks, tuple(names), tuple(specs), tuple(map(tuple, groups)), brought)
         if key not in self._plans:
-            # Plans for another communicator are dropped, which frees their shared memory.
-            self._plans = {old: plan for old, plan in self._plans.items() if old[0] == ranks}
+            # Plans for another communicator free their shared memory; graphs may still use theirs.
+            olds = {old: plan for old, plan in self._plans.items() if old[0] != ranks}
+            for old, plan in olds.items():
+                plan.release()
+                if not plan.is_in_graph:
+                    del self._plans[old]
             nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
             op, prescale, postscale = self._options.scaling(comm.size)
             what = "the reduction of gradients"
@@ -70,7 +74,7 @@ class GradientPlans:
                 what, entries=_engine.entries_of(names, specs), remedy=SAME_MODEL
             )
             overlapping = overlaps(comm)
-            plan = _engine.PlanOptions(
+            how = _engine.PlanOptions(
                 bucket_nbytes(comm, gradients, nbytes, overlapping),
                 first_nbytes=FIRST_NBYTES,
                 groups=groups,
@@ -82,7 +86,7 @@ class GradientPlans:
                 divides=op is not self._options.op,
                 ranks=self._options.ranks,
             )
-            self._plans[key] = _engine.FusedAllreduce(comm, names, specs, options, plan)
+            self._plans[key] = _engine.FusedAllreduce(comm, names, specs, options, how)
         return self._plans[key]
 
 

@@ -1,9 +1,10 @@
 """`DistributedGradientTape`: a TensorFlow gradient tape that averages gradients over the ranks.
 
 The gradients of a call are reduced by one plan of buckets, as by an optimizer. Each step has a new
-tape, so the plans are kept in this module, by options.
+tape, so the plans are kept in this module: as long as the first variable of the call exists.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ from keras_dist.training.model_state import variable_name
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
-_reductions: dict[Any, GradientReduction] = {}
+# By the identity of the first variable among the sources (0: there is none), then by options.
+_reductions: dict[int, dict[Any, GradientReduction]] = {}
 
 
 def DistributedGradientTape(
@@ -220,7 +222,7 @@ class _DistributedTape:
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         flat = tf.nest.flatten(sources)
         pairs = list(zip(flat, tf.nest.flatten(gradients), strict=True))
-        local = {id(source) for source in self._reduction().local_variables()}
+        local = {id(source) for source in self._reduction(flat).local_variables()}
         return (
             [pair for pair in pairs if id(pair[0]) in local],
             [pair for pair in pairs if id(pair[0]) not in local],
@@ -238,10 +240,10 @@ class _DistributedTape:
                     "hvd.grouped_allreduce.",
                 )
             )
-        return self._reduction().with_missing(gradients, sources, self._reduce)
+        return self._reduction(sources).with_missing(gradients, sources, self._reduce)
 
     def _reduce(self, gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
-        reduction = self._reduction()
+        reduction = self._reduction(sources)
         local = {id(source) for source in reduction.local_variables()}
         dense = [
             index
@@ -268,15 +270,27 @@ class _DistributedTape:
                 )
             )
 
-    def _reduction(self) -> GradientReduction:
+    def _reduction(self, sources: Sequence[Any]) -> GradientReduction:
         """Returns the reduction with the options of this tape, which keeps its plans."""
-        options = self._keras_dist_options
-        if options.key not in _reductions:
-            _reductions[options.key] = GradientReduction(options)
-        reduction = _reductions[options.key]
+        options, known = self._keras_dist_options, _reductions_of(sources)
+        if options.key not in known:
+            known[options.key] = GradientReduction(options)
+        reduction = known[options.key]
         reduction.registered = list(self._keras_dist_registered)
         reduction.local_layers = self._keras_dist_layers
         return reduction
+
+
+def _reductions_of(sources: Sequence[Any]) -> dict[Any, GradientReduction]:
+    """Returns the reductions of some sources by options; they end with the first variable."""
+    variables = (s for s in sources if isinstance(s, keras.Variable | tf.Variable))
+    owner = next(variables, None)
+    if owner is None:
+        return _reductions.setdefault(0, {})
+    if id(owner) not in _reductions:
+        _reductions[id(owner)] = {}
+        weakref.finalize(owner, _reductions.pop, id(owner), None).atexit = False
+    return _reductions[id(owner)]
 
 
 def _replace_at(indices: Sequence[int], new: Sequence[Any], values: Sequence[Any]) -> list[Any]:

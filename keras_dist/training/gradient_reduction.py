@@ -179,7 +179,7 @@ class GradientReduction:
             [_name(variable) for variable in variables],
             variables,
             functools.partial(self._plan, comm, variables),
-            functools.partial(self._reduce_slices, self._brought),
+            functools.partial(_reduce_slices, self.options, self._brought),
             when,
         )
 
@@ -262,16 +262,18 @@ class GradientReduction:
         groups = self.options.grouped([variables[position] for position in positions])
         return self._plans(comm, names, specs, groups, self._brought)
 
-    def _reduce_slices(
-        self,
-        brought: _engine.GradientSet | None,
-        name: str,
-        values: np.ndarray,
-        indices: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        comm = self.options.ranks()  # at run time: a graph may outlive its communicator
-        options = _engine.OpOptions(self.options.op, gradients=brought)
-        return _engine.collectives.reduce_slices(comm, values, indices, name, options, notices=True)
+
+
+def _reduce_slices(
+    options: ReductionOptions,
+    brought: _engine.GradientSet | None,
+    name: str,
+    values: np.ndarray,
+    indices: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    comm = options.ranks()  # at run time: a graph may outlive its communicator
+    op = _engine.OpOptions(options.op, gradients=brought)
+    return _engine.collectives.reduce_slices(comm, values, indices, name, op, notices=True)
 
 
 def _replace(

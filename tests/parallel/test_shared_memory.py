@@ -1,11 +1,13 @@
 """Reductions in shared memory: every method gives equal bits, and no file is left."""
 
+import contextlib
 import errno
 import gc
 import itertools
 import os
 import resource
 import time
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +16,7 @@ from bits import equal_on_all
 from hypothesis import given
 from hypothesis import strategies as st
 from mpi4py import MPI
+from test_collectives import raised
 
 import keras_dist
 from keras_dist import _engine, errors
@@ -312,6 +315,21 @@ def test_idle_plans_free_their_memory(monkeypatch):
     assert not any(plan.memory.is_ready(0) for plan in plans)
 
 
+@pytest.mark.parametrize("is_odd", [True, False], ids=["last rank", "all ranks"])
+def test_a_graph_that_outlives_its_plan_is_an_error_on_all_ranks(is_odd):
+    several()
+    comm = _engine.Communicator(MPI)
+    plan = gradients_of(comm, 1000)
+    weak, mine = plan.weak(), np.ones(1000, np.float32)
+    assert weak().reduce_bucket(0, [mine])[0][0] == keras_dist.size()
+    if not is_odd or keras_dist.rank() == keras_dist.size() - 1:
+        del plan
+    texts = raised(errors.BackendError, lambda: weak().reduce_bucket(0, [mine]))
+    assert "Received: a step that outlives them. Keep the optimizer" in texts[-1]
+    assert gradients_of(comm, 7)([np.ones(7, np.float32)])[0][0] == keras_dist.size()
+    comm.free()
+
+
 def gradients_of(comm, count):
     specs = [((count,), np.dtype(np.float32))]
     plan = _engine.PlanOptions(2**23, counts_updates=True)
@@ -457,6 +475,60 @@ def test_data_goes_through_mpi_where_shared_memory_is_full(comms, little_room, c
     if said:
         assert "MiB are needed" in said[0]
         assert "--shm-size=1g" in said[0]
+    comm.free()
+
+
+@pytest.fixture
+def no_more_files():
+    """Returns a function that lets this process open no more files, to the end of the test."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = []
+
+    def use_up():
+        most = 1 + max(int(name) for name in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+
+    yield use_up
+    for handle in opened:
+        os.close(handle)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("is_odd", [True, False], ids=["last rank", "all ranks"])
+def test_data_goes_through_mpi_where_no_more_files_can_be_opened(no_more_files, caplog, is_odd):
+    several()
+    comm = _engine.Communicator(MPI)
+    mine = np.full(200_000, keras_dist.rank(), np.float32)
+    fused = reduced(comm, [mine], ReduceOp.SUM, lend=True)
+    gc.collect()  # the engine does, which may free some
+    if not is_odd or keras_dist.rank() == keras_dist.size() - 1:
+        no_more_files()
+    assert (fused([mine])[0] == sum(range(keras_dist.size()))).all()
+    if comm.rank == 0:
+        assert "Too many open files. Let a process open more files, by ulimit -n" in caplog.text
+        assert "--shm-size" not in caplog.text
+
+
+def test_memory_of_garbage_is_freed_before_more_is_refused(monkeypatch, caplog):
+    several()
+    comm = _engine.Communicator(MPI)
+    mine = np.full(200_000, keras_dist.rank(), np.float32)
+    models = [reduced(comm, [mine], ReduceOp.SUM)]
+    assert (models[0]([mine])[0] == sum(range(keras_dist.size()))).all()
+    models.append(models)  # refers to itself, as models do
+    alive = weakref.ref(models[0])
+    reserve = segments._reserve
+
+    def full_while_alive(handle, nbytes):
+        return "it is full" if alive() is not None else reserve(handle, nbytes)
+
+    monkeypatch.setattr(segments, "_reserve", full_while_alive)
+    del models
+    assert (reduced(comm, [mine], ReduceOp.SUM)([mine])[0] == sum(range(keras_dist.size()))).all()
+    assert not caplog.records
     comm.free()
 
 

@@ -1,6 +1,8 @@
 """Updates by overridden methods and float8 layers, and the check that updates are reduced."""
 
 import contextlib
+import gc
+import os
 
 import keras
 import numpy as np
@@ -199,3 +201,65 @@ def test_float8_trains_like_one_process_up_to_rounding(passes):
     # The inputs of the first layer are the data, which is not rounded.
     first = names.index("inputs_amax_history")
     np.testing.assert_array_equal(all_of[0][first], all_of[1][first])
+
+
+# --- The memory of models that have ended
+
+
+def shared_files():
+    """Returns the numbers of descriptors and mappings of shared memory, and the bytes in them."""
+    gc.collect()
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    opened = sum("/dev/shm" in os.readlink(link) for link in links if os.path.islink(link))
+    with open("/proc/self/maps") as file:
+        spans = [line.split()[0].split("-") for line in file if "/dev/shm" in line]
+    return opened, len(spans), sum(int(end, 16) - int(start, 16) for start, end in spans)
+
+
+def train_a_model():
+    distributed().train_on_batch(*make_data(BATCH))
+
+
+def train_variables():
+    """Takes a compiled step of a custom loop."""
+    weights = keras.Variable(np.ones(3, "float32"))
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build([weights])
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        tf.function(lambda: optimizer.apply([weights + 1.0], [weights]))()
+    elif BACKEND == "jax":
+        import jax
+
+        step = jax.jit(lambda state, values: optimizer.stateless_apply(state, values, values)[0])
+        jax.block_until_ready(step([v.value for v in optimizer.variables], [weights.value]))
+    else:
+        optimizer.apply([weights.value + 1.0], [weights])
+
+
+def train_with_a_tape():
+    import tensorflow as tf
+
+    import keras_dist.tensorflow as hvd
+
+    weights = tf.Variable([1.0, 2.0])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(weights**2)
+    hvd.DistributedGradientTape(tape).gradient(loss, [weights])
+
+
+ways = [(train_a_model, 5), (train_variables, 5 if BACKEND == "jax" else 30)]
+if BACKEND == "tensorflow":
+    ways.append((train_with_a_tape, 30))
+
+
+@pytest.mark.parity("the shared memory of a model is freed with it")
+@pytest.mark.parametrize(("train", "count"), ways)
+def test_the_memory_of_a_model_is_freed_with_it(train, count):
+    train()
+    before = shared_files()
+    for _ in range(count):
+        train()
+        keras.utils.clear_session()
+    assert shared_files() == before

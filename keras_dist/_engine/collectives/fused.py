@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from keras_dist._engine.collectives.rendezvous import (
     rendezvous_for_payload,
     slice_error,
 )
+from keras_dist._engine.collectives.weak_plan import WeakPlan
 from keras_dist._engine.collectives.widening import Widening
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import count_update, repeat_update
@@ -58,7 +59,12 @@ class FusedAllreduce:
 
     Raises:
         ArgumentTypeError: the reduction is not defined for one of the dtypes.
+
+    Attributes:
+        is_in_graph: whether a graph of a framework refers to it, see `WeakPlan`.
     """
+
+    is_in_graph = False
 
     def __init__(
         self,
@@ -154,10 +160,6 @@ class FusedAllreduce:
             lasting=functools.partial(self._lasting_result, number),
         )
 
-    def bound_to(self, number: int, lend: bool = True) -> Callable[..., list[np.ndarray]]:
-        """Returns `reduce_bucket` for one bucket; it takes the arrays as its arguments."""
-        return lambda *arrays: self.reduce_bucket(number, arrays, lend)
-
     def queue_bucket(self, number: int, arrays: Sequence[np.ndarray], lend: bool = True) -> Handle:
         """Queues `reduce_bucket`. Collective, as the operation itself; does not block.
 
@@ -176,6 +178,12 @@ class FusedAllreduce:
         except UnlikeGradients as error:
             self._unlike = error.forms
             raise
+
+    def weak(self) -> WeakPlan:
+        """Returns the plan for the host functions of a graph."""
+        self.is_in_graph = True
+        comm = self.comm
+        return WeakPlan(self, self.call.operation, self._plan.ranks or (lambda: comm))
 
     @property
     def lends(self) -> bool:

@@ -5,6 +5,7 @@ not show what other processes write. `/proc/self/pagemap` says which pages have 
 independent of MPI.
 """
 
+import errno
 import functools
 import mmap
 import os
@@ -25,12 +26,17 @@ def map_private(handle: int, nbytes: int) -> mmap.mmap | None:
     Args:
         handle: file descriptor; it may be closed afterwards.
         nbytes: size of the file.
+
+    Raises:
+        OSError: this process may open no more files.
     """
     if not _is_supported():
         return None
     try:
         return _map(handle, nbytes)
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         return None
 
 

@@ -6,6 +6,8 @@ later. However the job ends, the kernel frees the segment with the last process.
 """
 
 import contextlib
+import errno
+import gc
 import mmap
 import os
 import re
@@ -19,7 +21,7 @@ from keras_dist import errors
 from keras_dist._engine.shm.cow_mapping import CowMapping, map_private
 from keras_dist._engine.shm.wait import Counter, waiting
 
-__all__ = ["DIRECTORY", "Segment", "ShmBarrier", "clean_up", "make_segment"]
+__all__ = ["DIRECTORY", "Segment", "ShmBarrier", "TooManyFiles", "clean_up", "make_segment"]
 
 DIRECTORY = "/dev/shm"
 PREFIX = "keras_dist"
@@ -71,14 +73,23 @@ def make_segment(
     Returns:
         The segment and `None`, or `None` and the reason; the same on all ranks.
     """
-    segment, reasons = _share_segment(_create_nameless, nbytes, rank, share, private_view)
+    create = _create_nameless
+    segment, reasons = _share_segment(create, nbytes, rank, share, private_view)
     if any(isinstance(reason, _NotVisible) for reason in reasons):
-        segment, reasons = _share_segment(_create_named, nbytes, rank, share, private_view)
-    return (None, str(reasons[0])) if reasons else (segment, None)
+        create = _create_named
+        segment, reasons = _share_segment(create, nbytes, rank, share, private_view)
+    if reasons:
+        gc.collect()  # models that nobody uses, which refer to themselves, may hold the memory
+        segment, reasons = _share_segment(create, nbytes, rank, share, private_view)
+    return (None, reasons[0]) if reasons else (segment, None)
 
 
 class _NotVisible(str):
     """The reason of a rank that does not see the file of another rank."""
+
+
+class TooManyFiles(str):
+    """The reason of a rank that may open no more files; a segment takes two."""
 
 
 _Made = tuple[str, int, str | None]
@@ -103,7 +114,7 @@ def _share_segment(
             try:
                 segment = Segment(handle, nbytes, private_view)
             except OSError as error:
-                reason = f"{path} cannot be mapped: {error.strerror}"
+                reason = _reason(f"{path} cannot be mapped", error)
         reasons = [text for text in share(reason) if text is not None]
     finally:  # even if a rank has died meanwhile
         if handle >= 0:
@@ -122,7 +133,13 @@ def _open(path: str, identity: Any) -> tuple[int, str | None]:
             return os.open(path, os.O_RDWR | os.O_CLOEXEC), None
         return -1, _NotVisible(f"{path} is another file for this rank")
     except OSError as error:
-        return -1, _NotVisible(f"{path} cannot be opened: {error.strerror}")
+        return -1, _reason(f"{path} cannot be opened", error, _NotVisible)
+
+
+def _reason(what: str, error: OSError, kind: type[str] = str) -> str:
+    """Returns the reason why memory cannot be shared, of a kind unless files are used up."""
+    used_up = error.errno in (errno.EMFILE, errno.ENFILE)
+    return (TooManyFiles if used_up else kind)(f"{what}: {error.strerror}")
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
@@ -150,8 +167,11 @@ def _create_nameless(nbytes: int) -> _Made:
     """Makes the file; returns its path, its descriptor, and the reason if it fails."""
     try:
         handle = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except (AttributeError, OSError):  # another system, or a file system without such files
+    except AttributeError:  # another system
         return "", -1, _NotVisible(f"no file without a name can be made in {DIRECTORY}")
+    except OSError as error:  # maybe a file system without such files
+        what = f"no file without a name can be made in {DIRECTORY}"
+        return "", -1, _reason(what, error, _NotVisible)
     if reason := _reserve(handle, nbytes):
         os.close(handle)
         return "", -1, reason
@@ -164,7 +184,7 @@ def _create_named(nbytes: int) -> _Made:
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        return "", -1, f"no file can be made in {DIRECTORY}: {error.strerror}"
+        return "", -1, _reason(f"no file can be made in {DIRECTORY}", error)
     if reason := _reserve(handle, nbytes):
         os.unlink(path)
         os.close(handle)
