@@ -181,7 +181,7 @@ class Backend(Protocol):
 
         Raises:
             ArgumentError: the framework does.
-            BackendError: Keras does, through the framework.
+            BackendError: Keras or a strategy of TensorFlow does, through the framework.
         """
 
     def train_step_for_host(self, model: Any) -> contextlib.AbstractContextManager[None]:

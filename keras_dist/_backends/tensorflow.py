@@ -19,6 +19,7 @@ from keras_dist._backends.tensorflow_device import gpu_number, uses_gpu
 from keras_dist._backends.tensorflow_host import on_host
 from keras_dist._backends.tensorflow_overlap import QueuedBuckets
 from keras_dist._backends.tensorflow_step import train_step_for_host
+from keras_dist._backends.tensorflow_strategy import refuse_strategy
 
 # Mean size of a tensor below which a copy takes less time than a tensor made of a leased result.
 LENT_NBYTES = 128 * 1024
@@ -113,6 +114,7 @@ def reduce_gradients(
     See `Backend.reduce_gradients`. The last gradient comes first: backpropagation produces it
     first, so its bucket does not wait for the others.
     """
+    refuse_strategy("gradients that keras_dist alone averages")
     reduced: dict[int, Any] = {}
     shapes = [tuple(variable.shape) for variable in variables]
     backwards = range(len(gradients) - 1, -1, -1)
@@ -227,7 +229,8 @@ def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
 
 
 def check_model(model: Any) -> None:
-    """Does nothing: in Keras 3, TensorFlow's strategies do not train over processes."""
+    """Refuses a model of a strategy of `tf.distribute`. See `Backend.check_model`."""
+    refuse_strategy(f"a model whose gradients keras_dist alone averages, {model.name!r}", model)
 
 
 def _sum_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:

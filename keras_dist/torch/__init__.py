@@ -21,6 +21,7 @@ import sys
 
 from keras_dist import _backends
 from keras_dist import elastic as elastic
+from keras_dist.elastic.running import HorovodInternalError
 from keras_dist.elastic.torch_sampler import ElasticSampler
 from keras_dist.monitor.timeline.control import start_timeline, stop_timeline
 from keras_dist.ops import barrier
@@ -94,6 +95,7 @@ __all__ = [
     "DistributedOptimizer",
     "ElasticSampler",
     "Handle",
+    "HorovodInternalError",
     "Max",
     "Min",
     "ProcessSet",

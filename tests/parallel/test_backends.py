@@ -1,5 +1,8 @@
 """The JAX and torch backends: split steps, conversion of tensors, overlap, refused models."""
 
+import contextlib
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from keras_dist import errors
 BATCH, STEPS = 4, 3
 BACKEND = keras.backend.backend()
 on_jax = pytest.mark.skipif(BACKEND != "jax", reason="tests the JAX backend")
+on_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="tests the TensorFlow backend")
 on_torch = pytest.mark.skipif(BACKEND != "torch", reason="tests the torch backend")
 
 
@@ -188,6 +192,60 @@ def test_a_keras_distribution_is_refused_with_sharded_data(distribution):
     model = compiled(make_model(), keras.optimizers.SGD())
     with pytest.raises(errors.BackendError, match="data that keras_dist alone shares out"):
         model.fit(data, verbose=0)
+
+
+class Counted(keras.callbacks.Callback):
+    steps = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.steps += 1
+
+
+@on_tensorflow
+@pytest.mark.parametrize("in_scope", ["all", "the model", "the optimizer", "fit"])
+@pytest.mark.parametrize("name", ["MirroredStrategy", "OneDeviceStrategy"])
+def test_a_strategy_of_tf_distribute_is_refused(name, in_scope):
+    import tensorflow as tf
+
+    if keras_dist.size() == 1:
+        pytest.skip("one rank does not average")
+    device = ["CPU:0"] if name == "MirroredStrategy" else "CPU:0"
+    strategy = getattr(tf.distribute, name)(device)
+
+    def scope_of(part):
+        return strategy.scope() if in_scope in ("all", part) else contextlib.nullcontext()
+
+    with scope_of("the optimizer"):
+        optimizer = sgd()
+    with scope_of("the model"):
+        model = make_model()
+    counted = Counted()
+    with scope_of("fit"), pytest.raises(errors.BackendError, match=rf"tf\.distribute\.{name}"):
+        compiled(model, optimizer).fit(*make_data(8), verbose=0, callbacks=[counted])
+    assert counted.steps == 0
+    with scope_of("fit"), pytest.raises(errors.BackendError, match=rf"tf\.distribute\.{name}"):
+        compiled(model, optimizer).train_on_batch(*make_data(8))
+
+
+@on_tensorflow
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_tape_in_a_strategy_is_refused(traced):
+    import tensorflow as tf
+
+    import keras_dist.tensorflow as hvd
+
+    if keras_dist.size() == 1:
+        pytest.skip("one rank does not average")
+    weights = tf.Variable([1.0, 2.0])
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weights**2)
+        return hvd.DistributedGradientTape(tape).gradient(loss, [weights])
+
+    run = functools.partial(tf.distribute.OneDeviceStrategy("CPU:0").run, step)
+    with pytest.raises(Exception, match=r"alone averages. Received: a tf\.distribute\.OneDevice"):
+        (tf.function(run) if traced else run)()
 
 
 @on_torch

@@ -149,6 +149,11 @@ def test_async_forms_return_handles():
         hvd.synchronize(x)
 
 
+def test_the_error_of_horovod_is_that_of_elastic():
+    assert hvd.HorovodInternalError is hvd.elastic.HorovodInternalError
+    assert issubclass(hvd.HorovodInternalError, RuntimeError)
+
+
 def test_named_operations_match_in_any_order():
     tensors = {f"layer {number}": rank_tensor((3,)) + number for number in range(8)}
     names = list(np.random.default_rng(hvd.rank()).permutation(list(tensors)))

@@ -12,6 +12,7 @@ __all__ = [
     "APPLY_METHODS",
     "CONTRACT",
     "MULTI_OPTIMIZER",
+    "TF_STRATEGY",
     "TF_UPDATE",
     "ClippingHook",
     "UpdateHook",
@@ -26,6 +27,8 @@ __all__ = [
 APPLY_METHODS = ("apply", "apply_gradients", "stateless_apply", "_backend_apply_gradients")
 # On TensorFlow: the method that updates variables under a strategy.
 TF_UPDATE = "_distributed_tf_update_step"
+# Attribute of an optimizer: the strategy of tf.distribute in whose scope it was made.
+TF_STRATEGY = "_distribution_strategy"
 # Of Keras 3.15 and later.
 MULTI_OPTIMIZER: Any = vars(keras.optimizers).get("MultiOptimizer", ())
 
@@ -167,6 +170,14 @@ CONTRACT = (
         "to compile the update of variables for XLA",
         "training with jit_compile would fail",
         ("distribution", "grads_and_vars", "learning_rate"),
+        applies=lambda: uses("tensorflow"),
+    ),
+    Name(
+        OPTIMIZER,
+        TF_STRATEGY,
+        "to refuse an optimizer that a strategy of tf.distribute updates",
+        "training would end with an error that does not name the strategy",
+        instance=True,
         applies=lambda: uses("tensorflow"),
     ),
     Name(
