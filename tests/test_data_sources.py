@@ -99,7 +99,8 @@ def sources_of(made, size, **arguments):
 
 
 def parts_of(made, size, **arguments):
-    return [source.part([None] * size) for source in sources_of(made, size, **arguments)]
+    sources = list(sources_of(made, size, **arguments))
+    return [source.part([getattr(other, "held", None) for other in sources]) for source in sources]
 
 
 def first_leaf(batch):

@@ -23,15 +23,13 @@ def options_of(rank, size, arguments):
 def parts_of(dataset, size, **arguments):
     """The shards of the ranks of a job."""
     sources = [TfSource(dataset, options_of(rank, size, arguments)) for rank in range(size)]
-    return [source.part([None] * size) for source in sources]
+    return [source.part([other.held for other in sources]) for source in sources]
 
 
 def parts_of_own(make, size, **arguments):
     """The shards of the ranks, each of a pipeline of its own, as in separate processes."""
-    return [
-        TfSource(make(), options_of(rank, size, arguments)).part([None] * size)
-        for rank in range(size)
-    ]
+    sources = [TfSource(make(), options_of(rank, size, arguments)) for rank in range(size)]
+    return [source.part([other.held for other in sources]) for source in sources]
 
 
 def epoch_of(part):

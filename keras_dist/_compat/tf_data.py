@@ -4,6 +4,7 @@
 """
 
 import importlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from keras_dist._compat.tensorflow import version
 __all__ = [
     "CONTRACT",
     "batch_of",
+    "cache_file_of",
     "functions_of",
     "input_of",
     "is_interleave",
@@ -71,6 +73,13 @@ def batch_of(stage: Any) -> tuple[Any, Any] | None:
     return stage._batch_size, stage._drop_remainder
 
 
+def cache_file_of(stage: Any) -> str | None:
+    """Returns the file of a `cache`; empty for one in memory, `None` for other stages."""
+    if not isinstance(stage, _ops("cache_op").CacheDataset):
+        return None
+    return os.fsdecode(stage._filename.numpy())
+
+
 def seeds_of(stage: Any) -> tuple[Any, Any] | None:
     """Returns the two seeds of a random transformation, as tensors; `None` for other stages."""
     attributes = vars(stage)
@@ -110,6 +119,13 @@ CONTRACT = (
     Name(DATASET, "_inputs", ORDER, NO_ORDER, ()),
     Name(DATASET, "_functions", ORDER, NO_ORDER, ()),
     Name(DATASET, "_as_serialized_graph", ORDER, NO_ORDER),
+    Name(
+        f"{OPS}.cache_op:CacheDataset",
+        "_filename",
+        "to give each rank a cache file of its own",
+        "ranks of a host would write the same file",
+        instance=True,
+    ),
     Name(f"{OPS}.interleave_op", "_ParallelInterleaveDataset", ORDER, NO_ORDER),
     Name(f"{OPS}.prefetch_op", "_PrefetchDataset", ORDER, NO_ORDER),
     *(

@@ -96,14 +96,17 @@ class FileSource:
     """
 
     def __init__(self, names: Sequence[str], options: ShardOptions):
+        from keras_dist.data.tf_caches import held_files, with_own_cache
         from keras_dist.data.tf_dataset import count_elements
         from keras_dist.data.tf_shuffle import epochs_of
 
         _no_global_order(options)
         self._options = options
-        self._dataset = _read(names[options.rank :: options.size], options)
-        self.held = None if options.steps else count_elements(self._dataset)
-        if self.held is not None and self.held < 0:
+        read = _read(names[options.rank :: options.size], options)
+        self._dataset = with_own_cache(read, options)
+        self._count = None if options.steps else count_elements(self._dataset)
+        self.held = self._count, held_files(self._dataset, complete=True)
+        if self._count is not None and self._count < 0:
             raise errors.DataError(
                 options.explain(
                     "data with an end, or steps",
@@ -115,16 +118,18 @@ class FileSource:
         self.epochs = epochs_of(self.facts, options)
         self.epochs.global_batch = None  # files are sharded, not samples
 
-    def part(self, held: Sequence[int | None]) -> Any:
+    def part(self, held: Sequence[tuple[int | None, Any]]) -> Any:
         """Returns this rank's batches, given the number of elements of each rank."""
+        from keras_dist.data.tf_caches import with_own_caches
         from keras_dist.data.tf_dataset import limited_batches, spread_batches
 
         options, batch_size = self._options, self._options.batch_size or DEFAULT_BATCH_SIZE
-        counts = [count for count in held if count is not None]
-        if self.held is None:
-            return limited_batches(self._dataset, options, self.epochs, whole=False)
+        dataset = with_own_caches(self._dataset, [files for _, files in held], options)
+        counts = [count for count, _ in held if count is not None]
+        if self._count is None:
+            return limited_batches(dataset, options, self.epochs, whole=False)
         spread = agreed_spread(counts, batch_size, options)
-        return spread_batches(self._dataset, self.held, spread, options, self.epochs)
+        return spread_batches(dataset, self._count, spread, options, self.epochs)
 
 
 def _no_global_order(options: ShardOptions) -> None:

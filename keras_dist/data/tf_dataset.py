@@ -18,6 +18,7 @@ from keras_dist.data.indexed import DEFAULT_BATCH_SIZE, WHOLE
 from keras_dist.data.round_robin import plan_round_robin
 from keras_dist.data.shard_options import Fact, ShardOptions
 from keras_dist.data.spread import Spread
+from keras_dist.data.tf_caches import HeldFiles, held_files, with_own_caches
 from keras_dist.data.tf_remainder import counted, in_round_robin, with_remainder
 from keras_dist.data.tf_shuffle import epochs_of, shuffled
 
@@ -49,8 +50,6 @@ class TfSource:
         DataError: the length is unknown or too small, or the order may differ between ranks.
     """
 
-    held = None
-
     def __init__(self, dataset: tf.data.Dataset, options: ShardOptions):
         options.refuse("a tf.data.Dataset", {"reader": "Only a list of files has a reader."})
         dataset, options = _of_samples(dataset, options)
@@ -61,6 +60,7 @@ class TfSource:
         self._dataset = _in_order(dataset, options)
         if self._total is not None:
             self._check_total(self._total)
+        self.held = held_files(self._dataset)
         seeds = tf_order.seeds(dataset)
         self.facts = [
             Fact("the kind of data", "a tf.data.Dataset", WHOLE),
@@ -85,20 +85,21 @@ class TfSource:
             options.need_samples(int(counted(self._dataset.unbatch())))
         options.need_steps(plan_round_robin(total, options.size, options.remainder).steps)
 
-    def part(self, held: Sequence[int | None]) -> tf.data.Dataset:
+    def part(self, held: Sequence[HeldFiles]) -> tf.data.Dataset:
         """Returns the batches of this rank."""
         options, total = self._options, self._total
+        dataset = with_own_caches(self._dataset, held, options)
         if options.batch_size is not None and total is not None:
-            return batches_of_samples(self._dataset, total, options, self.epochs)
+            return batches_of_samples(dataset, total, options, self.epochs)
         if options.batch_size is not None:
-            return limited_batches(self._dataset, options, self.epochs)
-        part = self._dataset.shard(options.size, options.rank)
+            return limited_batches(dataset, options, self.epochs)
+        part = dataset.shard(options.size, options.rank)
         if total is None:
             return _first_steps(part, options)
         plan = plan_round_robin(total, options.size, options.remainder)
         if options.steps is not None and options.steps < plan.steps:
             return _with_cardinality(part.take(options.steps), options.steps)
-        return _with_cardinality(in_round_robin(self._dataset, plan, options), plan.steps)
+        return _with_cardinality(in_round_robin(dataset, plan, options), plan.steps)
 
 
 def count_elements(dataset: tf.data.Dataset) -> int:

@@ -16,7 +16,16 @@ import tensorflow as tf
 from keras_dist._compat import contract
 from keras_dist._compat import tf_data as private
 
-__all__ = ["Shuffled", "is_seeded", "not_restored", "seeds", "shuffled_last", "unordered"]
+__all__ = [
+    "Shuffled",
+    "function_ops",
+    "is_seeded",
+    "not_restored",
+    "seeds",
+    "shuffled_last",
+    "stages",
+    "unordered",
+]
 
 # Names in functions and serialised pipelines; the classes of pipelines have other names.
 RANDOM_OPS = ("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")
@@ -30,11 +39,11 @@ def unordered(dataset: tf.data.Dataset) -> str | None:
     """Returns the reason why the order may differ between runs, in words, or `None`."""
     if UNSEEDED in seeds(dataset):
         return "one that was shuffled without a seed"
-    for stage in _stages(dataset):
+    for stage in stages(dataset):
         racing = private.is_nondeterministic(stage) or (
             private.is_interleave(stage) and _interleaves_by_speed(stage)
         )
-        if racing or any(_is_nondeterministic(op.node_def) for op in _function_ops(stage)):
+        if racing or any(_is_nondeterministic(op.node_def) for op in function_ops(stage)):
             return "one with deterministic=False in map() or interleave()"
     return None
 
@@ -43,8 +52,8 @@ def not_restored(dataset: tf.data.Dataset) -> str | None:
     """Returns the reason why a resumed run has another order, in words, or `None`."""
     if (what := unordered(dataset)) is not None:
         return what
-    for stage in _stages(dataset):
-        operations = list(_function_ops(stage))
+    for stage in stages(dataset):
+        operations = list(function_ops(stage))
         if private.reshuffles(stage) or any(op.type.startswith(RANDOM_OPS) for op in operations):
             return "one that is reshuffled in each epoch"
         if any(_draws(op) for op in operations):
@@ -60,10 +69,10 @@ def is_seeded() -> bool:
 def seeds(dataset: tf.data.Dataset) -> list[tuple[int | None, int | None]]:
     """Returns the two seeds of every shuffle of the pipeline; 0 if not set."""
     found = []
-    for stage in _stages(dataset):
+    for stage in stages(dataset):
         if (own := private.seeds_of(stage)) is not None:
             found.append((_value(own[0]), _value(own[1])))
-        for op in _function_ops(stage):
+        for op in function_ops(stage):
             if op.type.startswith(RANDOM_OPS):
                 names = [argument.name for argument in op.op_def.input_arg]
                 inputs = dict(zip(names, op.inputs, strict=False))
@@ -106,13 +115,13 @@ def _before_prefetch(stage: Any) -> Any:
     return _before_prefetch(private.input_of(stage)) if private.is_prefetch(stage) else stage
 
 
-def _stages(dataset: tf.data.Dataset) -> Iterator[Any]:
+def stages(dataset: tf.data.Dataset) -> Iterator[Any]:
     """Yields the transformations of a pipeline, from the last to the sources."""
     contract.check("tf_data")
     yield from private.stages_of(dataset)
 
 
-def _function_ops(stage: Any) -> Iterator[Any]:
+def function_ops(stage: Any) -> Iterator[Any]:
     """Yields the operations of the functions of a transformation."""
     for function in private.functions_of(stage):
         yield from function.graph.get_operations()

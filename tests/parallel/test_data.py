@@ -237,6 +237,98 @@ def test_fit_takes_the_same_steps_on_every_rank(kind):
     assert steps == list(range(12)) * 2
 
 
+# --- Caches in files
+
+
+def cached_last(file, count):
+    return numbers(count).cache(file)
+
+
+def cached_then_shuffled(file, count):
+    return numbers(count).cache(file).shuffle(7)
+
+
+def cached_twice(file):
+    return numbers(total()).cache(file).cache(f"{file} again").prefetch(1)
+
+
+def cached_first(file):
+    return numbers(total()).cache(file).map(lambda number: number)
+
+
+def cached_in_a_zip(file):
+    return tf.data.Dataset.zip(numbers(total()).cache(file), numbers(total())).map(lambda a, b: a)
+
+
+def cached_in_an_interleave(file):
+    parts = tf.data.Dataset.range(2)
+    return parts.interleave(
+        lambda part: numbers(total()).cache(tf.strings.join([file, tf.strings.as_string(part)]))
+    ).apply(tf.data.experimental.assert_cardinality(2 * total()))
+
+
+@pytest.mark.parametrize("make", [cached_last, cached_then_shuffled])
+def test_ranks_cache_in_files_of_their_own(shared_tmp_path, make):
+    file = str(shared_tmp_path / "rows")
+    part = shard(make(file, total()), BATCH)
+    for _ in range(2):
+        assert flat(gathered(part)) == list(range(total()))
+    part = shard(cached_last(file, 5000 * size()), BATCH, shuffle=False)
+    reading = iter(part)  # an incomplete cache is discarded
+    next(reading)
+    keras_dist.barrier()
+    suffixes = [""] if size() == 1 else [f".rank{rank}" for rank in range(size())]
+    written = {path.name.partition("_")[0] for path in shared_tmp_path.iterdir()}
+    keras_dist.barrier()
+    assert written == {f"rows{suffix}" for suffix in suffixes}
+    del reading
+
+
+@pytest.mark.parametrize("make", [cached_first, cached_twice, cached_in_a_zip])
+def test_a_cache_that_ranks_share_is_refused_with_its_name(shared_tmp_path, make):
+    data = make(str(shared_tmp_path / "rows"))
+    if size() == 1:
+        assert flat(gathered(shard(data, BATCH))) == list(range(total()))
+    else:
+        raised_everywhere(errors.DataError, "rows", lambda: shard(data, BATCH))
+
+
+@pytest.mark.parametrize("make", [cached_first, cached_in_a_zip])
+def test_names_with_the_rank_and_complete_caches_are_accepted(shared_tmp_path, make):
+    own = make(str(shared_tmp_path / f"rows-{keras_dist.rank()}"))
+    assert flat(gathered(shard(own, BATCH))) == list(range(total()))
+    complete = str(shared_tmp_path / "complete")
+    if keras_dist.rank() == 0:
+        assert len(list(make(complete))) == total()
+    keras_dist.barrier()
+    assert flat(gathered(shard(make(complete), BATCH))) == list(range(total()))
+
+
+def test_a_name_that_a_function_makes_is_refused(shared_tmp_path):
+    if size() == 1:
+        pytest.skip("one rank shares its files with nobody")
+    data = cached_in_an_interleave(str(shared_tmp_path / "rows"))
+    raised_everywhere(errors.DataError, "cache(", lambda: shard(data, BATCH))
+
+
+def test_a_reader_caches_the_files_of_each_rank(shared_tmp_path):
+    names = [str(number) for number in range(2 * size())]
+
+    def read(mine):
+        data = tf.data.Dataset.from_tensor_slices([int(name) for name in mine])
+        return data.repeat(BATCH).cache(str(shared_tmp_path / "rows"))
+
+    def read_on(mine):
+        return read(mine).map(lambda number: number)
+
+    for _ in range(2):
+        part = shard(names, BATCH, reader=read)
+        assert set(flat(gathered(part))) == set(range(2 * size()))
+    if size() > 1:
+        with pytest.raises(errors.DataError, match="rows"):
+            shard(names, BATCH, reader=read_on)
+
+
 # --- Errors on every rank
 
 
