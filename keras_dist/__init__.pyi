@@ -244,3 +244,6 @@ from .training.replicas import (
 from .training.saving import (
     load_model as load_model,
 )
+from .training.seeds import (
+    separate_seeds as separate_seeds,
+)

@@ -9,8 +9,10 @@ import keras
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.model_state import keep_local
-from keras_dist.training.replicas import broadcast_state, build_optimizers_alike, separate_seeds
+from keras_dist.training.replicas import broadcast_state, build_optimizers_alike
+from keras_dist.training.seeds import separate_in_fit
 from keras_dist.training.traced_steps import before_first_step
+from keras_dist.training.trainer import watch_models
 
 __all__ = ["BroadcastGlobalVariablesCallback"]
 
@@ -22,9 +24,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     `keras_dist.verify_replicas`; ranks may differ in it before, for example if only the root has
     called `adapt`. Steps that were traced with other constants are traced again.
 
-    A model that is not built is built from the shapes of its data first. Seeds of random
-    generators are derived from the root's and differ between ranks, so that dropout masks
-    differ. The root warns if no optimizer of the model is distributed.
+    A model that is not built is built from the shapes of its data first. Each rank draws its own
+    random numbers in the steps of `fit`, such as masks of dropout, see `separate_seeds`. The root
+    warns if no optimizer of the model is distributed.
 
     Collective: every rank must pass the callback to `fit`. It broadcasts in every `fit`.
 
@@ -53,6 +55,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     ):
         super().__init__()
         runtime.communicator().index_of_root(root_rank)
+        watch_models()  # steps draw from streams of their own, until the end of `fit`
         self.root_rank = root_rank
         self.local_variables = _variables(local_variables)
 
@@ -91,7 +94,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         broadcast_state(model, self.root_rank)
-        separate_seeds(model, self.root_rank)
+        separate_in_fit(model, self.root_rank)
 
     def _broadcast_before_first_step(self) -> None:
         model = self.model

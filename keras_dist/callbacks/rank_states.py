@@ -13,7 +13,7 @@ import numpy as np
 from keras_dist import runtime
 from keras_dist.training import layer_state
 from keras_dist.training.model_state import random_states, to_numpy
-from keras_dist.training.replicas import separate_seeds
+from keras_dist.training.seeds import separate_generators
 
 __all__ = [
     "RankState",
@@ -62,7 +62,7 @@ def restore_random(model: keras.Model, states: Sequence[RankState], root_rank: i
         root_rank: the rank that has read the backup.
     """
     if len(states) != runtime.size():
-        separate_seeds(model, root_rank)
+        separate_generators(model, root_rank)
         return
     for variable, value in zip(random_states(model), of_rank(states)["random"], strict=True):
         variable.assign(value)

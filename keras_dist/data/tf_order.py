@@ -19,6 +19,7 @@ from keras_dist._compat import tf_data as private
 __all__ = [
     "Shuffled",
     "function_ops",
+    "global_seed",
     "is_seeded",
     "not_restored",
     "seeds",
@@ -63,7 +64,12 @@ def not_restored(dataset: tf.data.Dataset) -> str | None:
 
 def is_seeded() -> bool:
     """Returns whether the global seed of TensorFlow is set, as by `keras.utils.set_random_seed`."""
-    return tf.compat.v1.get_seed(1)[0] != NO_SEED
+    return global_seed() != NO_SEED
+
+
+def global_seed() -> int:
+    """Returns the global seed of TensorFlow, or `NO_SEED`."""
+    return tf.compat.v1.get_seed(1)[0]
 
 
 def seeds(dataset: tf.data.Dataset) -> list[tuple[int | None, int | None]]:

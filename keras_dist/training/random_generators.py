@@ -2,12 +2,16 @@
 
 The generators of Python, numpy and torch shuffle training data; those of torch and Keras serve
 layers without a seed, such as `Dropout`. torch is used only if the script has imported it.
+
+Samplers of torch draw from its generator too, and may need the same numbers on all ranks. The train
+steps of a fit therefore draw from a stream of their own, `torch_steps`.
 """
 
 import base64
+import contextlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -16,7 +20,10 @@ import numpy as np
 from keras_dist._compat.keras.seeds import drawn_seeds, global_generator
 from keras_dist.data.kinds import is_a
 
-__all__ = ["restore", "states"]
+__all__ = ["in_step", "restore", "seed_steps", "states", "steps_of"]
+
+# The states of torch's generators in the next train step; empty without a stream of steps.
+_torch_steps: dict[str, Any] = {}
 
 
 def states(data: Any = None) -> dict[str, Any]:
@@ -33,10 +40,9 @@ def states(data: Any = None) -> dict[str, Any]:
         found["numpy"] = [name, _text(np.asarray(key)), *more]
     if (seeds := drawn_seeds()) is not None:
         found["keras"] = keras.ops.convert_to_numpy(seeds).tolist()
-    if (torch := sys.modules.get("torch")) is not None:
-        found["torch"] = _text(torch.get_rng_state().numpy())
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            found["cuda"] = _text(torch.cuda.get_rng_state().numpy())
+    found |= _texts(_of_torch())
+    if _torch_steps:
+        found["torch steps"] = _texts(_torch_steps)
     found["loader"] = [_text(generator.get_state().numpy()) for generator in _of_loader(data)]
     return found
 
@@ -57,15 +63,72 @@ def restore(states: Mapping[str, Any], data: Any = None) -> None:
     if "numpy" in states:
         name, key, *more = states["numpy"]
         np.random.set_state((name, _array(key, np.uint32), *more))
-    torch = sys.modules.get("torch")
-    if torch is None:
+    if "torch" not in sys.modules:
         return
-    if "torch" in states:
-        torch.set_rng_state(torch.from_numpy(_array(states["torch"])))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.from_numpy(_array(states["cuda"])))
+    _set_torch(_tensors(states))
+    if _torch_steps and "torch steps" in states:
+        steps_of(_tensors(states["torch steps"]))
     for generator, text in zip(_of_loader(data), states.get("loader", ()), strict=False):
-        generator.set_state(torch.from_numpy(_array(text)))
+        generator.set_state(_tensor(text))
+
+
+def seed_steps(seed: int) -> None:
+    """Gives train steps a stream of torch's generators of their own. torch must be imported."""
+    outside = _of_torch()
+    sys.modules["torch"].manual_seed(seed)
+    steps_of(_of_torch())
+    _set_torch(outside)
+
+
+def steps_of(states: dict[str, Any]) -> dict[str, Any]:
+    """Sets the stream of train steps; empty for none. Returns the one before."""
+    global _torch_steps
+    before, _torch_steps = _torch_steps, states
+    return before
+
+
+@contextlib.contextmanager
+def in_step() -> Iterator[None]:
+    """Draws from the stream of train steps, if they have one."""
+    if not _torch_steps:
+        yield
+        return
+    outside = _of_torch()
+    _set_torch(_torch_steps)
+    try:
+        yield
+    finally:
+        steps_of(_of_torch())
+        _set_torch(outside)
+
+
+def _of_torch() -> dict[str, Any]:
+    torch, found = sys.modules.get("torch"), dict[str, Any]()
+    if torch is not None:
+        found["torch"] = torch.get_rng_state()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _set_torch(states: Mapping[str, Any]) -> None:
+    torch = sys.modules["torch"]
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _texts(tensors: Mapping[str, Any]) -> dict[str, str]:
+    return {name: _text(tensor.numpy()) for name, tensor in tensors.items()}
+
+
+def _tensors(texts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _tensor(texts[name]) for name in ("torch", "cuda") if name in texts}
+
+
+def _tensor(text: str) -> Any:
+    return sys.modules["torch"].from_numpy(_array(text))
 
 
 def _of_loader(data: Any) -> list[Any]:

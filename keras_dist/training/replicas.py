@@ -1,7 +1,7 @@
 """Broadcast, averaging and verification of the replicas of a model.
 
-The state of a replica is its weights and optimizer variables. The states of random generators
-differ from rank to rank: otherwise every rank would drop the same units of a dropout layer.
+The state of a replica is its weights and optimizer variables, without its random generators, which
+differ from rank to rank.
 """
 
 import hashlib
@@ -21,7 +21,6 @@ from keras_dist.training.model_state import (
     bytes_of,
     host_array,
     optimizers_of,
-    random_states,
     shared_state,
     to_numpy,
     variable_name,
@@ -32,7 +31,6 @@ __all__ = [
     "broadcast_state",
     "broadcast_variables",
     "build_optimizers_alike",
-    "separate_seeds",
     "verify_once",
     "verify_replicas",
     "verify_sums",
@@ -106,33 +104,6 @@ def broadcast_variables(
     if comm.job.rank != root_rank:
         for variable, value in zip(variables, received, strict=True):
             variable.assign(value)
-
-
-def separate_seeds(model: keras.Model, root_rank: int = 0) -> None:
-    """Gives every rank a random stream of its own, derived from the root's seeds.
-
-    The root keeps its stream, so that a run on one rank equals a run without keras_dist. When
-    called again, every rank continues at the root's position.
-
-    Collective: every rank; blocks.
-
-    Args:
-        model: a built Keras model.
-        root_rank: the rank whose seeds the other seeds are derived from. Defaults to 0.
-    """
-    comm = runtime.communicator()
-    generators = random_states(model)
-    received = _engine.collectives.broadcast(
-        comm,
-        [to_numpy(generator) for generator in generators],
-        [variable_name(generator) for generator in generators],
-        root_rank,
-        operation="the broadcast of a model's random seeds",
-        remedy=SAME_MODEL,
-    )
-    if comm.rank != root_rank:
-        for generator, value in zip(generators, received, strict=True):
-            generator.assign(_own_seed(value, comm.rank))
 
 
 def average_statistics(model: keras.Model) -> dict[int, np.ndarray]:
@@ -268,15 +239,6 @@ def verify_once(model: keras.Model, event: str) -> None:
     if model.__dict__.get(VERIFIED) != now:
         verify_replicas(model)
         object.__setattr__(model, VERIFIED, now)
-
-
-def _own_seed(generator_state: np.ndarray, rank: int) -> np.ndarray:
-    """Returns the state (seed, counter) of a generator with a seed derived for this rank."""
-    own = generator_state.copy()
-    seed = int(generator_state[0]) & 0xFFFFFFFF
-    drawn = np.random.SeedSequence([seed, rank]).generate_state(1, np.uint32)
-    own[0] = drawn.astype(own.dtype)[0]
-    return own
 
 
 def _digest(variable: Any) -> bytes:

@@ -16,6 +16,7 @@ import keras
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.models import LOGS, layers_of
 from keras_dist.data import epochs
+from keras_dist.training import random_generators, seeds
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_plan import agree_on_fit
 from keras_dist.training.loss_scale import move_outwards
@@ -26,8 +27,8 @@ __all__ = ["check_undistributed", "watch_models"]
 
 # Attribute of a model: the reductions and communicators that its train function was made for.
 TRACED_FOR = "_keras_dist_traced_for"
-# Attribute of a train function whose calls are recorded.
-RECORDED = "_keras_dist_recorded"
+# Attribute of a train function whose calls are wrapped.
+WRAPPED = "_keras_dist_wrapped"
 
 
 @functools.cache
@@ -41,7 +42,10 @@ def watch_models() -> None:
             move_outwards(optimizer)
         optimizers = distributed_optimizers(self)
         if not optimizers:
-            return original(self, force)
+            train_function = original(self, force)
+            if keras.config.backend() == "torch":
+                self.train_function = _wrapped(self.train_function, random_generators.in_step)
+            return train_function
         # A step that was traced before the optimizer was wrapped, or for another communicator,
         # has no reduction or an outdated one.
         reductions = [
@@ -61,7 +65,8 @@ def watch_models() -> None:
         with for_host:
             train_function = original(self, force)
         self.__dict__[TRACED_FOR] = reductions
-        self.train_function = _recorded(self.train_function, self)
+        recorded = functools.partial(_engine.tracing.step, self.steps_per_execution)
+        self.train_function = _wrapped(self.train_function, recorded, random_generators.in_step)
         return train_function
 
     keras.Model.make_train_function = make_train_function
@@ -94,20 +99,21 @@ def check_undistributed(expected: str) -> None:
     )
 
 
-def _recorded(step: Callable[..., Any], model: keras.Model) -> Callable[..., Any]:
-    """Wraps a train function: its calls are recorded as steps of the timeline."""
-    if hasattr(step, RECORDED):
+def _wrapped(step: Callable[..., Any], *contexts: Callable[[], Any]) -> Callable[..., Any]:
+    """Wraps a train function: its calls run in contexts."""
+    if hasattr(step, WRAPPED):
         return step  # Keras has returned the existing function
-    count = model.steps_per_execution
 
     @functools.wraps(step, updated=())
-    def recorded(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         epochs.begin_step()
-        with _engine.tracing.step(count):
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
             return step(*args, **kwargs)
 
-    setattr(recorded, RECORDED, True)
-    return recorded
+    setattr(wrapped, WRAPPED, True)
+    return wrapped
 
 
 def _checked(fit: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,7 +134,7 @@ def _checked(fit: Callable[..., Any]) -> Callable[..., Any]:
         model = bound.arguments["self"]
         logs_before = model.__dict__.get(LOGS)
         try:
-            with epochs.training_on(bound.arguments, everywhere):
+            with epochs.training_on(bound.arguments, everywhere), seeds.separable():
                 return fit(*given, **options)
         finally:
             _restore_logs(model, logs_before)

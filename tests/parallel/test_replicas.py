@@ -21,7 +21,7 @@ def states_of(model):
 
 def test_equal_replicas_pass():
     model = make_model(regularised=True)
-    replicas.separate_seeds(model)  # random generators differ, which is not compared
+    keras_dist.separate_seeds(model)  # random generators differ, which is not compared
     before = [weight.tobytes() for weight in model.get_weights()]
     keras_dist.verify_replicas(model)
     assert [weight.tobytes() for weight in model.get_weights()] == before

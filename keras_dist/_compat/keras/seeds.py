@@ -1,11 +1,11 @@
-"""Names of Keras: the seed generator that is used where a script gives no seed."""
+"""Names of Keras: seed generators that are no public attributes of layers."""
 
 from typing import Any
 
 from keras_dist._compat.contract import Name, require
 from keras_dist._compat.keras.versions import release, version
 
-__all__ = ["CONTRACT", "drawn_seeds", "global_generator"]
+__all__ = ["CONTRACT", "drawn_seeds", "generators_elsewhere", "global_generator"]
 
 SEED_GENERATOR = "keras.src.random.seed_generator"
 PURPOSE = "to back up and restore the global seed generator"
@@ -24,6 +24,18 @@ def drawn_seeds() -> Any:
 def global_generator() -> Any:
     """Returns the state of the global seed generator; creates it if necessary."""
     return require(GENERATOR, version).global_seed_generator().state
+
+
+def generators_elsewhere(layer: Any) -> list[Any]:
+    """Returns the states of generators that a layer and those in it use in `tf.data` only.
+
+    Keras makes them, on JAX and torch, when a pipeline first calls the layer.
+    """
+    return [
+        generator.state
+        for each in layer._flatten_layers()
+        for _, generator in sorted(each.__dict__.get("_backend_generators", {}).items())
+    ]
 
 
 ATTRIBUTE = Name(
