@@ -3,6 +3,8 @@
 import numpy as np
 import torch
 
+from keras_dist import errors
+
 __all__ = [
     "copy_to",
     "dtype_of",
@@ -20,23 +22,30 @@ def dtype_of(tensor: torch.Tensor) -> np.dtype:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Returns a tensor as an array: a view of a contiguous CPU tensor, otherwise a copy."""
-    host = tensor.detach() if tensor.requires_grad else tensor
-    if not host.is_cpu:
-        host = _to_host(host)
-    if not host.is_contiguous():
-        host = host.contiguous()
-    if host.dtype is torch.bfloat16:
-        import ml_dtypes  # numpy has no bfloat16
+    """Returns a tensor as an array: a view of a contiguous CPU tensor, otherwise a copy.
 
-        return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return host.numpy()
+    Raises:
+        ArgumentTypeError: no array can hold the tensor.
+    """
+    host = tensor.detach() if tensor.requires_grad else tensor
+    try:
+        if not host.is_cpu:
+            host = _to_host(host)
+        if not host.is_contiguous():
+            host = host.contiguous()
+        if host.dtype is torch.bfloat16:
+            import ml_dtypes  # numpy has no bfloat16
+
+            return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return host.numpy()
+    except (RuntimeError, TypeError):
+        return _resolved(host)
 
 
 def to_torch(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     """Returns an array as a tensor of the dtype and device of `like`: a view on the CPU."""
-    if like.dtype is torch.bfloat16:
-        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype.isbuiltin == 2:  # of an extension, such as bfloat16
+        tensor = torch.from_numpy(array.view(f"i{array.itemsize}")).view(like.dtype)
     else:
         tensor = torch.from_numpy(array)
     return tensor if like.is_cpu else tensor.to(like.device)
@@ -77,6 +86,27 @@ def sparse_of(rows: np.ndarray, indices: np.ndarray, like: torch.Tensor) -> torc
         is_coalesced=True,
         check_invariants=False,
     )
+
+
+def _resolved(host: torch.Tensor) -> np.ndarray:
+    """Returns a conjugate or negative view, or a float8 tensor, as an array."""
+    import ml_dtypes
+
+    name = str(host.dtype).removeprefix("torch.")
+    try:
+        host = host.resolve_conj().resolve_neg()
+        if name.startswith("float8_") and hasattr(ml_dtypes, name):
+            return host.view(torch.uint8).numpy().view(getattr(ml_dtypes, name))
+        return host.numpy()
+    except (RuntimeError, TypeError) as error:
+        raise errors.ArgumentTypeError(
+            errors.explain(
+                "[keras_dist]",
+                "a dense tensor of a dtype that numpy can hold",
+                f"a tensor of {host.dtype} with layout {host.layout} on {host.device}",
+                "Convert it first, for example by to(torch.float32), to_dense() or dequantize().",
+            )
+        ) from error
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_dist import errors, ops, runtime
+from keras_dist import _engine, errors, ops, runtime
 from keras_dist.jax.differentiable_host_callback import differentiable, host_callback
 from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.shared_errors import raises_on_all
@@ -95,28 +95,46 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The gradient sends the rows back; with `splits`, there is none.
+    """The gradient sends the rows back.
 
     Args:
         splits: as in `keras_dist.alltoall`, outside `jax.jit` only.
 
     Raises:
-        ArgumentError: `splits` inside `jax.jit` or `jax.grad`; `array` is a scalar, or `splits`
-            does not fit it.
+        ArgumentError: `splits` inside `jax.jit`; `array` is a scalar, or `splits` does not fit it.
     """
-    if splits is not None:
-        _check_is_concrete(array)
-        rows, received = ops.alltoall(np.asarray(array), splits, name, process_set)
-        return jax.numpy.asarray(rows), received
+    comm = runtime.communicator(process_set)
 
-    def run(given: Any) -> Any:
-        def exchange(arrays: list[Any]) -> list[Any]:
-            return [ops.alltoall(arrays[0], None, name, process_set)]
+    def exchange(given: Any, counts: Any) -> tuple[Any, Any]:
+        """Returns the rows and, outside `jax.jit`, how many came from each rank."""
+        found: list[np.ndarray] = []
 
-        return host_callback(exchange, [given], [given.shape])[0]
+        def send(arrays: list[Any]) -> list[Any]:
+            rows, received = _engine.collectives.alltoall(
+                comm, arrays[0], counts, name or "value", name
+            )
+            found.append(received)
+            return [rows]
 
-    forward, backward = lambda given: (run(given), None), lambda _, gradient: (run(gradient),)
-    return differentiable(run, forward, backward, jax.numpy.asarray(array))
+        return host_callback(send, [given], [given.shape])[0], found[0] if found else None
+
+    def forward(given: Any) -> tuple[Any, Any]:
+        if splits is not None:
+            _check_is_concrete(given)
+        rows, received = exchange(given, splits)
+        return (rows if splits is None else (rows, received)), (received, given.shape[:1])
+
+    def backward(residuals: Any, gradient: Any) -> tuple[Any]:
+        received, length = residuals
+        if received is None:  # inside `jax.jit`, where equal numbers were sent
+            return (exchange(gradient, None)[0],)
+        rows, _ = exchange(gradient if splits is None else gradient[0], np.asarray(received))
+        unsent = jax.numpy.zeros((int(length[0]) - len(rows), *rows.shape[1:]), rows.dtype)
+        return (jax.numpy.concatenate([rows, unsent]),)
+
+    return differentiable(
+        lambda given: forward(given)[0], forward, backward, jax.numpy.asarray(array)
+    )
 
 
 @raises_on_all
@@ -195,8 +213,8 @@ def _check_is_concrete(array: Any) -> None:
         raise errors.ArgumentError(
             errors.explain(
                 runtime.where(),
-                "no splits in an alltoall of jax.jit or jax.grad, where lengths must be static",
+                "no splits in an alltoall of jax.jit, where lengths must be static",
                 f"splits for {array}",
-                "Omit splits, or call alltoall outside jax.jit and jax.grad.",
+                "Omit splits, or call alltoall outside jax.jit.",
             )
         )

@@ -49,8 +49,8 @@ def alltoall(
         New tensor: the rows from rank 0, then from rank 1, and so on. With `splits`, a pair: that
         tensor, and the number of rows from each rank, int32 of shape (number of ranks,).
     """
-    result = _Alltoall.apply(name, process_set, tensor, splits)
-    return result[0] if splits is None else result
+    rows, received = _Alltoall.apply(name, process_set, tensor, splits)
+    return rows if splits is None else (rows, received)
 
 
 @raises_on_all
@@ -102,18 +102,15 @@ class _Alltoall(torch.autograd.Function):
         ctx: Any, name: str | None, process_set: ProcessSet, tensor: torch.Tensor, splits: Any
     ) -> Any:
         ctx.name, ctx.process_set, ctx.shape = name, process_set, tensor.shape
-        if splits is None:
-            ctx.received = None
-            return sync_ops.alltoall(tensor, None, name, process_set), None
-        rows, received = sync_ops.alltoall(tensor, splits, name, process_set)
-        ctx.received = received
-        ctx.mark_non_differentiable(received)
-        return rows, received
+        rows, ctx.received = sync_ops.exchange_rows(tensor, splits, name, process_set)
+        ctx.mark_non_differentiable(ctx.received)
+        return rows, ctx.received
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[Any, ...]:
-        result = sync_ops.alltoall(gradient.contiguous(), ctx.received, ctx.name, ctx.process_set)
-        rows = result if ctx.received is None else result[0]
+        rows, _ = sync_ops.exchange_rows(
+            gradient.contiguous(), ctx.received, ctx.name, ctx.process_set
+        )
         full = gradient.new_zeros(ctx.shape)  # rows beyond the sum of the splits were not sent
         full[: len(rows)] = rows
         return None, None, full, None

@@ -6,9 +6,10 @@ A tensor is read in place, on the host or, where NCCL moves it, in GPU memory.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from keras_dist import ops
+from keras_dist import _engine, ops, runtime
 from keras_dist._backends.torch_device import is_on_device, to_array, to_tensor
 from keras_dist._backends.torch_tensors import (
     rows_of,
@@ -32,6 +33,7 @@ __all__ = [
     "broadcast",
     "broadcast_",
     "broadcast_all",
+    "exchange_rows",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_allreduce_",
@@ -106,12 +108,10 @@ def allreduce_(
     """
     chosen = resolve_op(op, average)
     options = chosen, name, prescale_factor, postscale_factor, process_set
-    if is_on_device(tensor) or not (tensor.is_cpu and tensor.is_contiguous()):
+    if is_on_device(tensor):
         return write_into(tensor, reduce_tensor(tensor, *options))
     array = to_numpy(tensor)
-    ops.allreduce(array, *options, out=array)
-    torch.autograd.graph.increment_version(tensor)  # written in place, which autograd must record
-    return tensor
+    return _write_back(ops.allreduce(array, *options, out=array), tensor)
 
 
 @raises_on_all
@@ -235,11 +235,18 @@ def alltoall(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """No gradient. The numbers of rows are int32."""
+    rows, received = exchange_rows(tensor, splits, name, process_set)
+    return rows if splits is None else (rows, received)
+
+
+def exchange_rows(
+    tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the rows from all ranks and their numbers. Collective: see `alltoall`."""
     counts = to_numpy(splits) if isinstance(splits, torch.Tensor) else splits
-    result: Any = ops.alltoall(to_numpy(tensor), counts, name, process_set)
-    if splits is None:
-        return to_torch(result, tensor)
-    rows, received = result
+    rows, received = _engine.collectives.alltoall(
+        runtime.communicator(process_set), to_numpy(tensor), counts, name or "value", name
+    )
     return to_torch(rows, tensor), torch.from_numpy(received).to(torch.int32)
 
 
@@ -287,7 +294,12 @@ def broadcast_all(
     arrays = [to_numpy(tensor) for tensor in tensors]
     ops.broadcast_(arrays, root_rank, name, process_set)
     for tensor, array in zip(tensors, arrays, strict=True):
-        if tensor.data_ptr() != array.ctypes.data:
-            write_into(tensor, array)
-        else:  # written in place, which autograd must record
-            torch.autograd.graph.increment_version(tensor)
+        _write_back(array, tensor)
+
+
+def _write_back(array: np.ndarray, tensor: torch.Tensor) -> torch.Tensor:
+    """Writes `to_numpy(tensor)` into the tensor, unless it is a view of the tensor."""
+    if tensor.data_ptr() != array.ctypes.data:
+        return write_into(tensor, array)
+    torch.autograd.graph.increment_version(tensor)  # written in place, which autograd must record
+    return tensor

@@ -96,6 +96,46 @@ def test_different_lengths_outside_jit():
         jax.jit(lambda x: hvd.alltoall(x, splits=[1] * hvd.size()))(jnp.ones(hvd.size()))
 
 
+@pytest.mark.parametrize("with_splits", [False, True])
+def test_gradients_with_unequal_numbers_of_rows(with_splits):
+    """Outside `jax.jit`: each row gets the gradient of its place at the receiver."""
+    size, rank = hvd.size(), hvd.rank()
+    counts = np.array([[2 * source + 1] * size for source in range(size)])
+    if with_splits:
+        counts += np.arange(size)
+    unsent = 1 if with_splits else 0  # after the last row of the splits
+
+    def loss(x):
+        result = hvd.alltoall(x, counts[rank] if with_splits else None)
+        rows = result[0] if with_splits else result
+        return (rows[:, 0] * (100.0 * rank + 1 + jnp.arange(len(rows)))).sum()
+
+    found = jax.grad(loss)(jnp.zeros((counts[rank].sum() + unsent, 1)))
+    expected = [
+        100 * receiver + counts[:rank, receiver].sum() + 1 + i
+        for receiver in range(size)
+        for i in range(counts[rank, receiver])
+    ]
+    equal(found[:, 0], np.array([*expected, *[0] * unsent]))
+
+    def gathered(x):
+        rows = hvd.allgather(x)
+        return (rows * jnp.arange(1.0, len(rows) + 1)).sum()
+
+    start = rank * (rank + 1) // 2
+    equal(jax.grad(gathered)(jnp.zeros(rank + 1)), np.arange(1.0, rank + 2) + start)
+    length = 2 * size + 1
+    weights = jnp.arange(1.0, length + 1)
+    own = np.array_split(np.arange(length), size)[rank]
+
+    def scattered(x):
+        return (hvd.reducescatter(x, hvd.Sum) * weights[own]).sum()
+
+    equal(jax.grad(scattered)(jnp.zeros(length)), np.array(weights) * size)
+    sent = jax.grad(lambda x: (hvd.broadcast(x, size - 1) * (rank + 1)).sum())(jnp.zeros(3))
+    equal(sent, np.full(3, (size + 1) / 2 if rank == size - 1 else 0))
+
+
 def test_gradients(compiled):
     size, rank = hvd.size(), hvd.rank()
     x = own((2 * size, 2))

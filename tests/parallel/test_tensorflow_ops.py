@@ -444,6 +444,10 @@ def test_gradients_of_data_movement_equal_those_of_horovod():
     )
     np.testing.assert_allclose(found[:-1, 0], np.repeat(lengths, RANK + 1))
     assert not np.any(found[-1])
+    places = tf.range(RANK + 1, RANK + 1 + sum(lengths), dtype=tf.float32)[:, None]
+    found = gradient_of(lambda x: hvd.alltoall(x) * places, rank_tensor(SIZE * (RANK + 1)))
+    arrives = [to + 1 + sum(lengths[:RANK]) + i for to in RANKS for i in range(RANK + 1)]
+    np.testing.assert_allclose(found[:, 0], arrives)
     for op, expected in ((hvd.Sum, SIZE), ("Sum", SIZE), ("SUM", SIZE), ("Average", 1)):
         found = gradient_of(lambda x, op=op: hvd.reducescatter(x, op=op), rank_tensor(2 * SIZE + 1))
         np.testing.assert_allclose(found, expected)

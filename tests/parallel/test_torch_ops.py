@@ -292,6 +292,90 @@ def test_gradients_equal_those_of_horovod():
         gradient(lambda x: hvd.allreduce(x, op=hvd.Max))
 
 
+@pytest.mark.parametrize("with_splits", [False, True])
+def test_gradients_with_unequal_numbers_of_rows(with_splits):
+    """Each row gets the gradient of its place at the receiver."""
+    size, rank = hvd.size(), hvd.rank()
+    counts = np.array([[2 * source + 1] * size for source in range(size)])
+    if with_splits:
+        counts += np.arange(size)
+    unsent = 1 if with_splits else 0  # after the last row of the splits
+
+    def gradient(function, rows):
+        given = torch.zeros(rows, 1, requires_grad=True)
+        function(given)[:, 0].sum().backward()
+        return given.grad[:, 0].numpy()
+
+    def places(rows, first=1.0):
+        return rows * torch.arange(first, first + len(rows))[:, None]
+
+    def exchanged(x):
+        result = hvd.alltoall(x, counts[rank].tolist() if with_splits else None)
+        return places(result[0] if with_splits else result, 100.0 * rank + 1)
+
+    found = gradient(exchanged, counts[rank].sum() + unsent)
+    expected = [
+        100 * receiver + counts[:rank, receiver].sum() + 1 + i
+        for receiver in range(size)
+        for i in range(counts[rank, receiver])
+    ]
+    assert found.tolist() == [*expected, *[0] * unsent]
+    start = rank * (rank + 1) // 2
+    found = gradient(lambda x: places(hvd.allgather(x)), rank + 1)
+    assert found.tolist() == [start + 1 + i for i in range(rank + 1)]
+    own = np.array_split(np.arange(2 * size + 1), size)[rank]
+    found = gradient(lambda x: places(hvd.reducescatter(x, op=hvd.Sum), own[0] + 1.0), 2 * size + 1)
+    assert found.tolist() == [size * (1 + i) for i in range(2 * size + 1)]
+    found = gradient(lambda x: hvd.broadcast(x, size - 1) * (rank + 1), 3)
+    assert found.tolist() == [(size + 1) / 2 if rank == size - 1 else 0] * 3
+
+
+@pytest.mark.parametrize("backed", ["contiguous", "strided"])
+def test_conjugate_and_negative_views(backed):
+    size = hvd.size()
+    z = torch.tensor([1 + 2j, 5, 3 - 1j, 5])
+    z = z[::2] if backed == "strided" else z[::2].contiguous()
+    right = torch.tensor([1 - 2j, 3 + 1j])
+    view = z.conj()
+    assert torch.equal(hvd.allreduce(view, op=hvd.Sum), right * size)
+    assert torch.equal(hvd.allreduce(view.imag, op=hvd.Sum), right.imag * size)
+    assert torch.equal(hvd.grouped_allreduce([view, view.imag])[1], right.imag)
+    assert torch.equal(hvd.allgather(view), right.repeat(size))
+    assert torch.equal(hvd.broadcast(view, 0), right)
+    assert torch.equal(hvd.alltoall(view.imag.repeat(size)), right.imag.repeat(size))
+    copies = [z.clone().conj(), z.clone().conj().imag]
+    hvd.allreduce_(copies[0], op=hvd.Sum)
+    assert torch.equal(copies[0], right * size)
+    hvd.broadcast_(copies[1], 0)
+    assert torch.equal(copies[1], right.imag)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_is_summed(dtype):
+    given = torch.tensor([1.0, 2.0]).to(dtype)
+    found = hvd.allreduce(given, op=hvd.Sum)
+    assert found.dtype == dtype and found.float().tolist() == [1.0 * hvd.size(), 2.0 * hvd.size()]
+    assert hvd.allgather(given).float().tolist() == [1.0, 2.0] * hvd.size()
+    hvd.broadcast_(given, 0)
+    assert given.float().tolist() == [1.0, 2.0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(2, device="meta"),
+        lambda: torch.eye(2).to_sparse_csr(),
+        lambda: torch.ones(2).to(torch.complex32),
+    ],
+)
+def test_tensors_without_an_array_are_refused_on_all_ranks(make):
+    odd = hvd.rank() == hvd.size() - 1
+    with pytest.raises(errors.ArgumentTypeError, match="dense tensor"):
+        hvd.allreduce(make() if odd else torch.ones(2))
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum) == hvd.size()
+
+
 MISMATCHES = {  # functions of whether the rank is the odd one
     "shape": lambda odd: hvd.allreduce(torch.ones(17 + odd)),
     "dtype": lambda odd: hvd.allreduce(torch.ones(3, dtype=DTYPES[odd])),
