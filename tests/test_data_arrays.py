@@ -50,6 +50,15 @@ def test_ranks_cover_all_samples(size, shuffle, form):
             next_epoch(part)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_arrays_have_native_byte_order(form):
+    data = {"x": np.arange(4, dtype=">i8"), "y": np.arange(4, dtype=">f4")}
+    [part] = parts_of(data, 1, form, batch_size=4, shuffle=False)
+    batch = part[0] if form is ArrayDataset else next(part.as_numpy_iterator())
+    assert batch["x"].dtype == np.int64 and batch["y"].dtype == np.float32
+    assert batch["x"].tolist() == batch["y"].tolist() == [0, 1, 2, 3]
+
+
 def test_both_forms_have_the_same_orders():
     [one], [other] = (parts_of(np.arange(20), 1, form, batch_size=3) for form in FORMS)
     for _ in range(3):

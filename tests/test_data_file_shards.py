@@ -22,8 +22,8 @@ from keras_dist.data.image_labels import Classes, labels_of, listed
 from keras_dist.data.npz_files import NpzFiles
 from keras_dist.data.parquet_files import ParquetFiles, parquet
 from keras_dist.data.shard_options import Fact, ShardOptions
-from keras_dist.data.shard_source import ShardSource
-from keras_dist.data.tar_files import TarFiles
+from keras_dist.data.shard_source import Location, ShardSource
+from keras_dist.data.tar_files import TarFiles, bytes_of, samples_of
 
 # --- Index arithmetic
 
@@ -294,8 +294,84 @@ def test_null_integers_are_an_error(missing, tmp_path):
     source = ShardSource(
         ParquetFiles("x", options), [str(tmp_path / "0.parquet")], options, "raise", []
     )
-    with pytest.raises(errors.DataError, match="column x has null"):
+    with pytest.raises(errors.DataError, match=r"'x' of .* in row group 0\.") as caught:
         source.batches([source.held]).batch(0, 0)
+    assert "damaged" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [pa.int32(), pa.uint8(), pa.bool_()])
+def test_a_null_is_named_with_its_column_and_row_group(kind, tmp_path):
+    columns = {
+        "x": pa.array([True, False, True, None]).cast(kind),
+        "f": pa.array([1.0, None, 3.0, 4.0]),
+    }
+    path = str(tmp_path / "0.parquet")
+    pa.parquet.write_table(pa.table(columns), path, row_group_size=2)
+    options = options_of(0, 1, shuffle=False, batch_size=2)
+    source = ShardSource(ParquetFiles(("x", "f"), options), [path], options, "raise", [])
+    batches = source.batches([source.held])
+    np.testing.assert_array_equal(batches.batch(0, 0)[1], [1, np.nan])
+    with pytest.raises(
+        errors.DataError, match=r"'x' of .*0\.parquet .* 1 in row group 1\."
+    ) as caught:
+        batches.batch(0, 1)
+    assert "damaged" not in str(caught.value) and str(kind) in str(caught.value)
+
+
+def test_arrays_of_files_have_native_byte_order(tmp_path):
+    expected = np.arange(4)
+    for number, dtype in enumerate((">i8", "<i8")):
+        np.savez(tmp_path / f"{number}.npz", x=expected.astype(dtype), y=expected.astype(">f4"))
+    options = options_of(0, 1, shuffle=False)
+    paths = [str(tmp_path / f"{number}.npz") for number in range(2)]
+    source = ShardSource(NpzFiles(("x", "y"), options), paths, options, "raise", [])
+    for step in range(2):
+        x, y = source.batches([source.held]).batch(0, step)
+        assert x.dtype == np.int64 and x.dtype.isnative and y.dtype.isnative
+        assert x.tolist() == y.tolist() == expected.tolist()
+
+
+def members_of(path, *names):
+    """Writes a tar file of members whose contents are their names; `/` ends a directory."""
+    with tarfile.open(path, "w") as archive:
+        for name in names:
+            info = tarfile.TarInfo(name.removesuffix("/"))
+            info.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
+            content = b"" if info.isdir() else name.encode()
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return str(path)
+
+
+# Keys and fields are those that webdataset 1.0.2 finds.
+MEMBERS = {
+    "case": (["7.JPG", "7.Seg.PNG"], [("7", ["jpg", "seg.png"])]),
+    "directories": (["a/", "./a/7.jpg", "b.v1/7.jpg"], [("./a/7", ["jpg"]), ("b.v1/7", ["jpg"])]),
+    "absolute": (["/a/7.jpg"], [("/a/7", ["jpg"])]),
+    "without extension": (["README", "a/7", "7.jpg", "7"], [("7", ["jpg"])]),
+    "hidden": ([".7.jpg", "7.jpg"], [("7", ["jpg"])]),
+    "hidden in a directory": (["a/.7.jpg"], [("a/", ["7.jpg"])]),
+    "meta": (["__a__", "__a__/7.jpg", "a/__b__.jpg"], [("a/__b__", ["jpg"])]),
+    "trailing dot": (["7."], [("7", [""])]),
+    "apart": (["7.a", "8.a", "7.b"], [("7", ["a"]), ("8", ["a"]), ("7", ["b"])]),
+}
+
+
+@pytest.mark.parametrize("case", MEMBERS)
+def test_members_form_samples_as_in_webdataset(case, tmp_path):
+    names, expected = MEMBERS[case]
+    path = members_of(tmp_path / "0.tar", *names)
+    found = [bytes_of(path, sample) for sample in samples_of(path)]
+    assert [(each.pop("__key__").decode(), list(each)) for each in found] == expected
+    for each in found:
+        assert all(value.decode().lower().endswith(field) for field, value in each.items())
+
+
+@pytest.mark.parametrize("names", [("7.jpg", "7.JPG"), ("7.jpg", "7.jpg"), ("7.__key__",)])
+def test_a_second_member_of_a_field_is_an_error(names, tmp_path):
+    path = members_of(tmp_path / "0.tar", *names)
+    with pytest.raises(ValueError, match="is a second field"):
+        samples_of(path)
 
 
 def test_a_list_of_names_is_a_matrix(write):
@@ -363,6 +439,36 @@ def test_images_of_a_directory_come_once_with_sorted_classes(size, tree):
     epochs = [pairs_of(each) for each in batches]
     assert sorted(pair for epoch in epochs for pair in epoch) == sorted(LABELS.items())
     assert epochs != [pairs_of(each, 1) for each in batches]
+
+
+def grey_of_16_bits(path):
+    values = np.array([[0, 1000], [40000, 65535]], np.uint16)
+    Image.frombytes("I;16", (2, 2), values.tobytes()).save(path)
+
+
+IMAGES = {
+    "grey of 16 bits": grey_of_16_bits,
+    "grey and alpha": lambda path: Image.new("LA", (2, 2), (100, 7)).save(path),
+    "palette": lambda path: Image.new("RGB", (2, 2), (250, 10, 90)).quantize(2).save(path),
+    "1 bit": lambda path: Image.new("1", (2, 2), 1).save(path),
+}
+
+
+@pytest.mark.parametrize("mode", ["rgb", "grayscale"])
+@pytest.mark.parametrize("kind", IMAGES)
+def test_values_of_images_are_those_of_keras(kind, mode, tmp_path):
+    import keras
+
+    IMAGES[kind](tmp_path / "0.png")
+    files = ImageFiles(None, None, (2, 2), mode, "raise", options_of(0, 1))
+    found = files._decode(Location(0, 0, str(tmp_path / "0.png")))
+    [batch] = keras.utils.image_dataset_from_directory(
+        tmp_path, labels=None, color_mode=mode, image_size=(2, 2), verbose=False
+    )
+    # Pillow and TensorFlow round the grey of a colour differently.
+    np.testing.assert_allclose(found, np.array(batch)[0], atol=1 if kind == "palette" else 0)
+    if kind == "grey of 16 bits":
+        assert found[..., 0].tolist() == [[0, 3], [156, 255]]
 
 
 def test_labels_have_the_form_of_keras(tree):

@@ -63,6 +63,8 @@ class CachedShards:
         location = self._locations[shard]
         try:
             self._cache[shard] = self._load(location)
+        except errors.DataError:  # of what the file holds
+            raise
         except Exception as failure:  # a damaged file may raise anything
             raise errors.DataError(
                 errors.explain(

@@ -63,7 +63,8 @@ def image_dataset(
             subdirectories. Defaults to `"int"`.
         class_names: the classes in the order of their numbers. Defaults to the classes found,
             sorted; the values of a `DataFrame` are converted to strings.
-        color_mode: `"rgb"`, `"rgba"` or `"grayscale"`. Defaults to `"rgb"`.
+        color_mode: `"rgb"`, `"rgba"` or `"grayscale"`. Of 16 bits per channel the upper 8 are used,
+            as in `keras.utils.image_dataset_from_directory`. Defaults to `"rgb"`.
         directory: directory to which paths in a `DataFrame` are relative. Defaults to the working
             directory.
         x_col: name of the column of paths. Defaults to `"filename"`.
@@ -190,7 +191,8 @@ class ImageFiles:
         height, width = self._size
         with Image.open(location.path) as image:
             image.draft(self._mode, (width, height))  # decodes a JPEG at a reduced size
-            pixels = image.convert(self._mode).resize((width, height), Image.Resampling.BILINEAR)
+            converted = _eight_bits(image).convert(self._mode)
+        pixels = converted.resize((width, height), Image.Resampling.BILINEAR)
         array = np.asarray(pixels, "float32").reshape(height, width, -1)
         return array if self._labels is None else (array, self._labels[location.file])
 
@@ -215,6 +217,15 @@ class ImageReader:
     def read(self, shards: np.ndarray, rows: np.ndarray) -> Any:
         """Returns a batch of decoded images."""
         return self._decoder.batch([self._locations[shard] for shard in shards.tolist()])
+
+
+def _eight_bits(image: Any) -> Any:
+    """Returns the upper 8 bits of a grey image of 16 bits, as Keras does, where Pillow cuts off."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image
 
 
 def _digest(labels: np.ndarray) -> str:

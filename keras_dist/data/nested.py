@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist.data.kinds import is_a
+from keras_dist.ops.arguments import native
 
 __all__ = ["as_array", "concatenated", "described", "leaves", "mapped", "stacked"]
 
@@ -41,11 +42,12 @@ def leaves(data: Any, path: str = "data") -> Iterator[tuple[str, Any]]:
 def as_array(leaf: Any) -> np.ndarray:
     """Converts a framework's tensor, pandas data or a number to a numpy array, as Keras does.
 
+    The array has the byte order of this machine, which frameworks require.
     A pandas column becomes an array of shape `(rows, 1)`; floats of pandas become `floatx`.
     """
     if is_a(leaf, "torch", "Tensor"):
         return leaf.detach().cpu().numpy()
-    array = np.asarray(leaf)
+    array = native(np.asarray(leaf))
     if is_a(leaf, "pandas", "DataFrame", "Series"):
         import keras
 

@@ -113,7 +113,10 @@ class NpzFiles:
             shapes = ", ".join(f"{name} {shape}" for name, (shape, _) in headers.items())
             remedy = "Write one entry per sample into each array."
             raise self._error(f"arrays of equal length in {path}", shapes, remedy)
-        layout = tuple((name, dtype.str, shape[1:]) for name, (shape, dtype) in headers.items())
+        layout = tuple(
+            (name, dtype.newbyteorder("=").str, shape[1:])
+            for name, (shape, dtype) in headers.items()
+        )
         return Found(lengths.pop(), layout, self._names)
 
     def reader(self, locations: Sequence[Location], found: Found) -> CachedShards:

@@ -135,9 +135,28 @@ class ParquetFiles:
             columns = [column for name in dtypes for column in _columns_in(name)]
             with pyarrow.parquet.ParquetFile(location.path) as file:
                 table = file.read_row_group(location.inner, columns=columns)
+            for column in columns:
+                self._check_nulls(table.column(column), column, location)
             return {name: _array(table, name, dtype) for name, dtype in dtypes.items()}
 
         return CachedShards(load, locations, found, self.mixed)
+
+    def _check_nulls(self, values: Any, column: str, location: Location) -> None:
+        """Raises if a column has nulls that numpy has no value for; of floats they are NaN."""
+        import pyarrow.types
+
+        kind, count = values.type, 0
+        if pyarrow.types.is_fixed_size_list(kind):
+            kind, count = kind.value_type, values.null_count
+            values = values.combine_chunks().flatten()
+        if not pyarrow.types.is_floating(kind):
+            count += values.null_count
+        if count:
+            raise self._error(
+                f"column {column!r} of {location.path} to have no nulls, which {kind} cannot hold",
+                f"{count} in row group {location.inner}",
+                "Fill them when the files are written, or write floats, whose nulls become NaN.",
+            )
 
     def _error(self, expected: str, received: str, remedy: str) -> errors.DataError:
         return errors.DataError(self._options.explain(expected, received, remedy))
@@ -173,21 +192,14 @@ def _kind(kind: Any) -> tuple[np.dtype, tuple[int, ...]] | None:
 
 
 def _array(table: Any, name: str, dtype: str) -> np.ndarray:
-    columns = [_column(table.column(column), column) for column in _columns_in(name)]
+    columns = [_column(table.column(column)) for column in _columns_in(name)]
     array = np.stack(columns, axis=1) if MATRIX in name else columns[0]
     return array.astype(dtype, copy=False)
 
 
-def _column(column: Any, name: str) -> np.ndarray:
+def _column(column: Any) -> np.ndarray:
     values = column.combine_chunks()
     if hasattr(values.type, "list_size"):
-        if values.null_count:
-            raise ValueError(f"column {name} has null rows")
-        return _numbers(values.flatten(), name).reshape(-1, values.type.list_size)
-    return _numbers(values, name)
-
-
-def _numbers(values: Any, name: str) -> np.ndarray:
-    if values.null_count and not np.issubdtype(values.type.to_pandas_dtype(), np.floating):
-        raise ValueError(f"column {name} has null values, which its dtype cannot represent")
+        numbers = values.flatten().to_numpy(zero_copy_only=False)
+        return numbers.reshape(-1, values.type.list_size)
     return values.to_numpy(zero_copy_only=False)

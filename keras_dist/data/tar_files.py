@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import tarfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,11 @@ from keras_dist.data.shard_source import Location, ShardSource
 
 __all__ = ["Sample", "TarFiles", "TarReader", "bytes_of", "samples_of", "tar"]
 
+KEY = "__key__"
+# The names of members, and those that hold no sample, by the expressions of WebDataset.
+NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+META = re.compile(r"__[^/]*__($|/)")
+
 Decode = Callable[[dict[str, bytes]], Any]
 
 
@@ -29,7 +35,7 @@ class Sample(NamedTuple):
 
     Args:
         key: name of the sample.
-        members: extension, offset and size of each member, in bytes.
+        members: field, offset and size of each member, in bytes.
     """
 
     key: str
@@ -49,8 +55,11 @@ def tar(
 ) -> Any:
     """Returns this rank's batches of samples in tar files, for `fit`.
 
-    A sample consists of the members with the same basename, as in WebDataset: `n01/7.jpg` and
-    `n01/7.cls` are one sample. Members are read in place; nothing is extracted.
+    A sample consists of consecutive members with the same name up to a dot, as in WebDataset:
+    `n01/7.jpg` and `n01/7.cls` are the sample `n01/7` with the fields `jpg` and `cls`. Fields are
+    in lower case; `7.seg.PNG` is the field `seg.png`. Directories, links, members without a dot in
+    their name and those whose names begin with `__...__` are left out. Members are read in place;
+    nothing is extracted.
 
     File i belongs to rank `i % size`. With fewer files than ranks, every rank reads all files, and
     sample i belongs to rank `i % size`. Shuffling permutes the files each epoch, and the samples
@@ -62,9 +71,8 @@ def tar(
     Args:
         files: a path, a pattern such as `"train/*.tar"`, or a list of them; not compressed.
         decode: function from a sample to nested tuples and dicts of arrays of constant shapes. The
-            sample is a dict of bytes by extension, the part of a name after its first dot, as in
-            `{"jpg": ..., "cls": b"3"}`; `sample["__key__"]` is its name, as bytes. Several threads
-            call the function.
+            sample is a dict of bytes by field, as in `{"jpg": ..., "cls": b"3"}`;
+            `sample["__key__"]` is its name, as bytes. Several threads call the function.
         batch_size: maximum number of samples per step on this rank. A rank with fewer samples
             than others distributes them over the same number of steps. Defaults to 32.
         shuffle: whether each epoch has a new order. Pass False to evaluate or predict.
@@ -82,8 +90,8 @@ def tar(
         A `tf.data.Dataset` with the TensorFlow backend, otherwise a `keras.utils.PyDataset`.
 
     Raises:
-        DataError: a file is missing, damaged or compressed, a sample cannot be decoded, or there
-            are too few samples.
+        DataError: a file is missing, damaged or compressed, a sample has two members of one field
+            or cannot be decoded, or there are too few samples.
         ArgumentError: an argument has an invalid value.
         ArgumentTypeError: an argument has the wrong type.
         MismatchError: files or arguments differ across ranks.
@@ -128,7 +136,7 @@ class TarFiles:
     def look(self, path: str) -> Found:
         """Reads the headers of the members and decodes the first decodable sample."""
         samples = samples_of(path)
-        failure: Exception = ValueError("the file has no samples")
+        failure: Exception = ValueError("the file has no samples, such as 7.jpg")
         for sample in samples:
             try:
                 decoded = self._decode(bytes_of(path, sample))
@@ -183,28 +191,34 @@ def samples_of(path: str) -> list[Sample]:
 
     Raises:
         tarfile.TarError: the file is damaged, truncated or compressed.
+        ValueError: a sample has two members of one field.
     """
-    members: dict[str, list[tuple[str, int, int]]] = {}
+    samples: list[tuple[str, dict[str, tuple[str, int, int]]]] = []
     end = 0
     with tarfile.open(path, "r:") as archive:
         for member in archive:
             end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-            if member.isfile():
-                folder, _, name = member.name.rpartition("/")
-                base, _, extension = name.partition(".")
-                location = (extension, member.offset_data, member.size)
-                members.setdefault(f"{folder}/{base}".lstrip("/"), []).append(location)
+            found = NAME.match(member.name)
+            if not found or not member.isfile() or META.match(member.name):
+                continue
+            key, field = found[1], found[2].lower()
+            if not samples or samples[-1][0] != key:
+                samples.append((key, {}))
+            fields = samples[-1][1]
+            if field in fields or field == KEY:
+                raise ValueError(f"{member.name} is a second field {field!r} of sample {key}")
+            fields[field] = (field, member.offset_data, member.size)
     # tarfile does not notice a truncation between two members.
     if os.path.getsize(path) < end + tarfile.BLOCKSIZE:
         raise tarfile.ReadError("the file is truncated, or not a tar file")
-    return [Sample(key, tuple(locations)) for key, locations in members.items()]
+    return [Sample(key, tuple(fields.values())) for key, fields in samples]
 
 
 def bytes_of(path: str, sample: Sample) -> dict[str, bytes]:
-    """Returns the contents of the members by extension, and the name under `"__key__"`."""
+    """Returns the contents of the members by field, and the name under `"__key__"`."""
     with open(path, "rb") as file:
-        members = {"__key__": sample.key.encode()}
-        for extension, offset, count in sample.members:
+        members = {KEY: os.fsencode(sample.key)}
+        for field, offset, count in sample.members:
             file.seek(offset)
-            members[extension] = file.read(count)
+            members[field] = file.read(count)
     return members

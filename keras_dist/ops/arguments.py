@@ -14,6 +14,7 @@ __all__ = [
     "check_out",
     "check_writeable",
     "names_of",
+    "native",
     "parse_factors",
     "resolve_groups",
     "resolve_op",
@@ -21,7 +22,7 @@ __all__ = [
 
 
 def as_array(value: Any) -> np.ndarray:
-    """Returns a value as an array.
+    """Returns a value as an array in the byte order of this machine.
 
     Raises:
         ArgumentError: rows of the value have different lengths.
@@ -31,7 +32,7 @@ def as_array(value: Any) -> np.ndarray:
     if isinstance(value, _gpu.DeviceArray):
         return cast(np.ndarray, value)  # the engine takes it where it is
     try:
-        return np.asarray(value)
+        return native(np.asarray(value))
     except ValueError as error:
         raise errors.ArgumentError(
             errors.explain(
@@ -51,6 +52,11 @@ def as_array(value: Any) -> np.ndarray:
                 "keras_dist.tensorflow, keras_dist.jax or keras_dist.torch.",
             )
         ) from error
+
+
+def native(array: np.ndarray) -> np.ndarray:
+    """Returns an array in the byte order of this machine: itself, or a copy."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 @functools.lru_cache
@@ -103,7 +109,8 @@ def check_out(out: Any, array: np.ndarray) -> None:
         ArgumentTypeError: `out` is not a numpy array of numbers.
     """
     check_writeable(out, "out")
-    if (out.shape, out.dtype) != (array.shape, array.dtype):
+    dtypes = {out.dtype.newbyteorder("="), array.dtype.newbyteorder("=")}
+    if out.shape != array.shape or len(dtypes) > 1:
         raise errors.ArgumentError(
             errors.explain(
                 runtime.where(),

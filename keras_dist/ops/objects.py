@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import numpy as np
+
 from keras_dist import _engine, runtime
+from keras_dist.ops.arguments import native
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet
 
@@ -31,13 +34,16 @@ def broadcast_object(
         process_set: as in `allreduce`.
 
     Returns:
-        The root's own object on the root, a copy on the other ranks.
+        The root's own object on the root, a copy on the other ranks. The byte order of an array is
+        that of this machine.
 
     Raises:
         MismatchError: the arguments of the ranks differ; raised on every rank.
         ArgumentError: `root_rank` is not a rank of the process set, or its object cannot be
             pickled; raised on every rank.
     """
+    if isinstance(value, np.ndarray):
+        value = native(value)  # as numpy reads it on the other ranks
     return _engine.collectives.broadcast_object(
         runtime.communicator(process_set), value, root_rank, name
     )

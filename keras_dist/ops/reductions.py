@@ -66,8 +66,8 @@ def allreduce(
             Ranks may differ in it. Defaults to a new array.
 
     Returns:
-        `out`, or a new array of the shape and dtype of `value`. A JAX variable that is assigned the
-        result may alias its memory: do not write to the result afterwards.
+        `out`, or a new array of the shape and dtype of `value`, in native byte order. A JAX
+        variable that is assigned the result may alias its memory: do not write to it afterwards.
 
     Raises:
         MismatchError: the arguments of the ranks differ; raised on every rank.
@@ -92,6 +92,8 @@ def allreduce(
             key = run = None
         if run is not None:
             return run(array, out)
+        if not array.dtype.isnative:
+            key = None  # the short path takes the array as it is
     with _engine.collectives.raise_on_all(comm, "allreduce", name):
         resolved = resolve_op(op, average)
         if out is not None:
@@ -143,6 +145,8 @@ def grouped_allreduce(
         run = None if key is None else comm.calls.get(key)
         if run is not None:
             return run(values)
+        if key is not None and not all(value.dtype.isnative for value in values):
+            key = None
     request = _parse(comm, values, op, name, prescale_factor, postscale_factor, compression)
     return _reduce(comm, *request, key)
 

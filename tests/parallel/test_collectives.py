@@ -147,6 +147,39 @@ def test_broadcast_from_every_root():
             np.testing.assert_array_equal(received, contribution(root, (3, 2), dtype))
 
 
+@pytest.mark.parametrize("dtype", [">i8", ">f4", ">f2", ">c8"])
+def test_results_have_native_byte_order(dtype):
+    size, given = keras_dist.size(), np.arange(1, 5).astype(dtype)
+    rows = np.tile(given, (size, 1))
+    out = np.empty_like(given)
+    total = (given * size).tolist()
+    for _ in range(3):  # the ordinary way, and that of a call like an earlier one
+        found = {
+            "allreduce": (keras_dist.allreduce(given, op=keras_dist.Sum), total),
+            "grouped": (keras_dist.grouped_allreduce([given, given])[1], given.tolist()),
+            "queued": (keras_dist.synchronize(keras_dist.allreduce_async(given)), given.tolist()),
+            "allgather": (keras_dist.allgather(given), given.tolist() * size),
+            "grouped_allgather": (keras_dist.grouped_allgather([given])[0], given.tolist() * size),
+            "broadcast": (keras_dist.broadcast(given), given.tolist()),
+            "alltoall": (keras_dist.alltoall(rows), rows.tolist()),
+            "reducescatter": (keras_dist.reducescatter(rows), rows[:1].tolist()),
+            "broadcast_object": (keras_dist.broadcast_object(given), given.tolist()),
+            "allgather_object": (keras_dist.allgather_object(given)[0], given.tolist()),
+            "sparse": (
+                keras_dist.sparse_allreduce(rows[:1], np.zeros(1, ">i8"))[0],
+                [rows[0].tolist()],
+            ),
+        }
+        for name, (result, expected) in found.items():
+            assert result.dtype.isnative, name
+            assert result.dtype == np.dtype(dtype).newbyteorder("=") and result.tolist() == expected
+        # Arrays of the caller keep theirs.
+        assert keras_dist.allreduce(given, op=keras_dist.Sum, out=out) is out
+        assert out.tolist() == total and out.dtype == dtype
+    keras_dist.broadcast_([out])
+    assert out.tolist() == total
+
+
 def test_objects():
     rank, size = keras_dist.rank(), keras_dist.size()
     assert keras_dist.allgather_object({"rank": rank}) == [{"rank": r} for r in range(size)]
