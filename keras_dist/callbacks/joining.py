@@ -109,7 +109,7 @@ class AdmitRanks(BackupAndRestore):
         is_root = comm.rank == 0
         now = (
             comm.size != self._ranks,
-            is_root and bool(growth.requests()),
+            is_root and growth.is_asked(),
             is_root and replacement.is_lost(),
             comm.size < self._ranks and comm.size < config.settings().min_np,
             self._replaces and comm.size < growth.size_at_start() and not replacement.is_pending(),

@@ -26,6 +26,7 @@ __all__ = [
     "connect",
     "difference",
     "facts",
+    "is_asked",
     "is_waiting",
     "refuse",
     "replace",
@@ -107,6 +108,11 @@ def requests() -> dict[str, dict[str, Any]]:
     return {name: asks for name, asks in _directory().requests().items() if is_running(asks)}
 
 
+def is_asked() -> bool:
+    """Returns whether processes ask to join; looks once a second at most. On the root."""
+    return _directory().is_asked()
+
+
 def refuse(name: str, reason: str) -> None:
     """Tells a process why it cannot join. On the root."""
     _directory().answer(name, {"reason": reason})
@@ -169,12 +175,17 @@ def connect(about: dict[str, Any]) -> Any:
         What the ranks of the job share.
 
     Raises:
-        LaunchError: the job has ended, or does not accept this process.
+        LaunchError: the job has ended, does not accept this process, or has given no sign for
+            `KERAS_DIST_STALL_ABORT_SECONDS`.
     """
     comm, directory = job.communicator(), _directory()
     spawned = replacement.is_spawned()
     asks = {**_this_process(), "alike": facts(), "spawned": spawned, **about}
-    answer = directory.wait_for_answer(directory.request(asks))
+    try:
+        limit = config.settings().stall_abort_seconds
+        answer = directory.wait_for_answer(directory.request(asks), limit)
+    except TimeoutError as error:
+        raise _cannot_join(str(error)) from error
     if answer is None and spawned:
         replacement.leave()  # the job has ended without it, which is no error
     if answer is None or "port" not in answer:

@@ -20,6 +20,7 @@ __all__ = ["JobDirectory", "is_alive", "is_running"]
 JOB = "job.json"
 PLACE, REQUEST, ANSWER, SUFFIX = "place-", "request-", "answer-", ".json"
 POLL_SECONDS = 0.02
+LOOK_SECONDS = 1.0
 
 Facts = dict[str, Any]
 
@@ -33,6 +34,7 @@ class JobDirectory:
 
     def __init__(self, path: str):
         self.path = Path(path)
+        self._next_look = 0.0  # of `is_asked`, on the monotonic clock
 
     def announce(self, job: Facts) -> None:
         """Announces a job, or its new root."""
@@ -64,16 +66,18 @@ class JobDirectory:
         for number in itertools.count(first):
             name = f"{PLACE}{host}-{number}{SUFFIX}"
             holder = self._read(name)
-            if holder is not None and not is_running(holder):
-                (self.path / name).unlink(missing_ok=True)
+            has_ended = holder is not None and not is_running(holder)
+            # Of several processes that find the same one ended, a single one creates this file.
+            first_of_all = f"{name}.after-{holder['pid']}" if holder and has_ended else name
             try:
-                with open(self.path / name, "x") as file:
-                    json.dump({"host": host, "pid": os.getpid()}, file)
-                    return number
+                with open(self.path / first_of_all, "x"):
+                    pass
             except FileExistsError:
                 continue
             except FileNotFoundError:
                 return None
+            self._write(name, {"host": host, "pid": os.getpid()})
+            return number
         raise AssertionError
 
     def job(self) -> Facts | None:
@@ -100,8 +104,31 @@ class JobDirectory:
         self._write(f"{ANSWER}{name}{SUFFIX}", facts)
         (self.path / f"{REQUEST}{name}{SUFFIX}").unlink(missing_ok=True)
 
-    def wait_for_answer(self, name: str) -> Facts | None:
-        """Returns the answer to a request of this process; `None` if the job has ended. Blocks."""
+    def is_asked(self) -> bool:
+        """Returns whether processes ask to join, and shows them that the job is alive.
+
+        The directory may be on a slow file system: it is read every `LOOK_SECONDS` at most.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + LOOK_SECONDS
+        with contextlib.suppress(OSError):
+            os.utime(self.path / JOB)
+        return bool(self.requests())
+
+    def wait_for_answer(self, name: str, limit_seconds: float) -> Facts | None:
+        """Returns the answer to a request of this process; `None` if the job has ended. Blocks.
+
+        Args:
+            name: the id of the request.
+            limit_seconds: how long to wait without a sign of the job, see `is_asked`; a job on
+                another host may have been killed. 0: without limit.
+
+        Raises:
+            TimeoutError: the job has given no sign for so long. The request is withdrawn.
+        """
+        sign, since = None, time.monotonic()
         while True:
             job = self.job()
             if (facts := self._read(f"{ANSWER}{name}{SUFFIX}")) is not None:
@@ -109,6 +136,12 @@ class JobDirectory:
                 return facts
             if job is None or not is_running(job):
                 return None
+            # Compared with itself alone: clocks of hosts differ.
+            if (latest := self._changed(JOB)) != sign:
+                sign, since = latest, time.monotonic()
+            elif limit_seconds and time.monotonic() - since > limit_seconds:
+                (self.path / f"{REQUEST}{name}{SUFFIX}").unlink(missing_ok=True)
+                raise TimeoutError(f"no sign of the job for {limit_seconds:g} s")
             time.sleep(POLL_SECONDS)
 
     def _write(self, name: str, facts: Facts) -> None:
@@ -122,6 +155,13 @@ class JobDirectory:
         except (OSError, ValueError):
             return None
         return found
+
+    def _changed(self, name: str) -> int | None:
+        """Returns when a file was changed; `None` if there is none."""
+        try:
+            return (self.path / name).stat().st_mtime_ns
+        except OSError:
+            return None
 
 
 def is_running(process: Facts) -> bool:
