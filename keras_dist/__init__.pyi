@@ -82,6 +82,9 @@ from .ops import (
 from .ops import (
     sparse_allreduce as sparse_allreduce,
 )
+from .ops.agreed_exceptions import (
+    raise_on_all as raise_on_all,
+)
 from .ops.asynchronous import (
     Handle as Handle,
 )

@@ -135,3 +135,99 @@ def test_evaluation_alone_does_not_meet():
         model.evaluate(*make_data(8), verbose=0, callbacks=[AgreeOnStoppingCallback(True)])
     # A rank that had communicated would be one operation ahead.
     assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
+
+
+# --- Exceptions that a script catches
+
+
+class Pruned(Exception):
+    """As a library for searches raises it to end a trial."""
+
+    def __init__(self, step):
+        super().__init__(step)
+        self.step = step
+
+
+class Prune(keras.callbacks.Callback):
+    """Raises at the `at`th call of one hook on the last rank."""
+
+    def __init__(self, hook, at):
+        super().__init__()
+        self.calls, self.at = 0, at
+        setattr(self, hook, self._hook)
+
+    @keras_dist.raise_on_all()
+    def _hook(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls == self.at and keras_dist.rank() == keras_dist.size() - 1:
+            raise Pruned(self.calls)
+
+
+@pytest.mark.parity("an exception that a rank raises in a callback is raised on all, which go on")
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_train_batch_end", "on_epoch_end"])
+def test_an_exception_of_one_rank_is_raised_on_all(hook):
+    at = 1 if hook == "on_train_begin" else 2
+    prune = Prune(hook, at)
+    for _ in range(2):  # the next trial is in step
+        prune.calls = 0
+        with pytest.raises(Pruned) as caught:
+            steps_of(prune)
+        assert (caught.value.step, prune.calls) == (at, at)
+    assert steps_of() == 15
+
+
+def test_an_exception_in_a_loop_of_the_users_own():
+    ranks, last = keras_dist.size(), keras_dist.size() - 1
+    sums = []
+    for trial in range(3):
+        try:
+            for step in range(4):
+                with keras_dist.raise_on_all():
+                    sums.append(float(keras_dist.allreduce(1.0, op=keras_dist.Sum)))
+                    if (trial, step, keras_dist.rank()) == (1, 2, last):
+                        raise Pruned(step)
+        except Pruned as pruned:
+            assert pruned.step == 2
+    assert sums == [float(ranks)] * 11
+
+
+def test_the_exception_of_the_first_rank_is_raised_where_several_raise():
+    kinds = [KeyError, OSError]
+    with pytest.raises(KeyError, match="0"), keras_dist.raise_on_all():
+        raise kinds[keras_dist.rank() % 2](keras_dist.rank())
+    with pytest.raises(KeyboardInterrupt), keras_dist.raise_on_all():
+        raise KeyboardInterrupt
+    assert keras_dist.allgather_object(1) == [1] * keras_dist.size()
+
+
+def test_an_exception_that_cannot_be_sent_is_an_error_on_all_ranks():
+    class Local(Exception):
+        """Of a class that other processes do not know."""
+
+    class Demanding(Exception):
+        def __init__(self, one, other):
+            super().__init__(one)
+
+    for kind in (lambda: Local("why"), lambda: Demanding("why", 2)):
+        expected = pytest.raises(errors.RankError, match=r"\[rank 0 of .*why")
+        with expected as caught, keras_dist.raise_on_all():
+            if keras_dist.rank() == 0:
+                raise kind()
+        assert caught.value.rank == 0
+        assert agreed(str(caught.value))
+
+
+def test_an_error_that_all_ranks_have_passes():
+    with pytest.raises(errors.ArgumentError), keras_dist.raise_on_all():
+        keras_dist.allreduce(1.0, op="unknown")
+    if keras_dist.size() > 1:
+        named = pytest.raises(errors.MismatchError, match=r"raise_on_all\.$")
+        with named, keras_dist.raise_on_all():
+            keras_dist.allreduce(1.0) if keras_dist.rank() else keras_dist.barrier()
+        some = keras_dist.add_process_set(list(range(1, keras_dist.size())))
+        if keras_dist.rank() > 0:
+            with pytest.raises(Pruned), keras_dist.raise_on_all(some):
+                if keras_dist.rank() == keras_dist.size() - 1:
+                    raise Pruned(1)
+        keras_dist.remove_process_set(some)
+    assert keras_dist.allgather_object(1) == [1] * keras_dist.size()

@@ -41,7 +41,8 @@ __all__ = [
 SAME_STEPS = (
     "Every rank must make the same calls and the same number of steps: share the data out "
     "with keras_dist.data.shard, call keras_dist.join where data ends early, and let all ranks "
-    "stop and leave alike."
+    "stop and leave alike. An exception that the script catches is raised on all ranks by "
+    "keras_dist.raise_on_all."
 )
 UNDEFINED = (
     "Ranks that are out of data take part in allreduce and sparse_allreduce alone, and not in "

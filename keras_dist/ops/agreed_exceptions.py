@@ -1,0 +1,94 @@
+"""`raise_on_all`: an exception of one rank is raised on all ranks, at the same place."""
+
+import contextlib
+import pickle
+from collections.abc import Iterator
+
+from keras_dist import _engine, errors, runtime
+from keras_dist.runtime.process_sets import ProcessSet
+
+__all__ = ["raise_on_all"]
+
+# Raised on all ranks already.
+AGREED = (errors.MismatchError, errors.RankError, errors.RankLostError)
+
+
+@contextlib.contextmanager
+def raise_on_all(process_set: ProcessSet | None = None) -> Iterator[None]:
+    """Raises an exception of one rank on all ranks. Context manager or decorator.
+
+    At the end of the block the ranks wait for each other. If the block has raised an exception on a
+    rank, all ranks raise it: an equal one, of the same class. So a script that catches it, such as
+    a search that prunes trials, goes on with the same calls on every rank. If it is raised on
+    several ranks, that of the first is raised on all. Exceptions that are not an `Exception`, such
+    as `KeyboardInterrupt`, and those that collectives raise on all ranks, pass.
+
+    Collective: every rank enters the block, at the same place of the script; its end blocks. Use it
+    around the body of a callback's method, or of a loop; not in a compiled function.
+
+    Args:
+        process_set: the ranks that raise; a trial that is trained by a set passes the set.
+            Defaults to all ranks.
+
+    Raises:
+        RankError: an exception cannot be pickled, for example because its class is defined in a
+            function; raised on every rank in place of it.
+        MismatchError: a rank is at another place of the script; raised on every rank.
+
+    Example:
+    ```python
+    class Pruned(Exception):
+        pass
+
+    class Prune(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            with keras_dist.raise_on_all():
+                if keras_dist.rank() == 0 and logs["loss"] > 1e6:
+                    raise Pruned
+
+    try:
+        model.fit(dataset, callbacks=keras_dist.callbacks(Prune()))
+    except Pruned:
+        pass                                        # on every rank
+    ```
+    """
+    comm = runtime.communicator(process_set)
+    try:
+        yield
+    except AGREED:
+        raise
+    except Exception as error:
+        _meet(comm, error)
+        raise
+    _meet(comm, None)
+
+
+def _meet(comm: _engine.Communicator, mine: Exception | None) -> None:
+    """Raises the exception of the first rank that has one, unless it is that of this rank."""
+    everyone = _engine.collectives.allgather_object(
+        comm, None if mine is None else _packed(comm, mine), operation="the end of raise_on_all"
+    )
+    first = next((index for index, packed in enumerate(everyone) if packed is not None), None)
+    if first is None:
+        return
+    raised = pickle.loads(everyone[first])
+    if first != comm.rank or type(raised) is not type(mine):
+        raised.add_note(f"Raised first on rank {comm.ranks[first]}, see keras_dist.raise_on_all.")
+        raise raised from mine
+
+
+def _packed(comm: _engine.Communicator, error: Exception) -> bytes:
+    """Returns the pickled exception, or a `RankError` if another process could not read it."""
+    try:
+        packed = pickle.dumps(error)
+        pickle.loads(packed)
+        return packed
+    except Exception as failure:  # of the user's class
+        text = errors.explain(
+            comm.where(),
+            "an exception that can be pickled, to be raised on all ranks",
+            f"{type(error).__name__}: {error} ({type(failure).__name__}: {failure})",
+            "Define its class at the top of a module, with the arguments that it passes to "
+            "super().__init__.",
+        )
+        return pickle.dumps(errors.RankError(text, comm.job.rank))
