@@ -14,6 +14,14 @@ HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith(
 # Hooks that every rank calls, rarely enough for a collective.
 SYNCHRONIZED = ("on_train_begin", "on_epoch_begin", "on_epoch_end", "on_train_end")
 
+EARLY_STOPPING = keras.callbacks.EarlyStopping
+CHANGE_MODEL = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.SwapEMAWeights,
+)
+
 
 class RootOnly(keras.callbacks.Callback):
     """Calls a callback on the root only, such as `TensorBoard`, `CSVLogger` or a user callback.
@@ -35,7 +43,8 @@ class RootOnly(keras.callbacks.Callback):
     Raises:
         CallbackError: the callback failed; raised on every rank, by `fit`.
         ArgumentTypeError: `callback` is not a Keras callback.
-        ArgumentError: `root_rank` is not a rank.
+        ArgumentError: `root_rank` is not a rank, or `callback` is one of Keras that changes the
+            model or its learning rate, such as `EarlyStopping(restore_best_weights=True)`.
 
     Example:
     ```python
@@ -53,6 +62,19 @@ class RootOnly(keras.callbacks.Callback):
                     "a Keras callback",
                     f"{callback!r} of type {type(callback).__name__}",
                     "Pass an instance, for example RootOnly(keras.callbacks.CSVLogger(path)).",
+                )
+            )
+        if _changes_model(callback):
+            raise errors.ArgumentError(
+                errors.explain(
+                    runtime.where(),
+                    "a callback that leaves weights, optimizer and learning rate as they are",
+                    type(callback).__name__
+                    + (
+                        " with restore_best_weights" if isinstance(callback, EARLY_STOPPING) else ""
+                    ),
+                    "Pass it to keras_dist.callbacks() itself, without RootOnly: every rank acts "
+                    "alike, on the metrics of all ranks.",
                 )
             )
         runtime.communicator().index_of_root(root_rank)
@@ -105,6 +127,13 @@ class RootOnly(keras.callbacks.Callback):
             self.callback.append = True  # keeps the rows of the previous root
         if hook != "on_train_begin":
             self.callback.on_train_begin()
+
+
+def _changes_model(callback: keras.callbacks.Callback) -> bool:
+    """Returns whether a callback of Keras makes the replica of the root differ from others."""
+    if isinstance(callback, EARLY_STOPPING):
+        return bool(callback.restore_best_weights)
+    return isinstance(callback, CHANGE_MODEL)
 
 
 def overrides(callback: keras.callbacks.Callback, hook: str) -> bool:

@@ -114,3 +114,18 @@ def test_what_cannot_be_used_is_refused():
         RootOnly(print)
     with pytest.raises(errors.ArgumentError, match="root_rank to be a rank of this job"):
         RootOnly(Recorder(), root_rank=99)
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        keras.callbacks.EarlyStopping("loss", restore_best_weights=True),
+        keras.callbacks.ReduceLROnPlateau("loss"),
+        keras.callbacks.LearningRateScheduler(lambda epoch: 0.1),
+        keras.callbacks.SwapEMAWeights(),
+    ],
+)
+def test_a_callback_that_changes_the_model_is_refused_when_it_is_wrapped(callback):
+    with pytest.raises(errors.ArgumentError, match=rf"Received: {type(callback).__name__}"):
+        RootOnly(callback)
+    RootOnly(keras.callbacks.EarlyStopping("loss"))
