@@ -16,6 +16,7 @@ import keras
 
 from keras_dist._compat.keras.optimizer_state import trained_by
 from keras_dist.training import sharded_state
+from keras_dist.training.copied_options import plain_config
 from keras_dist.training.model_state import (
     accumulators,
     families,
@@ -125,7 +126,7 @@ def _reset(optimizer: Any, excluded: set[int]) -> None:
 
     Initial values are taken from a new optimizer: not all are 0.
     """
-    fresh = type(optimizer).from_config(optimizer.get_config())
+    fresh = type(optimizer).from_config(plain_config(optimizer))
     fresh.build(trained_by(optimizer))
     for variable, value in zip(optimizer.variables, fresh.variables, strict=True):
         if id(variable) not in excluded:

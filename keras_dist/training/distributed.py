@@ -9,7 +9,6 @@ before that method. `update_check` verifies that each update has been reduced.
 """
 
 import functools
-import pathlib
 import weakref
 from typing import Any, TypeGuard
 
@@ -23,16 +22,14 @@ from keras_dist._compat.keras.optimizers import (
     MULTI_OPTIMIZER,
     ClippingHook,
     UpdateHook,
-    make_unpickler,
     stateless_skip,
     stateless_step,
 )
 from keras_dist.ops.reduction_options import is_variable
-from keras_dist.training import saved_options
+from keras_dist.training.copied_options import KeepsOptions, base_of, derived
 from keras_dist.training.gradient_reduction import GradientReduction, check_not_reduced
 from keras_dist.training.model_state import (
     accumulators,
-    keras_variables,
     optimizers_inside,
     optimizers_of,
     slice_of,
@@ -59,15 +56,16 @@ def distributed_optimizers(model: Any) -> list["_Distributed"]:
 
 def attach(optimizer: Any, reduction: GradientReduction) -> None:
     """Makes an optimizer reduce its gradients by `reduction`; changes its class in place."""
+    base: Any = base_of(type(optimizer)) if isinstance(optimizer, KeepsOptions) else type(optimizer)
     mixin: Any = _ShardedClipping if reduction.options.shard_state else _Clipping
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         mixin = _LossScaled
         if optimizer.inner_optimizer.gradient_accumulation_steps:
             attach(optimizer.inner_optimizer, reduction)
-    elif isinstance(optimizer, MULTI_OPTIMIZER) or _overrides_apply(type(optimizer)):
+    elif isinstance(optimizer, MULTI_OPTIMIZER) or _overrides_apply(base):
         mixin = _ReducingFirst
     object.__setattr__(optimizer, "_keras_dist", reduction)
-    optimizer.__class__ = _distributed_class(optimizer.__class__, mixin)
+    optimizer.__class__ = derived(base, mixin)
     _attached.add(optimizer)
     if reduction.options.shard_state and optimizer.built:
         convert(optimizer)
@@ -83,61 +81,19 @@ def variables_of_rank() -> list[Any]:
     return accumulators(every) + slices
 
 
-@functools.cache
-def _distributed_class(base: Any, mixin: Any) -> type:
-    distributed = type(
-        base.__name__,
-        (mixin, base),
-        {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__},
-    )
-    package, _, name = keras.saving.get_registered_name(base).rpartition(">")
-    if package:
-        # Both classes are saved under the registered name, which loads the user's class.
-        for registered in (distributed, base):
-            keras.saving.register_keras_serializable(package, name)(registered)
-    return distributed
-
-
-class _Distributed(UpdateHook):
+class _Distributed(UpdateHook, KeepsOptions):
     """Base mixin of a distributed optimizer; precedes the user's class in the MRO."""
 
     _keras_dist: GradientReduction
 
-    @classmethod
-    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """Creates a plain optimizer of the user's class from a configuration."""
-        base: Any = cls.__bases__[1]
-        return base.from_config(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        """Pickles a plain optimizer of the user's class."""
-        arguments = super().__reduce__()[1]
-        return make_unpickler(type(self).__bases__[1]), arguments
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copies the optimizer as Keras does; the copy is distributed with the same options."""
+        """Copies the optimizer as Keras does; the copy has the same local variables and layers."""
         unpickle, arguments = self.__reduce__()
         copied = unpickle(*arguments)
         mine = self._keras_dist
         attach(copied, GradientReduction(mine.options, mine.local_layers))
         copied._keras_dist.registered.extend(mine.registered)
         return copied
-
-    def save_assets(self, directory: str) -> None:
-        """Writes the reduction options. Keras calls this method when it saves a model.
-
-        `keras_dist.load_model` reads the file; Keras ignores it.
-
-        Args:
-            directory: the directory of the optimizer's assets.
-        """
-        if hasattr(super(), "save_assets"):
-            super().save_assets(directory)  # type: ignore[misc]
-        mine = self._keras_dist
-        variables = trained_by(self)
-        local = keras_variables(variables, mine.registered)
-        text = saved_options.describe(mine.options, variables, local, mine.local_layers)
-        pathlib.Path(directory, saved_options.FILE).write_text(text)
 
     def register_local_var(self, variable: Any) -> None:
         """Excludes a variable's gradient from the reduction: the variable is local to each rank.

@@ -13,6 +13,8 @@ import keras
 
 from keras_dist import runtime
 from keras_dist._compat.keras.optimizers import inner_optimizer
+from keras_dist.training.copied_options import KeepsOptions, base_of, derived
+from keras_dist.training.copies import complete
 from keras_dist.training.distributed import attach, is_distributed
 from keras_dist.training.sharding_checks import check_unscaled
 from keras_dist.training.update_check import check_independent
@@ -33,15 +35,16 @@ def move_outwards(optimizer: Any) -> bool:
             which a loss scale does not permit.
     """
     inner = inner_optimizer(optimizer)
-    if not is_distributed(inner) or is_distributed(optimizer):
+    complete(inner)
+    if not isinstance(inner, KeepsOptions) or is_distributed(optimizer):
         return False
     reduction = inner._keras_dist
     if reduction.options.shard_state:
         check_unscaled(optimizer, runtime.where())
     if reduction.local_variables():
         check_independent(optimizer, "local variables")
-    inner.__class__ = type(inner).__bases__[1]
-    object.__delattr__(inner, "_keras_dist")
+    # Keras copies the inner optimizer, which was passed to `compile`.
+    inner.__class__ = derived(base_of(type(inner)), KeepsOptions)
     attach(optimizer, reduction)
     return True
 

@@ -11,6 +11,7 @@ from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, innermost_optim
 from keras_dist.ops.arguments import resolve_groups
 from keras_dist.ops.reduction_options import parse_layers, parse_reduction_options
 from keras_dist.runtime.process_sets import ProcessSet
+from keras_dist.training.copies import forget, watch_copies
 from keras_dist.training.distributed import attach, is_distributed
 from keras_dist.training.gradient_reduction import GradientReduction
 from keras_dist.training.loss_scale import watch_loss_scales
@@ -55,6 +56,10 @@ def DistributedOptimizer(
     gradient surgery, receives the reduced gradients there; it must reduce gradients that it
     computes itself. An update with gradients that were not reduced raises `BackendError` in the
     same step. The amax history and scales of float8 layers are the maximum over the ranks.
+
+    Copies that Keras makes of the optimizer or of its model are distributed alike: deep copies,
+    pickles, clones, saved models and `from_config(get_config())`. They may be wrapped anew, with
+    other arguments.
 
     Collective: not this call, but each step of the optimizer. Every rank must make the same steps,
     with the same variables and with equal arguments here.
@@ -136,12 +141,14 @@ def DistributedOptimizer(
         shard_state=shard_state,
         shard_gradients=shard_gradients,
     )
+    forget(optimizer)
     if options.shard_state:
         check_shardable(optimizer, options, where)
     if options.shard_gradients:
         check_gradients_shardable(optimizer, options, where)
     _accumulate(optimizer, options.passes, where)
     attach(optimizer, GradientReduction(options))
+    watch_copies(optimizer)
     watch_models()
     watch_loss_scales()
     return optimizer

@@ -135,23 +135,42 @@ def settings(
 
 
 def local_state(
-    saved: dict[str, Any], model: keras.Model, variables: Sequence[Any], where: str
+    saved: dict[str, Any], model: keras.Model | None, variables: Sequence[Any], where: str
 ) -> tuple[list[Any], list[keras.Layer]]:
     """Returns the local variables and the local layers that were saved.
 
     Args:
         saved: from `parse`.
-        model: the loaded model.
+        model: the loaded model; `None` if it is not known: variables of layers are returned.
         variables: the variables of its optimizer, in its order.
         where: the location for error messages.
 
     Raises:
         CheckpointError: a variable or layer does not exist.
+        UsageError: a layer without variables cannot be found without the model.
         KeyError: `saved` lacks an entry.
     """
     known = [_find_variable(item, variables, where) for item in saved["local_variables"]]
+    if model is None:
+        return known + _variables_of_layers(saved["local_layers"], variables, where), []
     layers = [_find_layer(item, model, variables, where) for item in saved["local_layers"]]
     return known, layers
+
+
+def _variables_of_layers(
+    layers: list[dict[str, Any]], variables: Sequence[Any], where: str
+) -> list[Any]:
+    for layer in layers:
+        if not layer["indices"] or max(layer["indices"]) >= len(variables):
+            raise errors.UsageError(
+                errors.explain(
+                    where,
+                    f"the local layer {layer['path']!r} of the copy of an optimizer",
+                    "an update by the optimizer alone, which does not know its model",
+                    "Wrap the copy in keras_dist.PartialDistributedOptimizer, with local_layers.",
+                )
+            )
+    return [variables[index] for layer in layers for index in layer["indices"]]
 
 
 def _find_set(sets: list[list[int]], where: str) -> Any:
@@ -181,7 +200,8 @@ def _find_compression(name: str, where: str) -> _engine.Compressor:
                 where,
                 f"the compression {name} as an argument, as when the optimizer was saved",
                 "none",
-                "Pass an instance of that class, or another compression, to load_model.",
+                "Pass an instance of that class, or another compression, to load_model or, for "
+                "a copy, to DistributedOptimizer.",
             )
         ) from error
 

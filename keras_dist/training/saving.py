@@ -20,14 +20,13 @@ from keras_dist._compat.keras.models import optimizer_of
 from keras_dist._compat.keras.optimizer_state import trained_by
 from keras_dist._compat.keras.optimizers import innermost_optimizer
 from keras_dist.training import saved_options
+from keras_dist.training.copied_options import plain_config
+from keras_dist.training.copies import saved_text, watch_files
+from keras_dist.training.model_state import optimizers_inside
 from keras_dist.training.optimizer import DistributedOptimizer
 from keras_dist.training.update_check import check_independent
 
 __all__ = ["load_model"]
-
-# Directories of the optimizer's assets; the second if the reduction was not moved outwards, see
-# `loss_scale.move_outwards`.
-DIRECTORIES = ("assets/optimizer", "assets/optimizer/inner_optimizer")
 
 REMEDY = (
     "Check the path. If the file is damaged, save the model again. Pass the classes of your own "
@@ -86,12 +85,13 @@ def load_model(
     ```
     """
     where = runtime.where()
+    watch_files()
     inspect.signature(DistributedOptimizer).bind_partial(None, **settings)
     known = _by_name(custom_optimizers, where) | dict(custom_objects or {})
     _check_archive(pathlib.Path(filepath), where)
     try:
-        saved = _read_options(pathlib.Path(filepath))
         model = _load(filepath, known, compile, safe_mode)
+        saved = _saved_options(model)
     except Exception as error:  # Keras raises any error of the libraries it uses
         raise _unreadable(filepath, error, where) from error
     if _optimizer_of(model) is not None:
@@ -144,17 +144,13 @@ def _check_archive(path: pathlib.Path, where: str) -> None:
     raise errors.CheckpointError(errors.explain(where, expected, received, remedy))
 
 
-def _read_options(path: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the reduction options in a saved model, or `None`."""
-    names = [f"{directory}/{saved_options.FILE}" for directory in DIRECTORIES]
-    if path.is_dir():
-        found = [(path / name).read_text() for name in names if (path / name).exists()]
-    elif zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            found = [archive.read(name).decode() for name in names if name in archive.namelist()]
-    else:
-        return None
-    return saved_options.parse(found[0]) if found else None
+def _saved_options(model: keras.Model) -> dict[str, Any] | None:
+    """Returns the reduction options that a model was saved with, or `None`."""
+    optimizer = _optimizer_of(model)
+    # Those of the inner optimizer, if the reduction was not moved to a loss scale around it.
+    every = [] if optimizer is None else [optimizer, *optimizers_inside(optimizer)]
+    text = next(filter(None, map(saved_text, every)), None)
+    return None if text is None else saved_options.parse(text)
 
 
 def _load(filepath: Any, known: dict[str, Any], compile: bool, safe_mode: bool) -> keras.Model:
@@ -184,7 +180,7 @@ def _is_new(warning: str, optimizer: Any) -> bool:
     number = re.search(r"the saved optimizer has (\d+) variables", warning)
     if optimizer is None or number is None:
         return False
-    new = type(optimizer).from_config(optimizer.get_config())
+    new = type(optimizer).from_config(plain_config(optimizer))
     return any(
         int(number[1]) == len(candidate.variables) for candidate in (new, innermost_optimizer(new))
     )
@@ -196,13 +192,13 @@ def _restore_legacy(model: keras.Model, filepath: Any) -> None:
     Keras builds the optimizer for the variables that belong to the model but to none of its layers:
     usually for none.
     """
-    optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
+    optimizer = type(model.optimizer).from_config(plain_config(model.optimizer))
     optimizer.build(model.trainable_variables)
     with h5py.File(filepath) as file:
         values = _optimizer_values(file)
     shapes = [tuple(variable.shape) for variable in optimizer.variables]
     # An optimizer is saved without state before its first step.
-    if len(values) > len(type(optimizer).from_config(optimizer.get_config()).variables):
+    if len(values) > len(type(optimizer).from_config(plain_config(optimizer)).variables):
         if [value.shape for value in values] != shapes:
             raise ValueError(
                 f"{len(values)} saved optimizer variables, or other shapes; the optimizer has "

@@ -17,6 +17,7 @@ from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.models import LOGS, layers_of
 from keras_dist.data import epochs
 from keras_dist.training import random_generators, seeds
+from keras_dist.training.copies import complete
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_plan import agree_on_fit
 from keras_dist.training.loss_scale import move_outwards
@@ -38,6 +39,8 @@ def watch_models() -> None:
 
     @functools.wraps(original)
     def make_train_function(self: keras.Model, force: bool = False) -> Any:
+        for optimizer in optimizers_of(self):
+            complete(optimizer, self)
         for optimizer in optimizers_of(self):
             move_outwards(optimizer)
         optimizers = distributed_optimizers(self)

@@ -1,9 +1,6 @@
 """Arguments of `DistributedOptimizer`: the weights equal those of one process on all data."""
 
 import contextlib
-import copy
-import pickle
-import warnings
 
 import keras
 import numpy as np
@@ -354,42 +351,6 @@ def test_local_variables_survive_a_fit():
         keras_dist.verify_replicas(model)
     kernels = keras_dist.allgather_object(np.array(layer.kernel).tobytes())
     assert len(set(kernels)) == keras_dist.size()
-
-
-# --- Copies, and a missing wrapper
-
-
-def test_a_deep_copy_is_distributed_and_a_pickle_is_plain():
-    wrapped = keras_dist.DistributedOptimizer(adam(), op="sum", backward_passes_per_step=2)
-    copied = copy.deepcopy(wrapped)
-    assert copied is not wrapped
-    assert copied.get_config() == wrapped.get_config()
-    with pytest.raises(errors.ArgumentError, match="not distributed yet"):
-        keras_dist.DistributedOptimizer(copied)
-    loaded = pickle.loads(pickle.dumps(wrapped))
-    assert type(loaded) is type(adam())
-    assert loaded.get_config() == wrapped.get_config()
-
-
-def test_a_deep_copy_reduces_as_the_original_does():
-    n = keras_dist.size()
-    wrapped = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0), op="sum")
-    (value,) = apply(copy.deepcopy(wrapped), [np.ones(2, "float32")])
-    np.testing.assert_array_equal(value, [-n, -n])
-
-
-def test_callbacks_warn_of_an_optimizer_that_is_not_wrapped():
-    x, y = make_data(8)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit_rows(make_model(), x, y)
-    texts = [str(one.message) for one in caught if one.category is RuntimeWarning]
-    if keras_dist.size() > 1 and keras_dist.rank() == 0:
-        plain, same_batches = texts
-        assert "to be distributed. Received: a plain SGD" in plain
-        assert "a different first batch on each rank" in same_batches
-    else:
-        assert not texts
 
 
 # --- Invalid arguments

@@ -249,7 +249,7 @@ def test_custom_optimizers_are_loaded(shared_tmp_path):
         """An optimizer that Keras cannot import."""
 
     path = saved(make(keras_dist.DistributedOptimizer(Registered(0.1), op="sum")), shared_tmp_path)
-    assert type(keras.saving.load_model(path).optimizer) is Registered
+    assert isinstance(keras.saving.load_model(path).optimizer, Registered)
     assert isinstance(keras_dist.load_model(path).optimizer, Registered)
     path = saved(make(keras_dist.DistributedOptimizer(Unknown(0.1), op="sum")), shared_tmp_path)
     with pytest.raises(errors.CheckpointError, match=r"Unknown.*as custom_optimizers"):

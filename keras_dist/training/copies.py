@@ -1,0 +1,143 @@
+"""Copies of distributed optimizers that Keras has made: they become distributed when they train.
+
+Until then the variables and layers that options name may not exist, and the copy may be wrapped
+anew, with other options. See `copied_options` for how the options travel.
+"""
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_dist import errors, runtime
+from keras_dist._compat.keras.optimizer_state import trained_by
+from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER
+from keras_dist.ops.reduction_options import parse_reduction_options
+from keras_dist.training import saved_options
+from keras_dist.training.copied_options import KeepsOptions, base_of, derived, text_in
+from keras_dist.training.distributed import attach
+from keras_dist.training.gradient_reduction import GradientReduction
+from keras_dist.training.model_state import optimizers_inside
+
+__all__ = ["complete", "forget", "saved_text", "watch_copies", "watch_files"]
+
+# Attribute of a copy: the text of its options.
+SAVED = "_keras_dist_saved"
+
+
+def _completing(name: str) -> Callable[..., Any]:
+    """Returns a method that makes the copy distributed and calls its method of this name."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        complete(self)
+        return getattr(self, name)(*args, **kwargs)  # of the class that it has now
+
+    method.__name__ = name
+    return method
+
+
+class _Copied(KeepsOptions):
+    """Mixin of a copy that has not trained yet."""
+
+    def _keras_dist_text(self) -> str:
+        text: str = self.__dict__[SAVED]
+        return text
+
+    apply = _completing("apply")
+    apply_gradients = _completing("apply_gradients")
+    stateless_apply = _completing("stateless_apply")
+    register_local_var = _completing("register_local_var")
+
+
+def watch_copies(optimizer: Any) -> None:
+    """Makes copies of an optimizer, and of all that Keras loads from files, keep their options."""
+    watch_files()
+    known = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer, MULTI_OPTIMIZER)
+    for cls in (*filter(None, known), *map(type, [optimizer, *optimizers_inside(optimizer)])):
+        _watch_configurations(next(o for o in cls.__mro__ if "from_config" in vars(o)))
+
+
+@functools.cache
+def watch_files() -> None:
+    """Makes optimizers that Keras loads from files keep the options that they were saved with."""
+
+    def load_assets(self: Any, directory: str | None) -> None:
+        """Reads the options of a distributed optimizer. Keras calls it when it loads a model."""
+        path = pathlib.Path(directory or "", saved_options.FILE)
+        if directory is not None and path.exists():
+            _remember(self, path.read_text())
+
+    keras.optimizers.Optimizer.load_assets = load_assets
+
+
+@functools.cache
+def _watch_configurations(owner: Any) -> None:
+    if owner is KeepsOptions:  # passes them on to the user's class
+        return
+    original = vars(owner)["from_config"].__func__
+
+    @functools.wraps(original)
+    def from_config(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        text = text_in(config)
+        if text is None:
+            return original(cls, config, *args, **kwargs)
+        made = original(cls, {str(key): value for key, value in config.items()}, *args, **kwargs)
+        _remember(made, text)
+        return made
+
+    owner.from_config = classmethod(from_config)
+
+
+def _remember(optimizer: Any, text: str) -> None:
+    if not isinstance(optimizer, KeepsOptions):
+        object.__setattr__(optimizer, SAVED, text)
+        base: Any = type(optimizer)
+        optimizer.__class__ = derived(base, _Copied)
+
+
+def saved_text(optimizer: Any) -> str | None:
+    """Returns the options of a copy that has not trained yet; `None` for other optimizers."""
+    return optimizer.__dict__[SAVED] if isinstance(optimizer, _Copied) else None
+
+
+def forget(optimizer: Any) -> None:
+    """Makes a copy, and those inside of it, plain optimizers. Others are unchanged."""
+    for member in [optimizer, *optimizers_inside(optimizer)]:
+        if isinstance(member, _Copied):
+            member.__class__ = base_of(type(member))
+            object.__delattr__(member, SAVED)
+
+
+def complete(optimizer: Any, model: keras.Model | None = None) -> None:
+    """Makes a copy distributed with its options. Other optimizers are unchanged.
+
+    Args:
+        optimizer: a Keras optimizer.
+        model: the model that it trains; `None` in a custom loop.
+
+    Raises:
+        ArgumentError: a process set or a compression of the options does not exist.
+        CheckpointError: a variable or a layer that the options name does not exist.
+        UsageError: the options name layers without variables, and the model is not known.
+    """
+    text = saved_text(optimizer)
+    if text is None:
+        return
+    where = runtime.where()
+    try:
+        saved = saved_options.parse(text)
+    except ValueError as error:
+        expected, remedy = "options of a copied optimizer", "Wrap it in DistributedOptimizer."
+        text = errors.explain(where, expected, str(error), remedy)
+        raise errors.CheckpointError(text) from error
+    built_for = [] if model is None else model.trainable_variables
+    variables = trained_by(optimizer) or built_for
+    found = saved_options.settings(saved, variables, (), where)
+    local, layers = saved_options.local_state(saved, model, variables, where)
+    options = parse_reduction_options(**found)
+    forget(optimizer)
+    reduction = GradientReduction(options, tuple(layers))
+    reduction.registered.extend(local)
+    attach(optimizer, reduction)
