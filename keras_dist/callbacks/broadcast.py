@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from keras_dist import _backends, _engine, errors, runtime
+from keras_dist.training.copied_options import hyperparameters
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.model_state import keep_local
 from keras_dist.training.replicas import broadcast_state, build_optimizers_alike
@@ -26,7 +27,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     A model that is not built is built from the shapes of its data first. Each rank draws its own
     random numbers in the steps of `fit`, such as masks of dropout, see `separate_seeds`. The root
-    warns if no optimizer of the model is distributed.
+    warns if ranks have other hyperparameters than the root, such as those that each rank of a
+    search has drawn: all ranks train with the learning rate of the root. A model without a
+    distributed optimizer is refused; if it has a `train_step` of its own, which may average
+    gradients, the root warns.
 
     Collective: every rank must pass the callback to `fit`. It broadcasts in every `fit`.
 
@@ -41,6 +45,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         ArgumentTypeError: `local_variables` contains an object that is not a variable.
         MismatchError: the ranks built different models, or a layer cannot take the state of the
             root; raised on every rank, by `fit`.
+        UsageError: no optimizer of the model is distributed; raised on every rank, by `fit`.
 
     Example:
 
@@ -91,10 +96,38 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 )
             )
         build_optimizers_alike(model)
+        self._compare_hyperparameters()
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         broadcast_state(model, self.root_rank)
         separate_in_fit(model, self.root_rank)
+
+    def _compare_hyperparameters(self) -> None:
+        """Warns, on the root, of hyperparameters that differ from the root's. Collective."""
+        comm = runtime.communicator()
+        everyone = _engine.collectives.allgather_object(
+            comm, hyperparameters(self.model), operation="the comparison of hyperparameters"
+        )
+        expected = everyone[self.root_rank]
+        differing = [
+            f"{name}={value} on rank {rank}, where rank {self.root_rank} has {expected[name]}"
+            for rank, mine in enumerate(everyone)
+            for name, value in mine.items()
+            if expected.get(name, value) != value
+        ]
+        if differing and comm.rank == self.root_rank:
+            warnings.warn(
+                errors.explain(
+                    comm.where(),
+                    "optimizers with equal hyperparameters on all ranks",
+                    "; ".join(differing[:8]),
+                    f"All ranks train with the learning rate of rank {self.root_rank}; other "
+                    "values stay, and replicas differ. In a search, draw on one rank and call "
+                    "keras_dist.broadcast_object, or train each trial on a process set.",
+                ),
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _broadcast_before_first_step(self) -> None:
         model = self.model

@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 import keras
 import numpy as np
 import pytest
-from training import CLASSES, agreed, distributed, make_data, weights_of, with_logs
+from training import CLASSES, agreed, distributed, make_data, make_model, weights_of, with_logs
 
 import keras_dist
 from keras_dist import errors
@@ -19,6 +19,7 @@ from keras_dist.callbacks import (
     ModelCheckpoint,
     RootConsoleCallback,
 )
+from keras_dist.training.copied_options import hyperparameters
 
 
 def part(*arrays):
@@ -76,6 +77,33 @@ def test_all_ranks_start_from_the_roots_weights_in_every_fit(built):
         keras_dist.verify_replicas(model)
         if built:
             assert all((weight == root).all() for weight in weights_of(model))
+
+
+@pytest.mark.parity("hyperparameters that differ from the root's are named before training")
+def test_hyperparameters_that_differ_from_those_of_the_root_are_named_once():
+    """All ranks train with the learning rate of the root, and momentums of their own."""
+    rank, n = keras_dist.rank(), keras_dist.size()
+    x, y = make_data(8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for drawn in (keras.optimizers.SGD(0.1 / (1 + rank)), keras.optimizers.SGD(0.1)):
+            model = make_model(keras_dist.DistributedOptimizer(drawn))
+            model.fit(x, y, verbose=0, callbacks=keras_dist.callbacks())
+            assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
+    texts = [str(one.message) for one in caught if "hyperparameters" in str(one.message)]
+    assert len(texts) == (n > 1 and rank == 0)
+    if texts:
+        assert "learning_rate=0.05 on rank 1, where rank 0 has 0.1" in texts[0]
+        assert "momentum" not in texts[0]
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10 + rank, 0.5)
+    scaled = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(schedule, momentum=0.1 * rank)
+    )
+    model = make_model(keras_dist.DistributedOptimizer(scaled))
+    found = keras_dist.allgather_object(hyperparameters(model))
+    differing = {name for one in found for name in one if one[name] != found[0][name]}
+    names = {"inner_optimizer.learning_rate.decay_steps", "inner_optimizer.momentum"}
+    assert differing == (names if n > 1 else set())
 
 
 @pytest.mark.parity("local variables are not broadcast")
