@@ -229,6 +229,9 @@ from .runtime.script_ranks import (
 from .training.adapting import (
     adapt as adapt,
 )
+from .training.global_losses import (
+    loss_scale as loss_scale,
+)
 from .training.optimizer import (
     DistributedOptimizer as DistributedOptimizer,
 )

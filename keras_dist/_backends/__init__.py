@@ -191,6 +191,13 @@ class Backend(Protocol):
             model: a compiled Keras model with a distributed optimizer.
         """
 
+    def test_step_for_host(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which Keras makes a test function that may call the host.
+
+        Args:
+            model: a compiled Keras model.
+        """
+
     def skip_batches(self, count: int, logs: dict[str, Any], *arguments: Any) -> Any:
         """Takes the batches of a call of the train function without training on them.
 

@@ -46,6 +46,7 @@ __all__ = [
     "pin_device",
     "reduce_gradients",
     "skip_batches",
+    "test_step_for_host",
     "train_step_for_host",
     "vjp",
     "zeros",
@@ -327,3 +328,8 @@ def _abstract(now: Any, *gradients: Any, shapes: Any, **_: Any) -> Any:
 
 
 mlir.register_lowering(_reduction, mlir.lower_fun(_in_program, multiple_results=True))
+
+
+def test_step_for_host(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Does nothing: a compiled step may call the host. See `Backend.test_step_for_host`."""
+    return contextlib.nullcontext()

@@ -18,7 +18,7 @@ from keras_dist._backends.tensorflow_batches import build_from, first_batch, ski
 from keras_dist._backends.tensorflow_device import gpu_number, uses_gpu
 from keras_dist._backends.tensorflow_host import on_host
 from keras_dist._backends.tensorflow_overlap import QueuedBuckets
-from keras_dist._backends.tensorflow_step import train_step_for_host
+from keras_dist._backends.tensorflow_step import test_step_for_host, train_step_for_host
 from keras_dist._backends.tensorflow_strategy import refuse_strategy
 
 # Mean size of a tensor below which a copy takes less time than a tensor made of a leased result.
@@ -47,6 +47,7 @@ __all__ = [
     "pin_device",
     "reduce_gradients",
     "skip_batches",
+    "test_step_for_host",
     "train_step_for_host",
     "vjp",
     "zeros",

@@ -6,7 +6,8 @@ write to such a slice if it has no other reader, but never to a converted array.
 results whose memory belongs to the graph: a write to a leased result ends the lease.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from keras_dist._backends.tensorflow_device import call_on_device, uses_gpu
 
-__all__ = ["on_host"]
+__all__ = ["HostCalled", "on_host", "without_host"]
 
 # XLA shows the name in the error about an operation that it cannot compile.
 NODE = "keras_dist_calls_the_host.leave_out_jit_compile"
@@ -23,6 +24,23 @@ NODE = "keras_dist_calls_the_host.leave_out_jit_compile"
 LINE = 64
 
 Function = Callable[..., Any]
+
+
+class HostCalled(Exception):
+    """A function that XLA is to compile calls the host."""
+
+
+_compiling: list[None] = []
+
+
+@contextlib.contextmanager
+def without_host() -> Iterator[None]:
+    """Returns a context in which `on_host` raises `HostCalled`."""
+    _compiling.append(None)
+    try:
+        yield
+    finally:
+        _compiling.pop()
 
 
 def on_host(
@@ -49,7 +67,12 @@ def on_host(
 
     Returns:
         List of tensors.
+
+    Raises:
+        HostCalled: within `without_host`.
     """
+    if _compiling:
+        raise HostCalled
     dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else list(dtypes)
     on_device = on_device and uses_gpu()
     place = call_on_device if on_device else tf.numpy_function

@@ -13,13 +13,18 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["train_step_for_host"]
+from keras_dist._backends.tensorflow_host import HostCalled, without_host
+
+__all__ = ["test_step_for_host", "train_step_for_host"]
 
 _log = logging.getLogger("keras_dist")
 
 # Only Keras' own step is split. It calls these methods after the update; they do not read weights,
 # so they may run before it as well.
 KERAS_OWN = ("train_step", "compute_metrics", "get_metrics_result")
+
+# Why a step that turns out to call the host is not compiled.
+SHARED_LOSS = "ranks share what its losses are divided by, because of masks, weights or batches"
 
 
 @contextlib.contextmanager
@@ -39,6 +44,28 @@ def train_step_for_host(model: Any) -> Iterator[None]:
     model.jit_compile = False
     try:
         with _replaced(model, "train_step", step):
+            yield
+    finally:
+        model.jit_compile = True
+
+
+@contextlib.contextmanager
+def test_step_for_host(model: Any) -> Iterator[None]:
+    """Compiles the step unless it calls the host. See `Backend.test_step_for_host`."""
+    if not model.jit_compile or model.run_eagerly:
+        yield
+        return
+    step = model.test_step
+
+    def test_step(data: Any) -> Any:
+        try:
+            return _compiled(lambda: step(data))()
+        except HostCalled:
+            return step(data)
+
+    model.jit_compile = False
+    try:
+        with _replaced(model, "test_step", test_step):
             yield
     finally:
         model.jit_compile = True
@@ -72,7 +99,12 @@ def _split(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
             variables[:] = [variable for _, variable in pairs]
             return logs, [gradient for gradient, _ in pairs]
 
-        logs, gradients = _compiled(differentiate)()
+        try:
+            logs, gradients = _compiled(differentiate)()
+        except HostCalled:
+            _warn_once(SHARED_LOSS)
+            with _compiled_update(model.optimizer):
+                return step(data)
         if variables:
             with _compiled_update(model.optimizer):
                 model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
@@ -101,7 +133,13 @@ def _compiled_update(optimizer: Any) -> Iterator[None]:
 
 
 def _compiled(function: Callable[[], Any]) -> Any:
-    return tf.function(function, autograph=False, jit_compile=True)
+    """Returns a function that XLA compiles; tracing it raises `HostCalled` if it calls the host."""
+
+    def traced() -> Any:
+        with without_host():
+            return function()
+
+    return tf.function(traced, autograph=False, jit_compile=True)
 
 
 @contextlib.contextmanager

@@ -52,6 +52,7 @@ __all__ = [
     "pin_device",
     "reduce_gradients",
     "skip_batches",
+    "test_step_for_host",
     "train_step_for_host",
     "vjp",
     "zeros",
@@ -288,3 +289,8 @@ def train_step_for_host(model: Any) -> Iterator[None]:
     new = model.train_function
     if new is not before:
         model.train_function = functools.wraps(new)(in_train_step(model.optimizer)(new))
+
+
+def test_step_for_host(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Does nothing: a compiled step may call the host. See `Backend.test_step_for_host`."""
+    return contextlib.nullcontext()

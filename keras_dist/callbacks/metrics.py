@@ -7,9 +7,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import _engine, errors, runtime
+from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.models import LOGS, compiled_metrics
 from keras_dist.ops.bucket_size import bucket_nbytes
+from keras_dist.training.distributed import distributed_optimizers
+from keras_dist.training.global_losses import evaluate_together, is_evaluated_together
 
 __all__ = ["MetricAverageCallback"]
 
@@ -48,14 +50,17 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Activates the reduction of logs."""
         self._depth = 0
+        evaluate_together(self.model, False)
         self._enter()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Activates the reduction of logs, unless `fit` has activated it."""
         self._enter()
+        evaluate_together(self.model, runtime.size() > 1)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Deactivates the reduction of logs, unless a `fit` is running."""
+        evaluate_together(self.model, False)
         self._leave()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -82,6 +87,9 @@ def _exact(model: keras.Model, result: Callable[[Any], Any], warns: bool) -> Cal
     pending_warnings = [_warn_of_averages] if warns else []
 
     def exact_result(logs: Any) -> Any:
+        if is_evaluated_together(model) and distributed_optimizers(model):
+            _backends.active().finish_calls()
+            _engine.collectives.join_all(runtime.communicators())  # others may have more batches
         if pending_warnings:  # not earlier: metrics create their variables at the first step
             pending_warnings.pop()(model)
         variables = [v for v in model.metrics_variables if v.aggregation in REDUCTIONS]

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,10 +22,11 @@ __all__ = [
     "Epochs",
     "Reshardable",
     "awaits_first_step",
-    "begin_step",
     "current",
     "fit_arguments",
+    "has_equal_batches",
     "history",
+    "in_step",
     "is_sharded",
     "is_sharded_everywhere",
     "kind_of",
@@ -83,6 +84,8 @@ class Epochs:
         self.global_batch: int | None = None
         # Returns the index of the sample of each row of this rank, if the data keeps its order.
         self.samples: Callable[[], np.ndarray] | None = None
+        # What determines the shapes of the batches of this rank, if it is known.
+        self.shapes: Hashable | None = None
         # Which part of the order a later run cannot restore, in words.
         self.not_restored: str | None = None
         # A strong reference would keep data alive until the garbage collector runs.
@@ -112,6 +115,7 @@ _sharded: weakref.WeakKeyDictionary[Any, Epochs | None] = weakref.WeakKeyDiction
 _fit_arguments: Mapping[str, Any] = {}
 _everywhere = True
 _awaits_first_step = False
+_equal_batches = False
 _history: list["Distribution"] = []
 
 
@@ -130,32 +134,43 @@ def is_sharded(data: Any) -> bool:
 
 
 @contextlib.contextmanager
-def training_on(arguments: Mapping[str, Any], everywhere: bool) -> Iterator[None]:
+def training_on(
+    arguments: Mapping[str, Any], everywhere: bool, equal_batches: bool
+) -> Iterator[None]:
     """Records which data a fit trains on, while it runs.
 
     Args:
-        arguments: arguments of the fit on this rank; `x` is the data.
+        arguments: arguments of the fit on this rank; `self` is the model, `x` the data.
         everywhere: whether `keras_dist.data` made the data of all ranks.
+        equal_batches: whether the batches of all ranks have equal shapes in each step.
     """
-    global _fit_arguments, _everywhere, _awaits_first_step
-    before = _fit_arguments, _everywhere
-    _fit_arguments, _everywhere, _awaits_first_step = arguments, everywhere, True
+    global _fit_arguments, _everywhere, _awaits_first_step, _equal_batches
+    before = _fit_arguments, _everywhere, _equal_batches
+    _fit_arguments, _everywhere, _equal_batches = arguments, everywhere, equal_batches
+    _awaits_first_step = True
     try:
         yield
     finally:
-        _fit_arguments, _everywhere = before
+        _fit_arguments, _everywhere, _equal_batches = before
         _awaits_first_step = False
 
 
-def begin_step() -> None:
-    """Records that a training step begins."""
+@contextlib.contextmanager
+def in_step() -> Iterator[None]:
+    """Returns the context of a training step."""
     global _awaits_first_step
     _awaits_first_step = False
+    yield
 
 
 def awaits_first_step(data: Any) -> bool:
     """Returns whether a fit on a data set has begun, and its first step has not."""
     return _awaits_first_step and _fit_arguments.get("x") is data
+
+
+def has_equal_batches(model: Any) -> bool:
+    """Returns whether the batches of all ranks have equal shapes in each step of a model's fit."""
+    return _equal_batches and _fit_arguments.get("self") is model
 
 
 def is_sharded_everywhere() -> bool:

@@ -121,6 +121,8 @@ class Batches:
         self.lock = threading.RLock()
         self._plan_among = plan_for
         self.epochs = Epochs(kind, self if plan_for is not None else None)
+        if rows.example is not None:
+            self.epochs.shapes = plan.count, plan.steps, plan.batch_size
         if not order.knows_ranks:
             self.epochs.global_batch = plan.batch_size * plan.size
         self._order_by = order
@@ -167,6 +169,7 @@ class Batches:
                 rest = Rest(rank, size, left, step, self.plan.steps, self._indices_by_step(epoch))
                 self._rest = epoch, rest
             self.plan = self._plan_among(rank, size)
+            self.epochs.shapes = None  # the rest of an epoch has others
             self._cached = (-1, np.empty(0, np.int64))
 
     def suffices(self, size: int, position: tuple[int, int] | None) -> bool:

@@ -11,6 +11,7 @@ import keras
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import is_part_of_keras
 from keras_dist.data import epochs
+from keras_dist.data.equal_batches import shapes_of_batches
 from keras_dist.training.copied_options import KeepsOptions
 from keras_dist.training.model_state import optimizers_of
 
@@ -29,7 +30,7 @@ SAME_CALLBACKS = (
 )
 
 
-def agree_on_fit(arguments: dict[str, Any]) -> bool:
+def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
     """Checks that all ranks call `fit` with equal arguments, if it has callbacks of keras_dist.
 
     The data, its number of batches, `verbose`, and callbacks of Keras and of the user may differ.
@@ -42,7 +43,8 @@ def agree_on_fit(arguments: dict[str, Any]) -> bool:
 
     Returns:
         Whether the data of all ranks has been sharded by `keras_dist.data`; `True` without
-        callbacks of keras_dist.
+        callbacks of keras_dist. And whether the batches of all ranks are known to have equal shapes
+        in each step; `False` without these callbacks.
 
     Raises:
         MismatchError: arguments differ; raised on every rank, with the same message.
@@ -52,9 +54,10 @@ def agree_on_fit(arguments: dict[str, Any]) -> bool:
         name for callback in _flat(arguments["callbacks"]) if (name := _name(callback)) is not None
     ]
     if not ours or runtime.size() == 1:
-        return True
+        return True, False
     comm = runtime.communicator()
-    mine = _plan(arguments, ours), epochs.is_sharded(arguments["x"]), _put_in_order(arguments)
+    data = epochs.is_sharded(arguments["x"]), shapes_of_batches(arguments)
+    mine = _plan(arguments, ours), data, _put_in_order(arguments)
     gathered = _engine.collectives.allgather_object(comm, mine, operation=OPERATION)
     plans = [plan for plan, _, _ in gathered]
     for rank, plan in enumerate(plans):
@@ -75,7 +78,8 @@ def agree_on_fit(arguments: dict[str, Any]) -> bool:
             callback.after_batches() if _name(callback) == AGREES else callback
             for callback in _flat(arguments["callbacks"])
         ]
-    return all(is_sharded for _, is_sharded, _ in gathered)
+    sharded, shapes = zip(*(data for _, data, _ in gathered), strict=True)
+    return all(sharded), shapes[0] is not None and len(set(shapes)) == 1
 
 
 def _put_in_order(arguments: dict[str, Any]) -> bool:

@@ -18,7 +18,13 @@ from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.model_state import variable_name
 from keras_dist.training.rank_gradients import RankGradients, key_of
 
-__all__ = ["GradientReduction", "check_not_reduced", "mark_reduced", "sum_over_ranks"]
+__all__ = [
+    "GradientReduction",
+    "check_not_reduced",
+    "mark_reduced",
+    "reduce_over_ranks",
+    "sum_over_ranks",
+]
 
 # Attribute of gradients that a tape has reduced.
 REDUCED = "_keras_dist_reduced"
@@ -204,7 +210,7 @@ class GradientReduction:
             return result
         flat = [ops.reshape(ops.cast(result[at], "float32"), (-1,)) for at in shared]
         name = "the largest magnitudes for float8"
-        maxima = _over_ranks(
+        maxima = reduce_over_ranks(
             self.options.process_set, ops.concatenate(flat), _engine.ReduceOp.MAX, name
         )
         ends = np.cumsum([math.prod(variables[at].shape) for at in shared])
@@ -263,7 +269,6 @@ class GradientReduction:
         return self._plans(comm, names, specs, groups, self._brought)
 
 
-
 def _reduce_slices(
     options: ReductionOptions,
     brought: _engine.GradientSet | None,
@@ -310,20 +315,33 @@ def check_not_reduced(gradients: Sequence[Any]) -> None:
 
 
 def sum_over_ranks(process_set: ProcessSet | None, tensor: Any, name: str) -> Any:
-    """Returns the differentiable sum of a tensor over the ranks, inside a training step.
+    """Returns the sum of a tensor over the ranks, as `reduce_over_ranks`."""
+    return reduce_over_ranks(process_set, tensor, _engine.ReduceOp.SUM, name)
+
+
+def reduce_over_ranks(
+    process_set: ProcessSet | None,
+    tensor: Any,
+    op: _engine.ReduceOp,
+    name: str,
+    when: Callable[[], bool] | None = None,
+) -> Any:
+    """Returns a tensor reduced over the ranks, inside a training step; sums are differentiable.
 
     Collective: the ranks of the set, in the same order relative to other reductions.
 
     Args:
         process_set: the ranks; `None` for all.
         tensor: the framework's tensor, at least 1-D, of the same shape on each rank.
+        op: the reduction. The gradient of the result is reduced in the same way.
         name: name of the tensor, for messages.
+        when: returns on the host, in each step, whether to reduce; equal on all ranks. Otherwise
+            the result is the tensor. Defaults to always.
     """
-    return _over_ranks(process_set, tensor, _engine.ReduceOp.SUM, name)
 
-
-def _over_ranks(process_set: ProcessSet | None, tensor: Any, op: Any, name: str) -> Any:
     def reduce(array: np.ndarray) -> np.ndarray:
+        if when is not None and not when():
+            return array.copy()
         comm = runtime.communicator(process_set)
         options = _engine.OpOptions(op)
         return _engine.collectives.allreduce(comm, [array], [name], options, bucket_nbytes(comm))[0]

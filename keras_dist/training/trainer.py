@@ -8,6 +8,7 @@ the first optimizer is distributed; models without a distributed optimizer train
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,12 @@ from keras_dist.training import random_generators, seeds
 from keras_dist.training.copies import complete
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_plan import agree_on_fit
+from keras_dist.training.global_losses import (
+    Step,
+    is_evaluated_together,
+    make_losses_global,
+    within,
+)
 from keras_dist.training.loss_scale import move_outwards
 from keras_dist.training.model_state import SKIPPING, optimizers_of
 from keras_dist.training.ranks_change import again_if_ranks_change
@@ -28,7 +35,7 @@ __all__ = ["check_undistributed", "watch_models"]
 
 # Attribute of a model: the reductions and communicators that its train function was made for.
 TRACED_FOR = "_keras_dist_traced_for"
-# Attribute of a train function whose calls are wrapped.
+# Attribute of a train or test function that is wrapped.
 WRAPPED = "_keras_dist_wrapped"
 
 
@@ -56,9 +63,12 @@ def watch_models() -> None:
             for optimizer in optimizers
             for comm in [optimizer._keras_dist.communicator()]
         ]
-        force = force or self.__dict__.get(TRACED_FOR) != reductions
+        has_equal_batches = epochs.has_equal_batches(self)
+        traced_for = [*reductions, has_equal_batches]
+        force = force or self.__dict__.get(TRACED_FOR) != traced_for
         for_host: Any = contextlib.nullcontext()
         if any(comm is not None for _, comm, _ in reductions):
+            make_losses_global(self)
             backend = _backends.active()
             check_undistributed(f"a model whose gradients keras_dist alone averages, {self.name!r}")
             backend.check_model(self)
@@ -67,15 +77,40 @@ def watch_models() -> None:
             for_host = backend.train_step_for_host(self)
         with for_host:
             train_function = original(self, force)
-        self.__dict__[TRACED_FOR] = reductions
+        self.__dict__[TRACED_FOR] = traced_for
         recorded = functools.partial(_engine.tracing.step, self.steps_per_execution)
-        self.train_function = _wrapped(self.train_function, recorded, random_generators.in_step)
+        losses = functools.partial(within, Step(optimizers[0]._keras_dist, has_equal_batches))
+        self.train_function = _wrapped(
+            self.train_function, recorded, losses, epochs.in_step, random_generators.in_step
+        )
         return train_function
 
     keras.Model.make_train_function = make_train_function
+    keras.Model.make_test_function = _together(keras.Model.make_test_function)
     keras.Model.fit = _checked(keras.Model.fit)
     for task in ("fit", "evaluate", "predict"):
         setattr(keras.Model, task, _reported(getattr(keras.Model, task), task))
+
+
+def _together(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `make_test_function`: where all ranks evaluate, losses are those of all ranks."""
+
+    @functools.wraps(original)
+    def make_test_function(self: keras.Model, force: bool = False) -> Any:
+        reductions = [optimizer._keras_dist for optimizer in distributed_optimizers(self)]
+        if not any(reduction.communicator() is not None for reduction in reductions):
+            return original(self, force)
+        make_losses_global(self)
+        if hasattr(self.test_function, WRAPPED) and not force:
+            return self.test_function
+        with _backends.active().test_step_for_host(self):
+            original(self, True)
+        model = weakref.ref(self)  # TensorFlow keeps functions of the host until the process ends
+        step = Step(reductions[0], evaluates=lambda: is_evaluated_together(model()))
+        self.test_function = _wrapped(self.test_function, functools.partial(within, step))
+        return self.test_function
+
+    return make_test_function
 
 
 def check_undistributed(expected: str) -> None:
@@ -103,13 +138,12 @@ def check_undistributed(expected: str) -> None:
 
 
 def _wrapped(step: Callable[..., Any], *contexts: Callable[[], Any]) -> Callable[..., Any]:
-    """Wraps a train function: its calls run in contexts."""
+    """Wraps a train or test function: its calls run in contexts."""
     if hasattr(step, WRAPPED):
         return step  # Keras has returned the existing function
 
     @functools.wraps(step, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        epochs.begin_step()
         with contextlib.ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context())
@@ -129,7 +163,7 @@ def _checked(fit: Callable[..., Any]) -> Callable[..., Any]:
         bound.apply_defaults()
         if epochs.is_sharded(bound.arguments["x"]) and runtime.size() > 1:
             check_undistributed("data that keras_dist alone shares out over the ranks")
-        everywhere = agree_on_fit(bound.arguments)
+        agreement = agree_on_fit(bound.arguments)
         # Arguments except callbacks are passed as given: other code may have wrapped `fit`.
         ordered = bound.arguments["callbacks"]
         given = [ordered if at == position else value for at, value in enumerate(args)]
@@ -137,7 +171,7 @@ def _checked(fit: Callable[..., Any]) -> Callable[..., Any]:
         model = bound.arguments["self"]
         logs_before = model.__dict__.get(LOGS)
         try:
-            with epochs.training_on(bound.arguments, everywhere), seeds.separable():
+            with epochs.training_on(bound.arguments, *agreement), seeds.separable():
                 return fit(*given, **options)
         finally:
             _restore_logs(model, logs_before)

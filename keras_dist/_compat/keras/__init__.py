@@ -2,6 +2,7 @@
 
 from keras_dist._compat.keras import (
     callbacks,
+    losses,
     models,
     optimizer_state,
     optimizers,
@@ -16,6 +17,7 @@ CONTRACT = (
     *optimizers.CONTRACT,
     *optimizer_state.CONTRACT,
     *sliced_updates.CONTRACT,
+    *losses.CONTRACT,
     *models.CONTRACT,
     *seeds.CONTRACT,
     *callbacks.CONTRACT,

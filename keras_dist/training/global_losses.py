@@ -1,0 +1,194 @@
+"""Losses over the batches of all ranks.
+
+The ranks average their gradients, so each rank would count alike, whatever its loss was divided by:
+the samples of its batch, the tokens that are not masked, or the sum of its sample weights. In the
+steps of models with a distributed optimizer, the gradient of each loss of `compile` is therefore
+scaled by the share of the rank in what all ranks divide by, and its value is that of all ranks.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_dist import _backends, _engine, errors, runtime
+from keras_dist._compat.keras.losses import Measured, measured, replace_losses
+from keras_dist.ops.bucket_size import bucket_nbytes
+from keras_dist.runtime.process_sets import ProcessSet
+from keras_dist.training.gradient_reduction import GradientReduction, reduce_over_ranks
+
+__all__ = [
+    "Step",
+    "evaluate_together",
+    "is_evaluated_together",
+    "loss_scale",
+    "make_losses_global",
+    "within",
+]
+
+# Attribute of a model that all ranks are evaluating.
+TOGETHER = "_keras_dist_evaluated_together"
+
+
+def loss_scale(denominator: Any, process_set: ProcessSet | None = None) -> Any:
+    """Returns the factor by which a rank multiplies a mean loss before gradients are averaged.
+
+    For training loops written by hand. The average over the ranks counts each rank alike. With this
+    factor it is the gradient of the mean over the batches of all ranks, whatever their numbers of
+    samples, of tokens that are not masked, or sums of sample weights. `fit`, `train_on_batch` and
+    `compute_loss` in a custom `train_step` do this for the losses of `compile`.
+
+    The factor is `denominator` divided by its average over the ranks, and 0 if that is 0. Leave
+    penalties of the weights out of the loss that is multiplied. If several batches are accumulated,
+    pass the sum of their denominators, and divide the sum of their losses by that sum.
+
+    Collective: every rank of the set, in each step, in the same order relative to other reductions;
+    blocks. Works eagerly, in a `tf.function`, in `jax.jit` and in `jax.grad`.
+
+    Args:
+        denominator: what the loss of this rank is divided by: a number, or a tensor of any shape
+            with a number for each loss.
+        process_set: the ranks whose gradients are averaged. Defaults to all ranks.
+
+    Returns:
+        Tensor of float32, of the shape of `denominator`, without a gradient.
+
+    Raises:
+        MismatchError: the ranks differ in the shape, or call another operation.
+
+    Example:
+    ```python
+    weights = keras.ops.cast(y > 0, "float32")
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    scale = keras_dist.loss_scale(keras.ops.sum(weights))
+    value = scale * loss(y, model(x), sample_weight=weights)
+    ```
+    """
+    given = ops.stop_gradient(ops.cast(ops.convert_to_tensor(denominator), "float32"))
+    flat, op = ops.reshape(given, (-1,)), _engine.ReduceOp.AVERAGE
+    average = reduce_over_ranks(process_set, flat, op, "the argument of loss_scale")
+    return ops.reshape(ops.divide_no_nan(flat, average), ops.shape(given))
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What the losses in a train or test step must know.
+
+    Args:
+        reduction: the reduction of the gradients.
+        equal_batches: whether the batches of all ranks have equal shapes in each step.
+        evaluates: in a test step, returns on the host whether the ranks evaluate together. Defaults
+            to `None`: a train step.
+    """
+
+    reduction: GradientReduction
+    equal_batches: bool = False
+    evaluates: Callable[[], bool] | None = None
+
+
+_steps: list[Step] = []
+
+
+@contextlib.contextmanager
+def within(step: Step) -> Iterator[None]:
+    """Returns a context in which the losses of `make_losses_global` are those of all ranks."""
+    _steps.append(step)
+    try:
+        yield
+    finally:
+        _steps.pop()
+
+
+def evaluate_together(model: keras.Model, together: bool) -> None:
+    """Notes that all ranks begin, or end, to evaluate a model."""
+    model.__dict__[TOGETHER] = together
+
+
+def is_evaluated_together(model: keras.Model | None) -> bool:
+    """Returns whether all ranks are evaluating a model."""
+    return model is not None and model.__dict__.get(TOGETHER, False)
+
+
+def make_losses_global(model: keras.Model) -> None:
+    """Makes the losses that a model is compiled with those of all ranks, in the context `within`.
+
+    Losses of `add_loss` and penalties of layers are averaged over the ranks with their gradients.
+    """
+    replace_losses(model, lambda loss: loss if isinstance(loss, _GlobalLoss) else _GlobalLoss(loss))
+
+
+class _GlobalLoss:
+    """A loss over the batches of all ranks within a step, otherwise over that of this rank."""
+
+    def __init__(self, loss: Any):
+        self._loss = loss
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if not _steps or _steps[-1].reduction.communicator() is None:
+            return self._loss(y_true, y_pred, sample_weight)
+        own = measured(self._loss, y_true, y_pred, sample_weight)
+        name = f"the loss {getattr(self._loss, 'name', type(self._loss).__name__)!r}"
+        return _over_ranks(own, _steps[-1], name)
+
+
+def _over_ranks(own: Measured, step: Step, name: str) -> Any:
+    """Returns the loss of all ranks, with the gradient of this rank that the ranks reduce."""
+    options, trains = step.reduction.options, step.evaluates is None
+    is_equal = own.is_count and step.equal_batches
+    if own.reduction == "mean" and (is_equal or (own.is_count and not trains)):
+        return own.value  # in a test step, Keras weighs it by the samples
+    if own.reduction == "none" and not trains:
+        return own.value
+    if options.op is _engine.ReduceOp.ADASUM:
+        if own.reduction == "mean" and trains:
+            _check_equal(own.denominator, step, name)
+        return own.value
+    constant = ops.stop_gradient(own.value)
+    if is_equal:
+        count: Any = options.ranks().size
+        total, denominator = constant * count, own.denominator
+    else:
+        weighted = 0.0 if own.reduction == "none" else constant * own.denominator
+        mine = [ops.cast(value, "float32") for value in (own.denominator, weighted, 1.0)]
+        summed = reduce_over_ranks(
+            options.process_set, ops.stack(mine), _engine.ReduceOp.SUM, name, step.evaluates
+        )
+        denominator, total, count = ops.unstack(ops.cast(summed, own.value.dtype), 3)
+    if own.reduction == "mean":
+        factor = ops.divide_no_nan(count * own.denominator, denominator)
+        value = ops.divide_no_nan(total, denominator)
+    else:  # a sum of the gradients is that of the sums
+        factor = 1.0 if options.op is _engine.ReduceOp.SUM else count
+        value = constant if own.reduction == "none" else total
+    return value + factor * (own.value - constant)
+
+
+def _check_equal(denominator: Any, step: Step, name: str) -> None:
+    """Checks in the step that all ranks divide a loss by the same number.
+
+    Raises:
+        ArgumentError: they do not; raised on every rank.
+    """
+
+    def check(bounds: np.ndarray) -> np.ndarray:
+        comm, options = step.reduction.options.ranks(), _engine.OpOptions(_engine.ReduceOp.MAX)
+        [found] = _engine.collectives.allreduce(
+            comm, [bounds], [name], options, bucket_nbytes(comm)
+        )
+        if found[0] == -found[1]:
+            return found
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                f"as many samples or weights in {name} on every rank, with Adasum",
+                f"from {-found[1]:g} to {found[0]:g}",
+                "Use op=Average, which weighs the ranks by them, or equal batches without masks.",
+            )
+        )
+
+    bounds = ops.stack([ops.cast(bound, "float32") for bound in (denominator, -denominator)])
+    _backends.active().differentiable_host_callback(ops.stop_gradient(bounds), check, check)

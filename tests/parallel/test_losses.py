@@ -1,0 +1,260 @@
+"""Losses whose denominators differ between ranks: weights and logs are those of one process."""
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from training import agreed, assert_close, weights_of
+
+import keras_dist
+from keras_dist import errors
+from keras_dist.training import global_losses
+
+backend = keras.backend.backend()
+BATCH, TOKENS, WORDS, STEPS = 4, 5, 10, 2
+MEANS = ["sum_over_batch_size", "mean", "mean_with_sample_weight"]
+
+
+def text(lengths, seed=0):
+    """Token sequences of these lengths, padded with 0, and numbers for each token and sequence."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, WORDS, (len(lengths), TOKENS))
+    tokens[np.arange(TOKENS) >= np.array(lengths)[:, None]] = 0
+    shape = (*tokens.shape, 1)
+    return tokens, rng.standard_normal(shape).astype("float32")
+
+
+def of_tokens(loss="mse", penalty=None):
+    layers = [keras.Input((TOKENS,), dtype="int32")]
+    layers += [keras.layers.Embedding(WORDS, 4, mask_zero=True)]
+    layers += [keras.layers.Dense(1, kernel_regularizer=penalty)]
+    return keras.Sequential(layers), {"loss": loss}
+
+
+def of_classes():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=2)
+    layers = [keras.Input((TOKENS,), dtype="int32")]
+    layers += [keras.layers.Embedding(WORDS, 4, mask_zero=True)]
+    layers += [keras.layers.LSTM(3, return_sequences=True), keras.layers.Dense(3)]
+    return keras.Sequential(layers), {"loss": loss}
+
+
+def of_rows(loss="mse"):
+    layers = [keras.Input((TOKENS,)), keras.layers.Dense(1, kernel_regularizer="l2")]
+    return keras.Sequential(layers), {"loss": loss}
+
+
+def of_two_outputs():
+    tokens = keras.Input((TOKENS,), dtype="int32")
+    found = keras.layers.Embedding(WORDS, 4, mask_zero=True)(tokens)
+    outputs = {
+        "each": keras.layers.Dense(1, name="each")(found),
+        "all": keras.layers.Dense(1, name="all")(keras.layers.LSTM(2)(found)),
+    }
+    losses = {"each": "mse", "all": keras.losses.MeanAbsoluteError(reduction="sum")}
+    return keras.Model(tokens, outputs), {"loss": losses, "loss_weights": {"each": 1, "all": 0.1}}
+
+
+def trained(make, optimizer, batches, callbacks=None, rate=0.1, **options):
+    """Trains on batches of `(x, y, sample weights)`; returns the model and all its logs."""
+    keras.utils.set_random_seed(1)
+    model, compiled = make()
+    model.compile(optimizer, **compiled, **options)
+
+    def generate():
+        yield from batches
+
+    def validate():  # a callback list belongs to one call
+        return {"callbacks": keras_dist.callbacks()} if callbacks else {}
+
+    logs = model.fit(generate(), verbose=0, validation_data=generate(), **validate()).history
+    tested = model.evaluate(generate(), verbose=0, return_dict=True, **validate())
+    tested = {f"test_{name}": value for name, value in tested.items()}
+    return model, {**{name: values[0] for name, values in logs.items()}, **tested}
+
+
+def joined(parts):
+    """Returns the batches of one process: those of all ranks that have one, in rank order."""
+    batches = []
+    for step in range(max(map(len, parts))):
+        here = [part[step] for part in parts if step < len(part)]
+        batches.append(keras.tree.map_structure(lambda *arrays: np.concatenate(arrays), *here))
+    return batches
+
+
+def assert_as_in_one_process(make, parts, optimizer=lambda: keras.optimizers.SGD(0.1), **options):
+    """Trains on `parts[rank]`, the batches of each rank, and in one process on all of them."""
+    one, expected = trained(make, optimizer(), joined(parts), **options)
+    mine = parts[keras_dist.rank()]
+    wrapped = keras_dist.DistributedOptimizer(optimizer())
+    model, logs = trained(make, wrapped, mine, callbacks=True, **options)
+    assert agreed([weight.tobytes() for weight in weights_of(model)])
+    assert_close(weights_of(model), weights_of(one), 1e-5)
+    assert logs.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(logs[name], value, rtol=1e-5, err_msg=name)
+
+
+def lengths_of(rank):
+    """Long sequences on rank 0, short ones on the others; only padding in the first of rank 1."""
+    first = [0] * BATCH if rank == 1 else [5, 4, 5, 3]
+    return [first, [1 + (rank == 0), 1, 2, 1]]
+
+
+def unequal(parts):
+    """Takes as many rows off the last batch of a rank as its number says."""
+    for rank, part in enumerate(parts):
+        part[-1] = keras.tree.map_structure(lambda rows, less=rank: rows[: BATCH - less], part[-1])
+    return parts
+
+
+def parts_of_text(targets=lambda tokens, numbers: numbers):
+    parts = []
+    for rank in range(keras_dist.size()):
+        batches = [text(lengths, 2 * rank + n) for n, lengths in enumerate(lengths_of(rank))]
+        parts.append([(tokens, targets(tokens, numbers)) for tokens, numbers in batches])
+    return parts
+
+
+def parts_of_rows(weighs=True):
+    rng = np.random.default_rng(0)
+    parts = []
+    for rank in range(keras_dist.size()):
+        x = [rng.standard_normal((BATCH, TOKENS)).astype("float32") for _ in range(STEPS)]
+        weights = [(1 + 3 * rank) * rng.random(BATCH).astype("float32") for _ in range(STEPS)]
+        rows = [
+            (each, each[:, :1] + 1, *([w] * weighs)) for each, w in zip(x, weights, strict=True)
+        ]
+        parts.append(rows)
+    return parts
+
+
+def both(tokens, numbers):
+    return {"each": numbers, "all": numbers[:, 0]}
+
+
+CASES = {
+    "masks": (of_tokens, parts_of_text),
+    "sample weights": (
+        lambda: of_rows(keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")),
+        parts_of_rows,
+    ),
+    "unequal batches": (of_rows, lambda: unequal(parts_of_rows(False))),
+    "several outputs": (of_two_outputs, lambda: unequal(parts_of_text(both))),
+    "ignored classes": (of_classes, lambda: parts_of_text(lambda tokens, _: tokens % 3)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parity("losses count as in one process: {case}")
+def test_losses_are_those_of_one_process(case):
+    make, parts = CASES[case]
+    assert_as_in_one_process(make, parts())
+
+
+@given(
+    st.lists(st.integers(0, TOKENS), min_size=24, max_size=24),
+    st.sampled_from([*MEANS, "sum"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, "l2"]),
+    st.sampled_from([None, 2]),
+    st.lists(st.integers(1, 3), min_size=8, max_size=8),
+)
+@settings(max_examples=6, phases=[Phase.generate])
+def test_drawn_losses_are_those_of_one_process(
+    lengths, reduction, masks, weighs, penalty, accumulates, rows
+):
+    rng, parts = np.random.default_rng(1), []
+    for rank in range(keras_dist.size()):
+        batches = []
+        for step in range(STEPS):
+            count = rows[(STEPS * rank + step) % len(rows)]
+            start = 3 * (STEPS * rank + step) % len(lengths)
+            x, y = text(lengths[start : start + count], seed=rank)
+            if not masks:
+                x = np.maximum(x, 1)
+            weights = [rng.random(x.shape).astype("float32") * (1 + rank)] * weighs
+            batches.append((x, y, *weights))
+        parts.append(batches)
+
+    def make():
+        return of_tokens(keras.losses.MeanSquaredError(reduction=reduction), penalty)
+
+    def optimizer():
+        return keras.optimizers.SGD(0.01, gradient_accumulation_steps=accumulates)
+
+    eagerly = {"run_eagerly": backend == "tensorflow"}  # tracing takes seconds
+    assert_as_in_one_process(make, parts, optimizer, **eagerly)
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+@pytest.mark.parity("losses count as in one process: ranks out of data")
+def test_ranks_out_of_data_count_for_nothing(reduction):
+    parts = parts_of_text()
+    parts[0] = parts[0][: 1 if keras_dist.size() > 1 else 2]
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    assert_as_in_one_process(lambda: of_tokens(loss), parts, lambda: keras.optimizers.SGD(0.01))
+
+
+def test_train_on_batch_weighs_the_ranks():
+    parts = unequal(parts_of_text())
+    one, _ = trained(of_tokens, keras.optimizers.SGD(0.1), joined(parts))
+    keras.utils.set_random_seed(1)
+    model, compiled = of_tokens()
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), **compiled)
+    for x, y in parts[keras_dist.rank()]:
+        model.train_on_batch(x, y)
+    assert_close(weights_of(model), weights_of(one), 1e-5)
+
+
+def test_evaluation_without_callbacks_is_local():
+    model, compiled = of_tokens()
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), **compiled)
+    [x, y], *_ = parts_of_text()[0]
+    expected = model.evaluate(x, y, verbose=0, callbacks=keras_dist.callbacks())
+    if keras_dist.rank() == 0:
+        np.testing.assert_allclose(model.evaluate(x, y, verbose=0), expected, rtol=1e-6)
+        model.test_on_batch(x, y)
+
+
+def test_equal_batches_exchange_nothing(monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("the ranks have exchanged denominators")
+
+    monkeypatch.setattr(global_losses, "reduce_over_ranks", refuse)
+    x = np.ones((3 * BATCH * keras_dist.size(), TOKENS), "float32")
+    y = x[:, :1]
+    model, compiled = of_rows()
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), **compiled)
+    options = {"verbose": 0, "callbacks": keras_dist.callbacks()}
+    sharded = keras_dist.data.shard((x, y), batch_size=BATCH)
+    model.fit(sharded, validation_data=(x, y), **options)
+    model.fit(x, y, batch_size=BATCH, sample_weight=x[:, 0], **options)
+    if keras_dist.size() > 1:
+        uneven = keras_dist.data.shard((x[1:], y[1:]), batch_size=BATCH)
+        with pytest.raises(AssertionError, match="exchanged"):
+            model.fit(uneven, **options)
+
+
+@pytest.mark.skipif(keras_dist.size() not in (2, 4), reason="Adasum needs a power of two of ranks")
+def test_adasum_refuses_denominators_that_differ():
+    model, compiled = of_tokens()
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1), op="adasum")
+    model.compile(optimizer, run_eagerly=True, **compiled)
+    x, y = parts_of_text()[keras_dist.rank()][0]
+    with pytest.raises(Exception, match="every rank, with Adasum") as raised:
+        model.train_on_batch(x, y)
+    assert backend == "tensorflow" or isinstance(raised.value, errors.ArgumentError)
+
+
+@pytest.mark.parity("`loss_scale` in loops written by hand")
+def test_loss_scale_weighs_ranks():
+    counts = [0.0, 6.0, 2.0, 4.0][: keras_dist.size()]
+    mine = counts[keras_dist.rank()]
+    expected = mine / (np.mean(counts) or 1)
+    scale = keras.ops.convert_to_numpy(keras_dist.loss_scale(mine))
+    np.testing.assert_allclose(scale, expected, rtol=1e-6)
+    several = keras.ops.convert_to_numpy(keras_dist.loss_scale([[mine, 0.0]]))
+    np.testing.assert_allclose(several, [[expected, 0.0]], rtol=1e-6)
