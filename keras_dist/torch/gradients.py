@@ -68,11 +68,11 @@ class Gradients:
                 hook = _hook_of(weakref.WeakMethod(self._add))
                 parameter.register_post_accumulate_grad_hook(hook)
 
-    def check_idle(self) -> None:
-        """Checks that no reduction is in progress.
+    def drop_passes(self) -> None:
+        """Drops the backward passes of an incomplete step.
 
         Raises:
-            UsageError: a reduction is in progress.
+            UsageError: the step is complete, and its reduction is in progress.
         """
         if any(count >= self.passes for count in self._counts.values()) and self.is_shared():
             raise errors.UsageError(
@@ -84,6 +84,7 @@ class Gradients:
                     "call synchronize() before unscale_ and step, or one rank may skip a step.",
                 )
             )
+        self._counts.clear()
 
     def reset(self) -> None:
         """Discards the gradients that are ready, after their reductions in progress."""
@@ -165,7 +166,9 @@ class Gradients:
                     runtime.where(),
                     f"{self._name(parameter)} {self.passes} times for each step",
                     f"{count} times, before step or synchronize",
-                    "Pass backward_passes_per_step to accumulate as many gradients before a step.",
+                    "Pass backward_passes_per_step to accumulate as many gradients before a step. "
+                    "Call optimizer.step() to use the passes of an incomplete step, such as the "
+                    "last one of an epoch, or optimizer.zero_grad() to drop them.",
                 )
             )
         layout = self._layout

@@ -137,10 +137,12 @@ class _Distributed:
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients, as the class of the optimizer does.
 
+        The backward passes of an incomplete step are dropped.
+
         Raises:
             UsageError: a reduction of the gradients is in progress.
         """
-        self._keras_dist.check_idle()
+        self._keras_dist.drop_passes()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         self._keras_dist.watch(_parameters_of(self))
 

@@ -114,7 +114,7 @@ class _Distributed(UpdateHook, KeepsOptions):
             raise errors.ArgumentTypeError(
                 errors.explain(
                     runtime.where(),
-                    "a variable",
+                    "a Keras variable or a tf.Variable",
                     f"{variable!r} of type {type(variable).__name__}",
                     "Pass for example layer.kernel. To exclude layers, pass local_layers=.",
                 )

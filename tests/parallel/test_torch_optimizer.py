@@ -160,6 +160,32 @@ def test_several_backward_passes_per_step(overlap):
     assert same_on_all(train(model, optimizer, own_rows))
 
 
+def test_the_passes_of_an_incomplete_step_are_dropped_or_used(overlap):
+    alone, model = network(), network()
+    plain = torch.optim.SGD(alone.parameters(), 0.02)
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    optimizer = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2)
+    batches = list(zip(*data(6), strict=True))
+    for drops in (True, False, True):
+        for number, (x, y) in enumerate(batches[:5]):
+            if number % 2 == 0:
+                plain.zero_grad()
+                optimizer.zero_grad()  # the last batch of an epoch may have no partner
+            loss_of(alone, x, y).backward()
+            loss_of(model, own_rows(x), own_rows(y)).backward()
+            if number % 2 or (number == 4 and not drops):
+                plain.step()
+                optimizer.step()
+    for weight, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
+    if hvd.size() > 1:
+        model.zero_grad()  # which the optimizer does not see
+        loss_of(model, own_rows(x), own_rows(y)).backward()
+        with pytest.raises(errors.UsageError, match=r"optimizer.zero_grad\(\) to drop them"):
+            loss_of(model, own_rows(x), own_rows(y)).backward()
+        optimizer.zero_grad()
+
+
 def test_an_extra_backward_pass_is_an_error_and_the_job_continues(overlap):
     if hvd.size() == 1:
         pytest.skip("one rank does not reduce")
