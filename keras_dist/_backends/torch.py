@@ -24,10 +24,12 @@ from keras_dist._backends.torch_overlap import in_train_step, reduce_dense
 from keras_dist._backends.torch_tensors import (
     copy_to,
     dtype_of,
+    form_of,
     rows_of,
     sparse_of,
     to_numpy,
     to_torch,
+    zeros_of,
 )
 
 HostFunction = Callable[[np.ndarray], np.ndarray]
@@ -118,19 +120,9 @@ def reduce_gradients(
     return [reduced[i] for i in range(len(gradients))]
 
 
-def form_of(gradient: Any) -> tuple[str, str | None]:
-    """See `Backend`."""
-    return str(gradient.dtype).removeprefix("torch."), "int64" if gradient.is_sparse else None
-
-
 def zeros(variable: Any, form: tuple[str, str | None]) -> Any:
     """See `Backend`."""
-    like, dtype = variable.value, getattr(torch, form[0])
-    if form[1] is None:
-        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
-    rows = torch.zeros((0, *like.shape[1:]), dtype=dtype, device=like.device)
-    indices = torch.zeros((1, 0), dtype=torch.int64, device=like.device)
-    return torch.sparse_coo_tensor(indices, rows, like.shape, is_coalesced=True)
+    return zeros_of(variable.value, form)
 
 
 def is_traced(gradients: Sequence[Any], variables: Sequence[Any]) -> bool:

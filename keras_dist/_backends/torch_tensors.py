@@ -8,17 +8,34 @@ from keras_dist import errors
 __all__ = [
     "copy_to",
     "dtype_of",
+    "form_of",
     "rows_of",
     "sparse_of",
     "to_numpy",
     "to_torch",
     "write_into",
+    "zeros_of",
 ]
 
 
 def dtype_of(tensor: torch.Tensor) -> np.dtype:
     """Returns the dtype of the array of a tensor."""
     return to_numpy(torch.empty(0, dtype=tensor.dtype)).dtype
+
+
+def form_of(gradient: torch.Tensor) -> tuple[str, str | None]:
+    """Returns the dtype of a gradient, and that of its indices if it is sparse."""
+    return str(gradient.dtype).removeprefix("torch."), "int64" if gradient.is_sparse else None
+
+
+def zeros_of(parameter: torch.Tensor, form: tuple[str, str | None]) -> torch.Tensor:
+    """Returns a gradient of zeros for a parameter; a sparse one has no rows."""
+    shape, dtype, device = parameter.shape, getattr(torch, form[0]), parameter.device
+    if form[1] is None:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    rows = torch.zeros((0, *shape[1:]), dtype=dtype, device=device)
+    indices = torch.zeros((1, 0), dtype=torch.int64, device=device)
+    return torch.sparse_coo_tensor(indices, rows, shape, is_coalesced=True)
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -17,10 +17,16 @@ class Layout:
     Args:
         plan: the plan.
         parameters: the parameters of its gradients, in order.
+        brought: the gradients of all parameters, by which ranks compare.
     """
 
-    def __init__(self, plan: _engine.FusedAllreduce, parameters: Sequence[torch.Tensor]):
-        self.plan = plan
+    def __init__(
+        self,
+        plan: _engine.FusedAllreduce,
+        parameters: Sequence[torch.Tensor],
+        brought: _engine.GradientSet,
+    ):
+        self.plan, self.brought = plan, brought
         self._specs = [_spec(parameter) for parameter in parameters]
         self._indices = {id(parameter): index for index, parameter in enumerate(parameters)}
 

@@ -16,10 +16,10 @@ import torch
 from keras_dist import _engine, errors, runtime
 from keras_dist._backends.torch_device import prepared_array, to_array, to_tensor
 from keras_dist._backends.torch_overlap import ReadyGradients
-from keras_dist._backends.torch_tensors import dtype_of, to_torch, write_into
+from keras_dist._backends.torch_tensors import dtype_of, form_of, to_torch, write_into, zeros_of
 from keras_dist._compat.torch import weak_tensor_keys
 from keras_dist._gpu import uniform
-from keras_dist.ops.gradient_plans import GradientPlans
+from keras_dist.ops.gradient_plans import SAME_MODEL, GradientPlans
 from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.ops.tensor_compression import compressed, decompressed, is_custom
 from keras_dist.torch import sync_ops
@@ -47,6 +47,7 @@ class Gradients:
         self._watched = weak_tensor_keys()  # the number of each parameter
         self._counts: dict[int, int] = {}  # by number: backward passes since the last step
         self._layout: Layout | None = None  # of the last step
+        self._forms = weak_tensor_keys()  # of the gradients of the last step, on any rank
         self._ready: ReadyGradients | None = None
         self._versions: dict[int, Any] = {}  # by index: of gradients that have been queued
         self._contexts: dict[int, Any] = {}
@@ -95,9 +96,9 @@ class Gradients:
     def reduce(self, parameters: Sequence[torch.Tensor]) -> None:
         """Reduces the gradients, or waits for their reductions in progress. Collective; blocks.
 
-        A parameter without a gradient on this rank contributes zeros, since another rank may have
-        one. If no rank has a gradient, it remains `None`, so that weight decay and momentum do not
-        apply.
+        A parameter without a gradient on this rank contributes zeros if another rank has one, or
+        had one in the last step. If no rank has a gradient, it remains `None`, so that weight decay
+        and momentum do not apply.
 
         Args:
             parameters: all parameters of the optimizer.
@@ -107,32 +108,47 @@ class Gradients:
         if not self.is_shared():
             self._clear()
             return
-        trained = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
-        has = [parameter.grad is not None for parameter in trained]
-        for parameter in trained:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        every = parameters[::-1]
+        has = {id(parameter) for parameter in every if parameter.grad is not None}
+        names = tuple(self._names.get(id(p), f"parameter {n}") for n, p in enumerate(parameters))
+        own = tuple(self._form_of(p) if id(p) in has else None for p in every)
+        forms = tuple(form or self._forms.get(p) for form, p in zip(own, every, strict=True))
         try:
-            for parameter, anywhere in zip(trained, self._reduce(trained, has), strict=True):
-                if not anywhere:
-                    parameter.grad = None
+            while True:
+                brought = _engine.GradientSet(names, names, forms, adapts=True)
+                try:
+                    trained = _completed(every, forms, has, self._options.dense)
+                    self._reduce(trained, has, brought)
+                    break
+                except _engine.UnlikeGradients:
+                    self._discard_ready()
+                    mine = _engine.GradientSet(names, names, own, adapts=True)
+                    compare = _engine.collectives.compare_gradients
+                    forms = compare(self._communicator(), mine, SAME_MODEL)
         finally:
             self._clear()
 
-    def _reduce(self, trained: Sequence[torch.Tensor], flags: list[bool]) -> list[bool]:
+    def _reduce(
+        self, trained: Sequence[torch.Tensor], own: set[int], brought: _engine.GradientSet
+    ) -> None:
         """Reduces gradients, together with flags for those that this rank has.
 
-        Returns:
-            Flags for the gradients that any rank has.
+        Args:
+            trained: parameters with gradients, possibly of zeros.
+            own: the `id` of those of which this rank has a gradient.
+            brought: what the ranks compare.
         """
+        flags = [id(parameter) in own for parameter in trained]
         sparse = [p for p in trained if p.grad.is_sparse and not self._options.dense]
         ids = {id(parameter) for parameter in sparse}
         dense = [parameter for parameter in trained if id(parameter) not in ids]
         has = np.array(flags, self._dtype_for_flags(dense))
         layout = self._layout
+        if layout is not None and layout.brought != brought:
+            layout = None
         if self._ready is None or layout is None or not self._are_unchanged(layout, dense):
             self._discard_ready()
-            layout = self._layout = self._make_layout(dense, has)
+            layout = self._layout = self._make_layout(dense, has, brought)
             gradients = [self._contribution(parameter) for parameter in dense]
             results = layout.plan(uniform([*gradients, self._flags(dense, has)]))
         else:
@@ -149,7 +165,15 @@ class Gradients:
             parameter.grad = sync_ops.sparse_allreduce(
                 parameter.grad, op=self._options.op, process_set=self.process_set
             )
-        return anywhere
+        for parameter, is_anywhere in zip(trained, anywhere, strict=True):
+            # The next step expects what this one has had.
+            self._forms[parameter] = self._form_of(parameter) if is_anywhere else None
+            if not is_anywhere:
+                parameter.grad = None
+
+    def _form_of(self, parameter: torch.Tensor) -> _engine.Form:
+        dtype, index_dtype = form_of(parameter.grad)
+        return dtype, None if self._options.dense else index_dtype
 
     def _add(self, parameter: torch.Tensor) -> None:
         """Counts a backward pass, and queues the buckets that it completes."""
@@ -186,11 +210,14 @@ class Gradients:
             version == version_of(dense[index]) for index, version in self._versions.items()
         )
 
-    def _make_layout(self, dense: Sequence[torch.Tensor], has: np.ndarray) -> Layout:
+    def _make_layout(
+        self, dense: Sequence[torch.Tensor], has: np.ndarray, brought: _engine.GradientSet
+    ) -> Layout:
         specs = [*((tuple(p.grad.shape), self._dtype(p)) for p in dense), (has.shape, has.dtype)]
         names = [*(self._name(parameter) for parameter in dense), "flags of existing gradients"]
-        plan = self._plans(self._communicator(), names, specs, self._options.grouped(dense))
-        return Layout(plan, dense)
+        groups = self._options.grouped(dense)
+        plan = self._plans(self._communicator(), names, specs, groups, brought)
+        return Layout(plan, dense, brought)
 
     def _contribution(self, parameter: torch.Tensor) -> Any:
         """Returns the contribution of this rank to the reduction of a gradient."""
@@ -242,7 +269,7 @@ class Gradients:
         return like
 
     def _name(self, parameter: torch.Tensor) -> str:
-        number = self._watched[parameter]
+        number = self._watched.get(parameter)
         return f"the gradient of {self._names.get(id(parameter), f'parameter {number}')}"
 
     def _communicator(self) -> _engine.Communicator:
@@ -258,6 +285,32 @@ class Gradients:
         self._ready = None
         self._versions.clear()
         self._counts.clear()
+
+
+def _completed(
+    parameters: Sequence[torch.Tensor],
+    forms: Sequence[_engine.Form | None],
+    own: set[int],
+    keeps_rows: bool,
+) -> list[torch.Tensor]:
+    """Gives parameters gradients of certain forms.
+
+    Args:
+        parameters: the parameters.
+        forms: for each the form of its gradient, or `None`.
+        own: the `id` of those of which this rank has a gradient; others have zeros.
+        keeps_rows: whether rows that are reduced as a dense tensor stay rows.
+
+    Returns:
+        The parameters that have a gradient.
+    """
+    for parameter, form in zip(parameters, forms, strict=True):
+        gradient: Any = parameter.grad
+        if id(parameter) not in own:
+            parameter.grad = None if form is None else zeros_of(parameter, form)
+        elif gradient.is_sparse and not keeps_rows and form is not None and form[1] is None:
+            parameter.grad = gradient.to_dense()
+    return [parameter for parameter in parameters if parameter.grad is not None]
 
 
 def _hook_of(method: Any) -> Any:

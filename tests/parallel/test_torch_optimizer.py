@@ -287,6 +287,71 @@ def test_a_parameter_that_some_ranks_do_not_use(overlap):
 
 
 @pytest.mark.parametrize("dense", [False, True])
+def test_rows_that_some_ranks_lack_or_have_as_a_whole(dense, overlap):
+    table = torch.nn.Parameter(torch.ones(4, 2))
+    unused = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([table, unused], 1.0)
+    optimizer = hvd.DistributedOptimizer(optimizer, sparse_as_dense=dense)
+    rows = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (4, 2))
+    expected = torch.ones(4, 2)
+    for step in range(4):
+        optimizer.zero_grad()
+        has = [(rank + step) % 2 == 0 for rank in range(hvd.size())]
+        if has[hvd.rank()] and step < 3:
+            table.grad = rows
+        elif step == 3:
+            table.grad = rows if hvd.rank() == 0 else torch.ones(4, 2)
+        optimizer.step()
+        assert unused.grad is None
+        if step < 3 and any(has):
+            assert table.grad.is_sparse or (dense and not has[hvd.rank()])
+            mean = rows.to_dense() * (sum(has) / hvd.size())
+            expected = expected - mean
+        elif step == 3:
+            mean = (rows.to_dense() + torch.ones(4, 2) * (hvd.size() - 1)) / hvd.size()
+            expected = expected - mean
+        torch.testing.assert_close(table, expected)
+    assert torch.equal(unused, torch.ones(2))
+    assert same_on_all([table])
+
+
+def test_a_parameter_that_is_frozen_on_one_rank(overlap):
+    model, alone = network(), network()
+    model[0].requires_grad_(hvd.rank() != 0 or hvd.size() == 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    plain = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+    for x, y in zip(*data(), strict=True):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        loss_of(model, own_rows(x), own_rows(y)).backward()
+        optimizer.step()
+        frozen = torch.arange(len(x)) < len(own_rows(x)) if hvd.size() > 1 else None
+        loss_of(alone, x, y).backward()
+        if frozen is not None:  # the rows of rank 0 do not count
+            of_rank_0 = torch.autograd.grad(
+                loss_of(alone, x[frozen], y[frozen]), list(alone[0].parameters())
+            )
+            for weight, gradient in zip(alone[0].parameters(), of_rank_0, strict=True):
+                weight.grad -= gradient / hvd.size()
+        plain.step()
+    for weight, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
+    assert same_on_all(model.parameters())
+
+
+def test_parameters_in_another_order_are_an_error():
+    if hvd.size() == 1:
+        pytest.skip("one rank cannot differ")
+    named = {name: torch.nn.Parameter(torch.ones(2)) for name in ("left", "right")}
+    items = list(named.items())[:: -1 if hvd.rank() == 0 else 1]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in items], 1.0), items)
+    sum(parameter.sum() for parameter in named.values()).backward()
+    with pytest.raises(errors.MismatchError, match=r"2 variables, '.*', '.*' as on rank 0"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dense", [False, True])
 def test_sparse_gradients(dense, overlap):
     def model():
         torch.manual_seed(0)
