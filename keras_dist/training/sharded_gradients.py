@@ -95,13 +95,16 @@ class GradientSlices:
         They may be read until the next gradient is added.
 
         Raises:
-            BackendError: the gradient of a variable is missing.
+            BackendError: the gradient of a variable is missing on this rank or another one.
         """
         missing = [name for index, name in self._names.items() if not self.has(index)]
         self._reset()
         if missing:
             remedy = "Set trainable=False for variables without gradient, or omit shard_gradients."
-            raise _error("a gradient of each variable", f"none of {missing[0]}", remedy)
+            error = _error("a gradient of each variable", f"none of {missing[0]}", remedy)
+            # Ranks that have the gradient wait for this one.
+            _engine.collectives.report_error(self._plan.comm, REDUCTION, error)
+            raise error
         return self._kept
 
     @property

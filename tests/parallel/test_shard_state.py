@@ -302,6 +302,31 @@ def test_two_backward_passes_with_sharded_gradients_raise():
         fit(model)
 
 
+@on_torch
+@pytest.mark.skipif(keras_dist.size() == 1, reason="one rank shards nothing")
+def test_a_gradient_that_a_rank_lacks_raises_on_all_with_sharded_gradients():
+    class Branch(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.both = [keras.layers.Dense(CLASSES, name=name) for name in ("left", "right")]
+
+        def build(self, shape):
+            for layer in self.both:
+                layer.build(shape)
+
+        def call(self, x):
+            used = self.both[: 1 if keras_dist.rank() == 0 else 2]
+            return sum(layer(x) for layer in used)
+
+    model = Branch()
+    model.build((None, FEATURES))
+    optimizer = keras_dist.DistributedOptimizer(SGD(), shard_state=True, shard_gradients=True)
+    model.compile(optimizer, "mse")
+    with pytest.raises(errors.BackendError, match=r"\[rank 0 .*none of the gradient of .*right"):
+        model.train_on_batch(np.ones((2, FEATURES)), np.ones((2, CLASSES)))
+    assert keras_dist.allreduce(1.0, "Sum") == keras_dist.size()
+
+
 WHOLE_GRADIENTS = {
     "a global_clipnorm": lambda: SGD(0.1, global_clipnorm=1.0),
     "accumulation": lambda: SGD(0.1, gradient_accumulation_steps=2),
