@@ -1,5 +1,6 @@
 """Every kind of data, with random access or iterated, on any number of ranks."""
 
+import concurrent.futures
 import contextlib
 import itertools
 import threading
@@ -277,6 +278,32 @@ def test_batches_of_an_abandoned_epoch_are_discarded():
     ahead.on_epoch_begin()
     assert first_leaf(ahead[0]).tolist() == first_leaf(first).tolist()
     ahead.on_epoch_end()
+
+
+def test_a_batch_that_is_never_made_does_not_hold_the_exit():
+    class Stuck(Batches):
+        def __getitem__(self, index):
+            if threading.current_thread() is not threading.main_thread():
+                begun.set()
+                released.wait(60)
+            return super().__getitem__(index)
+
+    begun, released = threading.Event(), threading.Event()
+    ahead = data.prefetch(data.shard(Stuck(30), shuffle=False))
+    ahead.on_epoch_begin()
+    reader = threading.Thread(target=lambda: ahead[0], daemon=True)
+    reader.start()
+    assert begun.wait(60)
+    try:
+        makers = [t for t in threading.enumerate() if "prefetch" in t.name]
+        assert makers and all(thread.daemon for thread in makers)
+        # Threads of pools are joined at exit although they are daemons.
+        assert not set(makers) & set(concurrent.futures.thread._threads_queues)
+    finally:
+        released.set()
+        reader.join()
+        ahead.on_epoch_end()
+    assert not any(thread.is_alive() for thread in makers)
 
 
 def test_torch_batches_go_to_the_device_of_the_training_thread(monkeypatch):

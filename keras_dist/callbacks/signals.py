@@ -5,6 +5,7 @@ inside the framework, a signal would wait, and so would a second one, which must
 a separate thread receives signals, through a pipe. Independent of ranks and callbacks.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -80,7 +81,10 @@ class Signals:
     def _listen(self) -> None:
         first = None
         while (number := os.read(self._read, 1)[0]) != 0:
-            if number not in self._ours or not _engine.progress.is_during("fit"):
+            if number not in self._ours:
+                self._forward(number)
+                continue
+            if not _engine.progress.is_during("fit"):
                 continue
             name, now = signal.Signals(number).name, time.monotonic()
             if first is None:
@@ -90,6 +94,12 @@ class Signals:
                 sys.stderr.write(f"keras_dist: {name} again: this rank ends now.\n")
                 sys.stderr.flush()
                 os._exit(128 + number)
+
+    def _forward(self, number: int) -> None:
+        """Wakes up whoever heard signals before, such as asyncio or the fit around this one."""
+        if self._before != -1:
+            with contextlib.suppress(OSError):  # it is full, as for the interpreter, or closed
+                os.write(self._before, bytes([number]))
 
 
 _installed: list[Signals] = []

@@ -3,6 +3,9 @@
 import collections
 import concurrent.futures
 import functools
+import queue
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,9 @@ from keras_dist.data.nested import mapped
 from keras_dist.data.shard_options import ShardOptions
 
 __all__ = ["Prefetched", "prefetch"]
+
+# A function for each batch to make, and its future; `None` ends the thread.
+Wanted = queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future] | None]
 
 
 def prefetch(data: Any, count: int = 2) -> Any:
@@ -76,7 +82,7 @@ class Prefetched(Passes):
     ):
         super().__init__()
         self._data, self._count, self._copy_function = data, count, mover
-        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+        self._thread: threading.Thread | None = None
         self._waiting: collections.deque[concurrent.futures.Future] = collections.deque()
         self._begun = 0
 
@@ -87,7 +93,8 @@ class Prefetched(Passes):
         if self._thread is None:  # Keras reads batches outside of epochs, for their shapes
             return self._data[index]
         while len(self._waiting) <= self._count and self._begun < len(self):
-            self._waiting.append(self._thread.submit(self._make, self._begun))
+            self._waiting.append(concurrent.futures.Future())
+            self._wanted.put((functools.partial(self._make, self._begun), self._waiting[-1]))
             self._begun += 1
         return self._waiting.popleft().result()
 
@@ -101,7 +108,13 @@ class Prefetched(Passes):
         self._data.on_epoch_begin()
         self._begun = 0
         self._move = self._copy_function()
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "keras_dist prefetch")
+        self._wanted: Wanted = queue.SimpleQueue()
+        weakref.finalize(self, self._wanted.put, None)  # an epoch that was abandoned
+        # Not a pool: the interpreter would join its threads at exit, and a read may hang.
+        self._thread = threading.Thread(
+            target=_work, args=[self._wanted], name="keras_dist prefetch", daemon=True
+        )
+        self._thread.start()
 
     def _end(self, advances: bool) -> None:
         self._clear()
@@ -109,10 +122,25 @@ class Prefetched(Passes):
             self._data.on_epoch_end()
 
     def _clear(self) -> None:
+        for future in self._waiting:
+            future.cancel()
         if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+            self._wanted.put(None)
+            self._thread.join()
         self._thread = None
         self._waiting.clear()
+
+
+def _work(wanted: Wanted) -> None:
+    """Makes batches until `None`; holds no data set while it waits."""
+    while (item := wanted.get()) is not None:
+        make, future = item
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(make())
+            except BaseException as failure:  # raised where the batch is used
+                future.set_exception(failure)
+        del item, make, future
 
 
 def _copy_function() -> Callable[[Any], Any]:
