@@ -1,14 +1,12 @@
 """Broadcast of the root's weights and optimizer state at the start of training."""
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import keras
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist.training.copied_options import hyperparameters
-from keras_dist.training.distributed import distributed_optimizers
+from keras_dist.callbacks.optimizers_alike import compare_optimizers
 from keras_dist.training.model_state import keep_local
 from keras_dist.training.replicas import broadcast_state, build_optimizers_alike
 from keras_dist.training.seeds import separate_in_fit
@@ -73,8 +71,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if runtime.size() == 1:
             return
         keep_local(self.model, self.local_variables)
-        if runtime.rank() == self.root_rank:
-            _warn_of_plain_optimizer(self.model)
+        compare_optimizers(self.model, self.root_rank)
         if self.model.built:
             self._broadcast()
         else:
@@ -96,38 +93,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 )
             )
         build_optimizers_alike(model)
-        self._compare_hyperparameters()
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         broadcast_state(model, self.root_rank)
         separate_in_fit(model, self.root_rank)
-
-    def _compare_hyperparameters(self) -> None:
-        """Warns, on the root, of hyperparameters that differ from the root's. Collective."""
-        comm = runtime.communicator()
-        everyone = _engine.collectives.allgather_object(
-            comm, hyperparameters(self.model), operation="the comparison of hyperparameters"
-        )
-        expected = everyone[self.root_rank]
-        differing = [
-            f"{name}={value} on rank {rank}, where rank {self.root_rank} has {expected[name]}"
-            for rank, mine in enumerate(everyone)
-            for name, value in mine.items()
-            if expected.get(name, value) != value
-        ]
-        if differing and comm.rank == self.root_rank:
-            warnings.warn(
-                errors.explain(
-                    comm.where(),
-                    "optimizers with equal hyperparameters on all ranks",
-                    "; ".join(differing[:8]),
-                    f"All ranks train with the learning rate of rank {self.root_rank}; other "
-                    "values stay, and replicas differ. In a search, draw on one rank and call "
-                    "keras_dist.broadcast_object, or train each trial on a process set.",
-                ),
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
     def _broadcast_before_first_step(self) -> None:
         model = self.model
@@ -160,20 +129,3 @@ def _variables(given: Any) -> list[Any]:
                 )
             )
     return variables
-
-
-def _warn_of_plain_optimizer(model: keras.Model) -> None:
-    optimizer = model.optimizer
-    if optimizer is None or distributed_optimizers(model):
-        return
-    warnings.warn(
-        errors.explain(
-            runtime.where(),
-            f"the optimizer of model {model.name!r} to be distributed",
-            f"a plain {type(optimizer).__name__}; gradients are not averaged",
-            "Pass optimizer=keras_dist.DistributedOptimizer(...) to compile, unless train_step "
-            "averages gradients itself.",
-        ),
-        RuntimeWarning,
-        stacklevel=2,
-    )

@@ -9,20 +9,15 @@ from typing import Any
 import keras
 
 from keras_dist import _engine, errors, runtime
-from keras_dist._compat.keras.callbacks import is_part_of_keras
 from keras_dist.data import epochs
 from keras_dist.data.equal_batches import shapes_of_batches
-from keras_dist.training.copied_options import KeepsOptions
-from keras_dist.training.model_state import optimizers_of
 
 __all__ = ["agree_on_fit"]
 
-DISTRIBUTED, PLAIN = "distributed by DistributedOptimizer", "plain"
 OPERATION = "the begin of fit with the callbacks of keras_dist"
 AGREES = "AgreeOnStoppingCallback"
 # Callbacks that act on the decisions of others, which run before them.
 LAST = ("VerifyReplicas", AGREES, "PreemptionCallback")
-BROADCASTS = "BroadcastGlobalVariablesCallback"
 COLLECTIVE_IN_VALIDATION = ("MetricAverageCallback", "AverageStatisticsCallback")
 SAME_CALLBACKS = (
     "Pass the callbacks of keras_dist on every rank. Wrap a callback for the root only in "
@@ -48,7 +43,6 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
 
     Raises:
         MismatchError: arguments differ; raised on every rank, with the same message.
-        UsageError: the gradients are those of each rank alone; raised on every rank.
     """
     ours = [
         name for callback in _flat(arguments["callbacks"]) if (name := _name(callback)) is not None
@@ -71,8 +65,6 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
                         SAME_CALLBACKS if name == "callbacks" else f"Pass the same {name}.",
                     )
                 )
-    if BROADCASTS in ours and plans[0]["optimizer"] == PLAIN:
-        _check_train_step(arguments["self"])
     if any(asks for _, _, asks in gathered):
         arguments["callbacks"] = [
             callback.after_batches() if _name(callback) == AGREES else callback
@@ -101,37 +93,12 @@ def _put_in_order(arguments: dict[str, Any]) -> bool:
 def _plan(arguments: dict[str, Any], ours: list[str]) -> dict[str, str]:
     """Returns the arguments that must be equal, as text by name."""
     plan = {"callbacks": ", ".join(ours)}
-    plan["optimizer"] = DISTRIBUTED if _is_distributed(arguments["self"]) else PLAIN
     plan.update({name: str(arguments[name]) for name in ("epochs", "initial_epoch")})
     if any(name in ours for name in COLLECTIVE_IN_VALIDATION):
         validates = arguments["validation_data"] is not None or arguments["validation_split"]
         plan["validation_data"] = "some" if validates else "none"
         plan["validation_freq"] = str(arguments["validation_freq"]) if validates else "none"
     return plan
-
-
-def _is_distributed(model: keras.Model) -> bool:
-    """Returns whether an optimizer of a model is distributed, or is once the model trains."""
-    return any(isinstance(optimizer, KeepsOptions) for optimizer in optimizers_of(model))
-
-
-def _check_train_step(model: keras.Model) -> None:
-    """Checks that the train step of a model whose optimizers are plain may average gradients.
-
-    Raises:
-        UsageError: it is that of Keras.
-    """
-    if optimizers_of(model) and is_part_of_keras(type(model).train_step):
-        raise errors.UsageError(
-            errors.explain(
-                runtime.where(),
-                f"the optimizer of model {model.name!r} to be distributed",
-                f"a plain {type(optimizers_of(model)[0]).__name__}; gradients are not averaged",
-                "Pass optimizer=keras_dist.DistributedOptimizer(...) to compile, and load models "
-                "by keras_dist.load_model. To train another model on each rank, omit the "
-                "callbacks of keras_dist.",
-            )
-        )
 
 
 def _flat(callbacks: Any) -> list[Any]:
