@@ -184,11 +184,15 @@ class Backend(Protocol):
             BackendError: Keras or a strategy of TensorFlow does, through the framework.
         """
 
-    def train_step_for_host(self, model: Any) -> contextlib.AbstractContextManager[None]:
+    def train_step_for_host(
+        self, model: Any, with_rows: Callable[[Any], contextlib.AbstractContextManager[None]]
+    ) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which Keras makes a train function that may call the host.
 
         Args:
             model: a compiled Keras model with a distributed optimizer.
+            with_rows: returns, for the number of rows of a batch, a context for the part of a step
+                that cannot call the host; entering it may.
         """
 
     def test_step_for_host(self, model: Any) -> contextlib.AbstractContextManager[None]:

@@ -247,7 +247,7 @@ def check_model(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def train_step_for_host(model: Any) -> Iterator[None]:
+def train_step_for_host(model: Any, with_rows: Callable[..., Any]) -> Iterator[None]:
     """Compiles the step as programs around the reduction. See `Backend.train_step_for_host`.
 
     Keras, which would compile the step as one program, receives the compiled step.

@@ -24,11 +24,13 @@ _log = logging.getLogger("keras_dist")
 KERAS_OWN = ("train_step", "compute_metrics", "get_metrics_result")
 
 # Why a step that turns out to call the host is not compiled.
-SHARED_LOSS = "ranks share what its losses are divided by, because of masks, weights or batches"
+SHARED_LOSS = "its losses are divided by numbers of all ranks, because of masks or weights"
+
+WithRows = Callable[[Any], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
-def train_step_for_host(model: Any) -> Iterator[None]:
+def train_step_for_host(model: Any, with_rows: WithRows) -> Iterator[None]:
     """Compiles the parts of the step before and in the update. See `Backend.train_step_for_host`.
 
     Keras, which would compile the step as one program, receives a step that is not to be compiled.
@@ -38,7 +40,7 @@ def train_step_for_host(model: Any) -> Iterator[None]:
         yield
         return
     why_not = _reason_not_to_split(model)
-    step = model.train_step if why_not else _split(model, model.train_step)
+    step = model.train_step if why_not else _split(model, model.train_step, with_rows)
     if why_not:
         _warn_once(why_not)
     model.jit_compile = False
@@ -86,7 +88,7 @@ def _reason_not_to_split(model: Any) -> str | None:
     return None
 
 
-def _split(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _split(model: Any, step: Callable[[Any], Any], with_rows: WithRows) -> Callable[[Any], Any]:
     """Returns a train step of two programs. It is called once for each graph that is traced."""
 
     def train_step(data: Any) -> Any:
@@ -99,8 +101,10 @@ def _split(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
             variables[:] = [variable for _, variable in pairs]
             return logs, [gradient for gradient, _ in pairs]
 
+        first = next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
         try:
-            logs, gradients = _compiled(differentiate)()
+            with with_rows(tf.shape(first)[0]):
+                logs, gradients = _compiled(differentiate)()
         except HostCalled:
             _warn_once(SHARED_LOSS)
             with _compiled_update(model.optimizer):

@@ -274,7 +274,7 @@ def _has_process_group() -> bool:
 
 
 @contextlib.contextmanager
-def train_step_for_host(model: Any) -> Iterator[None]:
+def train_step_for_host(model: Any, with_rows: Callable[..., Any]) -> Iterator[None]:
     """Enables overlap in the step. See `Backend.train_step_for_host`."""
     before = model.train_function
     yield

@@ -27,6 +27,7 @@ __all__ = [
     "is_evaluated_together",
     "loss_scale",
     "make_losses_global",
+    "with_rows",
     "within",
 ]
 
@@ -83,11 +84,14 @@ class Step:
         equal_batches: whether the batches of all ranks have equal shapes in each step.
         evaluates: in a test step, returns on the host whether the ranks evaluate together. Defaults
             to `None`: a train step.
+        rows: the rows of the batch of this rank and of all ranks, and the number of ranks, where
+            they are exchanged before the step. Defaults to `None`: each loss exchanges.
     """
 
     reduction: GradientReduction
     equal_batches: bool = False
     evaluates: Callable[[], bool] | None = None
+    rows: tuple[Any, Any, Any] | None = None
 
 
 _steps: list[Step] = []
@@ -101,6 +105,21 @@ def within(step: Step) -> Iterator[None]:
         yield
     finally:
         _steps.pop()
+
+
+@contextlib.contextmanager
+def with_rows(rows: Any) -> Iterator[None]:
+    """Exchanges the rows of a batch, for losses in a part of the step that cannot call the host."""
+    step = _steps[-1] if _steps else None
+    if step is None or step.equal_batches or step.reduction.options.op is _engine.ReduceOp.ADASUM:
+        yield
+        return
+    options = step.reduction.options
+    mine = ops.stack([ops.cast(rows, "float32"), ops.ones(())])
+    name, op = "the rows of a batch", _engine.ReduceOp.SUM
+    total, count = ops.unstack(reduce_over_ranks(options.process_set, mine, op, name), 2)
+    with within(dataclasses.replace(step, rows=(mine[0], total, count))):
+        yield
 
 
 def evaluate_together(model: keras.Model, together: bool) -> None:
@@ -143,28 +162,44 @@ def _over_ranks(own: Measured, step: Step, name: str) -> Any:
         return own.value  # in a test step, Keras weighs it by the samples
     if own.reduction == "none" and not trains:
         return own.value
-    if options.op is _engine.ReduceOp.ADASUM:
-        if own.reduction == "mean" and trains:
+    if trains and options.op is _engine.ReduceOp.ADASUM:
+        if own.reduction == "mean":
             _check_equal(own.denominator, step, name)
         return own.value
-    constant = ops.stop_gradient(own.value)
-    if is_equal:
-        count: Any = options.ranks().size
-        total, denominator = constant * count, own.denominator
-    else:
-        weighted = 0.0 if own.reduction == "none" else constant * own.denominator
-        mine = [ops.cast(value, "float32") for value in (own.denominator, weighted, 1.0)]
-        summed = reduce_over_ranks(
-            options.process_set, ops.stack(mine), _engine.ReduceOp.SUM, name, step.evaluates
-        )
-        denominator, total, count = ops.unstack(ops.cast(summed, own.value.dtype), 3)
+    value = ops.stop_gradient(own.value)
+    mine, of_all, count, shared = _exchanged(own, value, step, name)
     if own.reduction == "mean":
-        factor = ops.divide_no_nan(count * own.denominator, denominator)
-        value = ops.divide_no_nan(total, denominator)
-    else:  # a sum of the gradients is that of the sums
+        factor = ops.divide_no_nan(count * mine, of_all)
+    else:  # the ranks are to add their gradients
         factor = 1.0 if options.op is _engine.ReduceOp.SUM else count
-        value = constant if own.reduction == "none" else total
-    return value + factor * (own.value - constant)
+    return shared + factor * (own.value - value)
+
+
+def _exchanged(own: Measured, value: Any, step: Step, name: str) -> tuple[Any, Any, Any, Any]:
+    """Returns the denominators of this rank and of all, the number of ranks, and the shared value.
+
+    Args:
+        own: the loss of this rank.
+        value: its value, without a gradient.
+        step: the step.
+        name: name of the loss, for messages.
+    """
+    options, mine = step.reduction.options, own.denominator
+    if own.is_count and step.equal_batches:
+        ranks = options.ranks().size
+        return mine, ranks * mine, ranks, value if own.reduction == "none" else ranks * value
+    if own.is_count and step.rows is not None:
+        # Keras weighs the value that it records by the rows of this rank.
+        rows, of_all, count = step.rows
+        return rows, of_all, count, value * of_all / rows if own.reduction == "sum" else value
+    weighted = 0.0 if own.reduction == "none" else value * mine
+    given = ops.stack([ops.cast(each, "float32") for each in (mine, weighted, 1.0)])
+    op = _engine.ReduceOp.SUM
+    summed = reduce_over_ranks(options.process_set, given, op, name, step.evaluates)
+    of_all, total, count = ops.unstack(ops.cast(summed, value.dtype), 3)
+    if own.reduction == "mean":
+        total = ops.divide_no_nan(total, of_all)
+    return mine, of_all, count, value if own.reduction == "none" else total
 
 
 def _check_equal(denominator: Any, step: Step, name: str) -> None:

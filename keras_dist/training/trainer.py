@@ -25,6 +25,7 @@ from keras_dist.training.global_losses import (
     Step,
     is_evaluated_together,
     make_losses_global,
+    with_rows,
     within,
 )
 from keras_dist.training.loss_scale import move_outwards
@@ -74,7 +75,7 @@ def watch_models() -> None:
             backend.check_model(self)
             _check_layers(self)
             # Only the train step calls the host; evaluate and predict compile as before.
-            for_host = backend.train_step_for_host(self)
+            for_host = backend.train_step_for_host(self, with_rows)
         with for_host:
             train_function = original(self, force)
         self.__dict__[TRACED_FOR] = traced_for
