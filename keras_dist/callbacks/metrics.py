@@ -8,10 +8,11 @@ import keras
 import numpy as np
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist._compat.keras.models import LOGS, compiled_metrics
+from keras_dist._compat.keras.models import compiled_metrics
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.training.distributed import distributed_optimizers
-from keras_dist.training.global_losses import evaluate_together, is_evaluated_together
+from keras_dist.training.tasks import Compute, Task, task_of
+from keras_dist.training.trainer import watch_models
 
 __all__ = ["MetricAverageCallback"]
 
@@ -30,8 +31,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     in a warning, once per `fit` or `evaluate`.
 
     Collective: every rank must pass the callback to `fit` or `evaluate`. `evaluate` without the
-    callback is local. After a `fit` that raised an exception the callback stays active until the
-    end of the next `fit` or `evaluate` with it.
+    callback is local, also within a `fit` with it.
 
     Args:
         device: ignored; accepted for compatibility with Horovod.
@@ -44,50 +44,33 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def __init__(self, device: str = "", root_rank: int = 0):
         super().__init__()
         runtime.communicator().index_of_root(root_rank)
+        watch_models()  # without a distributed optimizer, no other code has called it
         self.root_rank = root_rank
-        self._depth = 0
+        self._warned: Task | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Activates the reduction of logs."""
-        self._depth = 0
-        evaluate_together(self.model, False)
-        self._enter()
+        """Activates the reduction of logs, until the end of this `fit`."""
+        self._reduce()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Activates the reduction of logs, unless `fit` has activated it."""
-        self._enter()
-        evaluate_together(self.model, runtime.size() > 1)
+        """Activates the reduction of logs, until the end of this `evaluate`."""
+        self._reduce()
+        task_of(self.model).is_evaluation = runtime.size() > 1
 
-    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Deactivates the reduction of logs, unless a `fit` is running."""
-        evaluate_together(self.model, False)
-        self._leave()
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Deactivates the reduction of logs."""
-        self._leave()
-
-    def _enter(self) -> None:
-        self._depth += 1
-        if self._depth == 1 and runtime.size() > 1:
-            model = self.model
-            # An instance attribute that bypasses Keras' tracking and ends with this fit.
-            model.__dict__.pop(LOGS, None)
-            warns = runtime.rank() == self.root_rank
-            object.__setattr__(model, LOGS, _exact(model, getattr(model, LOGS), warns))
-
-    def _leave(self) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self.model.__dict__.pop(LOGS, None)
+    def _reduce(self) -> None:
+        if runtime.size() > 1:
+            task = task_of(self.model)
+            warns = runtime.rank() == self.root_rank and self._warned is not task.outermost
+            self._warned = task.outermost
+            task.reduce_logs = _exact(self.model, warns)
 
 
-def _exact(model: keras.Model, result: Callable[[Any], Any], warns: bool) -> Callable[[Any], Any]:
-    """Wraps Keras' function of the logs: computes it from the states of all ranks."""
+def _exact(model: keras.Model, warns: bool) -> Callable[[Compute, Any], Any]:
+    """Returns a function that computes Keras' logs from the states of all ranks."""
     pending_warnings = [_warn_of_averages] if warns else []
 
-    def exact_result(logs: Any) -> Any:
-        if is_evaluated_together(model) and distributed_optimizers(model):
+    def exact_result(result: Compute, logs: Any) -> Any:
+        if task_of(model).is_evaluation and distributed_optimizers(model):
             _backends.active().finish_calls()
             _engine.collectives.join_all(runtime.communicators())  # others may have more batches
         if pending_warnings:  # not earlier: metrics create their variables at the first step

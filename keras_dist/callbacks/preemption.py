@@ -9,12 +9,12 @@ import keras
 
 from keras_dist import _engine, runtime
 from keras_dist._compat.keras.callbacks import model_of
-from keras_dist._compat.keras.models import LOGS
 from keras_dist.callbacks.backup import BackupAndRestore
 from keras_dist.callbacks.callback_list import ListMember
 from keras_dist.callbacks.signals import Signals
 from keras_dist.callbacks.stopping import STOPS_JOB
 from keras_dist.runtime.exit_hooks import PREEMPTED_EXIT_CODE
+from keras_dist.training.tasks import task_of
 
 __all__ = ["PreemptionCallback"]
 
@@ -35,7 +35,8 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
     execution.
 
     The callback does not replace signal handlers of the script. It handles no signals if `fit`
-    does not run in the main thread, or if no optimizer is distributed.
+    does not run in the main thread, or if no optimizer is distributed. In a `fit` within another
+    one, the callback of the outer one handles them.
 
     The callback must be the last of the list; `keras_dist.callbacks()` puts it there.
 
@@ -54,37 +55,35 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
         self.backups = backups
         self.root_rank = root_rank
         self._received: list[str] = []
+        self._acts = True
         self._signals: Signals | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Installs the signal handlers."""
+        """Installs the signal handlers, unless a fit around this one has."""
         self._received = []
+        self._acts = not (_engine.progress.is_nested("fit") and _engine.piggyback.has_listener())
+        if not self._acts:
+            return
         _engine.piggyback.set_listener(self._receive)
         self._signals = Signals(self._announce)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Exchanges signals, and prepares to exit after the steps of the epoch, without a hook."""
+        if not self._acts:
+            return
         self._ask()
-        model = self.model
-        before = model.__dict__.get(LOGS)
-
-        def result(logs: Any) -> Any:
-            model.__dict__.pop(LOGS)
-            if before is not None:
-                object.__setattr__(model, LOGS, before)
-            found = getattr(model, LOGS)(logs)  # all ranks are at the end of its steps then
-            if self._received:
-                self._leave()
-            return found
-
-        object.__setattr__(model, LOGS, result)
+        # All ranks are at the end of the steps when the logs have been computed.
+        task_of(self.model).after_logs.append(self._leave_if_asked)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Exchanges signals with the other ranks."""
-        self._ask()
+        if self._acts:
+            self._ask()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Restores the signal handlers."""
+        if not self._acts:
+            return
         _engine.piggyback.set_listener(None)
         if self._signals is not None:
             self._signals.close()
@@ -110,6 +109,10 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
         if self._received:
             # The backup must include the effects of later callbacks in the current hook.
             self.when_all_have_been_called(self._leave)
+
+    def _leave_if_asked(self) -> None:
+        if self._received:
+            self._leave()
 
     def _leave(self) -> None:
         written = [str(backup.backup_dir) for backup in self.backups if backup.save_now()]

@@ -7,7 +7,6 @@ import keras
 
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import model_of
-from keras_dist._compat.keras.models import LOGS
 from keras_dist._compat.keras.optimizer_state import batches_seen
 from keras_dist._compat.keras.optimizers import innermost_optimizer
 from keras_dist.callbacks.stopping import STOPS_EPOCH
@@ -15,6 +14,7 @@ from keras_dist.training import layer_state
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.model_state import accumulators, optimizers_inside, replicated_variables
 from keras_dist.training.replicas import broadcast_variables
+from keras_dist.training.tasks import task_of
 
 __all__ = ["UnevenDataCallback"]
 
@@ -63,26 +63,18 @@ class UnevenDataCallback(keras.callbacks.Callback):
                 )
             )
         self.uneven = uneven
+        # What the fit around this one does where a rank is missing.
+        self._outside: dict[_engine.Communicator, Any] = {}
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Prepares the end of the steps, which precedes validation and has no hook."""
         if runtime.size() == 1:
             return
-        model = self.model
-        before = model.__dict__.get(LOGS)
+        nested = _engine.progress.is_nested("fit")
         for comm in runtime.communicators():
+            self._outside[comm] = comm.faults.on_missing if nested else None
             comm.faults.on_missing = None if self.uneven == "continue" else self._stop
-
-        def result(logs: Any) -> Any:
-            model.__dict__.pop(LOGS)
-            if before is not None:
-                object.__setattr__(model, LOGS, before)
-            self._end_steps()
-            return getattr(model, LOGS)(logs)
-
-        # Keras calls it first, on every backend, after the steps of an epoch, even without steps.
-        # An instance attribute that bypasses Keras' tracking.
-        object.__setattr__(model, LOGS, result)
+        task_of(self.model).before_logs.append(self._end_steps)
 
     def _stop(self) -> None:
         # Called within the step, in any thread. Does not override a permanent stop.
@@ -94,7 +86,7 @@ class UnevenDataCallback(keras.callbacks.Callback):
         model, job = self.model, runtime.communicator()
         absences = _engine.collectives.join_all(runtime.communicators())
         for comm in absences:
-            comm.faults.on_missing = None
+            comm.faults.on_missing = self._outside.pop(comm, None)
         if model.stop_training is STOPS_EPOCH:
             model.stop_training = False
         optimizers = distributed_optimizers(model)

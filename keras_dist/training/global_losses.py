@@ -23,16 +23,11 @@ from keras_dist.training.gradient_reduction import GradientReduction, reduce_ove
 
 __all__ = [
     "Step",
-    "evaluate_together",
-    "is_evaluated_together",
     "loss_scale",
     "make_losses_global",
     "with_rows",
     "within",
 ]
-
-# Attribute of a model that all ranks are evaluating.
-TOGETHER = "_keras_dist_evaluated_together"
 
 
 def loss_scale(denominator: Any, process_set: ProcessSet | None = None) -> Any:
@@ -120,16 +115,6 @@ def with_rows(rows: Any) -> Iterator[None]:
     total, count = ops.unstack(reduce_over_ranks(options.process_set, mine, op, name), 2)
     with within(dataclasses.replace(step, rows=(mine[0], total, count))):
         yield
-
-
-def evaluate_together(model: keras.Model, together: bool) -> None:
-    """Notes that all ranks begin, or end, to evaluate a model."""
-    model.__dict__[TOGETHER] = together
-
-
-def is_evaluated_together(model: keras.Model | None) -> bool:
-    """Returns whether all ranks are evaluating a model."""
-    return model is not None and model.__dict__.get(TOGETHER, False)
 
 
 def make_losses_global(model: keras.Model) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist._compat.keras.models import LOGS, layers_of
+from keras_dist._compat.keras.models import layers_of
 from keras_dist.data import epochs
 from keras_dist.training import random_generators, seeds
 from keras_dist.training.copies import complete
@@ -23,7 +23,6 @@ from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_plan import agree_on_fit
 from keras_dist.training.global_losses import (
     Step,
-    is_evaluated_together,
     make_losses_global,
     with_rows,
     within,
@@ -31,6 +30,7 @@ from keras_dist.training.global_losses import (
 from keras_dist.training.loss_scale import move_outwards
 from keras_dist.training.model_state import SKIPPING, optimizers_of
 from keras_dist.training.ranks_change import again_if_ranks_change
+from keras_dist.training.tasks import as_task, is_evaluated_together
 
 __all__ = ["check_undistributed", "watch_models"]
 
@@ -88,7 +88,8 @@ def watch_models() -> None:
 
     keras.Model.make_train_function = make_train_function
     keras.Model.make_test_function = _together(keras.Model.make_test_function)
-    keras.Model.fit = _checked(keras.Model.fit)
+    keras.Model.fit = _checked(as_task(keras.Model.fit))
+    keras.Model.evaluate = as_task(keras.Model.evaluate)
     for task in ("fit", "evaluate", "predict"):
         setattr(keras.Model, task, _reported(getattr(keras.Model, task), task))
 
@@ -170,12 +171,10 @@ def _checked(fit: Callable[..., Any]) -> Callable[..., Any]:
         given = [ordered if at == position else value for at, value in enumerate(args)]
         options = {**kwargs, "callbacks": ordered} if "callbacks" in kwargs else kwargs
         model = bound.arguments["self"]
-        logs_before = model.__dict__.get(LOGS)
         try:
             with epochs.training_on(bound.arguments, *agreement), seeds.separable():
                 return fit(*given, **options)
         finally:
-            _restore_logs(model, logs_before)
             # A fit that failed while it skipped batches must not make the next fit skip them.
             if (end := model.__dict__.pop(SKIPPING, None)) is not None:
                 end()
@@ -185,13 +184,6 @@ def _checked(fit: Callable[..., Any]) -> Callable[..., Any]:
         return again_if_ranks_change(functools.partial(once, *args, **kwargs))
 
     return checked
-
-
-def _restore_logs(model: keras.Model, before: Any) -> None:
-    """Restores a model's hook of the logs from before a fit, which may have failed."""
-    model.__dict__.pop(LOGS, None)
-    if before is not None:
-        object.__setattr__(model, LOGS, before)
 
 
 def _reported(method: Callable[..., Any], task: str) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ receive the notice within the same update. Independent of signals; sends nothing
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["deliver", "notice", "post", "set_listener"]
+__all__ = ["deliver", "has_listener", "notice", "post", "set_listener"]
 
 Listener = Callable[[list[str]], None]
 
@@ -24,6 +24,11 @@ def set_listener(listener: Listener | None) -> None:
         listener: called with the texts, in the thread of the reduction; `None` for none.
     """
     _State.notice, _State.listener = None, listener
+
+
+def has_listener() -> bool:
+    """Returns whether a listener is set."""
+    return _State.listener is not None
 
 
 def post(text: str) -> None:

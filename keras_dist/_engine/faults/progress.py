@@ -18,6 +18,7 @@ __all__ = [
     "describe_progress",
     "during",
     "is_during",
+    "is_nested",
     "note_step",
     "progress",
     "repeat_update",
@@ -94,6 +95,11 @@ def during(task: str) -> Iterator[None]:
 def is_during(task: str) -> bool:
     """Returns whether a task runs."""
     return task in _progress.tasks
+
+
+def is_nested(task: str) -> bool:
+    """Returns whether a task runs within another one of the same name."""
+    return _progress.tasks.count(task) > 1
 
 
 def begin_epoch(epoch: int) -> None:
