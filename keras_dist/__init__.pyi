@@ -17,6 +17,9 @@ from . import (
     layers as layers,
 )
 from . import (
+    metrics as metrics,
+)
+from . import (
     optimizers as optimizers,
 )
 from ._version import (

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_dist import _engine, runtime
-from keras_dist._compat.keras.models import samples_weighted
+from keras_dist._compat.keras.metrics import samples_weighted
 from keras_dist.ops.bucket_size import bucket_nbytes
 
 __all__ = ["Throughput", "count_samples"]

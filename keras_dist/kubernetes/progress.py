@@ -51,7 +51,7 @@ class ProgressCallback(keras.callbacks.Callback):
         """Starts to measure time."""
         self._began, self._next_post = time.monotonic(), 0.0
         self._first: int | None = None
-        self._metrics: dict[str, Any] = {}
+        self._last_logs: dict[str, Any] = {}
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Stores the epoch; a resumed fit does not begin with the first one."""
@@ -65,13 +65,13 @@ class ProgressCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Posts the progress with the metrics of the epoch, which later posts repeat."""
-        self._metrics = logs or {}
+        self._last_logs = logs or {}
         self._post(epoch + 1.0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Posts the end of training, and waits for the request."""
         self._finish_request()
-        self._next_post, self._metrics = 0.0, logs or self._metrics
+        self._next_post, self._last_logs = 0.0, logs or self._last_logs
         self._post(self.params["epochs"])
         self._finish_request()
 
@@ -93,7 +93,7 @@ class ProgressCallback(keras.callbacks.Callback):
             "lastUpdatedTime": datetime.datetime.now(datetime.UTC).isoformat(),
             "metrics": [
                 {"name": name, "value": f"{float(value):g}"}
-                for name, value in self._metrics.items()
+                for name, value in self._last_logs.items()
                 if np.ndim(value) == 0
             ],
         }

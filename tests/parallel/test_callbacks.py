@@ -3,7 +3,6 @@
 import io
 import signal
 import threading
-import warnings
 from contextlib import redirect_stdout
 
 import keras
@@ -305,35 +304,6 @@ def test_a_custom_step_keeps_exact_metrics_beside_its_own_values():
     history = model.fit(own_x, own_y, batch_size=9, verbose=0, callbacks=callbacks).history
     assert history["auc"][0] == pytest.approx(expected["auc"], rel=1e-6)
     assert history["loss"][0] == pytest.approx(expected["loss"], rel=1e-6)
-
-
-def test_a_metric_that_cannot_be_added_is_equal_on_all_ranks():
-    class Largest(keras.metrics.Metric):
-        def __init__(self):
-            super().__init__(name="largest")
-            self.value = keras.Variable(0.0, trainable=False, aggregation="none")
-
-        def update_state(self, y_true, y_pred, sample_weight=None):
-            self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_true)))
-
-        def result(self):
-            return self.value + 0
-
-    model = distributed(metrics=["accuracy", Largest()])
-    x, y = make_data(8)
-    y[:] = keras_dist.rank() % CLASSES
-    root = keras_dist.size() - 1
-    options = {"verbose": 0, "callbacks": [MetricAverageCallback(root_rank=root)]}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        history = model.fit(x, y, epochs=2, validation_data=(x, y), **options).history
-        result = model.evaluate(x, y, return_dict=True, **options)
-    expected = pytest.approx(np.mean([rank % CLASSES for rank in range(keras_dist.size())]))
-    assert [*history["largest"], *history["val_largest"], result["largest"]] == [expected] * 5
-    texts = [str(one.message) for one in caught if one.category is RuntimeWarning]
-    # Once per fit and once per evaluate, on rank 0.
-    assert len(texts) == (2 if keras_dist.rank() == root > 0 else 0)
-    assert all("Received: largest ('none'); they are averaged. If" in text for text in texts)
 
 
 @pytest.mark.parity("`EarlyStopping` and `ReduceLROnPlateau` act equally on all ranks")

@@ -3,6 +3,7 @@
 from keras_dist._compat.keras import (
     callbacks,
     losses,
+    metrics,
     models,
     optimizer_state,
     optimizers,
@@ -19,6 +20,7 @@ CONTRACT = (
     *sliced_updates.CONTRACT,
     *losses.CONTRACT,
     *models.CONTRACT,
+    *metrics.CONTRACT,
     *seeds.CONTRACT,
     *callbacks.CONTRACT,
 )

@@ -1,4 +1,4 @@
-"""Names of Keras: models, layers, losses and metrics."""
+"""Names of Keras: models, layers and losses."""
 
 from typing import Any
 
@@ -12,7 +12,6 @@ __all__ = [
     "LOGS",
     "BatchNormalization",
     "batches_in_item",
-    "compiled_metrics",
     "has_mask",
     "initial_epoch_from",
     "is_summed",
@@ -20,7 +19,6 @@ __all__ = [
     "may_become_ddp",
     "optimizer_of",
     "outputs_of",
-    "samples_weighted",
 ]
 
 # The method of a model that turns the logs of the last batch into those of the epoch.
@@ -43,19 +41,9 @@ def is_summed(loss: Any) -> bool:
     return isinstance(loss, keras.losses.Loss) and loss.reduction == "sum"
 
 
-def compiled_metrics(model: Any) -> Any:
-    """Returns the metric that holds those passed to `compile`; `None` if there are none."""
-    return model._compile_metrics
-
-
 def initial_epoch_from(model: Any, epoch: int | None) -> None:
     """Overrides the `initial_epoch` of the next `fit`; `None` removes the override."""
     model._initial_epoch = epoch
-
-
-def samples_weighted(loss: Any) -> Any:
-    """Returns the number of samples in a mean of losses; `None` for other metrics."""
-    return loss.count if isinstance(loss, keras.metrics.Mean) else None
 
 
 def outputs_of(model: Any) -> list[Any]:
@@ -139,13 +127,6 @@ CONTRACT = (
         instance=True,
     ),
     Name(
-        "keras:metrics.Mean",
-        "count",
-        "to count the samples of an epoch",
-        "the logs would lack the throughput",
-        instance=True,
-    ),
-    Name(
         MODEL,
         "train_function",
         "to take part in the first step of a fit",
@@ -180,13 +161,6 @@ CONTRACT = (
         "to compute the logs of all ranks",
         "metrics of an epoch would be those of one rank",
         ("logs",),
-    ),
-    Name(
-        MODEL,
-        "_compile_metrics",
-        "to name metrics that are averaged",
-        "a warning would be missing",
-        instance=True,
     ),
     Name(
         MODEL,

@@ -1,0 +1,51 @@
+"""Names of Keras: metrics."""
+
+from typing import Any
+
+import keras
+
+from keras_dist._compat.contract import Name
+
+__all__ = ["CONTRACT", "metrics_inside", "metrics_of", "own_variables", "samples_weighted"]
+
+
+def metrics_of(model: Any) -> list[Any]:
+    """Returns the metrics of a model, with those passed to `compile` one by one."""
+    compiled = model._compile_metrics
+    return [
+        metric
+        for outer in model.metrics
+        for metric in (outer.metrics if outer is compiled else [outer])
+    ]
+
+
+def metrics_inside(metric: Any) -> list[Any]:
+    """Returns the metrics that are attributes of a metric."""
+    return list(metric._metrics)
+
+
+def own_variables(metric: Any) -> list[Any]:
+    """Returns the variables of a metric, without those of metrics in it."""
+    return list(metric._variables)
+
+
+def samples_weighted(loss: Any) -> Any:
+    """Returns the number of samples in a mean of losses; `None` for other metrics."""
+    return loss.count if isinstance(loss, keras.metrics.Mean) else None
+
+
+METRIC = "keras:metrics.Metric"
+MERGED = "to merge the states of the ranks", "metrics of an epoch would not be exact"
+
+CONTRACT = (
+    Name("keras:Model", "_compile_metrics", *MERGED, instance=True),
+    Name(METRIC, "_metrics", *MERGED, instance=True),
+    Name(METRIC, "_variables", *MERGED, instance=True),
+    Name(
+        "keras:metrics.Mean",
+        "count",
+        "to count the samples of an epoch",
+        "the logs would lack the throughput",
+        instance=True,
+    ),
+)

@@ -1,0 +1,179 @@
+"""The states of metrics, and how those of all ranks are merged to the state of one process."""
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_dist import _engine, errors, runtime
+from keras_dist._compat.keras.callbacks import is_part_of_keras
+from keras_dist._compat.keras.metrics import metrics_inside, metrics_of, own_variables
+from keras_dist.ops.bucket_size import bucket_nbytes
+from keras_dist.training.metric_probe import UnmergeableMetric, behaviours, reset_values
+from keras_dist.training.model_state import to_numpy
+
+__all__ = ["DECLARED", "MERGES", "MetricState", "merged_states", "unmergeable"]
+
+#: the reduction of each way to merge states
+MERGES = {
+    "sum": _engine.ReduceOp.SUM,
+    "mean": _engine.ReduceOp.AVERAGE,
+    "max": _engine.ReduceOp.MAX,
+    "min": _engine.ReduceOp.MIN,
+    "any": _engine.ReduceOp.MAX,
+    "all": _engine.ReduceOp.MIN,
+    "first": _engine.ReduceOp.SUM,
+}
+#: attribute of a metric: the way in which its states are merged, or that of each variable by name
+DECLARED = "_keras_dist_merge"
+AGGREGATIONS = {"mean": "mean", "only_first_replica": "first"}
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricState:
+    """A variable of a metric.
+
+    Args:
+        variable: the variable.
+        how: a key of `MERGES`.
+        reset: its value after a reset, which a sum counts once; `None` for 0.
+    """
+
+    variable: Any
+    how: str
+    reset: np.ndarray | None = None
+
+    def contribution(self, own: np.ndarray) -> np.ndarray:
+        """Returns what this rank reduces."""
+        if own.dtype == bool or self.how in ("any", "all"):
+            own = (own != 0).astype(np.uint8)
+        if self.how == "first" and runtime.rank() > 0:
+            return np.zeros_like(own)
+        return own if self.reset is None else own - self.reset
+
+    def merged(self, reduced: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+        """Returns the state of all ranks."""
+        whole = reduced if self.reset is None else reduced + self.reset
+        return whole.astype(dtype, copy=False)
+
+
+@contextlib.contextmanager
+def merged_states(model: keras.Model) -> Iterator[None]:
+    """Sets the variables of the metrics of a model to the states of all ranks, within the context.
+
+    Metrics that cannot be merged keep the state of this rank.
+
+    Collective: every rank; blocks.
+    """
+    found = [_plan(metric) for metric in metrics_of(model)]
+    states = {id(s.variable): s for plan in found if isinstance(plan, list) for s in plan}
+    own = {key: np.array(to_numpy(state.variable)) for key, state in states.items()}
+    for key, value in _reduced(states, own).items():
+        states[key].variable.assign(states[key].merged(value, own[key].dtype))
+    try:
+        yield
+    finally:
+        for key, value in own.items():
+            states[key].variable.assign(value)
+
+
+def unmergeable(model: keras.Model) -> list[str]:
+    """Returns the names of metrics whose states cannot be merged, with the reasons."""
+    plans = {metric.name: _plan(metric) for metric in metrics_of(model)}
+    return [f"{name} ({plan})" for name, plan in plans.items() if isinstance(plan, str)]
+
+
+def _reduced(states: dict[int, MetricState], own: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+    comm = runtime.communicator()
+    reduced: dict[int, np.ndarray] = {}
+    for op in dict.fromkeys(MERGES.values()):
+        members = [key for key, state in states.items() if MERGES[state.how] is op]
+        if not members:
+            continue
+        values = _engine.collectives.allreduce(
+            comm,
+            [states[key].contribution(own[key]) for key in members],
+            [states[key].variable.path for key in members],
+            _engine.OpOptions(op),
+            bucket_nbytes(comm),
+        )
+        reduced.update(zip(members, values, strict=True))
+    return reduced
+
+
+# What is known of a metric, for its number of variables and what it declares.
+_plans: "weakref.WeakKeyDictionary[Any, tuple[Any, list[MetricState] | str]]"
+_plans = weakref.WeakKeyDictionary()
+
+
+def _plan(metric: Any) -> list[MetricState] | str:
+    """Returns the states of a metric, or why they cannot be merged."""
+    key = len(metric.variables), str(vars(metric).get(DECLARED))
+    if metric not in _plans or _plans[metric][0] != key:
+        plan: list[MetricState] | str
+        try:
+            plan = list(_states(metric, None))
+            if not plan and not _is_of_keras(metric):
+                plan = "state outside of its variables"
+        except UnmergeableMetric as reason:
+            plan = str(reason)
+        _plans[metric] = key, plan
+    return _plans[metric][1]
+
+
+def _states(metric: Any, declared_outside: Any) -> Iterator[MetricState]:
+    """Yields the states of a metric and of those in it.
+
+    Raises:
+        UnmergeableMetric: a state cannot be merged.
+    """
+    _check_names(metric)
+    declared = vars(metric).get(DECLARED, declared_outside)
+    own = own_variables(metric)
+    hows = {id(variable): _told(variable, declared) for variable in own}
+    rest = [variable for variable in own if hows[id(variable)] is None]
+    if _is_of_keras(metric):
+        found, reset = ["sum"] * len(rest), {}
+    else:
+        found = behaviours(metric, rest) if rest or declared is None else []
+        reset = reset_values(metric)
+    hows.update(zip(map(id, rest), found, strict=True))
+    for variable in own:
+        how, start = hows[id(variable)], reset.get(id(variable))
+        counts_once = how == "sum" and start is not None and start.any()
+        yield MetricState(variable, str(how), start if counts_once else None)
+    for inner in metrics_inside(metric):
+        yield from _states(inner, declared)
+
+
+def _told(variable: Any, declared: Any) -> str | None:
+    """Returns how a variable is merged as its metric or Keras says; `None` if neither does."""
+    how = declared.get(variable.name) if isinstance(declared, dict) else declared
+    if how is not None or variable.aggregation == "sum":
+        return how or ("any" if variable.dtype == "bool" else None)
+    if variable.aggregation not in AGGREGATIONS:
+        raise UnmergeableMetric(f"{variable.name} with aggregation={variable.aggregation!r}")
+    return AGGREGATIONS[variable.aggregation]
+
+
+def _check_names(metric: Any) -> None:
+    declared = vars(metric).get(DECLARED)
+    names = {variable.name for variable in metric.variables}
+    if isinstance(declared, dict) and not declared.keys() <= names:
+        raise errors.ArgumentError(
+            errors.explain(
+                runtime.where(),
+                f"variables of metric {metric.name!r}: {', '.join(sorted(names))}",
+                ", ".join(sorted(declared.keys() - names)),
+                "Pass names of its variables to keras_dist.metrics.merge.",
+            )
+        )
+
+
+def _is_of_keras(metric: Any) -> bool:
+    """Returns whether Keras alone updates and resets the variables of a metric: their sums."""
+    return is_part_of_keras(metric.update_state) and is_part_of_keras(metric.reset_state)
