@@ -10,7 +10,7 @@ from keras_dist import _engine, runtime
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.training.model_state import bytes_of, to_numpy
 
-__all__ = ["agreed_logs", "as_numbers", "is_close"]
+__all__ = ["agreed_logs", "as_numbers", "is_close", "number_of"]
 
 #: names of a value in nested logs, the outermost first
 Path = tuple[Any, ...]
@@ -18,7 +18,7 @@ Path = tuple[Any, ...]
 
 def as_numbers(logs: Any) -> Any:
     """Returns nested logs with each number, tensor and array as a numpy array of its own."""
-    return _mapped(logs, lambda path, leaf: leaf if (own := _number(leaf)) is None else own)
+    return _mapped(logs, lambda path, leaf: leaf if (own := number_of(leaf)) is None else own)
 
 
 def is_close(found: Any, expected: Any) -> bool:
@@ -105,7 +105,7 @@ def _described(value: np.ndarray) -> tuple[tuple[int, ...], bool | float | bytes
     return (), bool(value) if value.dtype == bool else float(value)
 
 
-def _number(leaf: Any) -> np.ndarray | None:
+def number_of(leaf: Any) -> np.ndarray | None:
     """Returns a copy of a number, tensor or array; `None` for other values."""
     if leaf is None or isinstance(leaf, str | bytes):
         return None

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from keras_dist import runtime
+from keras_dist.callbacks.log_values import number_of
 from keras_dist.training import layer_state
 from keras_dist.training.model_state import random_states, to_numpy
 from keras_dist.training.seeds import separate_generators
@@ -38,11 +39,11 @@ def state(
         logs: logs of its last batch; only numbers are saved.
         statistics: values of non-trainable weights on this rank, by index.
     """
-    numbers = {name: to_numpy(value) for name, value in logs.items() if _is_number(value)}
+    numbers = {name: number_of(value) for name, value in logs.items()}
     return {
         "random": [to_numpy(variable) for variable in random_states(model)],
         "metrics": [to_numpy(variable) for variable in model.metrics_variables],
-        "logs": {name: float(value) for name, value in numbers.items()},
+        "logs": {n: float(v) for n, v in numbers.items() if v is not None and v.ndim == 0},
         "statistics": dict(statistics),
     }
 
@@ -109,8 +110,3 @@ def _assign_together(variable: Any, values: Sequence[np.ndarray]) -> None:
         variable.assign(values[0])
     elif runtime.rank() == 0:
         variable.assign(np.sum(values, axis=0, dtype=values[0].dtype))
-
-
-def _is_number(value: Any) -> bool:
-    kinds = (bool, int, float, np.generic, np.ndarray)
-    return (isinstance(value, kinds) or keras.ops.is_tensor(value)) and np.ndim(value) == 0

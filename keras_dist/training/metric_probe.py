@@ -121,7 +121,8 @@ def _batches(metric: keras.metrics.Metric) -> Iterator[tuple[Any, ...]]:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
     rng = np.random.default_rng(0)
-    for width in (1, 3):
+    # A state for each class has the shape of the predictions of a sample.
+    for width in dict.fromkeys([*(v.shape[-1] for v in metric.variables if v.shape), 1, 3]):
         shape = (SAMPLES, width)
         inputs = [rng.random(shape, np.float32) for _ in needed[1:]]
         for first in (

@@ -4,6 +4,7 @@ import io
 import signal
 import threading
 from contextlib import redirect_stdout
+import warnings
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Logs on ranks that log different values, and calls of `fit`, `evaluate`, `predict` within `fit`."""
+"""Logs on ranks that log different values, and calls of `fit` and `evaluate` within `fit`."""
 
 import keras
 import numpy as np

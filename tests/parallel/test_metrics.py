@@ -222,6 +222,26 @@ class Count(Own):
         return ops.cast(self.state, "float32")
 
 
+class OfClasses(Own):
+    states: ClassVar = {}
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.sums = self.add_variable((CLASSES, CLASSES), "zeros", name="sums")
+        self.most = self.add_variable((CLASSES,), "zeros", name="most")
+
+    def reset_state(self):
+        self.sums.assign(ops.zeros((CLASSES, CLASSES)))
+        self.most.assign(ops.zeros(CLASSES))
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.sums.assign_add(ops.matmul(ops.transpose(y_true), y_pred + 1.0))
+        self.most.assign(ops.maximum(self.most, ops.max(y_true, axis=0)))
+
+    def result(self):
+        return {"first": ops.sum(self.sums[0] + 0.0), "last": self.most[-1] + 0.0}
+
+
 class Smoothed(Own):
     states: ClassVar = {"state": ("float32", 1.0), "count": ("float32", 2.0)}
 
@@ -319,7 +339,7 @@ class Returned(Own):
         return self.state
 
 
-OWN = [Count, Smoothed, Largest, Highest, Range, Ever, Always, Product, Nested]
+OWN = [Count, OfClasses, Smoothed, Largest, Highest, Range, Ever, Always, Product, Nested]
 OWN += [Returned] if BACKEND != "jax" else []
 
 
