@@ -13,6 +13,7 @@ import numpy as np
 from keras_dist import runtime
 from keras_dist.callbacks.log_values import number_of
 from keras_dist.training import layer_state
+from keras_dist.training.metric_states import states_of
 from keras_dist.training.model_state import random_states, to_numpy
 from keras_dist.training.seeds import separate_generators
 
@@ -94,19 +95,14 @@ def restore_metrics(model: keras.Model, states: Sequence[RankState]) -> bool:
     shapes = [tuple(variable.shape) for variable in variables]
     if any([value.shape for value in each["metrics"]] != shapes for each in states):
         return False
+    known = states_of(model)
     for number, variable in enumerate(variables):
         values = [each["metrics"][number] for each in states]
+        state = known.get(id(variable))
         if len(states) == runtime.size():
             variable.assign(values[runtime.rank()])
-        else:
-            _assign_together(variable, values)
+        elif state is None:
+            variable.assign(values[0])
+        elif runtime.rank() == 0 or state.how == "mean":
+            variable.assign(state.joined(values))
     return True
-
-
-def _assign_together(variable: Any, values: Sequence[np.ndarray]) -> None:
-    if variable.aggregation == "mean":
-        variable.assign(np.mean(values, axis=0, dtype=np.float64).astype(values[0].dtype))
-    elif variable.aggregation != "sum":
-        variable.assign(values[0])
-    elif runtime.rank() == 0:
-        variable.assign(np.sum(values, axis=0, dtype=values[0].dtype))

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,7 +16,7 @@ from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.training.metric_probe import UnmergeableMetric, behaviours, reset_values
 from keras_dist.training.model_state import to_numpy
 
-__all__ = ["DECLARED", "MERGES", "MetricState", "merged_states", "unmergeable"]
+__all__ = ["DECLARED", "MERGES", "MetricState", "merged_states", "states_of", "unmergeable"]
 
 #: the reduction of each way to merge states
 MERGES = {
@@ -30,6 +30,12 @@ MERGES = {
 }
 #: attribute of a metric: the way in which its states are merged, or that of each variable by name
 DECLARED = "_keras_dist_merge"
+JOINS: dict[_engine.ReduceOp, Callable[..., Any]] = {
+    _engine.ReduceOp.SUM: np.sum,
+    _engine.ReduceOp.AVERAGE: np.mean,
+    _engine.ReduceOp.MAX: np.max,
+    _engine.ReduceOp.MIN: np.min,
+}
 AGGREGATIONS = {"mean": "mean", "only_first_replica": "first"}
 
 
@@ -60,6 +66,13 @@ class MetricState:
         whole = reduced if self.reset is None else reduced + self.reset
         return whole.astype(dtype, copy=False)
 
+    def joined(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the state of all ranks from their states, in rank order."""
+        if self.how == "first":
+            return values[0]
+        contributions = [self.contribution(value) for value in values]
+        return self.merged(JOINS[MERGES[self.how]](contributions, axis=0), values[0].dtype)
+
 
 @contextlib.contextmanager
 def merged_states(model: keras.Model) -> Iterator[None]:
@@ -69,8 +82,7 @@ def merged_states(model: keras.Model) -> Iterator[None]:
 
     Collective: every rank; blocks.
     """
-    found = [_plan(metric) for metric in metrics_of(model)]
-    states = {id(s.variable): s for plan in found if isinstance(plan, list) for s in plan}
+    states = states_of(model)
     own = {key: np.array(to_numpy(state.variable)) for key, state in states.items()}
     for key, value in _reduced(states, own).items():
         states[key].variable.assign(states[key].merged(value, own[key].dtype))
@@ -79,6 +91,12 @@ def merged_states(model: keras.Model) -> Iterator[None]:
     finally:
         for key, value in own.items():
             states[key].variable.assign(value)
+
+
+def states_of(model: keras.Model) -> dict[int, MetricState]:
+    """Returns the states of the metrics that can be merged, by the id of the variable."""
+    plans = [_plan(metric) for metric in metrics_of(model)]
+    return {id(s.variable): s for plan in plans if isinstance(plan, list) for s in plan}
 
 
 def unmergeable(model: keras.Model) -> list[str]:

@@ -3,8 +3,8 @@
 import io
 import signal
 import threading
-from contextlib import redirect_stdout
 import warnings
+from contextlib import redirect_stdout
 
 import keras
 import numpy as np
