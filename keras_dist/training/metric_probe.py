@@ -53,14 +53,18 @@ def behaviours(metric: keras.metrics.Metric, variables: Iterable[Any]) -> list[s
 def reset_values(metric: keras.metrics.Metric) -> dict[int, np.ndarray]:
     """Returns the value of each variable of a metric after a reset, by the id of the variable.
 
-    The value is 0 for a variable that `reset_state` does not set.
+    The value is 0 for a variable that `reset_state` does not set. The metric does not change.
+
+    Raises:
+        UnmergeableMetric: `reset_state` failed.
     """
-    every = metric.variables
-    values = metric.stateless_reset_state()
-    return {
-        id(variable): to_numpy(variable) * 0 if value is variable else np.array(to_numpy(value))
-        for variable, value in zip(every, values, strict=True)
-    }
+    zeros = [(v, keras.ops.zeros(v.shape, v.dtype)) for v in metric.variables]
+    try:
+        with keras.StatelessScope(state_mapping=zeros) as scope:
+            _twin(metric, {}).reset_state()
+    except Exception as error:  # of other people's code
+        raise UnmergeableMetric(f"a reset_state that could not be tried: {error}") from error
+    return {id(v): np.array(to_numpy(scope.get_current_value(v))) for v, _ in zeros}
 
 
 def _behaviour(
@@ -122,7 +126,7 @@ def _batches(metric: keras.metrics.Metric) -> Iterator[tuple[Any, ...]]:
     needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
     rng = np.random.default_rng(0)
     # A state for each class has the shape of the predictions of a sample.
-    for width in dict.fromkeys([*(v.shape[-1] for v in metric.variables if v.shape), 1, 3]):
+    for width in dict.fromkeys([*(v.shape[-1] for v in metric.variables if len(v.shape)), 1, 3]):
         shape = (SAMPLES, width)
         inputs = [rng.random(shape, np.float32) for _ in needed[1:]]
         for first in (

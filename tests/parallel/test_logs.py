@@ -216,7 +216,9 @@ def fit(model):
 @pytest.mark.parametrize(("another", "uneven"), [(False, "continue"), (True, "stop")])
 def test_calls_within_fit_leave_its_logs_and_hooks(another, uneven):
     rank, size = keras_dist.rank(), keras_dist.size()
-    calls = [evaluate, evaluate_on_the_root, fail_to_evaluate, predict, fit]
+    calls = [evaluate, evaluate_on_the_root, predict, fit]
+    if BACKEND != "jax":  # Keras loses the variables of a model on JAX where evaluate fails
+        calls.insert(0, fail_to_evaluate)
     calling = Calling(calls, model_of() if another else None)
     model = model_of()
     x, y = data_of(rank, 2 + rank)
