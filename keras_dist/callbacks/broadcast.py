@@ -7,7 +7,8 @@ import keras
 
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.callbacks.optimizers_alike import compare_optimizers
-from keras_dist.training.model_state import keep_local
+from keras_dist.training import layer_state
+from keras_dist.training.model_state import has_weights, keep_local
 from keras_dist.training.replicas import broadcast_state, build_optimizers_alike
 from keras_dist.training.seeds import separate_in_fit
 from keras_dist.training.traced_steps import before_first_step
@@ -102,11 +103,23 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         model = self.model
 
         def build_and_broadcast(batches: Any) -> Any:
-            _backends.active().build_from(model, batches)
+            _build(model, batches)
             self._broadcast()
             return model.train_function(batches)
 
         before_first_step(model, build_and_broadcast)
+
+
+def _build(model: keras.Model, batches: Any) -> None:
+    """Creates the variables of a model, from the shapes of a batch."""
+    try:
+        _backends.active().build_from(model, batches)
+    except errors.ArgumentError:
+        if not (has_weights(model) and layer_state.is_stateful(model)):
+            raise
+        # TensorFlow builds layers in a graph, which their constants must not belong to.
+        layer_state.refresh(model)
+        _backends.active().build_from(model, batches)
 
 
 def _variables(given: Any) -> list[Any]:

@@ -36,9 +36,9 @@ def adapt(layer: Any, data: Any, **options: Any) -> None:
       Keras' boundaries are approximate beyond `1 / epsilon` values.
     - `keras.utils.FeatureSpace`: adapts each of its features in this way. Every rank needs data.
 
-    The layer may be part of a model already. As with `layer.adapt`, a model that was called by
-    `predict`, `evaluate` or `fit` before keeps its traced steps on TensorFlow and JAX: compile it
-    again.
+    The layer may be part of a model already. As with `layer.adapt`, steps that TensorFlow or JAX
+    has traced keep the earlier values; on several ranks, until the next `fit` with
+    `keras_dist.callbacks()`.
 
     Collective: every rank, with a layer of the same class and configuration; blocks.
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist import _engine
+from keras_dist._compat.keras.summaries import places_of
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.training.adapt_errors import on_every_rank, refused
 from keras_dist.training.moments import as_numpy, is_array
@@ -55,10 +56,9 @@ def _adapt_array(layer: Any, data: Any, steps: int | None, comm: _engine.Communi
     total = int(added(np.array([len(keys)]))[0])
     if total == 0:
         return 0
-    # As `summarize` of Keras.
-    step = max(total / (1.0 / layer.epsilon), 1)
-    values = _select(keys, np.arange(int(step - 1), total, int(step)), added)
-    layer.summary = np.stack([values, np.ones_like(values) * step])
+    places, weight = places_of(total, layer.epsilon)
+    values = _select(keys, np.array(places), added)
+    layer.summary = np.stack([values, np.ones_like(values) * weight])
     layer.update_state(np.zeros(0))  # compresses
     return total
 

@@ -39,23 +39,23 @@ def broadcast_layers(
         yield
         return
     is_root = comm.job.rank == root_rank
-    with layer_state.changing(model):
-        with _of_layers(comm):
-            mine = layer_state.read(model) if is_root else None
-        kept = _engine.collectives.broadcast_object(comm, mine, root_rank, LAYERS)
-        with _of_layers(comm):
-            kept = layer_state.without_local(model, kept)
-            # First, since the shapes of variables may depend on the size of a vocabulary.
-            layer_state.write_tables(model, kept)
-        yield
-        with _of_layers(comm):
-            layer_state.refresh(model, None if is_root else kept)
-        _check_layers_alike(comm, model)
+    with _of_layers(comm):
+        mine = layer_state.read(model) if is_root else None
+    kept = _engine.collectives.broadcast_object(comm, mine, root_rank, LAYERS)
+    with _of_layers(comm):
+        kept = layer_state.without_local(model, kept)
+        # First, since the shapes of variables may depend on the size of a vocabulary.
+        layer_state.write_tables(model, kept)
+    yield
+    with _of_layers(comm):
+        layer_state.refresh(model, None if is_root else kept)
+    _check_layers_alike(comm, model)
+    layer_state.retrace_if_changed(model)
 
 
 @contextlib.contextmanager
 def _of_layers(comm: _engine.Communicator) -> Iterator[None]:
-    """Raises a `ValueError` of a layer as a `MismatchError` on every rank."""
+    """Raises an error of a layer as a `MismatchError` on every rank."""
     with _engine.collectives.raise_on_all(comm, LAYERS):
         try:
             yield
@@ -66,8 +66,8 @@ def _of_layers(comm: _engine.Communicator) -> Iterator[None]:
 
 
 def _check_layers_alike(comm: _engine.Communicator, model: keras.Model) -> None:
-    names, digests = zip(*layer_state.digests(model), strict=True)
-    if different := differing(comm, digests):
+    found = layer_state.digests(model)
+    if different := differing(comm, [digest for _, digest in found]):
         expected = f"the layers of model {model.name!r} to compute with the same on all ranks"
-        text = described(names, different)
+        text = described([name for name, _ in found], different)
         raise errors.MismatchError(errors.explain(comm.where(), expected, text, ADAPT))

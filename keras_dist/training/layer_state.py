@@ -12,7 +12,7 @@ import io
 import logging
 import pathlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -25,12 +25,12 @@ from keras_dist.training.traced_steps import retrace
 
 __all__ = [
     "Kept",
-    "changing",
     "digests",
     "is_stateful",
     "pack",
     "read",
     "refresh",
+    "retrace_if_changed",
     "unpack",
     "without_local",
     "write",
@@ -42,6 +42,8 @@ Kept = Sequence[dict[str, np.ndarray]]
 
 # Prefixes: an asset file; a stored value; the index of a variable that is stored under a key.
 ASSET, STORED, REFERENCE = "asset/", "stored/", "variable/"
+# Attribute of a model: digests of what its layers computed with when its steps were last renewed.
+TRACED_WITH = "_keras_dist_traced_with"
 # Name of a mark: a method has failed.
 UNREADABLE = "unreadable"
 METHODS = ("save_own_variables", "load_own_variables", "save_assets", "load_assets")
@@ -107,21 +109,20 @@ def write(model: keras.Model, kept: Kept | None) -> None:
     Raises:
         ValueError: a layer cannot take its state, or the state is of another model.
     """
-    with changing(model):
-        if kept is not None:
-            if len(kept) != len(_layers(model)):
-                what = "layers with state besides variables"
-                raise ValueError(f"{len(kept)} {what}; the model has {len(_layers(model))}")
-            write_tables(model, kept)
-        refresh(model, kept)
+    if kept is not None:
+        if len(kept) != len(_layers(model)):
+            what = "layers with state besides variables"
+            raise ValueError(f"{len(kept)} {what}; the model has {len(_layers(model))}")
+        write_tables(model, kept)
+    refresh(model, kept)
+    retrace_if_changed(model)
 
 
-@contextlib.contextmanager
-def changing(model: keras.Model) -> Iterator[None]:
-    """Returns a context after which steps are traced again if constants in them have changed."""
-    before = [_digest(layer) for layer in _layers(model)]
-    yield
-    if [_digest(layer) for layer in _layers(model)] != before:
+def retrace_if_changed(model: keras.Model) -> None:
+    """Makes a model trace its steps again if constants in them have changed since the last call."""
+    now = [_digest(layer) for layer in _layers(model)]
+    if now and model.__dict__.get(TRACED_WITH) != now:
+        object.__setattr__(model, TRACED_WITH, now)
         retrace(model)
 
 

@@ -1,5 +1,6 @@
 """The steps of a model that Keras traces: what runs before the first one, and tracing them anew."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,10 +36,24 @@ def retrace(model: keras.Model) -> None:
     """Makes a model trace its steps again, since constants in them have changed."""
     for inner in layers_of(model):
         if isinstance(inner, keras.Model):
+            _renew_steps(inner)
             inner.test_function = inner.predict_function = None
             # Skipped steps are those of a restored model, whose constants are known.
             if inner.train_function is not None and SKIPPING not in inner.__dict__:
                 _renew_train_function(inner)
+
+
+def _renew_steps(model: keras.Model) -> None:
+    """Gives a model functions that JAX has not traced: it knows traced functions by their value."""
+    if keras.backend.backend() != "jax":
+        return
+    for name in ("train_step", "test_step"):
+        step = model.__dict__.get(name) or getattr(model, name)
+        model.__dict__[name] = _Renewed(step.func if isinstance(step, _Renewed) else step)
+
+
+class _Renewed(functools.partial):
+    """A step that is equal to no other."""
 
 
 def _renew_train_function(model: keras.Model) -> None:

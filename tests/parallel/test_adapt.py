@@ -104,7 +104,9 @@ def test_bins_of_batches_are_those_of_joined_batches(steps):
     keras_dist.adapt(layer, iter(shares[keras_dist.rank()]), steps=steps)
     longest = steps or len(shares[-1])
     joined = [[s[at] for s in shares if at < len(s)] for at in range(longest)]
-    alone.adapt(iter([np.concatenate(parts) for parts in joined]))
+    for parts in joined:
+        alone.update_state(np.concatenate(parts))
+    alone.finalize_state()
     assert list(layer.bin_boundaries) == list(alone.bin_boundaries)
 
 
@@ -155,6 +157,11 @@ def test_lookups_take_what_their_adapt_takes(kind):
         "None": lambda: None if is_last() else share,
     }
     layer, alone = layers.StringLookup(), layers.StringLookup()
+    if kind == "generator":
+        try:
+            alone.adapt(np.array(WORDS[at : at + 3]) for at in range(0, len(WORDS), 3))
+        except ValueError:
+            pytest.skip("this version of Keras takes no generator")
     keras_dist.adapt(layer, kinds[kind]())
     alone.adapt(WORDS)
     assert layer.get_vocabulary() == alone.get_vocabulary()

@@ -95,11 +95,33 @@ def test_constants_follow_the_broadcast_into_steps_that_were_traced():
         np.testing.assert_allclose(outputs(model), NORMAL, atol=1e-4)
     if keras_dist.rank() == 0:
         normalization_in(model).adapt(DATA * 2)
-        model.compile(model.optimizer, "mse")  # as Keras wants it
+    expected = (DATA / 2 - DATA.mean()) / DATA.std()
+    share = slice(keras_dist.rank(), None, keras_dist.size())
+    history = model.fit(DATA[share], expected[share], verbose=0, callbacks=keras_dist.callbacks())
+    if keras_dist.size() > 1:  # one process keeps its step, as without keras_dist
+        assert history.history["loss"][0] < 1e-6
+        np.testing.assert_allclose(outputs(model), expected.ravel(), atol=1e-4)
+        assert model.evaluate(DATA, expected, verbose=0) < 1e-6
+
+
+def test_a_model_that_fit_builds_gets_the_constants_of_the_root():
+    class Normalizing(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.normal, self.dense = layers.Normalization(), layers.Dense(1)
+
+        def call(self, inputs):
+            return self.dense(self.normal(inputs))
+
+    needs_two_ranks()
+    model = Normalizing()
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse")
+    if keras_dist.rank() == 0:
+        model.normal.adapt(DATA)
     fit(model)
-    expected = (DATA.ravel() / 2 - DATA.mean()) / DATA.std()
-    np.testing.assert_allclose(outputs(model), expected, atol=1e-4)
-    assert model.evaluate(DATA, expected[:, None], verbose=0) < 1e-6
+    outputs(model)
+    mean = keras.ops.convert_to_numpy(model.normal.mean)
+    np.testing.assert_allclose(np.ravel(mean), DATA.mean(), rtol=1e-6)
 
 
 @pytest.mark.parity("`verify_replicas` compares what layers compute with")
@@ -135,6 +157,17 @@ def test_the_state_of_a_users_layer_follows_the_broadcast():
     fit(model)
     np.testing.assert_allclose(outputs(model), DATA.ravel() / 4 + 5)
     assert (layer.divisor, layer.names) == (4.0, ["a", "\n"])
+
+
+def test_layers_with_local_variables_keep_their_state():
+    layer = Scaled()
+    model = compiled(layer)
+    layer.set(1.0 + keras_dist.rank(), float(keras_dist.rank()), [])
+    model.optimizer.register_local_var(layer.scale)
+    fit(model)
+    keras_dist.verify_replicas(model)
+    assert layer.offset[0] == keras_dist.rank()
+    assert layer.divisor == 2 * float(keras.ops.convert_to_numpy(layer.scale))
 
 
 def test_a_users_layer_that_fails_is_an_error_on_every_rank():

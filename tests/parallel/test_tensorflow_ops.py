@@ -277,7 +277,7 @@ def test_broadcast_variables_of_a_model_sets_what_layers_derive_from_them():
     model = keras.Sequential([keras.Input((1,)), layer])
     hvd.broadcast_variables(model, root_rank=SIZE - 1)
     keras_dist.verify_replicas(model)
-    assert float(layer.mean) == (2 + SIZE - 1) / 2
+    assert float(layer.mean[0, 0]) == (2 + SIZE - 1) / 2
 
 
 def test_broadcast_variables_skips_accumulated_gradients():

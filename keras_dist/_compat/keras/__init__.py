@@ -9,6 +9,7 @@ from keras_dist._compat.keras import (
     optimizers,
     seeds,
     sliced_updates,
+    summaries,
 )
 from keras_dist._compat.keras.versions import version
 
@@ -23,4 +24,5 @@ CONTRACT = (
     *metrics.CONTRACT,
     *seeds.CONTRACT,
     *callbacks.CONTRACT,
+    *summaries.CONTRACT,
 )
