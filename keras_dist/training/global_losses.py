@@ -8,6 +8,7 @@ scaled by the share of the rank in what all ranks divide by, and its value is th
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,6 +96,9 @@ _steps: list[Step] = []
 @contextlib.contextmanager
 def within(step: Step) -> Iterator[None]:
     """Returns a context in which the losses of `make_losses_global` are those of all ranks."""
+    if step.reduction.communicator() is None:
+        yield
+        return
     _steps.append(step)
     try:
         yield
@@ -132,28 +136,33 @@ class _GlobalLoss:
         self._loss = loss
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if not _steps or _steps[-1].reduction.communicator() is None:
+        if not _steps:
             return self._loss(y_true, y_pred, sample_weight)
-        own = measured(self._loss, y_true, y_pred, sample_weight)
+        own, step = measured(self._loss, y_true, y_pred, sample_weight), _steps[-1]
+        if _needs_no_others(own, step):
+            return own.value
         name = f"the loss {getattr(self._loss, 'name', type(self._loss).__name__)!r}"
-        return _over_ranks(own, _steps[-1], name)
+        return _backends.active().call_uncompiled(functools.partial(_over_ranks, own, step, name))
+
+
+def _needs_no_others(own: Measured, step: Step) -> bool:
+    """Returns whether a loss is as in one process: Keras weighs what it records by the rows."""
+    trains = step.evaluates is None
+    if own.reduction == "mean":
+        return own.is_count and (step.equal_batches or not trains)
+    return own.reduction == "none" and not trains
 
 
 def _over_ranks(own: Measured, step: Step, name: str) -> Any:
     """Returns the loss of all ranks, with the gradient of this rank that the ranks reduce."""
-    options, trains = step.reduction.options, step.evaluates is None
-    is_equal = own.is_count and step.equal_batches
-    if own.reduction == "mean" and (is_equal or (own.is_count and not trains)):
-        return own.value  # in a test step, Keras weighs it by the samples
-    if own.reduction == "none" and not trains:
-        return own.value
-    if trains and options.op is _engine.ReduceOp.ADASUM:
-        if own.reduction == "mean":
+    options, is_mean = step.reduction.options, own.reduction == "mean"
+    if options.op is _engine.ReduceOp.ADASUM and step.evaluates is None:
+        if is_mean:
             _check_equal(own.denominator, step, name)
         return own.value
     value = ops.stop_gradient(own.value)
     mine, of_all, count, shared = _exchanged(own, value, step, name)
-    if own.reduction == "mean":
+    if is_mean:
         factor = ops.divide_no_nan(count * mine, of_all)
     else:  # the ranks are to add their gradients
         factor = 1.0 if options.op is _engine.ReduceOp.SUM else count
@@ -178,7 +187,8 @@ def _exchanged(own: Measured, value: Any, step: Step, name: str) -> tuple[Any, A
         rows, of_all, count = step.rows
         return rows, of_all, count, value * of_all / rows if own.reduction == "sum" else value
     weighted = 0.0 if own.reduction == "none" else value * mine
-    given = ops.stack([ops.cast(each, "float32") for each in (mine, weighted, 1.0)])
+    wide = "float64" if keras.backend.standardize_dtype(value.dtype) == "float64" else "float32"
+    given = ops.stack([ops.cast(each, wide) for each in (mine, weighted, 1.0)])
     op = _engine.ReduceOp.SUM
     summed = reduce_over_ranks(options.process_set, given, op, name, step.evaluates)
     of_all, total, count = ops.unstack(ops.cast(summed, value.dtype), 3)

@@ -198,6 +198,18 @@ def test_ranks_out_of_data_count_for_nothing(reduction):
     assert_as_in_one_process(lambda: of_tokens(loss), parts, lambda: keras.optimizers.SGD(0.01))
 
 
+class Own(keras.losses.Loss):
+    """A loss that does not call the reduction of Keras."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return keras.ops.mean(keras.ops.square(y_true - y_pred))
+
+
+@pytest.mark.parametrize("loss", [Own(), lambda y_true, y_pred: Own()(y_true, y_pred)])
+def test_a_loss_that_is_a_single_number_is_a_mean_over_samples(loss):
+    assert_as_in_one_process(lambda: of_rows(loss), unequal(parts_of_rows(False)))
+
+
 def test_train_on_batch_weighs_the_ranks():
     parts = unequal(parts_of_text())
     one, _ = trained(of_tokens, keras.optimizers.SGD(0.1), joined(parts))

@@ -40,6 +40,7 @@ def replace_losses(model: Any, wrap: Callable[[Any], Any]) -> None:
     compiled = model._compile_loss
     if compiled is None:
         return
+    _watch()
 
     def replace() -> None:
         compiled._flat_losses = [
@@ -67,7 +68,7 @@ def measured(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Measure
         value = loss(y_true, y_pred, sample_weight)
     reduction = getattr(loss, "reduction", "mean")
     # The last call is the one of the loss itself, if it uses others.
-    values, weights, mask, reduction = calls[-1] if calls else ((), None, None, reduction)
+    values, weights, mask, reduction = calls[-1] if calls else (None, None, None, reduction)
     if reduction in (None, "none", "sum"):
         return Measured(value, reduction or "none", 1.0, True)
     return Measured(value, "mean", *_denominator(values, weights, mask, reduction, y_pred))
@@ -82,7 +83,7 @@ def _denominator(
             sample_weight = ops.copy(ops.cast(sample_weight, "float32"))
         weights = _module().apply_mask(sample_weight, mask, dtype="float32", reduction=reduction)
         return ops.sum(ops.cast(weights, "float32")), False
-    shape = ops.shape(values)
+    shape = () if values is None else ops.shape(values)
     count = _product(shape) if shape else _product(ops.shape(keras.tree.flatten(y_pred)[0])[:1])
     if mask is None:
         return count, True
@@ -103,7 +104,6 @@ _recording: list[list[Any]] = []
 @contextmanager
 def _recorded() -> Iterator[list[Any]]:
     """Returns a context that lists the arguments of Keras' reductions of losses."""
-    _watch()
     calls: list[Any] = []
     _recording.append(calls)
     try:
