@@ -42,6 +42,8 @@ __all__ = [
 class KerasDistError(Exception):
     """Base class of the errors of keras_dist."""
 
+    is_shared = False  # whether it is known to all ranks, though this one raises it at another wait
+
 
 class LaunchError(KerasDistError, RuntimeError):
     """The job was started incorrectly, or MPI cannot be used."""

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 
+from keras_dist import errors
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.ordering.queue import CollectiveQueue
 from keras_dist._engine.ordering.ticket import Reordered
@@ -82,12 +83,81 @@ def test_the_operation_that_ranks_agree_on_moves_to_the_front(queue):
 
     with queue:
         handles = [queue.queue(functools.partial(take, name), "append", name) for name in "abc"]
-        assert queue.held_names() == (("a", "b", "c"), True)
+        held = queue.held_names()
+        assert held.names == ("a", "b", "c", None)  # the ticket of this call has no name
+        assert held.is_complete and held.is_awaited and not held.gives_way
     queue.run(functools.partial(take, "d"), "d")
     for handle in handles:
         handle.wait()
     assert done == ["b", "a", "c", "d"]
-    assert queue.held_names() == ((), False)
+
+
+def test_the_first_without_a_name_moves_before_names_and_waits_for_no_drain(queue):
+    done = []
+
+    def named():
+        if not done:
+            raise Reordered(None)
+        done.append("a")
+
+    with queue:
+        handle = queue.queue(named, "append", "a")
+        waiting = threading.Thread(target=queue.finish)  # follows all that is in the queue
+        waiting.start()
+        while len(queue._tickets) < 3:
+            time.sleep(0.001)
+        last = queue.queue(lambda: done.append("b"), "append")
+    for wait_for in (last.wait, handle.wait, waiting.join):
+        wait_for()
+    assert done == ["b", "a"]
+
+
+@pytest.mark.parametrize("of_all", [True, False])
+def test_an_error_ends_the_waits_of_the_script(queue, of_all):
+    def fail():
+        queue.end_waits(error, of_all)
+        raise error
+
+    error, ended = errors.MismatchError("differs"), []
+
+    def block():
+        try:
+            with queue:
+                pass
+        except errors.MismatchError as caught:
+            ended.append(caught)
+
+    with queue:
+        failing = queue.queue(fail, "fail")
+        later = queue.queue(lambda: "ran", "run", "a")
+        waiting = threading.Thread(target=block)
+        waiting.start()
+        while len(queue._tickets) < 4:
+            time.sleep(0.001)
+    waiting.join()
+    assert ended == [error]
+    with pytest.raises(errors.MismatchError):
+        failing.wait()
+    if of_all:
+        with pytest.raises(errors.MismatchError):
+            later.wait()
+    else:
+        assert later.wait() == "ran"
+
+
+def test_an_error_that_no_wait_has_seen_is_raised_at_the_next(queue):
+    error = errors.MismatchError("differs")
+
+    def fail():
+        queue.end_waits(error, False)
+        raise error
+
+    handle = queue.queue(fail, "fail")
+    assert handle._ended.wait(60)
+    with pytest.raises(errors.MismatchError), queue:
+        pass
+    with queue:  # once
+        pass
 
 
 def test_held_names_are_complete_when_every_thread_of_the_script_waits(queue):
@@ -96,10 +166,10 @@ def test_held_names_are_complete_when_every_thread_of_the_script_waits(queue):
     threads[0].start()
     with queue:
         handle = queue.queue(lambda: None, "nothing", "a")
-        assert queue.held_names() == (("a",), True)
+        assert queue.held_names().is_complete
         threads.append(threading.Thread(target=gate.wait, daemon=True))
         threads[-1].start()
-        assert queue.held_names() == (("a",), False)
+        assert not queue.held_names().is_complete
         gate.set()
         for thread in threads:
             thread.join()
@@ -107,7 +177,7 @@ def test_held_names_are_complete_when_every_thread_of_the_script_waits(queue):
         threads[-1].start()
         while not handle.waiters:
             time.sleep(0.001)
-        assert queue.held_names() == (("a",), True)
+        assert queue.held_names().is_complete
     threads[-1].join()
 
 

@@ -146,10 +146,11 @@ def test_digests_differ_in_every_compared_field():
     calls = [CALL, *(changed(**{field: value}) for field, value in OTHER_VALUES.items())]
     assert len({call.digest for call in calls}) == len(calls)
     assert {len(call.digest) for call in calls} == {16}
-    assert changed(spares=True, remedy="Look.").digest == CALL.digest
+    assert changed(spares=True, takes_named=False, remedy="Look.").digest == CALL.digest
     assert {field.name for field in dataclasses.fields(CollectiveSignature)} == {
         *OTHER_VALUES,
         "spares",
+        "takes_named",
         "remedy",
     }
 

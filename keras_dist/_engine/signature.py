@@ -93,6 +93,7 @@ class CollectiveSignature:
         refused: names of operations that this rank has refused.
         gradients: the gradients of this rank, in reductions of gradients.
         spares: whether the operation is defined without ranks that have joined; not compared.
+        takes_named: whether a rank that has joined takes part in named operations; not compared.
         remedy: what to do when the ranks differ; not compared.
     """
 
@@ -114,6 +115,7 @@ class CollectiveSignature:
     refused: tuple[str, ...] = ()
     gradients: GradientSet | None = None
     spares: bool = False
+    takes_named: bool = True
     remedy: str = "Call the same operations in the same order on every rank."
 
     @functools.cached_property

@@ -5,6 +5,7 @@ the ranks measure again.
 """
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -50,7 +51,7 @@ def best_bucket_nbytes(
     """
     ranks = f"{comm.size} ranks, {comm.topology.cross_size} nodes"
     machine = f"{platform.node()}, {os.cpu_count()} cores, {ranks}, {_transport(comm)}"
-    retry(comm, lambda: rendezvous(comm, call))
+    retry(comm, functools.partial(_meet, comm, call))
     root = comm.ranks[0]
     known = broadcast_object(comm, _read_cache().get(machine) if comm.rank == 0 else None, root)
     if known is not None:
@@ -68,6 +69,11 @@ def best_bucket_nbytes(
         _write_cache(machine, chosen)
     times = ", ".join(f"{n >> 20} MiB: {1e3 * s:.1f} ms" for n, s in seconds.items())
     return chosen, f"measured on steps with {count} MiB of gradients ({times})"
+
+
+def _meet(comm: Communicator, call: CollectiveSignature) -> None:
+    with comm.lock:
+        rendezvous(comm, call)
 
 
 def _measure(comm: Communicator, bucket_nbytes: int, count: int) -> float:

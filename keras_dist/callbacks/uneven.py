@@ -84,7 +84,7 @@ class UnevenDataCallback(keras.callbacks.Callback):
     def _end_steps(self) -> None:
         """Waits until all ranks are out of data and makes the replicas equal."""
         model, job = self.model, runtime.communicator()
-        absences = _engine.collectives.join_all(runtime.communicators())
+        absences = _engine.collectives.join_all(runtime.communicators(), takes_named=False)
         for comm in absences:
             comm.faults.on_missing = self._outside.pop(comm, None)
         if model.stop_training is STOPS_EPOCH:

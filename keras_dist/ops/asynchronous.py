@@ -6,12 +6,13 @@ that is called later, by the script or within a training step, waits until the o
 have run: operations match in the order of the calls, blocking or queued, and that order must be the
 same on all ranks. A mismatch is an error on every rank.
 
-Operations with a `name` may come in any order: where ranks differ, an operation whose name is
-pending on all of them runs first. A rank may have many pending names, by queueing them or from
-several threads. Where the ranks have no name in common, it is an error on every rank once all
-Python threads of all ranks, daemon threads included, wait for operations. While a thread does not
-wait, it may still call the missing operation: the ranks wait, and the stall watchdog reports it and
-ends the job after `KERAS_DIST_STALL_ABORT_SECONDS`.
+Operations with a `name` may come in any order, also relative to those without: where ranks differ,
+the operation without a name runs first if it is pending on all ranks, otherwise one whose name is.
+A rank may have many pending names, by queueing them or from several threads. Where the ranks have
+none in common, it is an error on every rank once all Python threads of all ranks, daemon threads
+included, wait for operations: it ends all waits and all operations in flight. While a thread does
+not wait, it may still call the missing operation: the ranks wait, and the stall watchdog reports it
+and ends the job after `KERAS_DIST_STALL_ABORT_SECONDS`.
 
 A name is in use until its operation has completed on every rank: queueing the name again before is
 an `ArgumentError`, as in Horovod, also on a rank where the first operation has completed and that

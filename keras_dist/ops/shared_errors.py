@@ -36,7 +36,9 @@ def raises_on_all(operation: Callable[P, R]) -> Callable[P, R]:
         try:
             return operation(*args, **kwargs)
         except Exception as error:  # conversion of a value may raise any error
-            if count() == before:
+            # An error of another operation, which all ranks know, may end the wait for this one.
+            is_shared = isinstance(error, errors.KerasDistError) and error.is_shared
+            if count() == before and not is_shared:
                 _publish(operation, error, args, kwargs)
             raise
 

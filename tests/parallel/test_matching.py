@@ -1,11 +1,13 @@
 """Named operations, which match in any order."""
 
 import concurrent.futures
+import contextlib
 import threading
 import time
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from test_collectives import raised, several
 
 import keras_dist
@@ -144,6 +146,134 @@ def test_a_process_set_has_its_own_names():
         }
         assert all((handles[name].wait() == value_of(name)).all() for name in order)
     assert keras_dist.remove_process_set(some)
+
+
+# --- Named operations among those without a name
+
+MEETINGS = {
+    "barrier": keras_dist.barrier,
+    "broadcast_object": lambda: keras_dist.broadcast_object("here"),
+    "allgather_object": lambda: keras_dist.allgather_object("here"),
+    "allreduce": lambda: keras_dist.allreduce(1.0),
+    "allreduce_async": lambda: keras_dist.allreduce_async(1.0).wait(),
+}
+
+
+@pytest.mark.parametrize("meet", MEETINGS)
+def test_ranks_queue_a_name_before_and_after_a_blocking_operation(meet):
+    first = keras_dist.rank() == 0
+    handles = [keras_dist.allreduce_async(1.0, "sum", "a")] if first else []
+    MEETINGS[meet]()
+    handles += [] if first else [keras_dist.allreduce_async(1.0, "sum", "a")]
+    assert handles[0].wait() == keras_dist.size()
+    assert keras_dist.allreduce(2.0, "sum") == 2 * keras_dist.size()
+
+
+def test_training_goes_on_among_named_operations():
+    import keras
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    x, first = np.ones((8, 3), "float32"), keras_dist.rank() == 0
+    handles = [keras_dist.allreduce_async(1.0, "sum", "a")] if first else []
+    model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=keras_dist.callbacks())
+    handles += [] if first else [keras_dist.allreduce_async(1.0, "sum", "a")]
+    assert handles[0].wait() == keras_dist.size()
+
+
+def program(seed):
+    """Returns the steps of this rank: those without a name in one order, the others in any."""
+    plan, mine = np.random.default_rng(seed), np.random.default_rng([seed, keras_dist.rank()])
+    steps = [("meet", str(name)) for name in plan.choice(list(MEETINGS), 4)]
+    for name in NAMES[:3]:
+        queued = int(mine.integers(len(steps) + 1))
+        steps.insert(queued, ("queue", name))
+        steps.insert(int(mine.integers(queued + 1, len(steps) + 1)), ("wait", name))
+    return steps
+
+
+def outcome(steps):
+    """Runs steps; returns `None` if all had the right result, otherwise the first error."""
+    handles = {}
+    try:
+        for what, name in steps:
+            if what == "meet":
+                MEETINGS[name]()
+            elif what == "queue":
+                handles[name] = keras_dist.allreduce_async(value_of(name), "sum", name)
+            else:
+                assert (handles[name].wait() == keras_dist.size() * value_of(name)).all()
+        return None
+    except errors.KerasDistError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        for handle in handles.values():
+            with contextlib.suppress(errors.KerasDistError):
+                handle.wait()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_interleaving_completes_or_is_one_error_on_all_ranks(seed):
+    outcomes = MPI.COMM_WORLD.allgather(outcome(program(seed)))
+    assert len(set(outcomes)) == 1, outcomes
+    assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
+
+
+WAITS = {
+    **MEETINGS,
+    "a name": lambda: keras_dist.allreduce(1.0, name="a"),
+    "a handle": lambda: keras_dist.allreduce_async(1.0, name="a").wait(),
+    "a later handle": lambda: [
+        keras_dist.allreduce_async(1.0, name=name) for name in ("a", "b")
+    ].pop().wait(),
+    "join": keras_dist.join,
+}
+
+
+@pytest.mark.parametrize("name", [None, "bad"])
+@pytest.mark.parametrize("wait", WAITS)
+def test_an_error_on_one_rank_ends_the_wait_of_all(wait, name):
+    several()
+    if keras_dist.rank() == keras_dist.size() - 1:
+        call = lambda: keras_dist.allreduce(1.0, "median", name)  # noqa: E731
+    else:
+        call = WAITS[wait]
+    with pytest.raises(errors.KerasDistError, match="median"):
+        call()
+    assert MPI.COMM_WORLD.allreduce(1) == keras_dist.size()
+    assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
+
+
+def test_a_rank_that_queued_raises_the_error_of_the_rank_that_blocks():
+    several()
+    if keras_dist.rank() == 0:  # the operation has no name, so it does not match the barrier
+        handle = keras_dist.allreduce_async(1.0)
+    texts = raised_by_mpi(keras_dist.barrier)
+    assert len(set(texts)) == 1 and "Received: barrier" in texts[0]
+    if keras_dist.rank() == 0:
+        with pytest.raises(errors.MismatchError):
+            handle.wait()
+    assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
+
+
+def raised_by_mpi(call):
+    with pytest.raises(errors.MismatchError) as caught:
+        call()
+    return MPI.COMM_WORLD.allgather(str(caught.value))
+
+
+def test_join_takes_part_in_named_operations_in_any_order():
+    size, rank = keras_dist.size(), keras_dist.rank()
+    last = size - 1
+    if rank == last and size > 1:
+        assert keras_dist.join() in range(size)
+    else:
+        handles = {n: keras_dist.allreduce_async(value_of(n), "sum", n) for n in own_order()}
+        joined = keras_dist.join()
+        here = size - (size > 1)
+        assert all((handles[n].wait() == here * value_of(n)).all() for n in NAMES)
+        assert joined == (here - 1 if size > 1 else 0)
+    assert keras_dist.allreduce(1.0, "sum") == size
 
 
 # --- Two pending operations with one name

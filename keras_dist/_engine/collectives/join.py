@@ -22,7 +22,9 @@ __all__ = ["exchange_among", "join_all"]
 LONGEST_NAP_SECONDS = 1e-3
 
 
-def join_all(comms: Sequence[Communicator]) -> dict[Communicator, JoinedRanks | None]:
+def join_all(
+    comms: Sequence[Communicator], takes_named: bool = True
+) -> dict[Communicator, JoinedRanks | None]:
     """Takes part, without a contribution, in the reductions of others until all have joined.
 
     Collective: every rank of each communicator; blocks. The others may still reduce in any of the
@@ -30,6 +32,8 @@ def join_all(comms: Sequence[Communicator]) -> dict[Communicator, JoinedRanks | 
 
     Args:
         comms: all communicators of this rank.
+        takes_named: whether this rank takes part in named operations, or leaves them until all
+            ranks call them. Defaults to `True`.
 
     Returns:
         For each communicator the ranks that joined first and last; `None` if all joined at once.
@@ -38,15 +42,17 @@ def join_all(comms: Sequence[Communicator]) -> dict[Communicator, JoinedRanks | 
         MismatchError: other ranks call an operation that is not defined without this rank; raised
             on every rank. The other communicators cannot be used afterwards.
     """
-    found = retry(comms[0], lambda: _join(comms), joins=True)
+    found = retry(comms[0], lambda: _join(comms, takes_named), joins=True)
     return dict(zip(comms, found, strict=True))
 
 
-def _join(comms: Sequence[Communicator]) -> list[JoinedRanks | None]:
-    call = CollectiveSignature(JOINED)
+def _join(comms: Sequence[Communicator], takes_named: bool) -> list[JoinedRanks | None]:
+    call = CollectiveSignature(JOINED, takes_named=takes_named)
     found: dict[Communicator, JoinedRanks | None] = dict.fromkeys(comms)
     with contextlib.ExitStack() as locks:
         for comm in comms:
+            if takes_named:
+                comm.order.finish()
             locks.enter_context(comm.lock)
         locks.enter_context(spans.meeting(call))
         answers = {comm: comm.digests.start(call.digest) for comm in comms if comm.size > 1}
@@ -58,7 +64,7 @@ def _join(comms: Sequence[Communicator]) -> list[JoinedRanks | None]:
                 found[comm], comm.faults.joined = comm.faults.joined, None
                 del answers[comm]
             else:
-                with contextlib.suppress(RepeatRendezvous):
+                with contextlib.suppress(RepeatRendezvous):  # they run another operation first
                     resolve_difference(comm, call)
                     _exchange(comm, None)
                 answers[comm] = comm.digests.start(call.digest)

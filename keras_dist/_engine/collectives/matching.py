@@ -1,8 +1,9 @@
 """Named operations: ranks that call them in different orders match them by name.
 
-Nothing is negotiated while the orders agree. If the ranks of a rendezvous bring different names,
-they exchange the names that they hold and first run the one that all hold and that rank 0 has held
-longest. If there is none yet, they wait until there is one, or until no rank can call more.
+Nothing is negotiated while the orders agree. If the ranks of a rendezvous bring different names, or
+some a name and others none, they exchange what they hold and first run the operation without a name
+if all hold one, otherwise the name that all hold and that rank 0 has held longest. If there is none
+yet, they wait until there is one, or until no rank can call more.
 """
 
 import functools
@@ -11,12 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
+from keras_dist._engine.collectives.refusals import RepeatRendezvous
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.ordering.queue import HeldNames
 from keras_dist._engine.ordering.ticket import Reordered
 from keras_dist._engine.recovery.ulfm import check_alive
 from keras_dist._engine.shm.wait import waiting
-from keras_dist._engine.signature import CollectiveSignature
+from keras_dist._engine.signature import JOINED, CollectiveSignature
 
 __all__ = ["by_name", "key_of", "match_names"]
 
@@ -32,7 +34,7 @@ def by_name(operation: Operation) -> Operation:
     @functools.wraps(operation)
     def run(comm: Communicator, *args: Any, **kwargs: Any) -> Any:
         key = key_among(*args, **kwargs)
-        if key is None or comm.size == 1:
+        if comm.size == 1:
             return operation(comm, *args, **kwargs)
         return comm.order.run_by_name(functools.partial(operation, comm, *args, **kwargs), key)
 
@@ -59,40 +61,62 @@ def key_of(operation: Callable[..., Any]) -> Callable[..., str | None]:
 
 def match_names(
     comm: Communicator, calls: Sequence[CollectiveSignature], held: Sequence[HeldNames]
-) -> None:
+) -> bool:
     """Lets the ranks agree on the operation to run first, if their names differ.
 
-    Collective: every rank of `comm`, within a rendezvous. Returns if the operations have no names,
-    or the same, or none that all ranks will ever hold.
+    Collective: every rank of `comm`, within a rendezvous. Ranks that have joined take part in any
+    operation, those in `fit` only in operations without a name.
 
     Args:
         comm: the ranks.
         calls: signature of the operation of each rank.
-        held: names that each rank holds; see `CollectiveQueue.held_names`.
+        held: what each rank holds; see `CollectiveQueue.held_names`.
+
+    Returns:
+        Whether names differ, and all ranks wait without one that all hold.
 
     Raises:
-        Reordered: on every rank, with the name to run first.
+        Reordered: this rank runs another operation first.
+        RepeatRendezvous: other ranks do, and this rank repeats its rendezvous.
     """
-    pairs = list(zip(calls, held, strict=True))
-    if len({call.key for call in calls}) == 1 or any(c.key not in names for c, (names, _) in pairs):
-        return
+    here = [
+        index
+        for index, call in enumerate(calls)
+        if call.operation != JOINED or not call.takes_named
+    ]
+    keys = [(calls[index].key, held[index].names) for index in here]
+    if len({key for key, _ in keys}) <= 1 or any(key not in names for key, names in keys):
+        return False
     with waiting:
-        _wait_for_common_name(comm, held)
+        found = _wait_for_common(comm, held, here)
+    if not found:
+        return True
+    mine = calls[comm.rank]
+    if mine.operation == JOINED or mine.key is found[0] is None:
+        raise RepeatRendezvous
+    raise Reordered(found[0])
 
 
-def _wait_for_common_name(comm: Communicator, held: Sequence[HeldNames]) -> None:
+def _wait_for_common(
+    comm: Communicator, held: Sequence[HeldNames], here: Sequence[int]
+) -> list[str | None]:
+    """Returns the name of the operation to run first, in a list that is empty if there is none."""
     nap = 0.0
-    while (name := _first_common([names for names, _ in held])) is None:
-        if all(is_complete for _, is_complete in held):
-            return
+    while True:
+        those = [held[index] for index in here]
+        found = _common(those)
+        if found or all(each.is_complete for each in those):
+            return found
         time.sleep(nap)
         nap = min(LONGEST_NAP_SECONDS, 2 * nap + 1e-4)
         held = comm.world.allgather(comm.order.held_names())
         check_alive(comm)
-    raise Reordered(name)
 
 
-def _first_common(held: Sequence[Sequence[str]]) -> str | None:
-    """Returns the first of the first rank's names that all ranks hold."""
-    common = set.intersection(*map(set, held))
-    return next((name for name in held[0] if name in common), None)
+def _common(held: Sequence[HeldNames]) -> list[str | None]:
+    """Returns the first of the first rank's names that all ranks hold and may run; if any."""
+    common = set[str | None].intersection(*(set(each.names) for each in held))
+    if None in common:
+        return [None]
+    all_give_way = all(each.gives_way for each in held)
+    return [name for name in held[0].names if name in common and all_give_way][:1]

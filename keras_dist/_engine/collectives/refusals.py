@@ -38,7 +38,7 @@ def resolve_refused(
         RepeatRendezvous: this rank has refused an operation that others have called.
         Reordered: others have refused an operation that this rank holds.
     """
-    names = [names for names, _ in held]
+    names = [[name for name in each.names if name is not None] for each in held]
     for name in sorted({name for call in calls for name in call.refused}):
         others = [index for index, call in enumerate(calls) if name not in call.refused]
         waits = [name in names[index] and calls[index].key in names[index] for index in others]

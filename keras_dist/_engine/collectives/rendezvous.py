@@ -21,6 +21,7 @@ from keras_dist._engine.gradient_sets import (
 )
 from keras_dist._engine.messages import as_message
 from keras_dist._engine.mpi.peers import Payload
+from keras_dist._engine.ordering.queue import HeldNames
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.recovery.ulfm import check_alive
 from keras_dist._engine.shm.wait import note
@@ -240,7 +241,7 @@ class _Arrival:
 
     call: CollectiveSignature
     progress: str
-    held: Any  # HeldNames
+    held: HeldNames
 
 
 def resolve_difference(comm: Communicator, call: CollectiveSignature) -> bool:
@@ -253,9 +254,9 @@ def resolve_difference(comm: Communicator, call: CollectiveSignature) -> bool:
         Whether a rank `holds` a result.
 
     Raises:
-        Reordered: the names differ, and all ranks hold one of them.
-        RepeatRendezvous: this rank has refused an operation that others have called, or other
-            ranks must adapt to its gradients first.
+        Reordered: the names differ, and all ranks hold an operation that runs first.
+        RepeatRendezvous: this rank repeats its rendezvous, see `match_names` and `refusals`, or
+            other ranks must adapt to its gradients first.
         UnlikeGradients: the gradients of the ranks differ, and this rank can adapt.
         MismatchError: says which rank differs, and in what.
         KerasDistError: an error in the arguments of a rank, see `raise_on_all`.
@@ -267,13 +268,19 @@ def resolve_difference(comm: Communicator, call: CollectiveSignature) -> bool:
     resolve_refused(comm, [arrival.call for arrival in arrivals], held)
     plain: dict[str, Any] = {"holds": False, "notice": None, "refused": ()}
     calls = [dataclasses.replace(arrival.call, **plain) for arrival in arrivals]
+    all_wait = match_names(comm, calls, held)
     before, comm.faults.joined = comm.faults.joined, None  # an error ends it on all ranks
-    match_names(comm, calls, held)
-    failed = [other.error for other in (call, *calls) if other.error is not None]
-    if failed:
-        raise failed[0]
-    _settle_gradients(comm, calls, call, before)
-    _check_equal(comm, calls, [arrival.progress for arrival in arrivals])
+    try:
+        failed = [other.error for other in (call, *calls) if other.error is not None]
+        if failed:
+            raise failed[0]
+        _settle_gradients(comm, calls, call, before)
+        _check_equal(comm, calls, [arrival.progress for arrival in arrivals], all_wait)
+    except errors.KerasDistError as error:
+        if all_wait or any(each.is_awaited for each in held):
+            error.is_shared = True
+            comm.order.end_waits(error, of_all=all_wait)
+        raise
     piggyback.deliver([arrival.call.notice for arrival in arrivals])
     comm.faults.joined = _joined_ranks(comm, calls, before)
     if comm.faults.joined and comm.faults.on_missing and call.operation != JOINED:
@@ -307,9 +314,18 @@ def _settle_gradients(
     raise RepeatRendezvous  # others join in
 
 
-def _check_equal(comm: Communicator, calls: list[CollectiveSignature], progress: list[str]) -> None:
-    """Checks that the ranks which have not joined call the same operation."""
-    here = [index for index, other in enumerate(calls) if other.operation != JOINED]
+def _check_equal(
+    comm: Communicator, calls: list[CollectiveSignature], progress: list[str], all_wait: bool
+) -> None:
+    """Checks that the ranks which have not joined call the same operation.
+
+    If all wait, ranks that do not take part in the operations of others have to call it too.
+    """
+    here = [
+        index
+        for index, other in enumerate(calls)
+        if other.operation != JOINED or (all_wait and not other.takes_named)
+    ]
     first = calls[here[0]]
     found = difference([calls[index] for index in here], [comm.ranks[index] for index in here])
     if found is None:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from keras_dist import errors
 from keras_dist._engine.ordering.pending import finish_pending
-from keras_dist._engine.ordering.queue import CollectiveQueue, HeldNames
+from keras_dist._engine.ordering.queue import CollectiveQueue, HeldNames, names_without_queue
 from keras_dist._engine.ordering.ticket import Handle, NameInFlightError, in_flight
 from keras_dist._engine.tracing import spans
 
@@ -67,17 +67,17 @@ class CollectiveOrder:
         except NameInFlightError as refused:
             raise self._in_flight(refused) from None
 
-    def run_by_name(self, work: Callable[[], R], name: str) -> R:
+    def run_by_name(self, work: Callable[[], R], name: str | None) -> R:
         """Runs a collective that ranks match by its name. Collective: every rank; blocks.
 
         Args:
             work: calls the collective, which begins with a rendezvous.
-            name: the user's name for it.
+            name: the user's name for it; `None`: named ones may run before it.
 
         Raises:
             ArgumentError: another operation of that name is in flight.
         """
-        if self._job is not None:
+        if self._job is not None or (name is None and self._queue is None):
             return work()
         finish_pending()
         try:
@@ -96,8 +96,19 @@ class CollectiveOrder:
             self._queue.forget_refused(name)
 
     def held_names(self) -> HeldNames:
-        """Returns the names of the operations in flight, and whether this rank can add no more."""
-        return self._queue.held_names() if self._queue is not None else ((), False)
+        """Returns the operations in flight; this thread is at a rendezvous of the first."""
+        return names_without_queue() if self._queue is None else self._queue.held_names()
+
+    def end_waits(self, error: BaseException, of_all: bool) -> None:
+        """Raises an error also where this script waits; see `CollectiveQueue.end_waits`."""
+        if self._queue is not None:
+            self._queue.end_waits(error, of_all)
+
+    def finish(self) -> None:
+        """Waits until all queued operations have run; see `CollectiveQueue.finish`."""
+        queue = (self._job or self)._queue
+        if queue is not None:
+            queue.finish()
 
     def drain(self) -> None:
         """Waits until all queued operations have run; logs the errors that nobody asked for."""

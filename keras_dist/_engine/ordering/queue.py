@@ -7,30 +7,54 @@ them on another. So all take a ticket in one queue. A blocking call waits for it
 operation leaves its `Handle` in the queue, and a thread of the engine runs it when it is at the
 front. Timing decides when an operation runs, never before which other one.
 
-Named operations need no order: where the ranks find that the operations at the front differ, they
-agree on one that all hold and run it first (`Reordered`). Only one operation of a name is in
+Named operations need no order, neither among themselves nor to those without a name: where the
+ranks find that the operations at the front differ, they agree on one that all hold and run it first
+(`Reordered`). Only one operation of a name is in
 flight at a time: another one is refused. The queue remembers the refusal until the first operation
 has ended and the ranks have met again.
 """
 
 import collections
 import contextlib
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from keras_dist import errors
 from keras_dist._compat.python import is_foreign_thread, is_mine
-from keras_dist._engine.ordering.ticket import Handle, NameInFlightError, Reordered, Ticket
+from keras_dist._engine.ordering.ticket import (
+    Handle,
+    NameInFlightError,
+    Reordered,
+    Ticket,
+    UnseenError,
+)
 from keras_dist._engine.shm.wait import nap_unless
 
-__all__ = ["CollectiveQueue", "HeldNames"]
+__all__ = ["CollectiveQueue", "HeldNames", "names_without_queue"]
 
 OWN = "keras_dist"  # prefix of the names of the package's own threads
 
 R = TypeVar("R")
-#: names of operations in flight, the first first; whether the rank can add no more
-HeldNames = tuple[tuple[str, ...], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldNames:
+    """The operations that a rank holds, as other ranks need to know them.
+
+    Args:
+        names: the names, the first first; `None`: there are some without a name.
+        is_complete: whether the rank can add no more.
+        gives_way: whether another operation may run before the one at the front.
+        is_awaited: whether a script waits for the one at the front, and sees its error.
+    """
+
+    names: tuple[str | None, ...]
+    is_complete: bool
+    gives_way: bool
+    is_awaited: bool
 
 
 class CollectiveQueue:
@@ -48,6 +72,7 @@ class CollectiveQueue:
         self._tickets: collections.deque[Ticket] = collections.deque()  # the first one runs
         self._changed = threading.Condition()
         self._failed: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._unseen = UnseenError()
         self._refused_in_flight: frozenset[str] = frozenset()
         self.refused: frozenset[str] = frozenset()  # the operation of that name has ended
         self._closed = False
@@ -71,19 +96,19 @@ class CollectiveQueue:
         if not is_mine(self._lock):
             self._remove(self._tickets[0])
 
-    def run(self, work: Callable[[], R], name: str) -> R:
-        """Runs a named operation, in its turn or when the ranks agree on it. Blocks.
+    def run(self, work: Callable[[], R], name: str | None) -> R:
+        """Runs an operation, in its turn or when the ranks agree on it. Blocks.
 
         Args:
             work: the operation; it is called again after another one was run first.
-            name: the user's name for it.
+            name: the user's name for it; `None`: it keeps its order among those without a name.
 
         Raises:
             NameInFlightError: another operation of that name is in flight.
         """
         if is_mine(self._lock):
             return work()
-        ticket = Ticket(name, [threading.get_ident()])
+        ticket = Ticket(name, [threading.get_ident()], gives_way=True)
         try:
             self._add(ticket)
             while True:
@@ -99,15 +124,45 @@ class CollectiveQueue:
                 self._remove(ticket)
 
     def held_names(self) -> HeldNames:
-        """Returns the names in the queue, from its front, and whether no more can be added.
+        """Returns what this rank holds, at a rendezvous of the operation at the front.
 
         No more can be added when every Python thread of the script waits for an operation in it.
         """
         with self._changed:
-            names = tuple(ticket.name for ticket in self._tickets if ticket.name is not None)
+            if not self._tickets:
+                return names_without_queue()
+            front = self._tickets[0]
+            every = [ticket.name for ticket in self._tickets if not ticket.follows]
+            names = [name for name in every if name is not None]
             # The waiters first: a waiting thread starts no other, and a new one waits for the lock.
             waiters = set[int]().union(*(ticket.waiters for ticket in self._tickets))
-            return names, all(thread.ident in waiters for thread in _threads_of_script())
+            return HeldNames(
+                (*names, None) if None in every else tuple(names),
+                _are_all(waiters),
+                front.gives_way,
+                bool(front.waiters),
+            )
+
+    def end_waits(self, error: BaseException, of_all: bool) -> None:
+        """Raises an error of the operation at the front also where this script waits for others.
+
+        Args:
+            error: the error, which scripts of other ranks see.
+            of_all: whether every operation ends with it: all ranks wait, and none can run.
+        """
+        with self._changed:
+            front, *others = self._tickets
+            ended = [ticket for ticket in others if of_all or ticket.waiters]
+            if front.waiters and not of_all:
+                return
+            for ticket in ended:
+                ticket.fail(error)
+                if isinstance(ticket, Handle):
+                    self._failed.add(ticket)
+                    self._tickets.remove(ticket)
+            if not front.waiters and not any(ticket.waiters for ticket in ended):
+                self._unseen.set(error)
+            self._changed.notify_all()
 
     def queue(self, work: Callable[[], Any], what: str, name: str | None = None) -> Handle:
         """Appends an operation. Does not block.
@@ -123,6 +178,7 @@ class CollectiveQueue:
             NameInFlightError: another operation of that name is in flight.
         """
         handle = Handle(work, what, name)
+        handle.unseen = self._unseen
         with self._changed:
             if self._closed:
                 raise RuntimeError(f"{what} was queued after this rank had left the job")
@@ -133,10 +189,28 @@ class CollectiveQueue:
             self._changed.notify_all()
         return handle
 
+    def finish(self) -> None:
+        """Waits until the operations in the queue have run.
+
+        Raises:
+            KerasDistError: they cannot run, as all ranks wait for others.
+        """
+        if is_mine(self._lock):
+            return
+        ticket = Ticket(waiters=[threading.get_ident()], follows=True)
+        try:
+            self._add(ticket)
+            self._wait_for_turn(ticket)
+            self._lock.release()
+        finally:
+            with contextlib.suppress(ValueError):
+                self._remove(ticket)
+
     def drain(self) -> None:
         """Waits until all queued operations have run; logs the errors that nobody asked for."""
-        with self:
-            pass
+        self._unseen.forget()
+        with contextlib.suppress(errors.KerasDistError):
+            self.finish()
         for handle in list(self._failed):
             handle._log_error()
 
@@ -181,6 +255,7 @@ class CollectiveQueue:
         return front if isinstance(front, Handle) else None
 
     def _add(self, ticket: Ticket) -> None:
+        self._unseen.check()
         with self._changed:
             self._append(ticket)
 
@@ -194,12 +269,15 @@ class CollectiveQueue:
     def _wait_for_turn(self, ticket: Ticket) -> None:
         """Waits until a ticket is at the front, and acquires the lock."""
         with self._changed:
-            self._changed.wait_for(lambda: self._tickets[0] is ticket)
+            self._changed.wait_for(lambda: ticket.error or self._tickets[0] is ticket)
+        if ticket.error is not None:
+            raise ticket.error
         self._lock.acquire()
 
-    def _move_to_front(self, name: str) -> None:
+    def _move_to_front(self, name: str | None) -> None:
         with self._changed:
-            chosen = next((ticket for ticket in self._tickets if ticket.name == name), None)
+            named = (ticket for ticket in self._tickets if ticket.name == name)
+            chosen = next((ticket for ticket in named if not ticket.follows), None)
             if chosen is None:
                 return  # its caller was interrupted; the next rendezvous tells the other ranks
             self._tickets.remove(chosen)
@@ -213,6 +291,17 @@ class CollectiveQueue:
             self._refused_in_flight -= ended
             self.refused |= ended
             self._changed.notify_all()
+
+
+def names_without_queue() -> HeldNames:
+    """Returns what a rank without a queue holds: the operation of this thread, without a name."""
+    return HeldNames((None,), _are_all({threading.get_ident()}), False, True)
+
+
+def _are_all(waiters: set[int]) -> bool:
+    """Returns whether the script waits: each of its threads, or a framework that it has called."""
+    script = {thread.ident for thread in _threads_of_script()}
+    return script <= waiters or not waiters <= script
 
 
 def _threads_of_script() -> list[threading.Thread]:

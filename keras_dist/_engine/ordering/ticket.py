@@ -8,7 +8,7 @@ from typing import Any
 from keras_dist import errors
 from keras_dist._engine.tracing import spans
 
-__all__ = ["Handle", "NameInFlightError", "Reordered", "Ticket", "in_flight"]
+__all__ = ["Handle", "NameInFlightError", "Reordered", "Ticket", "UnseenError", "in_flight"]
 
 _log = logging.getLogger("keras_dist")
 
@@ -17,10 +17,11 @@ class Reordered(Exception):
     """The ranks have agreed to run another operation first. Raised on every rank.
 
     Args:
-        name: name of that operation; it may be the one that was about to run.
+        name: name of that operation, which may be the one that was about to run; `None`: the first
+            without a name.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str | None):
         super().__init__(name)
         self.name = name
 
@@ -39,16 +40,57 @@ def in_flight(where: str, name: str) -> str:
     )
 
 
+class UnseenError:
+    """An error that scripts of other ranks have seen, and that of this rank has not: of its queue.
+
+    The operation was queued here and blocking there. This rank raises the error at its next wait,
+    where it would wait for ranks that have gone on.
+    """
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+
+    def set(self, error: BaseException) -> None:
+        """Sets the error."""
+        self._error = error
+
+    def check(self) -> None:
+        """Raises the error, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def forget(self, error: BaseException | None = None) -> None:
+        """Drops an error that the script has seen; any, by default."""
+        if error is None or error is self._error:
+            self._error = None
+
+
 class Ticket:
     """A place in the queue.
 
     Args:
         name: the user's name for the operation, if any.
         waiters: threads that wait for it, by `threading.get_ident`.
+        gives_way: whether another operation may run first when it has come to its rendezvous: it is
+            called again then.
+        follows: whether it runs after all that is in front of it, named or not.
     """
 
-    def __init__(self, name: str | None = None, waiters: Iterable[int] = ()):
+    def __init__(
+        self,
+        name: str | None = None,
+        waiters: Iterable[int] = (),
+        gives_way: bool = False,
+        follows: bool = False,
+    ):
         self.name, self.waiters = name, set(waiters)
+        self.gives_way, self.follows = gives_way, follows
+        self.error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the wait for it with an error; it will not run."""
+        self.error = error
 
     def done(self) -> bool:
         """Returns whether the operation has ended. Does not block."""
@@ -63,13 +105,13 @@ class Handle(Ticket):
     """
 
     def __init__(self, work: Callable[[], Any], what: str, name: str | None = None):
-        super().__init__(name)
+        super().__init__(name, gives_way=True)
         self._work: Callable[[], Any] = work
         self._what = what
         self._ended = threading.Event()
         self._result: Any = None
-        self._error: BaseException | None = None
         self._reported = False
+        self.unseen: UnseenError | None = None  # that of its queue
 
     def done(self) -> bool:
         """Returns whether the operation has ended, with a result or an error. Does not block."""
@@ -84,16 +126,20 @@ class Handle(Ticket):
             KerasDistError: the error of the blocking operation.
         """
         if not self._ended.is_set():
+            if self.unseen is not None:
+                self.unseen.check()
             try:
                 self.waiters.add(threading.get_ident())
                 with spans.span("wait for a queued operation"):
                     self._ended.wait()
             finally:
                 self.waiters.discard(threading.get_ident())
-        if self._error is not None:
+        if self.error is not None:
             self._reported = True
+            if self.unseen is not None:
+                self.unseen.forget(self.error)
             try:
-                raise self._error
+                raise self.error
             finally:
                 del self  # as in `_run`
         return self._result
@@ -107,22 +153,29 @@ class Handle(Ticket):
         except Reordered:
             raise  # it has not run
         except BaseException as error:  # any error belongs to the thread that waits
-            self._error = error
-        succeeded = self._error is None
-        del self._work  # releases the values
-        self._ended.set()
+            self.error = error
+        succeeded = self.error is None
+        self._end()
         del self  # the traceback holds this frame, which would keep the handle alive
         return succeeded
 
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        self._end()
+
+    def _end(self) -> None:
+        del self._work  # releases the values
+        self._ended.set()
+
     def _log_error(self) -> None:
         """Logs the error, unless there is none or it has been reported."""
-        if self._error is not None and not self._reported:
+        if self.error is not None and not self._reported:
             self._reported = True
             _log.error(
                 "A queued %s that nobody waited for failed: %s: %s",
                 self._what,
-                type(self._error).__name__,
-                self._error,
+                type(self.error).__name__,
+                self.error,
             )
 
     def __del__(self) -> None:
