@@ -82,6 +82,8 @@ class IndexedSource:
         plan_of = functools.partial(plan_for, rows.total, options, batch_size, plan.steps)
         kind = kind_of(options.lasting(self.facts))
         self.batches = Batches(rows, plan, order, kind, plan_of if may_shrink else None)
+        if rows.example is not None:
+            self.epochs.shapes = plan.count, plan.steps, plan.batch_size
         if options.way is None and of == "samples":
             self.epochs.samples = functools.partial(plan.order, None, 0)
 
@@ -121,8 +123,6 @@ class Batches:
         self.lock = threading.RLock()
         self._plan_among = plan_for
         self.epochs = Epochs(kind, self if plan_for is not None else None)
-        if rows.example is not None:
-            self.epochs.shapes = plan.count, plan.steps, plan.batch_size
         if not order.knows_ranks:
             self.epochs.global_batch = plan.batch_size * plan.size
         self._order_by = order
