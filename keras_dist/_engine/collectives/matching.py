@@ -17,7 +17,7 @@ from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.ordering.queue import HeldNames
 from keras_dist._engine.ordering.ticket import Reordered
 from keras_dist._engine.recovery.ulfm import check_alive
-from keras_dist._engine.shm.wait import waiting
+from keras_dist._engine.shm.wait import AT_THE_END, waiting
 from keras_dist._engine.signature import JOINED, CollectiveSignature
 
 __all__ = ["by_name", "key_of", "match_names"]
@@ -87,8 +87,11 @@ def match_names(
     keys = [(calls[index].key, held[index].names) for index in here]
     if len({key for key, _ in keys}) <= 1 or any(key not in names for key, names in keys):
         return False
-    with waiting:
-        found = _wait_for_common(comm, held, here)
+    if any(calls[index].operation == AT_THE_END for index in here):
+        found = _common([held[index] for index in here])  # that rank calls no more
+    else:
+        with waiting:
+            found = _wait_for_common(comm, held, here)
     if not found:
         return True
     mine = calls[comm.rank]
