@@ -18,6 +18,11 @@ def test_automatic_numbers_count_from_the_first(paths, same):
     assert variable_keys(paths) == variable_keys(same)
 
 
+def test_the_name_of_the_model_does_not_count():
+    assert variable_keys(("model/hidden/kernel",), "model") == variable_keys(("hidden/kernel",))
+    assert variable_keys(("other/kernel",), "model") != variable_keys(("kernel",))
+
+
 @pytest.mark.parametrize(
     ("paths", "other"),
     [

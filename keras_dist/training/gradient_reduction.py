@@ -44,6 +44,7 @@ class GradientReduction:
         self.registered: list[Any] = []  # local variables
         self.variables: Sequence[Any] = ()
         self.has_reduced = False  # in the current update
+        self.model = ""  # the name of the model that is trained, if it is known
         self.shards: Any = None  # the `Shards` of an optimizer that shards its state
         self._plans = GradientPlans(options)
         self._brought: _engine.GradientSet | None = None  # in the current update
@@ -96,7 +97,7 @@ class GradientReduction:
         local = self._local_keys(known)
         if comm is None or self.options.shard_gradients:
             return use(list(gradients), list(variables))
-        own = RankGradients(gradients, variables, known, local)
+        own = RankGradients(gradients, variables, known, local, self.model)
         if _backends.active().is_traced(gradients, variables):
             forms = self._forms_for_graph(comm, own) if None in own.forms else own.forms
             return self._bringing(own, forms, use, adapts=False)
@@ -242,10 +243,16 @@ class GradientReduction:
         """Returns the keys of the local variables.
 
         Raises:
-            ArgumentError: one that was registered is not among the known variables.
+            ArgumentError: one that is trainable is not among the known variables.
         """
         keys = {key_of(variable) for variable in known or ()}
-        wrong = [v for v in self.registered if known is not None and key_of(v) not in keys]
+        wrong = [
+            variable
+            for variable in self.registered
+            if known is not None
+            and key_of(variable) not in keys
+            and getattr(variable, "trainable", True)
+        ]
         if wrong:
             raise errors.ArgumentError(
                 errors.explain(

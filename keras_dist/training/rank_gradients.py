@@ -20,6 +20,7 @@ class RankGradients:
         variables: see there.
         known: see there.
         local: keys of local variables.
+        model: name of the model that is trained, if it is known.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class RankGradients:
         variables: Sequence[Any],
         known: Sequence[Any],
         local: set[int],
+        model: str,
     ):
         pairs = list(zip(gradients, variables, strict=True))
         keys = list(map(key_of, variables))
@@ -45,7 +47,7 @@ class RankGradients:
         found = [self._given.get(slot, (None,))[0] for slot in self._slots]
         self.forms = tuple(None if gradient is None else form_of(gradient) for gradient in found)
         self.names = tuple(map(variable_name, self.shared))
-        self.keys = variable_keys(self.names)
+        self.keys = variable_keys(self.names, model)
 
     def completed(self, forms: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns gradients and variables, with zeros for gradients that only others have."""

@@ -57,6 +57,8 @@ def watch_models() -> None:
             if keras.config.backend() == "torch":
                 self.train_function = _wrapped(self.train_function, random_generators.in_step)
             return train_function
+        for optimizer in optimizers:
+            optimizer._keras_dist.model = self.name
         # A step that was traced before the optimizer was wrapped, or for another communicator,
         # has no reduction or an outdated one.
         reductions = [

@@ -14,16 +14,18 @@ __all__ = ["variable_keys"]
 
 
 @functools.lru_cache(maxsize=64)
-def variable_keys(paths: Sequence[str]) -> tuple[str, ...]:
+def variable_keys(paths: Sequence[str], model: str = "") -> tuple[str, ...]:
     """Returns a key for each variable of a model.
 
     Automatic numbers count from the first of the model.
 
     Args:
         paths: the paths of the variables, as a tuple.
+        model: name of the model, if it is known. Defaults to none.
     """
-    # A leading Sequential is absent after loading.
-    split = [re.sub(r"^sequential(_\d+)?/", "", path).split("/") for path in paths]
+    # The name of a Sequential model leads the paths, but is absent after loading.
+    leading = rf"^({re.escape(model)}|sequential(_\d+)?)/"
+    split = [re.sub(leading, "", path).split("/") for path in paths]
     automatic = set(_automatic_names())
     first: dict[str, int] = {}
     for base, number in (_numbered(part) for parts in split for part in parts):
