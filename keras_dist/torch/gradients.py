@@ -110,7 +110,8 @@ class Gradients:
             return
         every = parameters[::-1]
         has = {id(parameter) for parameter in every if parameter.grad is not None}
-        names = tuple(self._names.get(id(p), f"parameter {n}") for n, p in enumerate(parameters))
+        numbered = [self._names.get(id(p), f"parameter {n}") for n, p in enumerate(parameters)]
+        names = tuple(reversed(numbered))
         own = tuple(self._form_of(p) if id(p) in has else None for p in every)
         forms = tuple(form or self._forms.get(p) for form, p in zip(own, every, strict=True))
         try:

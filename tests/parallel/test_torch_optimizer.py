@@ -655,3 +655,17 @@ def test_a_parameter_without_a_gradient_on_any_rank_is_not_updated(op):
     torch.testing.assert_close(used, plain_used)
     torch.testing.assert_close(some, plain_some)
     assert unused.grad is not None and (unused < 1).all()
+
+
+@pytest.mark.skipif(hvd.size() == 1, reason="ranks differ")
+def test_an_error_about_a_gradient_names_its_parameter():
+    dtype = torch.float64 if hvd.rank() == 1 else torch.float32
+    parameters = {
+        "first": torch.nn.Parameter(torch.ones(2, dtype=dtype)),
+        "second": torch.nn.Parameter(torch.ones(2)),
+    }
+    sgd = torch.optim.SGD(parameters.values(), 0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, named_parameters=parameters.items())
+    sum(parameter.sum() for parameter in parameters.values()).backward()
+    with pytest.raises(errors.MismatchError, match="the gradient of 'first' as on"):
+        optimizer.step()
