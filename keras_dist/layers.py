@@ -5,9 +5,9 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_dist import runtime
+from keras_dist import _engine, runtime
 from keras_dist._compat.keras.models import BatchNormalization
-from keras_dist.training.gradient_reduction import sum_over_ranks
+from keras_dist.training.step_reductions import reduce_over_ranks
 
 __all__ = ["SyncBatchNormalization"]
 
@@ -66,4 +66,5 @@ class SyncBatchNormalization(BatchNormalization):
         return mean, self._sum_over_ranks(squares) / count
 
     def _sum_over_ranks(self, tensor: Any) -> Any:
-        return sum_over_ranks(None, tensor, f"the statistics of {self.path}")
+        name = f"the statistics of {self.path}"
+        return reduce_over_ranks(None, tensor, _engine.ReduceOp.SUM, name)

@@ -1,15 +1,17 @@
 """Comparison of the optimizers of all ranks, before the first step of a fit."""
 
+import contextlib
 import warnings
+from typing import Any
 
 import keras
 
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import is_part_of_keras
-from keras_dist.training.copied_options import KeepsOptions, hyperparameters
-from keras_dist.training.model_state import optimizers_of
+from keras_dist.training.copied_options import KeepsOptions, plain_config
+from keras_dist.training.model_state import families, optimizers_of
 
-__all__ = ["compare_optimizers"]
+__all__ = ["compare_optimizers", "hyperparameters"]
 
 WRAP = (
     "Pass optimizer=keras_dist.DistributedOptimizer(...) to compile, and load models by "
@@ -88,3 +90,21 @@ def _warn_of_differences(values: tuple[dict[str, str], ...], root_rank: int) -> 
 def _warn(text: str, root_rank: int) -> None:
     if runtime.rank() == root_rank:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def hyperparameters(model: keras.Model) -> dict[str, str]:
+    """Returns the hyperparameters of the optimizers of a model, as text by name."""
+    found: dict[str, str] = {}
+    for number, (optimizer, *_) in enumerate(families(model)):
+        prefix = f"optimizer {number + 1}: " if number else ""
+        with contextlib.suppress(Exception):  # a class of the user may have no configuration
+            _collect(found, prefix, plain_config(optimizer))
+    return found
+
+
+def _collect(found: dict[str, str], prefix: str, config: dict[str, Any]) -> None:
+    for name, value in config.items():
+        if isinstance(value, dict) and isinstance(value.get("config"), dict):
+            _collect(found, f"{prefix}{name}.", value["config"])  # of a schedule, or inside
+        elif name != "name" and " at 0x" not in repr(value):
+            found[prefix + name] = f"{value:.7g}" if isinstance(value, float) else repr(value)

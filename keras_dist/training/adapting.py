@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from keras_dist import _engine, errors, runtime
+from keras_dist._compat.keras.callbacks import is_part_of_keras
 from keras_dist._compat.keras.models import layers_of
 from keras_dist.training.adapt_errors import on_every_rank, refused
 from keras_dist.training.bin_boundaries import adapt_bins
@@ -71,7 +72,7 @@ def _way_of(layer: Any) -> Callable[..., None]:
     """Returns the function that adapts a layer."""
     if isinstance(layer, keras.utils.FeatureSpace):
         return _adapt_features
-    has_own = hasattr(layer, "adapt") and type(layer).adapt.__module__.partition(".")[0] != "keras"
+    has_own = hasattr(layer, "adapt") and not is_part_of_keras(type(layer).adapt)
     if hasattr(layer, "adapt") and not has_own:
         if isinstance(layer, keras.layers.Normalization):
             return adapt_moments

@@ -6,7 +6,6 @@ scikit-learn) or by a saved file (`copy.deepcopy`, `pickle`, `load_model`). The 
 Keras, and among the assets of the file. A process without keras_dist ignores it.
 """
 
-import contextlib
 import functools
 import pathlib
 from collections.abc import Mapping
@@ -17,9 +16,9 @@ import keras
 from keras_dist._compat.keras.optimizer_state import trained_by
 from keras_dist._compat.keras.optimizers import make_unpickler
 from keras_dist.training import saved_options
-from keras_dist.training.model_state import families, keras_variables
+from keras_dist.training.model_state import keras_variables
 
-__all__ = ["KeepsOptions", "base_of", "derived", "hyperparameters", "plain_config", "text_in"]
+__all__ = ["KeepsOptions", "base_of", "derived", "plain_config", "text_in"]
 
 
 class KeepsOptions:
@@ -109,24 +108,6 @@ def plain_config(optimizer: Any) -> dict[str, Any]:
     """Returns the configuration of an optimizer without options, which makes a plain one."""
     plain: dict[str, Any] = _without_options(optimizer.get_config())
     return plain
-
-
-def hyperparameters(model: keras.Model) -> dict[str, str]:
-    """Returns the hyperparameters of the optimizers of a model, as text by name."""
-    found: dict[str, str] = {}
-    for number, (optimizer, *_) in enumerate(families(model)):
-        prefix = f"optimizer {number + 1}: " if number else ""
-        with contextlib.suppress(Exception):  # a class of the user may have no configuration
-            _collect(found, prefix, plain_config(optimizer))
-    return found
-
-
-def _collect(found: dict[str, str], prefix: str, config: dict[str, Any]) -> None:
-    for name, value in config.items():
-        if isinstance(value, dict) and isinstance(value.get("config"), dict):
-            _collect(found, f"{prefix}{name}.", value["config"])  # of a schedule, or inside
-        elif name != "name" and " at 0x" not in repr(value):
-            found[prefix + name] = f"{value:.7g}" if isinstance(value, float) else repr(value)
 
 
 def _without_options(value: Any) -> Any:

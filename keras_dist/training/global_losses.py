@@ -20,7 +20,8 @@ from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.losses import Measured, measured, replace_losses
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.runtime.process_sets import ProcessSet
-from keras_dist.training.gradient_reduction import GradientReduction, reduce_over_ranks
+from keras_dist.training.gradient_reduction import GradientReduction
+from keras_dist.training.step_reductions import reduce_over_ranks
 
 __all__ = [
     "Step",

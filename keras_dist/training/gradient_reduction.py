@@ -11,20 +11,13 @@ from keras import ops
 
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.optimizer_state import is_overwritten
-from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.ops.gradient_plans import SAME_MODEL, GradientPlans
 from keras_dist.ops.reduction_options import ReductionOptions
-from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.model_state import variable_name
 from keras_dist.training.rank_gradients import RankGradients, key_of
+from keras_dist.training.step_reductions import reduce_over_ranks
 
-__all__ = [
-    "GradientReduction",
-    "check_not_reduced",
-    "mark_reduced",
-    "reduce_over_ranks",
-    "sum_over_ranks",
-]
+__all__ = ["GradientReduction", "check_not_reduced", "mark_reduced"]
 
 # Attribute of gradients that a tape has reduced.
 REDUCED = "_keras_dist_reduced"
@@ -230,8 +223,8 @@ class GradientReduction:
         if self.communicator() is None:
             return condition
         is_false = 1.0 - ops.cast(ops.reshape(condition, (1,)), "float32")
-        name = "whether gradients are finite"
-        return ops.all(sum_over_ranks(self.options.process_set, is_false, name) == 0)
+        name, op = "whether gradients are finite", _engine.ReduceOp.SUM
+        return ops.all(reduce_over_ranks(self.options.process_set, is_false, op, name) == 0)
 
     def local_variables(self) -> list[Any]:
         """Returns the local variables; layers that are not built have none yet."""
@@ -319,41 +312,6 @@ def check_not_reduced(gradients: Sequence[Any]) -> None:
                 "Use the tape with a plain optimizer, or this optimizer with a plain tape.",
             )
         )
-
-
-def sum_over_ranks(process_set: ProcessSet | None, tensor: Any, name: str) -> Any:
-    """Returns the sum of a tensor over the ranks, as `reduce_over_ranks`."""
-    return reduce_over_ranks(process_set, tensor, _engine.ReduceOp.SUM, name)
-
-
-def reduce_over_ranks(
-    process_set: ProcessSet | None,
-    tensor: Any,
-    op: _engine.ReduceOp,
-    name: str,
-    when: Callable[[], bool] | None = None,
-) -> Any:
-    """Returns a tensor reduced over the ranks, inside a training step; sums are differentiable.
-
-    Collective: the ranks of the set, in the same order relative to other reductions.
-
-    Args:
-        process_set: the ranks; `None` for all.
-        tensor: the framework's tensor, at least 1-D, of the same shape on each rank.
-        op: the reduction. The gradient of the result is reduced in the same way.
-        name: name of the tensor, for messages.
-        when: returns on the host, in each step, whether to reduce; equal on all ranks. Otherwise
-            the result is the tensor. Defaults to always.
-    """
-
-    def reduce(array: np.ndarray) -> np.ndarray:
-        if when is not None and not when():
-            return array.copy()
-        comm = runtime.communicator(process_set)
-        options = _engine.OpOptions(op)
-        return _engine.collectives.allreduce(comm, [array], [name], options, bucket_nbytes(comm))[0]
-
-    return _backends.active().differentiable_host_callback(tensor, reduce, reduce, on_device=True)
 
 
 def _check_counts(gradients: Sequence[Any], variables: Sequence[Any]) -> None:

@@ -18,8 +18,10 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_dist._compat.keras.callbacks import is_part_of_keras
 from keras_dist._compat.keras.models import layers_of
 from keras_dist.training import layer_tables
+from keras_dist.training.differences import DIGEST_NBYTES
 from keras_dist.training.model_state import local_variables, to_numpy
 from keras_dist.training.traced_steps import retrace
 
@@ -47,7 +49,6 @@ TRACED_WITH = "_keras_dist_traced_with"
 # Name of a mark: a method has failed.
 UNREADABLE = "unreadable"
 METHODS = ("save_own_variables", "load_own_variables", "save_assets", "load_assets")
-
 
 _log = logging.getLogger("keras_dist")
 
@@ -178,8 +179,7 @@ def _defines(layer: Any, *names: str) -> bool:
     Those of Keras' own layers save and load variables, in the layouts of quantized layers.
     """
     methods = [getattr(type(layer), name, None) for name in names]
-    modules = [str(getattr(m, "__module__", "")) for m in methods if m is not None]
-    return any(module.partition(".")[0] != "keras" for module in modules)
+    return any(method is not None and not is_part_of_keras(method) for method in methods)
 
 
 def _derives(layer: Any) -> bool:
@@ -207,7 +207,7 @@ def _name(layer: Any) -> str:
 
 def _digest(layer: Any) -> bytes:
     """Returns a digest of what a layer keeps and has derived."""
-    found = hashlib.blake2b(digest_size=16)
+    found = hashlib.blake2b(digest_size=DIGEST_NBYTES)
     for name, array in sorted({**_kept_by(layer), **_constants(layer)}.items()):
         found.update(f"{name} {array.dtype} {array.shape} ".encode())
         found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

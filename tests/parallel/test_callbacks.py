@@ -19,7 +19,7 @@ from keras_dist.callbacks import (
     ModelCheckpoint,
     RootConsoleCallback,
 )
-from keras_dist.training.copied_options import hyperparameters
+from keras_dist.callbacks.optimizers_alike import hyperparameters
 
 
 def part(*arrays):

@@ -10,15 +10,11 @@ from typing import Any
 from keras_dist import errors
 from keras_dist._engine.collectives import piggyback
 from keras_dist._engine.collectives.matching import by_name, match_names
+from keras_dist._engine.collectives.mismatch import mismatch
 from keras_dist._engine.collectives.refusals import RepeatRendezvous, resolve_refused
+from keras_dist._engine.collectives.unlike_gradients import settle_gradients
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import describe_progress
-from keras_dist._engine.gradient_sets import (
-    COMPARISON,
-    UnlikeGradients,
-    difference_of_sets,
-    union,
-)
 from keras_dist._engine.messages import as_message
 from keras_dist._engine.mpi.peers import Payload
 from keras_dist._engine.ordering.queue import HeldNames
@@ -274,7 +270,7 @@ def resolve_difference(comm: Communicator, call: CollectiveSignature) -> bool:
         failed = [other.error for other in (call, *calls) if other.error is not None]
         if failed:
             raise failed[0]
-        _settle_gradients(comm, calls, call, before)
+        settle_gradients(comm, calls, call, before)
         _check_equal(comm, calls, [arrival.progress for arrival in arrivals], all_wait)
     except errors.KerasDistError as error:
         if all_wait or any(each.is_awaited for each in held):
@@ -286,32 +282,6 @@ def resolve_difference(comm: Communicator, call: CollectiveSignature) -> bool:
     if comm.faults.joined and comm.faults.on_missing and call.operation != JOINED:
         comm.faults.on_missing()
     return any(arrival.call.holds for arrival in arrivals)
-
-
-def _settle_gradients(
-    comm: Communicator,
-    calls: list[CollectiveSignature],
-    mine: CollectiveSignature,
-    before: JoinedRanks | None,
-) -> None:
-    """Makes ranks that bring different gradients to a reduction compare them first."""
-    here = [index for index, call in enumerate(calls) if call.operation != JOINED]
-    sets = [each for each in (calls[index].gradients for index in here) if each is not None]
-    if len(sets) < len(here):
-        return  # another operation
-    ranks = [comm.ranks[index] for index in here]
-    if (found := difference_of_sets(sets, ranks)) is not None:
-        rank, expected, received, remedy = found
-        raise _mismatch(comm, rank, expected, received, remedy or calls[here[0]].remedy)
-    forms, compares = union(sets), {calls[index].operation == COMPARISON for index in here}
-    if len(compares) == 1 and all(each.forms == forms for each in sets):
-        return
-    comm.faults.joined = before
-    if mine.gradients is not None:
-        has_begun = bool(mine.bucket) and mine.gradients.adapts
-        if mine.operation == COMPARISON or mine.gradients.forms != forms or has_begun:
-            raise UnlikeGradients(forms)
-    raise RepeatRendezvous  # others join in
 
 
 def _check_equal(
@@ -336,7 +306,7 @@ def _check_equal(
     mine, other = progress[here[0]] or ELSEWHERE, progress[index] or ELSEWHERE
     if mine != other:
         remedy = f"Rank {comm.ranks[here[0]]} is {mine}, rank {rank} {other}. {remedy}"
-    raise _mismatch(comm, rank, expected, received, remedy)
+    raise mismatch(comm, rank, expected, received, remedy)
 
 
 def _joined_ranks(
@@ -351,13 +321,5 @@ def _joined_ranks(
     if not first.spares:
         ranks = ", ".join(str(comm.ranks[index]) for index in joined)
         expected = f"reductions alone while ranks {ranks} are out of data and have joined"
-        raise _mismatch(comm, comm.ranks[here[0]], expected, str(first), UNDEFINED)
+        raise mismatch(comm, comm.ranks[here[0]], expected, str(first), UNDEFINED)
     return JoinedRanks(before.first_out if before else joined, here)
-
-
-def _mismatch(
-    comm: Communicator, rank: int, expected: str, received: str, remedy: str
-) -> errors.MismatchError:
-    where = f"[rank {rank} of {comm.job.size}]"
-    comm.job.faults.mismatch = errors.explain(where, expected, received, remedy)
-    return errors.MismatchError(comm.job.faults.mismatch)

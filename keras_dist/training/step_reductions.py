@@ -1,0 +1,42 @@
+"""Reductions of single tensors inside a training step, with a gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from keras_dist import _backends, _engine, runtime
+from keras_dist.ops.bucket_size import bucket_nbytes
+from keras_dist.runtime.process_sets import ProcessSet
+
+__all__ = ["reduce_over_ranks"]
+
+
+def reduce_over_ranks(
+    process_set: ProcessSet | None,
+    tensor: Any,
+    op: _engine.ReduceOp,
+    name: str,
+    when: Callable[[], bool] | None = None,
+) -> Any:
+    """Returns a tensor reduced over the ranks, inside a training step; sums are differentiable.
+
+    Collective: the ranks of the set, in the same order relative to other reductions.
+
+    Args:
+        process_set: the ranks; `None` for all.
+        tensor: the framework's tensor, at least 1-D, of the same shape on each rank.
+        op: the reduction. The gradient of the result is reduced in the same way.
+        name: name of the tensor, for messages.
+        when: returns on the host, in each step, whether to reduce; equal on all ranks. Otherwise
+            the result is the tensor. Defaults to always.
+    """
+
+    def reduce(array: np.ndarray) -> np.ndarray:
+        if when is not None and not when():
+            return array.copy()
+        comm = runtime.communicator(process_set)
+        options = _engine.OpOptions(op)
+        return _engine.collectives.allreduce(comm, [array], [name], options, bucket_nbytes(comm))[0]
+
+    return _backends.active().differentiable_host_callback(tensor, reduce, reduce, on_device=True)
