@@ -1,5 +1,6 @@
 """The queue of collectives: operations run in the order of their calls."""
 
+import _thread
 import functools
 import threading
 import time
@@ -179,6 +180,24 @@ def test_held_names_are_complete_when_every_thread_of_the_script_waits(queue):
             time.sleep(0.001)
         assert queue.held_names().is_complete
     threads[-1].join()
+
+
+def test_a_thread_of_a_framework_stands_for_one_thread_of_the_script(queue):
+    found, ended, gate = [], threading.Event(), threading.Event()
+    idle = threading.Thread(target=gate.wait, daemon=True)
+
+    def call():
+        with queue:
+            found.append(queue.held_names().is_complete)
+            idle.start()  # it may call an operation later
+            found.append(queue.held_names().is_complete)
+        ended.set()
+
+    _thread.start_new_thread(call, ())
+    assert ended.wait(60)
+    gate.set()
+    idle.join()
+    assert found == [True, False]
 
 
 def test_a_ticket_that_was_removed_is_not_waited_for(queue):

@@ -299,9 +299,10 @@ def names_without_queue() -> HeldNames:
 
 
 def _are_all(waiters: set[int]) -> bool:
-    """Returns whether the script waits: each of its threads, or a framework that it has called."""
+    """Returns whether each thread of the script waits, itself or for a framework that waits."""
     script = {thread.ident for thread in _threads_of_script()}
-    return script <= waiters or not waiters <= script
+    # A thread of a framework works for one of the script, which it does not name.
+    return len(script - waiters) <= len(waiters - script)
 
 
 def _threads_of_script() -> list[threading.Thread]:
