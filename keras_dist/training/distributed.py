@@ -235,7 +235,9 @@ class _ReducingFirst(_Distributed):
         of = trained_by(self)
         with Update(self, len(grads) > 0) as update:
             if update.is_outermost:
-                grads, _ = self._with_missing(grads, of, self._reduced_pairs)
+                # Keras' trainer takes the values out of the variables.
+                with keras.StatelessScope(state_mapping=zip(of, trainable_variables, strict=True)):
+                    grads, _ = self._with_missing(grads, of, self._reduced_pairs)
             return self._stateless(optimizer_variables, grads, trainable_variables)
 
     def _reduced_pairs(self, grads: Any, variables: Any) -> tuple[Any, Any]:

@@ -389,6 +389,17 @@ def test_dropout_differs_by_rank_and_the_root_keeps_its_seed():
     assert keras_dist.allgather_object(int(np.array(generator.state)[0])) == seeds
 
 
+@pytest.mark.parity("`fit` with a loss scale equals `fit` without one")
+def test_a_loss_scale_leaves_the_weights_of_fit():
+    x, y = make_data(2 * BATCH)
+    scale = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), 8.0)
+    optimizers = scale, keras.optimizers.SGD(0.1)
+    scaled, plain = [make_model(keras_dist.DistributedOptimizer(each)) for each in optimizers]
+    for model in (scaled, plain):
+        fit_rows(model, x, y)
+    assert_close(weights_of(scaled), weights_of(plain))
+
+
 @pytest.mark.parity("`mixed_float16`: an overflow on one rank skips the step on all")
 @pytest.mark.parametrize("wrap_outside", [False, True])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(wrap_outside):
