@@ -12,12 +12,14 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from keras_dist import errors
+from keras_dist import errors, runtime
 from keras_dist._compat import tf_data as private
 from keras_dist.data import tf_order
 from keras_dist.data.shard_options import ShardOptions
 
-__all__ = ["HeldFiles", "held_files", "with_own_cache", "with_own_caches"]
+__all__ = ["HeldFiles", "check_written", "held_files", "with_own_cache", "with_own_caches"]
+
+MADE = "a name that the function"  # followed by a digest, in place of a file
 
 #: the host of a rank, and the files that its pipeline caches in
 HeldFiles = tuple[str, list[str]]
@@ -39,6 +41,33 @@ def held_files(dataset: tf.data.Dataset, complete: bool = False) -> HeldFiles:
                 files.append(_described(op.graph) if name is None else os.fsdecode(name.item()))
     written = [f for f in files if f and (complete or not os.path.exists(f"{f}.index"))]
     return socket.gethostname(), written
+
+
+def _shared(held: Sequence[HeldFiles]) -> set[str]:
+    """Returns the files that several ranks of a host hold, given those of all ranks."""
+    places = collections.Counter((host, file) for host, files in held for file in set(files))
+    return {file for (_, file), ranks in places.items() if ranks > 1}
+
+
+def check_written(held: Sequence[HeldFiles]) -> None:
+    """Checks the files of the data sets of all ranks of a `fit`.
+
+    Names that functions make are not examined: the data of a rank may decide on them.
+
+    Raises:
+        DataError: several ranks of a host write one file.
+    """
+    shared = sorted(file for file in _shared(held) if not file.startswith(MADE))
+    if shared:
+        raise errors.DataError(
+            errors.explain(
+                runtime.where(),
+                "each rank of a host to cache its data in a file of its own",
+                f".cache({shared[0]!r}) on several ranks, in the data of fit",
+                "Put the rank into the name, as in cache(f'rows-{keras_dist.rank()}'); or call "
+                ".cache() right before keras_dist.data.shard, which then adds the rank itself.",
+            )
+        )
 
 
 def with_own_cache(dataset: tf.data.Dataset, options: ShardOptions) -> tf.data.Dataset:
@@ -63,8 +92,7 @@ def with_own_caches(
     Raises:
         DataError: ranks share a cache before the last transformation; raised on every rank.
     """
-    places = collections.Counter((host, file) for host, files in held for file in set(files))
-    shared = {file for (_, file), ranks in places.items() if ranks > 1}
+    shared = _shared(held)
     if private.cache_file_of(dataset) in shared:
         own = f"{private.cache_file_of(dataset)}.rank{options.rank}"
         return with_own_caches(private.input_of(dataset), held, options).cache(own)
@@ -84,4 +112,4 @@ def with_own_caches(
 def _described(graph: tf.Graph) -> str:
     """Returns a text for a file whose name a function makes; equal if the functions are."""
     digest = hashlib.sha256(graph.as_graph_def().SerializeToString(deterministic=True))
-    return f"a name that the function {digest.hexdigest()[:8]} makes"
+    return f"{MADE} {digest.hexdigest()[:8]} makes"

@@ -11,6 +11,7 @@ import keras
 from keras_dist import _engine, errors, runtime
 from keras_dist.data import epochs
 from keras_dist.data.equal_batches import shapes_of_batches
+from keras_dist.data.kinds import is_tf_dataset
 
 __all__ = ["agree_on_fit"]
 
@@ -43,6 +44,8 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
 
     Raises:
         MismatchError: arguments differ; raised on every rank, with the same message.
+        DataError: several ranks of a host write the cache of their data in one file; raised on
+            every rank.
     """
     ours = [
         name for callback in _flat(arguments["callbacks"]) if (name := _name(callback)) is not None
@@ -51,9 +54,9 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
         return True, False
     comm = runtime.communicator()
     data = epochs.is_sharded(arguments["x"]), shapes_of_batches(arguments)
-    mine = _plan(arguments, ours), data, _put_in_order(arguments)
+    mine = _plan(arguments, ours), data, _put_in_order(arguments), _cache_files(arguments)
     gathered = _engine.collectives.allgather_object(comm, mine, operation=OPERATION)
-    plans = [plan for plan, _, _ in gathered]
+    plans = [plan for plan, *_ in gathered]
     for rank, plan in enumerate(plans):
         for name, expected in plans[0].items():
             if plan.get(name) != expected:
@@ -65,13 +68,32 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
                         SAME_CALLBACKS if name == "callbacks" else f"Pass the same {name}.",
                     )
                 )
-    if any(asks for _, _, asks in gathered):
+    _check_cache_files([held for *_, files in gathered for held in files])
+    if any(asks for _, _, asks, _ in gathered):
         arguments["callbacks"] = [
             callback.after_batches() if _name(callback) == AGREES else callback
             for callback in _flat(arguments["callbacks"])
         ]
-    sharded, shapes = zip(*(data for _, data, _ in gathered), strict=True)
+    sharded, shapes = zip(*(data for _, data, *_ in gathered), strict=True)
     return all(sharded), shapes[0] is not None and len(set(shapes)) == 1
+
+
+def _cache_files(arguments: dict[str, Any]) -> list[Any]:
+    """Returns the files that the data sets of this rank write caches in."""
+    found = [arguments[name] for name in ("x", "validation_data") if is_tf_dataset(arguments[name])]
+    if not found:
+        return []
+    from keras_dist.data.tf_caches import held_files
+
+    held = [held_files(data) for data in found]
+    return [(held[0][0], [file for _, files in held for file in files])]
+
+
+def _check_cache_files(held: list[Any]) -> None:
+    if any(files for _, files in held):
+        from keras_dist.data.tf_caches import check_written
+
+        check_written(held)
 
 
 def _put_in_order(arguments: dict[str, Any]) -> bool:

@@ -293,6 +293,23 @@ def test_a_cache_that_ranks_share_is_refused_with_its_name(shared_tmp_path, make
         raised_everywhere(errors.DataError, "rows", lambda: shard(data, BATCH))
 
 
+@pytest.mark.parametrize("place", ["x", "validation_data"])
+def test_fit_refuses_a_cache_that_ranks_share(shared_tmp_path, place):
+    if size() == 1:
+        pytest.skip("one rank shares its files with nobody")
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    rows = tf.data.Dataset.from_tensors((np.ones((2, 1)), np.ones((2, 1))))
+    data = {"x": rows, place: rows.cache(str(shared_tmp_path / "rows"))}
+
+    def fit():
+        model.fit(**data, verbose=0, callbacks=keras_dist.callbacks())
+
+    raised_everywhere(errors.DataError, "rows", fit)
+    data[place] = rows.cache(str(shared_tmp_path / f"rows-{keras_dist.rank()}"))
+    fit()
+
+
 @pytest.mark.parametrize("make", [cached_first, cached_in_a_zip])
 def test_names_with_the_rank_and_complete_caches_are_accepted(shared_tmp_path, make):
     own = make(str(shared_tmp_path / f"rows-{keras_dist.rank()}"))
