@@ -102,8 +102,9 @@ class _Distributed(UpdateHook, KeepsOptions):
         the same name, which excludes the variable from the broadcast.
 
         Args:
-            variable: a variable that the optimizer updates. On TensorFlow, the `tf.Variable` that
-                a Keras variable holds stands for it.
+            variable: a variable that the optimizer updates, or a Keras variable that is not
+                trainable, which is excluded from the broadcast alone. On TensorFlow, the
+                `tf.Variable` that a Keras variable holds stands for one that is trainable.
 
         Raises:
             ArgumentTypeError: `variable` is not a variable.

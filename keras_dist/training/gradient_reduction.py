@@ -236,16 +236,13 @@ class GradientReduction:
         """Returns the keys of the local variables.
 
         Raises:
-            ArgumentError: one that is trainable is not among the known variables.
+            ArgumentError: a trainable one that was registered is not among the known variables.
         """
         keys = {key_of(variable) for variable in known or ()}
-        wrong = [
-            variable
-            for variable in self.registered
-            if known is not None
-            and key_of(variable) not in keys
-            and getattr(variable, "trainable", True)
-        ]
+        # Of variables that are not trainable, registration ends the broadcast alone.
+        expected = self.registered if known is not None else ()
+        missing = [variable for variable in expected if key_of(variable) not in keys]
+        wrong = [v for v in missing if not isinstance(v, keras.Variable) or v.trainable]
         if wrong:
             raise errors.ArgumentError(
                 errors.explain(
