@@ -229,11 +229,6 @@ def cudaHostAlloc(memory, nbytes, flags):
     _pinned[ctypes.addressof(buffer)] = buffer
 
 
-@exported(c_void_p)
-def cudaFreeHost(memory):
-    del _pinned[memory]
-
-
 RUNTIME = [pair for name, pair in list(globals().items()) if name.startswith("cuda")]
 
 

@@ -1,5 +1,6 @@
 """CUDA's runtime, or HIP's: streams, events, copies and pinned memory."""
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -23,7 +24,7 @@ SHORTEST_NAP_SECONDS = 20e-6
 LONGEST_NAP_SECONDS = 1e-3
 
 # HIP's names, where they differ in more than the prefix.
-HIP_NAMES = {"HostAlloc": "HostMalloc", "FreeHost": "HostFree"}
+HIP_NAMES = {"HostAlloc": "HostMalloc"}
 
 
 class _Thread(threading.local):
@@ -63,7 +64,7 @@ class Runtime:
         self._wait = declare("StreamWaitEvent", ptr, ptr, c_uint)
         self._copy = declare("MemcpyAsync", ptr, ptr, c_size_t, c_int, ptr)
         self._pin = declare("HostAlloc", handle, c_size_t, c_uint)
-        self._unpin = declare("FreeHost", ptr)
+        self._unused: dict[int, list[int]] = {}  # addresses of pinned memory by size
 
     def check(self, code: int, what: str) -> None:
         """Raises the error of a call.
@@ -121,14 +122,24 @@ class Runtime:
         self.check(self._copy(target, source, nbytes, BY_ADDRESS, stream), "a copy")
 
     def pinned(self, nbytes: int) -> np.ndarray:
-        """Returns new pinned memory: a uint8 array, which a GPU reads and writes directly."""
+        """Returns pinned memory: a uint8 array, which a GPU reads and writes directly.
+
+        The driver takes milliseconds to pin memory, so that of arrays that are gone is used again.
+        """
+        size = 1 << max(12, (nbytes - 1).bit_length())
+        memory = (ctypes.c_uint8 * size).from_address(self._pinned(size))
+        array = np.frombuffer(memoryview(memory), np.uint8)
+        memory.owner = _Pinned(self._unused, memory)  # type: ignore[attr-defined]
+        return array[:nbytes]
+
+    def _pinned(self, size: int) -> int:
+        """Returns the address of pinned memory of a size."""
+        with contextlib.suppress(IndexError):
+            return self._unused.setdefault(size, []).pop()
         self.use()
         address = c_void_p()
-        self.check(self._pin(ctypes.byref(address), max(1, nbytes), 0), "pinned memory")
-        memory = (ctypes.c_uint8 * max(1, nbytes)).from_address(address.value or 0)
-        array = np.frombuffer(memoryview(memory), np.uint8)
-        memory.owner = _Pinned(self._unpin, address.value or 0)  # type: ignore[attr-defined]
-        return array[:nbytes]
+        self.check(self._pin(ctypes.byref(address), size, 0), "pinned memory")
+        return address.value or 0
 
     def event(self, stream: int) -> "Event":
         """Returns an event that is reached when all earlier work of a stream has been done."""
@@ -136,13 +147,14 @@ class Runtime:
 
 
 class _Pinned:
-    """Frees pinned memory when the last array of it is gone."""
+    """Keeps pinned memory for further arrays when the last array of it is gone."""
 
-    def __init__(self, free: Any, address: int):
-        self._free, self._address = free, address
+    def __init__(self, unused: dict[int, list[int]], memory: Any):
+        self._unused, self._size = unused, ctypes.sizeof(memory)
+        self._address = ctypes.addressof(memory)
 
     def __del__(self) -> None:
-        self._free(self._address)
+        self._unused[self._size].append(self._address)
 
 
 class Event:
