@@ -1,0 +1,535 @@
+"""The parts of the proof on GPUs, as its ranks run them. See `gpu`."""
+
+import copy
+import hashlib
+import json
+import os
+import time
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+from gpu_models import (
+    ResNet50,
+    data,
+    device,
+    keras_model,
+    small,
+    synchronize,
+    time_in_turn,
+)
+
+__all__ = ["PARTS"]
+
+MIB = 2**20
+
+
+def report(out, rows=(), lines=()):
+    """Writes the rows and lines of a part, on rank 0."""
+    import keras_dist
+
+    if keras_dist.rank() == 0:
+        out.write_text(json.dumps({"rows": list(rows), "lines": list(lines)}))
+
+
+def yes(condition):
+    return "yes" if condition else "no"
+
+
+def versions(out):
+    import torch
+
+    import keras_dist
+    from keras_dist import _gpu
+
+    keras_dist.init()
+    nccl = _gpu.load_nccl()
+    found = nccl if isinstance(nccl, str) else f"NCCL {_gpu.version_text(nccl.version())}"
+    names = ("keras", "torch", "jax", "tensorflow", "mpi4py", "numpy")
+    known = []
+    for name in names:
+        try:
+            known.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    report(out, lines=[f"{time.strftime('%Y-%m-%d')}: {gpu}; {found}, {', '.join(known)}."])
+
+
+# --- Speed
+
+
+def loop(out):
+    """Steps of torch: keras_dist, DDP, and no communication, in turn; what a step consists of."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513", "LOCAL_RANK": "0"}
+    os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), **address)
+    import torch
+    import torch.distributed as peers
+    from torch.nn.parallel import DistributedDataParallel
+
+    import keras_dist.torch as hvd
+
+    hvd.init()
+    torch.manual_seed(0)
+    base, batch, side, classes, steps = ResNet50()
+    place = device()
+    x = torch.randn(batch, 3, side, side, device=place)
+    y = torch.randint(0, classes, (batch,), device=place)
+    nets = {way: copy.deepcopy(base).to(place) for way in ("keras_dist", "none")}
+    hvd.broadcast_parameters(nets["keras_dist"].state_dict(), root_rank=0)
+    optimizers = {way: torch.optim.SGD(net.parameters(), 0.01) for way, net in nets.items()}
+    optimizers["keras_dist"] = hvd.DistributedOptimizer(
+        optimizers["keras_dist"], nets["keras_dist"].named_parameters()
+    )
+    lines = []
+    try:
+        peers.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        ids = [torch.cuda.current_device()] if torch.cuda.is_available() else None
+        nets["DDP"] = DistributedDataParallel(copy.deepcopy(base).to(place), device_ids=ids)
+        optimizers["DDP"] = torch.optim.SGD(nets["DDP"].parameters(), 0.01)
+    except Exception as error:
+        lines.append(f"DDP: {type(error).__name__}: {str(error)[:200]}")
+
+    def step(way):
+        optimizers[way].zero_grad()
+        with torch.autocast(place, torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(nets[way](x), y)
+        loss.backward()
+        optimizers[way].step()
+
+    for way in nets:
+        for _ in range(3):
+            step(way)
+
+    def several(way):
+        for _ in range(steps):
+            step(way)
+
+    times = time_in_turn(nets, several, 2 if small() else 5, world, steps)
+    lines += breakdown(lambda: step("keras_dist"), steps)
+    weights = [p.detach().float().flatten() for p in nets["keras_dist"].parameters()]
+    digest = hashlib.sha256(torch.cat(weights).cpu().numpy().tobytes()).hexdigest()
+    rows = [
+        (f"{type(base).__name__}, torch loop, {way}", "", f"{ms:.1f} ms a step", "")
+        for way, ms in times.items()
+    ]
+    if "DDP" in times:
+        share = times["keras_dist"] / times["DDP"]
+        ok = yes(share <= 1.0) if not small() else ""
+        rows.append(("keras_dist beside DDP", "1.0 x", f"{share:.2f} x", ok))
+    same = len(set(world.allgather(digest))) == 1
+    rows.append(
+        ("replicas after the torch loop", "equal", "equal" if same else "differ", yes(same))
+    )
+    report(out, rows, lines)
+    if peers.is_initialized():
+        peers.destroy_process_group()
+
+
+def breakdown(step, steps):
+    """Returns lines with the host's time in a step, by function of keras_dist."""
+    from keras_dist import _gpu
+    from keras_dist._backends import torch_device, torch_tensors
+    from keras_dist._engine.collectives import device_buckets, joined_arrays, nccl_launch
+    from keras_dist._engine.nccl import launches, ranks
+    from keras_dist._engine.ordering import ticket
+    from keras_dist.torch import gradients
+
+    found = {}
+
+    def timed(owner, name, title):
+        function = getattr(owner, name)
+
+        def run(*args, **kwargs):
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                total, count = found.get(title, (0.0, 0))
+                found[title] = total + time.perf_counter() - begin, count + 1
+
+        setattr(owner, name, run)
+        return owner, name, function
+
+    patched = [
+        timed(gradients.Gradients, "_add", "hooks of gradients"),
+        timed(gradients.Gradients, "reduce", "the reduction in step"),
+        timed(joined_arrays.JoinedArrays, "_join", "joining the arrays of buckets"),
+        timed(device_buckets, "rendezvous", "meeting before the first launch"),
+        timed(nccl_launch, "rendezvous", "meeting after the last launch"),
+        timed(ranks.NcclRanks, "launch", "launches"),
+        timed(_gpu.Nccl, "end", "ncclGroupEnd"),
+        timed(ranks.NcclRanks, "_settle", "waiting until NCCL has launched"),
+        timed(ticket.Handle, "wait", "waiting for queued buckets"),
+        timed(launches.Launch, "wait", "the host waiting for the GPU"),
+        timed(gradients, "write_all", "writing the gradients"),
+        timed(torch_device, "_device_array", "making arrays"),
+        timed(torch_tensors, "copy_all", "copies by the framework"),
+    ]
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step()
+    host = time.perf_counter() - begin
+    synchronize()
+    whole = time.perf_counter() - begin
+    for owner, name, function in patched:
+        setattr(owner, name, function)
+    lines = [f"a step on the host {1e3 * host / steps:.2f} ms, whole {1e3 * whole / steps:.2f} ms:"]
+    for title, (seconds, count) in sorted(found.items(), key=lambda item: -item[1][0]):
+        lines.append(
+            f"  {title}: {1e3 * seconds / steps:.2f} ms in {count / steps:.0f} calls a step"
+        )
+    return lines
+
+
+def fit(out):
+    """fit beside plain fit in the same process, in turn."""
+    import keras
+    from mpi4py import MPI
+
+    import keras_dist
+
+    keras_dist.init()
+    backend, steps = keras.backend.backend(), 3 if small() else 24
+    x, y, batch = data(steps)
+    makers = {"plain": (False, None), "keras_dist": (True, None)}
+    models = {way: keras_model(wraps) for way, (wraps, _) in makers.items()}
+    ways = dict(models)
+    if backend == "jax":
+        ways["keras_dist, the host waits"] = models["keras_dist"]
+
+    def run(way):
+        wraps = way != "plain"
+        if backend == "jax":
+            from keras_dist._backends import jax_device
+
+            jax_device.STREAM_ORDERED = way != "keras_dist, the host waits"
+        callbacks = keras_dist.callbacks() if wraps else None
+        ways[way].fit(x, y, batch_size=batch, verbose=0, callbacks=callbacks)
+
+    for way in ways:
+        run(way)
+    times = time_in_turn(ways, run, 2 if small() else 5, MPI.COMM_WORLD, steps)
+    rows = [(f"fit, {backend}, {way}", "", f"{ms:.2f} ms a step", "") for way, ms in times.items()]
+    bound = {"jax": 14, "torch": 37}[backend]
+    ok = "" if small() else yes(times["keras_dist"] <= bound)
+    rows.append((f"fit, {backend}", f"{bound} ms", f"{times['keras_dist']:.2f} ms a step", ok))
+    keras_dist.verify_replicas(models["keras_dist"])
+    rows.append((f"replicas after fit, {backend}", "equal", "equal", "yes"))
+    report(out, rows)
+
+
+def one_rank(out):
+    """fit of one rank beside plain fit, with and without the callbacks."""
+    import keras
+    from mpi4py import MPI
+
+    import keras_dist
+
+    keras_dist.init()
+    backend, steps = keras.backend.backend(), 3 if small() else 48
+    x, y, batch = data(steps)
+    models = {"plain": keras_model(False), "keras_dist": keras_model(True)}
+    models["with callbacks"] = models["keras_dist"]
+    models["plain again"] = models["plain"]
+
+    def run(way):
+        callbacks = keras_dist.callbacks() if way == "with callbacks" else None
+        models[way].fit(x, y, batch_size=batch, verbose=0, callbacks=callbacks)
+
+    for way in models:
+        run(way)
+    times = time_in_turn(models, run, 2 if small() else 7, MPI.COMM_WORLD, steps)
+    rows = []
+    for way in ("plain again", "keras_dist", "with callbacks"):
+        share = times["plain"] / times[way]
+        ok = "" if small() or way == "plain again" else yes(share >= 0.99)
+        measured = f"{share:.3f} ({times[way]:.2f} ms a step)"
+        rows.append((f"one rank of plain Keras, {backend}, {way}", "0.99", measured, ok))
+    report(out, rows, memory_held(models["keras_dist"], x, y, batch))
+
+
+def memory_held(model, x, y, batch):
+    """Returns a line with the GPU memory that the callbacks hold after a fit of torch."""
+    import keras
+
+    import keras_dist
+
+    if keras.backend.backend() != "torch" or device() == "cpu":
+        return []
+    import torch
+
+    held = []
+    for callbacks in (None, keras_dist.callbacks()):
+        model.fit(x[:batch], y[:batch], batch_size=batch, verbose=0, callbacks=callbacks)
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    return [f"callbacks hold {(held[1] - held[0]) / MIB:.2f} MiB of GPU memory after a fit"]
+
+
+def calls(out):
+    """Public calls beside those of torch.distributed on the same tensors, in turn."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29514", "LOCAL_RANK": "0"}
+    os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), **address)
+    import torch
+    import torch.distributed as peers
+
+    import keras_dist.torch as hvd
+
+    hvd.init()
+    peers.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    rows = []
+    for count in (2**10, 2**18, 2**22 if small() else 25_000_000):
+        ours, theirs = (torch.ones(count, device=device()) for _ in range(2))
+        ways = {
+            "keras_dist": lambda ours=ours, name=f"x{count}": hvd.allreduce(
+                ours, op=hvd.Sum, name=name
+            ),
+            "torch.distributed": lambda theirs=theirs: peers.all_reduce(theirs),
+        }
+        for call in ways.values():
+            call()
+        times = time_in_turn(
+            ways, lambda way, ways=ways: ways[way](), 5 if small() else 20, world, 1
+        )
+        share = times["keras_dist"] / times["torch.distributed"]
+        ok = "" if small() else yes(share <= 1.05)
+        told = f"{times['keras_dist']:.3f} ms, {share:.2f} x torch.distributed"
+        rows.append((f"allreduce of {4 * count / MIB:.3g} MiB", "1.05 x", told, ok))
+    report(out, rows)
+    peers.destroy_process_group()
+
+
+def log(out):
+    """Counts NCCL's operations in a step of torch, by its log."""
+    import torch
+
+    import keras_dist.torch as hvd
+    from keras_dist import _gpu
+
+    hvd.init()
+    base, batch, side, classes, _ = ResNet50()
+    net = base.to(device())
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())
+    x = torch.randn(min(batch, 8), 3, side, side, device=device())
+    y = torch.randint(0, classes, (len(x),), device=device())
+    made, allreduce = [], _gpu.Nccl.allreduce
+    _gpu.Nccl.allreduce = lambda *args: (made.append(args), allreduce(*args))[1]
+
+    def count():
+        folder = Path(os.environ["GPU_PROOF_FOLDER"])
+        texts = [path.read_text(errors="replace") for path in folder.glob(f"nccl.{os.getpid()}")]
+        logged = sum(text.count("AllReduce:") for text in texts)
+        return np.array([len(made), logged])
+
+    before, steps = None, 4
+    for step in range(2 + steps):
+        if step == 2:
+            synchronize()
+            before = count()
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    synchronize()
+    ours, logged = (count() - before) / steps
+    nbytes = sum(p.numel() * p.element_size() for p in net.parameters())
+    bound = -(-nbytes // (25 * MIB)) + 1
+    what = f"operations of NCCL in a step of {nbytes / MIB:.0f} MiB"
+    told = f"{ours:.3g}, in its log {logged:.3g}"
+    report(out, [(what, str(bound), told, yes(max(ours, logged) <= bound))])
+
+
+# --- Values
+
+
+def values(out):
+    from gpu_values import differences, uneven
+
+    import keras_dist
+
+    keras_dist.init()
+    rows = []
+    for title, found, count in (*differences(), *uneven()):
+        told = f"{count} equal" if not found else f"{len(found)} of {count} differ: {found[0]}"
+        rows.append((title, "those of the host", told, yes(not found)))
+    report(out, rows)
+
+
+OPTIMIZERS = {
+    "SGD": lambda keras: keras.optimizers.SGD(0.05, momentum=0.9),
+    "Adam": lambda keras: keras.optimizers.Adam(1e-3),
+    "AdamW, clipped, two passes": lambda keras: keras.optimizers.AdamW(
+        1e-3, global_clipnorm=0.5, gradient_accumulation_steps=2
+    ),
+}
+
+
+def train(rows, wraps):
+    """Yields optimizer, TF32, model and history of trainings on some rows."""
+    import keras
+
+    import keras_dist
+
+    backend = keras.backend.backend()
+    batch = len(rows) // 8
+    for tf32 in (False, True) if backend == "torch" and device() != "cpu" else (False,):
+        if backend == "torch":
+            import torch
+
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            torch.backends.cudnn.allow_tf32 = tf32
+        else:
+            import jax
+
+            jax.config.update("jax_default_matmul_precision", "highest")
+        for name, make in OPTIMIZERS.items():
+            keras.utils.set_random_seed(1)
+            layers = keras.layers
+            model = keras.Sequential(
+                [
+                    keras.Input((16, 16, 3)),
+                    layers.Conv2D(8, 3, activation="relu"),
+                    layers.Flatten(),
+                    layers.Dense(32, "relu"),
+                    layers.Dense(10),
+                ]
+            )
+            optimizer = make(keras)
+            model.compile(
+                keras_dist.DistributedOptimizer(optimizer) if wraps else optimizer,
+                loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            )
+            random = np.random.default_rng(0)
+            x = random.normal(size=(256, 16, 16, 3)).astype("f4")[rows]
+            y = random.integers(0, 10, 256)[rows]
+            callbacks = keras_dist.callbacks() if wraps else None
+            model.fit(
+                x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0, callbacks=callbacks
+            )
+            yield name, tf32, model
+
+
+def alone(out):
+    import keras_dist
+
+    keras_dist.init()
+    for name, tf32, model in train(np.arange(256), False):
+        np.savez(reference(name, tf32), *model.get_weights())
+    report(out)
+
+
+def equality(out):
+    import keras
+
+    import keras_dist
+
+    keras_dist.init()
+    backend, size, rank = keras.backend.backend(), keras_dist.size(), keras_dist.rank()
+    mine = np.arange(256).reshape(8, size, -1)[:, rank].reshape(-1)
+    rows = []
+    for name, tf32, model in train(mine, True):
+        keras_dist.verify_replicas(model)
+        expected = np.load(reference(name, tf32))
+        weights = zip(model.get_weights(), expected.values(), strict=True)
+        worst = max(float(np.abs(ours - theirs).max()) for ours, theirs in weights)
+        bound = 1e-2 if tf32 else 1e-4
+        title = f"weights beside one process, {backend}, {name}{', TF32' if tf32 else ''}"
+        rows.append((title, f"{bound:g}", f"{worst:.1e}", yes(worst <= bound)))
+    report(out, rows)
+
+
+def reference(name, tf32):
+    import keras
+
+    folder = Path(os.environ["GPU_PROOF_FOLDER"])
+    return folder / f"{keras.backend.backend()}-{name.split(',')[0]}-{tf32}.npz"
+
+
+# --- Faults
+
+
+def no_memory(out):
+    """An allocation fails on one rank: all raise it, and continue."""
+    import torch
+
+    import keras_dist.torch as hvd
+    from keras_dist import _gpu, errors
+
+    hvd.init()
+    x = torch.ones(1000, device=device())
+    hvd.allreduce(x, op=hvd.Sum)
+    began, told = time.perf_counter(), "no error"
+    empty, prepare = _gpu.DeviceArray.empty, _gpu.DeviceArray.prepare
+
+    def fail(*_):
+        torch.empty(2**50, device=device())
+
+    if hvd.rank() == 1:
+        _gpu.DeviceArray.empty = fail
+    try:
+        hvd.allreduce(x, op=hvd.Sum)
+    except errors.RankError as error:
+        told = str(error)
+    finally:
+        _gpu.DeviceArray.empty, _gpu.DeviceArray.prepare = empty, prepare
+    seconds = time.perf_counter() - began
+    everyone = hvd.allgather_object(told)
+    after = hvd.allreduce(x, op=hvd.Sum)
+    goes_on = bool((after == hvd.size()).all())
+    same = len(set(everyone)) == 1 and "rank 1 of" in everyone[0] and goes_on
+    what = (
+        f"the same error on all in {seconds:.1f} s, and they go on" if same else str(everyone)[:90]
+    )
+    title = "an allocation fails on one rank"
+    report(out, [(title, "an error on all ranks", what, yes(same))])
+
+
+def killed(out):
+    """Rank 1 dies while rank 0 waits on the GPU for it."""
+    import signal
+
+    import torch
+
+    import keras_dist.torch as hvd
+    from keras_dist import _gpu
+
+    hvd.init()
+    x = torch.ones(1_000_000, device=device())
+    for _ in range(3):
+        hvd.allreduce(x, op=hvd.Sum)
+    synchronize()
+    if hvd.rank() == 1:
+
+        def die(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        _gpu.Nccl.allreduce = die
+    result = hvd.allreduce(x, op=hvd.Sum)
+    result.sum().item()
+    raise SystemExit("the reduction has ended without a rank")
+
+
+PARTS = {
+    function.__name__: function
+    for function in (
+        versions,
+        loop,
+        fit,
+        one_rank,
+        calls,
+        log,
+        values,
+        alone,
+        equality,
+        no_memory,
+        killed,
+    )
+}

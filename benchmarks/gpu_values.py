@@ -1,0 +1,96 @@
+"""Values of reductions in GPU memory beside those of the host, for the proof on GPUs."""
+
+import numpy as np
+from gpu_models import device
+
+
+def text_of(tensor):
+    import torch
+
+    tensor = tensor.cpu()
+    narrow = tensor.dtype in (torch.bfloat16, torch.float16)
+    return str((tensor.double() if narrow else tensor).tolist())
+
+
+def compared(title, cases):
+    """Returns a title, the cases whose values differ from the host's, and their number."""
+    import torch
+
+    import keras_dist
+    import keras_dist.torch as hvd
+
+    found = []
+    for name, op, dtype, rows in cases:
+        mine = torch.tensor(rows[keras_dist.rank() % len(rows)], dtype=dtype)
+        told = []
+        for place in (device(), "cpu"):
+            key = f"{name} {dtype} {place} {len(told)}"
+            try:
+                told.append(text_of(hvd.allreduce(mine.to(place), op=op, name=key)))
+            except Exception as error:
+                told.append(f"{type(error).__name__}: {str(error)[:60]}")
+        everyone = keras_dist.allgather_object(told)
+        if any(theirs != [everyone[0][1]] * 2 for theirs in everyone):
+            found.append(f"{name} {dtype}: {everyone}"[:120])
+    return title, found, len(cases)
+
+
+def differences():
+    """Yields comparisons of each reduction and dtype, and of odd values."""
+    import torch
+
+    import keras_dist.torch as hvd
+
+    floats = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    whole = (torch.int32, torch.int64, torch.uint8)
+    rows = np.random.default_rng(0).integers(0, 4, (4, 100)).tolist()
+    ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
+    cases = [(name, op, dtype, rows) for name, op in ops.items() for dtype in (*floats, *whole)]
+    cases += [("average", hvd.Average, dtype, rows) for dtype in floats]
+    yield compared("every reduction of every dtype", cases)
+    nan, inf = float("nan"), float("inf")
+    odd = [[nan, 1.0, nan, 0.0, -0.0], [1.0, nan, nan, -0.0, 0.0]]
+    cases = [
+        (name, op, dtype, odd)
+        for name, op in (("min", hvd.Min), ("max", hvd.Max))
+        for dtype in floats
+    ]
+    yield compared("NaN in min and max", cases)
+    cases = [
+        ("infinities", hvd.Sum, torch.float32, [[inf, 1.0], [-inf, 2.0]]),
+        ("subnormal numbers", hvd.Sum, torch.float32, [[1e-40, 3e-45], [1e-40, 3e-45]]),
+        ("subnormal numbers", hvd.Sum, torch.float16, [[6e-8, 1e-6], [6e-8, 1e-6]]),
+        ("overflow", hvd.Sum, torch.float16, [[60000.0, 1.0], [60000.0, 1.0]]),
+        ("average", hvd.Average, torch.int32, [[3, -3, 7], [4, -4, 8]]),
+        ("complex", hvd.Sum, torch.complex64, [[1 + 2j], [3 - 1j]]),
+    ]
+    yield compared("infinities, subnormal and complex numbers, overflow", cases)
+
+
+def uneven():
+    """Yields comparisons of operations other than reductions."""
+    import torch
+
+    import keras_dist
+    import keras_dist.torch as hvd
+
+    rank, size = keras_dist.rank(), keras_dist.size()
+    gathered = torch.full((rank + 2, 3), float(rank + 1))
+    scattered = torch.arange(2.0 * (2 * size + 1)).reshape(-1, 2) + rank
+    several = [torch.full((n, n + 1), float(rank + n)) for n in (1, 2, 3)]
+    works = {
+        "allgather of different lengths": lambda to, name: [hvd.allgather(to(gathered), name)],
+        "broadcast": lambda to, name: [hvd.broadcast(to(gathered[:2]), size - 1, name)],
+        "reducescatter": lambda to, name: [hvd.reducescatter(to(scattered), name, op=hvd.Sum)],
+        "grouped_allreduce": lambda to, name: hvd.grouped_allreduce(
+            [to(each) for each in several], name=name, op=hvd.Sum
+        ),
+    }
+    for title, work in works.items():
+        here, host = (
+            work(lambda tensor, place=place: tensor.to(place), f"{title} {number}")
+            for number, place in enumerate((device(), "cpu"))
+        )
+        same = [text_of(a) == text_of(b) for a, b in zip(here, host, strict=True)]
+        everyone = keras_dist.allgather_object(same)
+        yield title, [each for each in everyone if not all(each)], len(same)
