@@ -63,7 +63,7 @@ class Backend(Protocol):
         gradients: Sequence[Any],
         names: Sequence[str],
         variables: Sequence[Any],
-        plan: Callable[[Sequence[int], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
+        plan: Callable[..., Any],
         reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
         when: Any = None,
     ) -> list[Any]:
@@ -74,11 +74,12 @@ class Backend(Protocol):
             names: the names of their variables, for messages.
             variables: the Keras variables of the gradients.
             plan: a function of the indices of the dense gradients, in the order in which
-                backpropagation produces them, and of their (shape, dtype) pairs. It returns a
-                numpy function of all of them, with the attributes `buckets`,
-                `reduce_bucket(number, arrays)`, `queue_bucket(number, arrays)` (which does not
-                block), `overlaps` (whether to queue buckets) and `weak()` (a function that returns
-                it, for graphs that outlive it).
+                backpropagation produces them, of their (shape, dtype) pairs, and optionally of
+                `at_once`: whether they are all there before the first bucket is reduced. It
+                returns a numpy function of all of them, with the attributes `buckets`,
+                `reduce_bucket(number, arrays)`, `reduce_buckets(parts)` (of all),
+                `queue_bucket(number, arrays)` (which does not block), `overlaps` (whether to queue
+                buckets) and `weak()` (a function that returns it, for graphs that outlive it).
             reduce_slices: a numpy function of name, values and indices of a sparse gradient; it
                 returns values and indices. Of arrays in GPU memory it returns those of all ranks,
                 and the number by which to divide the sums of rows of equal index.

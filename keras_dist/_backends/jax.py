@@ -81,7 +81,7 @@ def reduce_gradients(
     gradients: Sequence[Any],
     names: Sequence[str],
     variables: Sequence[Any],
-    plan: Callable[[Sequence[int], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
+    plan: Callable[..., Any],
     reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
     when: Any = None,
 ) -> list[Any]:
@@ -93,11 +93,14 @@ def reduce_gradients(
     if not backwards:
         return []
     positions = range(len(gradients) - 1, -1, -1)
-    fused = plan(positions, [(g.shape, np.dtype(g.dtype)) for g in backwards])
+    on_gpu = gpu_number() is not None
+    fused = plan(positions, [(g.shape, np.dtype(g.dtype)) for g in backwards], at_once=on_gpu)
     now = np.bool_(True) if when is None else when
     # The programs of a GPU run while the host waits for a bucket; without one, buckets are queued.
-    if not fused.overlaps or gpu_number() is not None:
-        return list(reversed(_call(fused, now, backwards, on_device=True)))
+    if on_gpu:
+        return list(reversed(_reduce_joined(fused, now, backwards)))
+    if not fused.overlaps:
+        return list(reversed(_call(fused, now, backwards)))
     reduced: dict[int, Any] = {}
     for number, bucket in enumerate(fused.buckets):
         members = [slot.index for slot in bucket.slots]
@@ -130,6 +133,32 @@ def is_traced(gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
 def call_uncompiled(function: Callable[[], Any]) -> Any:
     """Calls the function: JAX compiles no Python code. See `Backend.call_uncompiled`."""
     return function()
+
+
+def _reduce_joined(fused: Any, now: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Reduces the gradients of a plan, which the program joins to one array for each bucket."""
+
+    def reduce(arrays: Sequence[Any]) -> list[Any]:
+        return [result for [result] in fused.reduce_buckets([[array] for array in arrays])]
+
+    flats = [_joined(bucket, gradients) for bucket in fused.buckets]
+    reduced: dict[int, Any] = {}
+    for bucket, flat in zip(fused.buckets, _call(reduce, now, flats, on_device=True), strict=True):
+        for slot in bucket.slots:
+            part = flat[slot.offset : slot.offset + slot.count]
+            reduced[slot.index] = part.reshape(slot.shape)
+    return [reduced[index] for index in range(len(gradients))]
+
+
+def _joined(bucket: Any, gradients: Sequence[Any]) -> Any:
+    """Returns the gradients of a bucket as one array, laid out as in the plan."""
+    parts, end = [], 0
+    for slot in bucket.slots:
+        if slot.offset > end:
+            parts.append(jax.numpy.zeros(slot.offset - end, bucket.dtype))
+        parts.append(gradients[slot.index].reshape(-1))
+        end = slot.offset + slot.count
+    return jax.numpy.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def differentiable_host_callback(

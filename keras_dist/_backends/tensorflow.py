@@ -106,7 +106,7 @@ def reduce_gradients(
     gradients: Sequence[Any],
     names: Sequence[str],
     variables: Sequence[Any],
-    plan: Callable[[Sequence[int], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
+    plan: Callable[..., Any],
     reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
     when: Any = None,
 ) -> list[Any]:
@@ -122,7 +122,8 @@ def reduce_gradients(
     dense = [i for i in backwards if not isinstance(gradients[i], tf.IndexedSlices)]
     if dense:
         specs = [(shapes[i], np.dtype(gradients[i].dtype.as_numpy_dtype)) for i in dense]
-        results = _reduce_dense(plan(dense, specs), [gradients[i] for i in dense])
+        fused = plan(dense, specs, at_once=uses_gpu())
+        results = _reduce_dense(fused, [gradients[i] for i in dense])
         reduced.update(zip(dense, results, strict=True))
     for i in backwards:
         if i not in reduced:
@@ -249,7 +250,8 @@ def _reduce_dense(fused: Any, gradients: Sequence[Any]) -> list[Any]:
     for number, bucket in enumerate(fused.buckets):
         members = [slot.index for slot in bucket.slots]
         lend = fused.lends and bucket.nbytes >= LENT_NBYTES * len(members)
-        buckets.append((number, members, [gradients[i] for i in members], lend))
+        inputs = [gradients[i] for i in members]
+        buckets.append((number, members, _joined(bucket, inputs) if uses_gpu() else inputs, lend))
     # On a GPU, the host waits for the gradients of a bucket while the one before is reduced.
     pipelined = fused.overlaps or (uses_gpu() and len(fused.buckets) > 1)
     queued = QueuedBuckets(fused, uses_gpu()) if pipelined else None
@@ -258,13 +260,21 @@ def _reduce_dense(fused: Any, gradients: Sequence[Any]) -> list[Any]:
             queued.queue(number, inputs, lend)
     reduced: dict[int, Any] = {}
     for number, members, inputs, lend in buckets:
-        wanted = [slot.shape for slot in fused.buckets[number].slots]
-        buffers = [] if lend else [range(len(members))]
+        slots = fused.buckets[number].slots
+        wanted = [slot.shape for slot in slots]
+        if uses_gpu():
+            wanted = [(fused.buckets[number].count,)]
+        buffers = [] if lend or uses_gpu() else [range(len(members))]
         if queued is not None:
             outputs = queued.results(number, inputs, wanted, buffers)
         else:
             reduce = functools.partial(_reduce_bucket, fused.weak(), number, lend)
             outputs = on_host(reduce, inputs, wanted, buffers=buffers, on_device=True)
+        if uses_gpu():
+            [flat] = outputs
+            parts = [flat[slot.offset : slot.offset + slot.count] for slot in slots]
+            pairs = zip(parts, slots, strict=True)
+            outputs = [tf.reshape(part, slot.shape) for part, slot in pairs]
         reduced.update(zip(members, outputs, strict=True))
     return [reduced[i] for i in range(len(gradients))]
 
@@ -272,6 +282,17 @@ def _reduce_dense(fused: Any, gradients: Sequence[Any]) -> list[Any]:
 def _reduce_bucket(plan: Callable[[], Any], number: int, lend: bool, *arrays: Any) -> list[Any]:
     reduced: list[Any] = plan().reduce_bucket(number, arrays, lend)
     return reduced
+
+
+def _joined(bucket: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Returns the gradients of a bucket as one tensor, laid out as in the plan."""
+    parts, end = [], 0
+    for slot, gradient in zip(bucket.slots, gradients, strict=True):
+        if slot.offset > end:
+            parts.append(tf.zeros(slot.offset - end, gradient.dtype))
+        parts.append(tf.reshape(gradient, (-1,)))
+        end = slot.offset + slot.count
+    return [tf.concat(parts, 0) if len(parts) > 1 else parts[0]]
 
 
 def _reduce_rows(

@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist._backends.tensorflow_host import on_host
-from keras_dist._gpu import DeviceArray
 
 __all__ = ["QueuedBuckets"]
 
@@ -40,9 +39,6 @@ class QueuedBuckets:
         """
 
         def start(*arrays: Any) -> np.int64:
-            for array in arrays:
-                if isinstance(array, DeviceArray):
-                    array.prepare()  # in the order of TensorFlow's work
             # The handle keeps the arrays, and they the memory of the tensors.
             self._handles[number] = self._plan().queue_bucket(number, arrays, lend)
             return np.int64(number)

@@ -19,6 +19,7 @@ from keras_dist._backends.torch_device import (
     reduce_on_device,
     to_array,
     to_tensor,
+    to_tensors,
 )
 from keras_dist._backends.torch_overlap import in_train_step, reduce_dense
 from keras_dist._backends.torch_tensors import (
@@ -92,7 +93,7 @@ def reduce_gradients(
     gradients: Sequence[Any],
     names: Sequence[str],
     variables: Sequence[Any],
-    plan: Callable[[Sequence[int], Sequence[tuple[tuple[int, ...], np.dtype]]], Any],
+    plan: Callable[..., Any],
     reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
     when: Any = None,
 ) -> list[Any]:
@@ -107,8 +108,8 @@ def reduce_gradients(
         fused = plan(dense, [(tuple(gradients[i].shape), dtype_of(gradients[i])) for i in dense])
         parameters = [variables[i].value for i in dense]
         results = reduce_dense(fused, parameters, [gradients[i] for i in dense])
-        for i, array in zip(dense, results, strict=True):
-            reduced[i] = to_tensor(array, gradients[i])
+        tensors = to_tensors(results, [gradients[i] for i in dense])
+        reduced.update(zip(dense, tensors, strict=True))
     for i in backwards:
         if i not in reduced:
             slices = gradients[i].coalesce()

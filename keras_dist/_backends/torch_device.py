@@ -1,20 +1,22 @@
 """Torch tensors as arrays for the engine: in place, on the host or in GPU memory."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch
-from keras_dist._gpu import DeviceArray, counts_host_memory, load_runtime
+from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch, write_all
+from keras_dist._gpu import DeviceArray, Joiner, counts_host_memory, load_runtime
 
 __all__ = [
     "gpu_number",
     "is_on_device",
-    "prepared_array",
     "reduce_on_device",
     "to_array",
     "to_tensor",
+    "to_tensors",
 ]
 
 
@@ -40,14 +42,6 @@ def to_array(tensor: torch.Tensor) -> np.ndarray | DeviceArray:
     return _device_array(tensor.detach().contiguous().resolve_conj().resolve_neg())
 
 
-def prepared_array(tensor: torch.Tensor) -> np.ndarray | DeviceArray:
-    """Returns `to_array`, with its result allocated at once, before later work of the stream."""
-    array = to_array(tensor)
-    if isinstance(array, DeviceArray):
-        array.prepare()
-    return array
-
-
 def to_tensor(array: np.ndarray | DeviceArray, like: torch.Tensor) -> torch.Tensor:
     """Returns an array of the engine as a tensor of the dtype and device of `like`.
 
@@ -57,6 +51,20 @@ def to_tensor(array: np.ndarray | DeviceArray, like: torch.Tensor) -> torch.Tens
         return to_torch(array, like)
     tensor: torch.Tensor = array.finish(_stream_of(like))
     return tensor
+
+
+def to_tensors(arrays: Sequence[Any], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns arrays as `to_tensor` does; the stream waits once for what one operation writes."""
+    held: set[int] = set()
+    found = []
+    for array, like in zip(arrays, likes, strict=True):
+        if isinstance(array, DeviceArray) and id(array.completion) in held:
+            found.append(array.owner)
+            continue
+        if isinstance(array, DeviceArray):
+            held.add(id(array.completion))
+        found.append(to_tensor(array, like))
+    return found
 
 
 def reduce_on_device(reduce_slices: Any, sparse: torch.Tensor) -> torch.Tensor:
@@ -88,7 +96,27 @@ def _device_array(tensor: torch.Tensor) -> DeviceArray:
         tensor,
         allocate,
         _stream_of(tensor),
+        joiner=_JOINER,
     )
+
+
+def _join(arrays: Sequence[DeviceArray], offsets: Sequence[int], count: int) -> DeviceArray:
+    tensors = [array.owner for array in arrays]
+    flat = torch.empty(count, dtype=tensors[0].dtype, device=tensors[0].device)
+    places = [_place(flat, at, t.shape) for at, t in zip(offsets, tensors, strict=True)]
+    write_all(places, tensors)
+    return _device_array(flat)
+
+
+def _part(flat: DeviceArray, offset: int, shape: tuple[int, ...]) -> DeviceArray:
+    return _device_array(_place(flat.owner, offset, shape))
+
+
+def _place(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    return flat.narrow(0, offset, math.prod(shape)).view(shape)
+
+
+_JOINER = Joiner(_join, _part)
 
 
 def _stream_of(tensor: torch.Tensor) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from keras_dist._backends.torch_device import is_on_device, prepared_array, to_array
+from keras_dist._backends.torch_device import is_on_device, to_array
 from keras_dist._compat.torch import weak_tensor_keys, writes_to
 from keras_dist._gpu import uniform
 
@@ -184,7 +184,7 @@ class _Overlap:
             return
         self._versions[index] = version_of(gradient)
         self._ready = self._ready or ReadyGradients(fused)
-        self._ready.add(index, prepared_array(gradient))
+        self._ready.add(index, to_array(gradient))
 
 
 def _is_in_step() -> bool:

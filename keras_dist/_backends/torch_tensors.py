@@ -1,9 +1,13 @@
 """Conversion between torch tensors and numpy arrays. Only tensors on a device are copied."""
 
+import functools
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from keras_dist import errors
+from keras_dist._compat.torch import copy_all
 
 __all__ = [
     "copy_to",
@@ -13,6 +17,7 @@ __all__ = [
     "sparse_of",
     "to_numpy",
     "to_torch",
+    "write_all",
     "write_into",
     "zeros_of",
 ]
@@ -20,7 +25,12 @@ __all__ = [
 
 def dtype_of(tensor: torch.Tensor) -> np.dtype:
     """Returns the dtype of the array of a tensor."""
-    return to_numpy(torch.empty(0, dtype=tensor.dtype)).dtype
+    return _numpy_dtype(tensor.dtype)
+
+
+@functools.cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return to_numpy(torch.empty(0, dtype=dtype)).dtype
 
 
 def form_of(gradient: torch.Tensor) -> tuple[str, str | None]:
@@ -79,6 +89,19 @@ def write_into(tensor: torch.Tensor, array: np.ndarray | torch.Tensor) -> torch.
     """Writes an array or a tensor into a tensor, without autograd, and returns the latter."""
     with torch.no_grad():
         return tensor.copy_(array if isinstance(array, torch.Tensor) else to_torch(array, tensor))
+
+
+def write_all(tensors: Sequence[torch.Tensor], values: Sequence[np.ndarray | torch.Tensor]) -> None:
+    """Writes arrays or tensors into tensors, without autograd: several of a GPU at once."""
+    given = [
+        value if isinstance(value, torch.Tensor) else to_torch(value, tensor)
+        for tensor, value in zip(tensors, values, strict=True)
+    ]
+    if len(tensors) > 1 and all(tensor.is_cuda for tensor in (*tensors, *given)):
+        copy_all(list(tensors), given)
+        return
+    for tensor, value in zip(tensors, given, strict=True):
+        write_into(tensor, value)
 
 
 def rows_of(tensor: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

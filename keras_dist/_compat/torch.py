@@ -10,6 +10,7 @@ from keras_dist._compat.contract import Name, require
 __all__ = [
     "CONTRACT",
     "BatchNorm",
+    "copy_all",
     "draws",
     "generators_of",
     "options_of",
@@ -34,6 +35,12 @@ def version() -> str:
 def writes_to(tensor: torch.Tensor) -> int:
     """Returns a number that every write to a tensor increments."""
     return tensor._version
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copies tensors into others of the same shapes, on a GPU by few kernels; without autograd."""
+    with torch.no_grad():
+        require(COPY_ALL, version)._foreach_copy_(targets, sources)
 
 
 def weak_tensor_keys() -> Any:
@@ -85,7 +92,16 @@ WEAK_KEYS = Name(
     on_use=True,
 )
 
+COPY_ALL = Name(
+    "torch._C:_VariableFunctions",
+    "_foreach_copy_",
+    "to join gradients in GPU memory by few kernels",
+    "gradients could not be reduced",
+    on_use=True,
+)
+
 CONTRACT = (
+    COPY_ALL,
     WEAK_KEYS,
     Name(
         "torch:Tensor",

@@ -1,5 +1,6 @@
 """Arrays in GPU memory: an address with shape and dtype, which a tensor of a framework owns."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._gpu.runtime import Event, Runtime, load_runtime
 
-__all__ = ["Completion", "DeviceArray", "uniform"]
+__all__ = ["Completion", "DeviceArray", "Joiner", "uniform"]
 
 Allocate = Callable[[tuple[int, ...], np.dtype], "DeviceArray"]
 
@@ -24,6 +25,19 @@ class Completion(Protocol):
         """Makes later work of a stream wait for it; does not block the host."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Joiner:
+    """How a framework joins arrays: by one operation, where the engine would copy each array.
+
+    Args:
+        join: copies arrays into a new flat array of a number of elements, each to its offset.
+        part: returns the view of a shape at an offset of a flat array.
+    """
+
+    join: Callable[[Sequence["DeviceArray"], Sequence[int], int], "DeviceArray"]
+    part: Callable[["DeviceArray", int, tuple[int, ...]], "DeviceArray"]
+
+
 class DeviceArray:
     """An array in GPU memory, contiguous in row-major order.
 
@@ -33,11 +47,13 @@ class DeviceArray:
         dtype: its dtype.
         owner: the tensor of a framework whose memory it is.
         allocate: returns a new array of a shape and dtype, owned by such a tensor.
-        stream: the stream in whose order the framework writes the array; `None` if that has been
-            done.
+        hold: makes later work of a stream wait for the work of the framework that writes the array.
+            Defaults to `None`: that has been done.
+        stream: instead of `hold`, the stream in whose order the framework writes the array.
+        joiner: how its framework joins arrays. Defaults to `None`: it does not.
 
     Attributes:
-        written: an event after the work that writes it; `None` if that has been done.
+        written: an event after the work that writes it; `None` if there is none yet.
         completion: the end of an operation of the engine that writes it; `None` if there is none.
     """
 
@@ -49,13 +65,13 @@ class DeviceArray:
         owner: Any,
         allocate: Allocate,
         stream: int | None = None,
+        hold: Callable[[int], None] | None = None,
+        joiner: Joiner | None = None,
     ):
         self.address, self.shape, self.dtype = address, shape, dtype
         self.owner, self._allocate = owner, allocate
-        runtime = load_runtime()
+        self._stream, self._hold, self.joiner = stream, hold, joiner
         self.written: Event | None = None
-        if stream is not None and runtime is not None:
-            self.written = runtime.event(stream)
         self.completion: Completion | None = None
         self._prepared: DeviceArray | Exception | None = None
 
@@ -112,10 +128,21 @@ class DeviceArray:
 
     def hold(self, stream: int) -> None:
         """Makes later work of a stream wait until the array has been written."""
+        if self._hold is not None:
+            self._hold(stream)
+        self.mark()
         if self.written is not None:
             self.written.hold(stream)
         if self.completion is not None:
             self.completion.hold(stream)
+
+    def mark(self) -> None:
+        """Marks the place in the work of its stream after which it has been written: here.
+
+        `hold` does it at the latest; then it also waits for what the framework does meanwhile.
+        """
+        if self.written is None and self._stream is not None:
+            self.written = _runtime().event(self._stream)
 
     def __reduce__(self) -> Any:
         """Pickles an array on the host, for a rank that receives the result of another."""
@@ -132,6 +159,7 @@ class DeviceArray:
         """
         try:
             self._prepared = self.empty()
+            self._prepared.mark()
         except Exception as error:
             self._prepared = error
 

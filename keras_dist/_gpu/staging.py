@@ -81,13 +81,27 @@ class Staging:
             half.filled.wait()
         return half.views(arrays)
 
-    def up(self, half: Half, results: Sequence[np.ndarray], targets: Sequence[DeviceArray]) -> None:
-        """Starts to copy results, by way of a half, into new arrays on the GPU."""
-        stream = self._runtime.copies
-        half.arrays += targets
-        for result, view, target in zip(results, half.views(targets), targets, strict=True):
+    def up(
+        self,
+        half: Half,
+        results: Sequence[np.ndarray],
+        views: Sequence[np.ndarray],
+        targets: Sequence[DeviceArray],
+    ) -> None:
+        """Starts to copy results, by way of a half, into new arrays on the GPU.
+
+        Args:
+            half: the half.
+            results: the results.
+            views: the place of each result in the half.
+            targets: the new arrays, laid out in the half one after the other.
+        """
+        for result, view in zip(results, views, strict=True):
             if result.ctypes.data != view.ctypes.data:
                 np.copyto(view, result)
+        stream = self._runtime.copies
+        half.arrays += targets
+        for view, target in zip(half.views(targets), targets, strict=True):
             target.hold(stream)
             self._runtime.copy(target.address, view.ctypes.data, target.nbytes, stream)
         half.free = self._runtime.event(stream)

@@ -9,7 +9,8 @@ __all__ = ["bucket_nbytes"]
 _log = logging.getLogger("keras_dist")
 
 USUAL_BUCKET_NBYTES = 25 * 2**20
-# With overlap, what is left when backpropagation ends is about a bucket.
+ONE_BUCKET_NBYTES = 2**62  # for all gradients
+# On the host, with overlap, what is left when backpropagation ends is about a bucket.
 OVERLAPPED_BUCKET_NBYTES = 4 * 2**20
 
 
@@ -18,11 +19,12 @@ def bucket_nbytes(
     gradients: _engine.CollectiveSignature | None = None,
     nbytes: int = 0,
     overlaps: bool = False,
+    by_nccl: bool = False,
 ) -> int:
     """Returns the size in bytes at which a bucket is closed.
 
-    Collective if the gradients exceed one bucket of the default size and do not overlap: the ranks
-    measure once, unless `KERAS_DIST_BUCKET_NBYTES` is set.
+    Collective if the gradients exceed one bucket of the default size, do not overlap and travel
+    through the host: the ranks measure once, unless `KERAS_DIST_BUCKET_NBYTES` is set.
 
     Args:
         comm: communicator of the ranks.
@@ -30,11 +32,14 @@ def bucket_nbytes(
             reduced occasionally, for which nothing is measured.
         nbytes: size of the gradients in bytes.
         overlaps: whether the reduction overlaps with backpropagation.
+        by_nccl: whether NCCL reduces them. Without overlap they are all in one bucket then.
 
     Raises:
         MismatchError: the gradients of the ranks differ.
     """
     chosen = config.settings().bucket_nbytes
+    if by_nccl and not chosen:
+        return USUAL_BUCKET_NBYTES if overlaps else ONE_BUCKET_NBYTES
     if overlaps and not chosen:
         return OVERLAPPED_BUCKET_NBYTES
     if chosen or gradients is None or comm.size == 1 or nbytes <= USUAL_BUCKET_NBYTES:

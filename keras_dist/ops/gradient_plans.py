@@ -35,6 +35,7 @@ class GradientPlans:
         specs: Sequence[tuple[tuple[int, ...], np.dtype]],
         groups: Sequence[Sequence[int]],
         brought: _engine.GradientSet | None = None,
+        at_once: bool = False,
     ) -> _engine.FusedAllreduce:
         """Returns the plan for some gradients.
 
@@ -47,6 +48,8 @@ class GradientPlans:
             groups: indices of the gradients that are reduced together.
             brought: which gradients these are; ranks that differ in it may adapt. Defaults to
                 `None`: the ranks compare shapes and dtypes.
+            at_once: whether all gradients are there before the first bucket is reduced. Defaults
+                to `False`: a bucket is reduced while others are computed.
         """
         # Ranks that have joined have no plans yet, and all must make one together.
         ranks = comm, comm.faults.joins
@@ -73,10 +76,11 @@ class GradientPlans:
             gradients = options.signature(
                 what, entries=_engine.entries_of(names, specs), remedy=SAME_MODEL
             )
-            overlapping = overlaps(comm)
+            by_nccl = _engine.path_of(comm).uses_nccl
+            overlapping = overlaps(comm) and not (at_once and by_nccl)
             how = _engine.PlanOptions(
-                bucket_nbytes(comm, gradients, nbytes, overlapping),
-                first_nbytes=FIRST_NBYTES,
+                bucket_nbytes(comm, gradients, nbytes, overlapping, by_nccl),
+                first_nbytes=FIRST_NBYTES if overlapping or not by_nccl else None,
                 groups=groups,
                 operation=what,
                 remedy=SAME_MODEL,

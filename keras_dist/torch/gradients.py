@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from keras_dist import _engine, errors, runtime
-from keras_dist._backends.torch_device import prepared_array, to_array, to_tensor
+from keras_dist._backends.torch_device import to_array, to_tensor, to_tensors
 from keras_dist._backends.torch_overlap import ReadyGradients
-from keras_dist._backends.torch_tensors import dtype_of, form_of, to_torch, write_into, zeros_of
+from keras_dist._backends.torch_tensors import dtype_of, form_of, to_torch, write_all, zeros_of
 from keras_dist._compat.torch import weak_tensor_keys
 from keras_dist._gpu import uniform
 from keras_dist.ops.gradient_plans import SAME_MODEL, GradientPlans
@@ -144,24 +144,24 @@ class Gradients:
         ids = {id(parameter) for parameter in sparse}
         dense = [parameter for parameter in trained if id(parameter) not in ids]
         has = np.array(flags, self._dtype_for_flags(dense))
-        layout = self._layout
+        layout, mine = self._layout, self._flags(dense, has)
         if layout is not None and layout.brought != brought:
             layout = None
         if self._ready is None or layout is None or not self._are_unchanged(layout, dense):
             self._discard_ready()
             layout = self._layout = self._make_layout(dense, has, brought)
             gradients = [self._contribution(parameter) for parameter in dense]
-            results = layout.plan(uniform([*gradients, self._flags(dense, has)]))
+            results = layout.plan(uniform([*gradients, to_array(mine)]))
         else:
             for index, parameter in enumerate(dense):
                 if index not in self._versions:
                     self._ready.add(index, self._contribution(parameter))
-            self._ready.add(len(dense), self._flags(dense, has))
+            self._ready.add(len(dense), to_array(mine))
             results = self._ready.results()
-        counts = to_tensor(results.pop(), self._flags_like(dense, has))
-        anywhere: list[bool] = (counts != 0).tolist()
-        for parameter, array in zip(dense, results, strict=True):
-            self._assign(parameter, array)
+        counts = to_tensor(results.pop(), mine)
+        # To read them, the host waits for the GPU.
+        anywhere: list[bool] = flags if all(flags) else (counts != 0).tolist()
+        self._assign(dense, results)
         for parameter in sparse:
             parameter.grad = sync_ops.sparse_allreduce(
                 parameter.grad, op=self._options.op, process_set=self.process_set
@@ -225,31 +225,34 @@ class Gradients:
         gradient: Any = parameter.grad
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         [tensor], self._contexts[id(parameter)] = compressed(self._compression, [dense])
-        return prepared_array(tensor)
+        return to_array(tensor)
 
-    def _assign(self, parameter: torch.Tensor, array: Any) -> None:
-        """Copies a result, whose memory is leased, into the gradient."""
-        gradient: Any = parameter.grad
-        contexts = self._contexts.pop(id(parameter))
-        if not gradient.is_sparse and not is_custom(self._compression):
-            write_into(gradient, to_tensor(array, gradient))
-            return
-        [like], _ = compressed(self._compression, [torch.empty(0, dtype=gradient.dtype)])
-        [result] = decompressed(self._compression, [to_tensor(array, like)], contexts)
-        result = result.to(gradient.device)
-        if gradient.is_sparse:
-            parameter.grad = result.to_sparse(gradient.sparse_dim())
-        else:
-            gradient.copy_(result)
+    def _assign(self, parameters: Sequence[torch.Tensor], results: Sequence[Any]) -> None:
+        """Copies results, whose memory is leased, into the gradients."""
+        plain, arrays = [], []
+        for parameter, array in zip(parameters, results, strict=True):
+            gradient: Any = parameter.grad
+            contexts = self._contexts.pop(id(parameter))
+            if not gradient.is_sparse and not is_custom(self._compression):
+                plain.append(gradient)
+                arrays.append(array)
+                continue
+            [like], _ = compressed(self._compression, [torch.empty(0, dtype=gradient.dtype)])
+            [result] = decompressed(self._compression, [to_tensor(array, like)], contexts)
+            result = result.to(gradient.device)
+            if gradient.is_sparse:
+                parameter.grad = result.to_sparse(gradient.sparse_dim())
+            else:
+                gradient.copy_(result)
+        write_all(plain, to_tensors(arrays, plain))
 
-    def _flags(self, dense: Sequence[torch.Tensor], has: np.ndarray) -> Any:
-        """Returns the flags as an array where the gradients are."""
-        return to_array(self._flags_like(dense, has))
-
-    def _flags_like(self, dense: Sequence[torch.Tensor], has: np.ndarray) -> torch.Tensor:
+    def _flags(self, dense: Sequence[torch.Tensor], has: np.ndarray) -> torch.Tensor:
         """Returns the flags as a tensor on the device of the gradients."""
         likes = map(self._like, reversed(dense))
         like = next((like for like in likes if like.is_floating_point()), torch.empty(0))
+        if has.all():  # a copy from the host would wait for the GPU
+            device = dense[0].device if dense else None
+            return torch.ones(len(has), dtype=like.dtype, device=device)
         flags = to_torch(has, like)
         return flags.to(dense[0].device) if dense else flags
 

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from keras_dist import _engine, ops, runtime
-from keras_dist._backends.torch_device import is_on_device, to_array, to_tensor
+from keras_dist._backends.torch_device import is_on_device, to_array, to_tensor, to_tensors
 from keras_dist._backends.torch_tensors import (
     rows_of,
     sparse_of,
     to_numpy,
     to_torch,
+    write_all,
     write_into,
 )
 from keras_dist.ops.arguments import resolve_op
@@ -51,7 +52,12 @@ Tensors = Sequence[torch.Tensor]
 def reduce_tensors(reduction: Reduction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Reduces tensors. Collective: see `keras_dist.grouped_allreduce`."""
     arrays = reduction.allreduce([to_array(tensor) for tensor in tensors])
-    return tuple(to_tensor(array, like) for array, like in zip(arrays, tensors, strict=True))
+    found = tuple(to_tensors(arrays, tensors))
+    if len(found) < 2 or not is_on_device(found[0]):
+        return found
+    own = tuple(map(torch.empty_like, found))  # those found are views of one tensor
+    write_all(own, found)
+    return own
 
 
 def reduce_tensor(tensor: torch.Tensor, *options: Any) -> torch.Tensor:
@@ -150,10 +156,10 @@ def grouped_allreduce_(
     chosen = resolve_op(op, average)
     reduction = Reduction(chosen, name, prescale_factor, postscale_factor, process_set)
     arrays = reduction.allreduce([to_array(tensor) for tensor in tensors])
-    return [
-        write_into(tensor, to_tensor(array, tensor))
-        for tensor, array in zip(tensors, arrays, strict=True)
-    ]
+    write_all(
+        tensors, [to_tensor(array, like) for array, like in zip(arrays, tensors, strict=True)]
+    )
+    return list(tensors)
 
 
 @raises_on_all

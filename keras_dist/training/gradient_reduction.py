@@ -260,10 +260,11 @@ class GradientReduction:
         variables: Sequence[Any],
         positions: Sequence[int],
         specs: Sequence[tuple[tuple[int, ...], np.dtype]],
+        at_once: bool = False,
     ) -> _engine.FusedAllreduce:
         names = [_name(variables[position]) for position in positions]
         groups = self.options.grouped([variables[position] for position in positions])
-        return self._plans(comm, names, specs, groups, self._brought)
+        return self._plans(comm, names, specs, groups, self._brought, at_once)
 
 
 def _reduce_slices(

@@ -1,5 +1,6 @@
 """Arrays in the memory of the double's GPU, and what both ways of an operation return."""
 
+import math
 import sys
 
 import numpy as np
@@ -7,15 +8,31 @@ import numpy as np
 from keras_dist import _gpu, runtime
 
 
-def on_gpu(array):
+def on_gpu(array, joiner=None):
     """Returns an array in the memory of the double's GPU."""
     array = np.ascontiguousarray(array)
 
     def allocate(shape, dtype):
-        return on_gpu(np.full(shape, 77, dtype))
+        return on_gpu(np.full(shape, 77, dtype), joiner)
 
     address = array.ctypes.data
-    return _gpu.DeviceArray(address, array.shape, array.dtype, array, allocate, stream=0)
+    return _gpu.DeviceArray(
+        address, array.shape, array.dtype, array, allocate, stream=0, joiner=joiner
+    )
+
+
+def join(arrays, offsets, count):
+    flat = np.full(count, 77, arrays[0].dtype)
+    for array, offset in zip(arrays, offsets, strict=True):
+        flat[offset : offset + array.count] = array.owner.reshape(-1)
+    return on_gpu(flat, JOINER)
+
+
+def part(flat, offset, shape):
+    return on_gpu(flat.owner[offset : offset + math.prod(shape)].reshape(shape), JOINER)
+
+
+JOINER = _gpu.Joiner(join, part)  # as that of a framework
 
 
 def values(arrays):

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from gpu_arrays import assert_same, both_ways, contribution, launches, on_gpu, values
+from gpu_arrays import JOINER, assert_same, both_ways, contribution, launches, on_gpu, values
 
 import keras_dist
 from keras_dist import _engine, _gpu, errors, runtime
@@ -42,11 +42,40 @@ def test_factors():
     assert len(launches()) == before
 
 
-def test_arrays_of_a_bucket_are_launched_at_once():
+def test_a_bucket_is_reduced_by_one_operation():
     arrays = [contribution("float32", (n,)) for n in (3, 0, 5, 7)]
     before = len(launches())
     assert_same(both_ways(C.allreduce, arrays, _engine.OpOptions(), 2**20))
-    assert launches()[before:] == [["ncclAllReduce"] * 3]
+    assert launches()[before:] == [["ncclAllReduce"]]
+
+
+def test_arrays_that_the_framework_joins_are_not_copied_by_the_engine(monkeypatch):
+    def copy(*args):
+        raise AssertionError("the engine copies")
+
+    monkeypatch.setattr(_gpu.Runtime, "copy", copy)
+    arrays = [contribution("float32", (n, 3)) for n in (3, 0, 5, 7)]
+    before = len(launches())
+    comm, names = runtime.communicator(), list("abcd")
+    given = [on_gpu(array, JOINER) for array in arrays]
+    here = values(C.allreduce(comm, given, names, _engine.OpOptions(SUM), 2**20))
+    assert_same((here, C.allreduce(comm, arrays, names, _engine.OpOptions(SUM), 2**20)))
+    assert launches()[before:] == [["ncclAllReduce"]]
+    assert_same((values(given), arrays))
+
+
+def test_the_ranks_meet_twice_for_all_buckets():
+    comm, count = runtime.communicator(), C.rendezvous_count
+    arrays = [contribution("float32", (n,)) for n in (3, 5, 7, 9, 4)]
+    both_ways(C.allreduce, arrays, _engine.OpOptions(SUM), 16)
+    before, met = len(launches()), count()
+    given = [on_gpu(array) for array in arrays]
+    found = C.allreduce(comm, given, list("abcde"), _engine.OpOptions(SUM), 16)
+    assert launches()[before:] == [["ncclAllReduce"]] * 5
+    assert count() - met == 2
+    assert_same(
+        (values(found), C.allreduce(comm, arrays, list("abcde"), _engine.OpOptions(SUM), 16))
+    )
 
 
 def test_broadcast_from_every_root():
@@ -183,6 +212,68 @@ def test_the_job_ends_its_communicator_and_makes_another():
     assert runtime.communicator().nccl is None
     assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
     assert runtime.communicator().nccl is not before
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_all_gradients_of_a_step_are_one_operation(jit_compile):
+    import keras
+
+    if keras.backend.backend() == "torch" and jit_compile:
+        pytest.skip("torch.compile runs no other reduction")
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(n, "relu") for n in (3, 5, 7, 4)]
+    model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    model.compile(optimizer, loss="mse", jit_compile=jit_compile)
+    x, y = np.ones((4, 4), "f4"), np.ones((4, 1), "f4")
+    for _ in range(2):
+        model.train_on_batch(x, y)
+    before, met = len(launches()), C.rendezvous_count()
+    for _ in range(3):
+        model.train_on_batch(x, y)
+    assert launches()[before:] == [["ncclAllReduce"]] * 3
+    if keras.backend.backend() == "jax":
+        assert C.rendezvous_count() - met == 6
+    keras_dist.verify_replicas(model)
+
+
+def test_a_step_of_torch_launches_few_operations(monkeypatch):
+    import keras
+
+    if keras.backend.backend() != "torch":
+        pytest.skip("of torch alone")
+    import torch
+
+    import keras_dist.torch as hvd
+    from keras_dist.ops import gradient_plans
+
+    nbytes, count = 2048, 20
+    monkeypatch.setattr(gradient_plans, "bucket_nbytes", lambda *_: nbytes)
+    monkeypatch.setattr(gradient_plans, "FIRST_NBYTES", 256)
+    monkeypatch.setattr(gradient_plans, "overlaps", lambda _: True)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(count)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    for step in range(4):
+        x = torch.full((2, 8), 1.0 + step + keras_dist.rank())
+        optimizer.zero_grad()
+        before = len(launches())
+        model(x).sum().backward()
+        optimizer.step()
+        mine = len(launches()) - before
+        assert 2 < mine <= -(-weights // nbytes) + 1
+        gradients = [hvd.allgather(p.grad.reshape(1, -1)) for p in model.parameters()]
+        assert all((gathered == gathered[0]).all() for gathered in gradients)
+    # A step that all ranks begin anew, since a gradient was written to.
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    model[3].weight.grad.zero_()
+    optimizer.step()
+    assert not model[3].weight.grad.any()
+    digests = keras_dist.allgather_object([p.sum().item() for p in model.parameters()])
+    assert digests == digests[:1] * keras_dist.size()
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])

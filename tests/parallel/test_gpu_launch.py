@@ -86,6 +86,70 @@ def test_an_error_of_nccl_on_one_rank(monkeypatch, call):
     assert_all_raise_and_continue(monkeypatch, lambda: operations()["allreduce"](mine), text, rank)
 
 
+def three_buckets():
+    names, specs = list("abc"), [((4,), np.dtype("float32"))] * 3
+    options, plan = _engine.OpOptions(SUM), _engine.PlanOptions(16)
+    return _engine.FusedAllreduce(runtime.communicator(), names, specs, options, plan)
+
+
+def test_a_launch_that_fails_in_the_middle_of_a_step(monkeypatch):
+    calls, allreduce = [], _gpu.Nccl.allreduce
+
+    def fail_in_the_second(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise _gpu.NcclError("a code of NCCL")
+        allreduce(*args)
+
+    fused = three_buckets()
+    both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20)
+    if keras_dist.rank() == keras_dist.size() - 1:
+        monkeypatch.setattr(_gpu.Nccl, "allreduce", fail_in_the_second)
+    arrays = [on_gpu(np.ones(4, "float32")) for _ in range(3)]
+    handles = [fused.queue_bucket(number, [array]) for number, array in enumerate(arrays)]
+    with pytest.raises(errors.RankError, match="a code of NCCL"):
+        handles[2].wait()
+    monkeypatch.undo()
+    for (result,) in (fused.reduce_bucket(number, [array]) for number, array in enumerate(arrays)):
+        assert result.finish(None).tolist() == [keras_dist.size()] * 4
+
+
+def test_a_rank_that_leaves_a_step_in_the_middle():
+    comm, fused = runtime.communicator(), three_buckets()
+    arrays = [on_gpu(np.ones(4, "float32")) for _ in range(3)]
+    leaves = comm.rank == comm.size - 1
+    with pytest.raises(errors.MismatchError, match=rf"rank {comm.size - 1} of .*Received: barrier"):
+        for number, array in enumerate(arrays[: 2 if leaves else 3]):
+            fused.reduce_bucket(number, [array])
+        keras_dist.barrier()
+    found = fused(arrays)
+    assert [result.finish(None).tolist() for result in found] == [[comm.size] * 4] * 3
+
+
+def test_ranks_that_leave_a_step_at_different_buckets():
+    comm, fused = runtime.communicator(), three_buckets()
+    arrays = [on_gpu(np.ones(4, "float32")) for _ in range(3)]
+    for number in range(1 + (comm.rank == 0)):
+        fused.reduce_bucket(number, [arrays[number]])
+    with pytest.raises(errors.MismatchError, match=r"after 2 launches as on rank 0.*: 1 launches"):
+        keras_dist.barrier()
+    found = fused(arrays)
+    assert [result.finish(None).tolist() for result in found] == [[comm.size] * 4] * 3
+
+
+def test_other_operations_between_the_buckets_of_a_step():
+    comm, first, second = runtime.communicator(), three_buckets(), three_buckets()
+    arrays = [on_gpu(np.full(4, number, "float32")) for number in range(3)]
+    results = []
+    for number, array in enumerate(arrays):
+        results += first.reduce_bucket(number, [array])
+        assert keras_dist.allreduce(1.0, "sum") == comm.size
+        results += second.reduce_bucket(number, [array])
+        results += C.allreduce(comm, [array], ["x"], _engine.OpOptions(SUM), 2**20)
+    for number, result in enumerate(results):
+        assert result.finish(None).tolist() == [comm.size * (number // 3)] * 4
+
+
 def test_no_stream_on_one_rank(monkeypatch):
     comm = runtime.communicator()
     if comm.nccl is not None:

@@ -1,4 +1,8 @@
-"""The buckets of a plan whose arrays are in GPU memory: reduced by NCCL, or staged on the host."""
+"""The buckets of a plan whose arrays are in GPU memory: reduced by NCCL, or staged on the host.
+
+The arrays of a bucket are joined to one array, which is reduced by one operation. The ranks agree
+on the buckets of a step where the first one is launched, and meet again after the last one.
+"""
 
 import dataclasses
 import functools
@@ -7,8 +11,10 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from keras_dist import errors
 from keras_dist._engine.arithmetic import scaled
 from keras_dist._engine.buckets import Bucket
+from keras_dist._engine.collectives.joined_arrays import JoinedArrays
 from keras_dist._engine.collectives.nccl_launch import launch_on_all, tell_all
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.communicator import Communicator
@@ -76,31 +82,43 @@ class DeviceBuckets:
         self._calls = _Calls(fused)
         self._staging: Staging | None = None
         self._started: dict[int, Any] = {}  # halves that are being filled, by bucket
+        self._failed: tuple[errors.RankError, int] | None = None  # a step, and its next bucket
 
-    def reduce_all(self, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
-        """Reduces the whole list. Collective: every rank."""
+    def reduce_all(self, parts: Sequence[Sequence[DeviceArray]]) -> list[list[DeviceArray]]:
+        """Reduces all buckets, each given as in `prepare`. Collective: every rank."""
         self._started.clear()  # of a step that has failed
-        reduced: dict[int, DeviceArray] = {}
-        buckets = self._fused.call.buckets
-        parts = [[arrays[index] for index in indices] for indices in buckets]
-        for number, indices in enumerate(buckets):
+        given = [self.prepare(number, part) for number, part in enumerate(parts)]
+        results = []
+        for number, arrays in enumerate(given):
             with self._fused.comm.lock:
-                for later in range(number, min(number + 2, len(parts))):
+                for later in range(number, min(number + 2, len(given))):
                     if not self._uses_nccl(later):
-                        self._start(later, parts[later])
-            results = self._fused.reduce_bucket(number, parts[number])
-            reduced.update(zip(indices, results, strict=True))
-        return [reduced[index] for index in range(len(arrays))]
+                        self._start(later, given[later])
+            results.append(self._fused.reduce_bucket(number, arrays))
+        return results
 
-    def reduce(self, number: int, arrays: Sequence[DeviceArray], lend: bool) -> list[DeviceArray]:
-        """Reduces the arrays of one bucket. Collective: every rank."""
+    def prepare(self, number: int, arrays: Sequence[DeviceArray]) -> JoinedArrays:
+        """Joins the arrays of a bucket at once, before later work of their framework.
+
+        Args:
+            number: index of the bucket.
+            arrays: its arrays, or the one array in which they are joined already.
+        """
+        return JoinedArrays(self._fused.buckets[number], arrays)
+
+    def reduce(self, number: int, given: JoinedArrays, lend: bool) -> list[DeviceArray]:
+        """Reduces a bucket. Collective: every rank.
+
+        Returns:
+            As many arrays as were given to `prepare`.
+        """
         if not self._uses_nccl(number):
-            return self._through_host(number, arrays, lend)
+            return self._through_host(number, given, lend)
         self._fused.count(number)
         kept: list[DeviceArray] = []
-        work = functools.partial(self._by_nccl, number, arrays, kept)
+        work = functools.partial(self._by_nccl, number, given, kept)
         results = retry(self._fused.comm, work, lasting=lambda: list(kept) or None)
-        return on_gpu(results, arrays)
+        return on_gpu(results, given.arrays)
 
     def _uses_nccl(self, number: int) -> bool:
         fused, comm = self._fused, self._fused.comm
@@ -116,71 +134,98 @@ class DeviceBuckets:
         """Returns the factor of a result: that of contributions and that of their reduction."""
         return self._fused.call.prescale * self._fused.postscale(self._fused.comm.size)
 
-    def _by_nccl(
-        self, number: int, arrays: Sequence[DeviceArray], kept: list[DeviceArray]
-    ) -> list[Any]:
-        fused, comm, bucket = self._fused, self._fused.comm, self._fused.buckets[number]
+    def _by_nccl(self, number: int, given: JoinedArrays, kept: list[DeviceArray]) -> list[Any]:
+        comm = self._fused.comm
         with comm.lock:
-            call = self._calls[number]
-            rendezvous(comm, call, self._plan.counts_updates)
+            self._raise_failure(number)
+            is_agreed = self._is_agreed(number)
+            if not is_agreed:
+                rendezvous(comm, self._calls[number], self._plan.counts_updates)
             if comm.faults.joined is not None:
-                host = [scaled(array.to_host(), fused.call.prescale) for array in arrays]
-                return bucket.unpack(fused.reduce_among(bucket.pack(host)))
-            targets, copies = launch_on_all(
-                comm, call, functools.partial(self._launch, number, arrays)
-            )
+                return self._among(number, given)
+            ends = not ((is_agreed or number == 0) and self._goes_on_after(number))
+            work = functools.partial(self._launch, number, given)
+            try:
+                targets, copies = launch_on_all(comm, self._calls[number], work, ends)
+            except errors.RankError as error:
+                self._failed = error, number + 1
+                raise
+            nccl_of(comm).step = None if ends else (self, number + 1)
             if copies:
                 # The contribution is still there if a rank dies before all have the result.
                 for target in targets:
                     target.finish(None)
                 nccl_of(comm).copy(targets, copies)
-                kept[:] = copies
-            return targets
+                kept[:] = given.results(copies)
+            return given.results(targets)
+
+    def _is_agreed(self, number: int) -> bool:
+        """Returns whether the ranks have agreed on a bucket where they have launched the first."""
+        ranks, joined = self._fused.comm.nccl, self._fused.comm.faults.joined
+        return ranks is not None and joined is None and ranks.step == (self, number)
+
+    def _goes_on_after(self, number: int) -> bool:
+        """Returns whether the next bucket follows without a rendezvous."""
+        fused, count = self._fused, len(self._fused.buckets)
+        if number + 1 == count or fused.comm.faults.retry is not None:
+            return False
+        return all(map(self._uses_nccl, range(count)))
+
+    def _raise_failure(self, number: int) -> None:
+        """Raises the error of the step for its later buckets: other ranks do not come to them."""
+        failed, self._failed = self._failed, None
+        if failed is not None and failed[1] == number < len(self._fused.buckets):
+            self._failed = failed[0], number + 1
+            raise failed[0]
+
+    def _among(self, number: int, given: JoinedArrays) -> list[Any]:
+        """Reduces a bucket on the host, over the ranks that have not joined."""
+        fused, bucket = self._fused, self._fused.buckets[number]
+        host = [scaled(array, fused.call.prescale) for array in given.to_host()]
+        return given.packed(fused.reduce_among(bucket.pack(host)))
 
     def _launch(
-        self, number: int, arrays: Sequence[DeviceArray], ranks: NcclRanks
+        self, number: int, given: JoinedArrays, ranks: NcclRanks
     ) -> tuple[list[DeviceArray], list[DeviceArray]]:
         """Launches a bucket; returns its results, and memory for copies if they are needed."""
         fused, dtype = self._fused, self._fused.buckets[number].dtype
         code = ranks.code_of(fused.options.op, self._factor(), dtype)
-        targets = [array.empty() for array in arrays]
+        source, target, inputs, targets, copies = given.take()
         retries = fused.comm.faults.retry is not None
-        copies = [array.empty() for array in arrays] if retries else []
+        kept = [array.empty() for array in targets] if retries else []
 
         def group() -> None:
-            for array, target in zip(arrays, targets, strict=True):
-                if array.count:
-                    ranks.allreduce(array, target, code)
+            if target.count:
+                ranks.allreduce(source, target, code)
 
-        ranks.launch(self._calls[number], arrays, targets, group)
-        return targets, copies
+        outputs = dict.fromkeys((target, *targets))
+        ranks.launch(self._calls[number], (source, *inputs), list(outputs), group, copies)
+        return targets, kept
 
-    def _start(self, number: int, arrays: Sequence[DeviceArray]) -> Staging:
+    def _start(self, number: int, given: JoinedArrays) -> Staging:
         """Starts to copy a bucket down, if that has not been started."""
-        return self._tell_all(functools.partial(self._down, number, arrays))
+        return self._tell_all(functools.partial(self._down, number, given))
 
     def _tell_all(self, work: Callable[[], R]) -> R:
         call = self._fused.call
         return tell_all(self._fused.comm, call.operation, work, call.key)
 
-    def _down(self, number: int, arrays: Sequence[DeviceArray]) -> Staging:
+    def _down(self, number: int, given: JoinedArrays) -> Staging:
         if self._staging is None:
             runtime = load_runtime()
             if runtime is None:
                 raise RuntimeError("an array in GPU memory without a runtime")
             self._staging = Staging(runtime)
         if number not in self._started:
-            self._started[number] = self._staging.down(arrays)
+            self._started[number] = self._staging.down(given.sources())
         return self._staging
 
-    def _through_host(
-        self, number: int, arrays: Sequence[DeviceArray], lend: bool
-    ) -> list[DeviceArray]:
+    def _through_host(self, number: int, given: JoinedArrays, lend: bool) -> list[DeviceArray]:
         with self._fused.comm.lock:
-            targets = self._tell_all(lambda: [array.empty() for array in arrays])
-            staging = self._start(number, arrays)
+            targets = self._tell_all(given.targets)
+            staging = self._start(number, given)
             half = self._started.pop(number)
-            host = staging.host_arrays(half, arrays)
+            host = given.unpacked(staging.host_arrays(half, given.sources()))
             results = self._fused.reduce_bucket(number, host, lend)
-            staging.up(half, results, targets)
-            return targets
+            staging.up(half, results, given.unpacked(half.views(targets)), targets)
+            return given.results(targets)

@@ -14,6 +14,7 @@ from keras_dist._engine.collectives.adasum import adasum
 from keras_dist._engine.collectives.cross_node import CrossNodeReduction
 from keras_dist._engine.collectives.device_buckets import DeviceBuckets
 from keras_dist._engine.collectives.join import exchange_among
+from keras_dist._engine.collectives.joined_arrays import JoinedArrays
 from keras_dist._engine.collectives.payloads import contribution, slice_payload
 from keras_dist._engine.collectives.plan_memory import OwnMemory, PlanMemory, PooledMemory
 from keras_dist._engine.collectives.rendezvous import (
@@ -118,16 +119,35 @@ class FusedAllreduce:
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         """Reduces the whole list. Collective: every rank; blocks."""
-        if are_on_device(arrays):
-            self._follow_ranks()
-            return self._on_device.reduce_all(arrays)
-        reduced: dict[int, np.ndarray] = {}
-        for number, indices in enumerate(self.call.buckets):
-            results = self.reduce_bucket(number, [arrays[index] for index in indices])
+        parts = [[arrays[index] for index in indices] for indices in self.call.buckets]
+        reduced: dict[int, Any] = {}
+        for indices, results in zip(self.call.buckets, self.reduce_buckets(parts), strict=True):
             reduced.update(zip(indices, results, strict=True))
         return [reduced[index] for index in range(len(arrays))]
 
-    def reduce_bucket(self, number: int, arrays: Sequence[Any], lend: bool = True) -> list[Any]:
+    def reduce_buckets(self, parts: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Reduces all buckets. Collective: every rank; blocks.
+
+        Args:
+            parts: the arrays of each bucket, or the one array in which they are joined, as `Bucket`
+                lays it out.
+
+        Returns:
+            As many arrays of each bucket.
+        """
+        if parts and are_on_device(parts[0]):
+            self._follow_ranks()
+            return self._on_device.reduce_all(parts)
+        results = []
+        for number, (bucket, part) in enumerate(zip(self.buckets, parts, strict=True)):
+            if len(part) == len(bucket.slots) > 1:
+                results.append(self.reduce_bucket(number, part))
+            else:
+                reduced = self.reduce_bucket(number, bucket.unpack(part[0].reshape(-1)))
+                results.append([bucket.pack(reduced).reshape(part[0].shape)])
+        return results
+
+    def reduce_bucket(self, number: int, arrays: Any, lend: bool = True) -> list[Any]:
         """Reduces the arrays of one bucket.
 
         Collective: every rank, bucket after bucket in the order of `buckets`; blocks.
@@ -135,7 +155,8 @@ class FusedAllreduce:
         Args:
             number: index of the bucket.
             arrays: arrays of this rank, in the order of the slots of the bucket. All are on the
-                host or all are in GPU memory, and so are the results.
+                host or all are in GPU memory, and so are the results. In GPU memory also the one
+                array in which they are joined; then it is the result as well.
             lend: whether results may be lent, if the plan lends. Ranks may differ in it.
 
         Returns:
@@ -144,6 +165,8 @@ class FusedAllreduce:
         self._follow_ranks()
         try:
             if are_on_device(arrays):
+                arrays = self._on_device.prepare(number, arrays)
+            if isinstance(arrays, JoinedArrays):
                 return self._on_device.reduce(number, arrays, lend)
             return self._reduce_on_host(number, arrays, lend)
         except UnlikeGradients:
@@ -160,11 +183,13 @@ class FusedAllreduce:
             lasting=functools.partial(self._lasting_result, number),
         )
 
-    def queue_bucket(self, number: int, arrays: Sequence[np.ndarray], lend: bool = True) -> Handle:
+    def queue_bucket(self, number: int, arrays: Any, lend: bool = True) -> Handle:
         """Queues `reduce_bucket`. Collective, as the operation itself; does not block.
 
         Do not change the arrays before the operation has ended.
         """
+        if are_on_device(arrays):
+            arrays = self._on_device.prepare(number, arrays)
         work = functools.partial(self._reduce_queued, number, arrays, lend)
         return self.comm.order.queue(work, self.call.operation)
 

@@ -1,8 +1,8 @@
-"""The launch of an operation by NCCL, on which the ranks have agreed: on all of them or on none.
+"""The launch of operations by NCCL, on which the ranks have agreed: on all of them or on none.
 
 A rank may fail between the agreement and its launch: memory may be missing, or NCCL reports an
 error. The others would wait on the GPU for it. So a rank that fails tells the others, which may
-wait in NCCL's calls, and every launch ends with a second rendezvous.
+wait in NCCL's calls, and the last launch that an agreement covers ends with a second rendezvous.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from keras_dist import errors
 from keras_dist._engine.collectives.rendezvous import rendezvous, report_error
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.nccl.path import NCCL
-from keras_dist._engine.nccl.ranks import FailedElsewhere, NcclRanks, nccl_of
+from keras_dist._engine.nccl.ranks import FailedElsewhere, NcclRanks, abandon, nccl_of
 from keras_dist._engine.signature import CollectiveSignature
 from keras_dist._engine.tracing import spans
 
@@ -24,7 +24,10 @@ R = TypeVar("R")
 
 
 def launch_on_all(
-    comm: Communicator, call: CollectiveSignature, work: Callable[[NcclRanks], R]
+    comm: Communicator,
+    call: CollectiveSignature,
+    work: Callable[[NcclRanks], R],
+    ends: bool = True,
 ) -> R:
     """Launches an operation by NCCL, after its rendezvous. Collective: every rank; blocks.
 
@@ -32,6 +35,7 @@ def launch_on_all(
         comm: the ranks.
         call: the operation.
         work: allocates the results and launches the operation. It makes no collective of the host.
+        ends: whether it is the last operation that the rendezvous covers. Defaults to `True`.
 
     Returns:
         The result of `work`.
@@ -42,7 +46,7 @@ def launch_on_all(
         RankLostError: a rank has died.
     """
     ranks = nccl_of(comm)
-    earlier = ranks.last
+    ranks.launched += 1
 
     def explain(failure: Exception) -> errors.RankError:
         return _rank_error(comm, f"launch {call}", failure)
@@ -60,15 +64,16 @@ def launch_on_all(
     except Exception as failure:
         error, cause = explain(failure), failure
         ranks.tell(error)
+    if error is None and not ends:
+        return result
     success = _success(call.operation)
     try:
         rendezvous(comm, success if error is None else dataclasses.replace(success, error=error))
-        if error is not None:  # all ranks bring the same error
-            raise error
-    except errors.RankError as failure:
-        comm.nccl = None
-        ranks.give_up(failure, earlier)
+    except errors.RankError as failure:  # all ranks raise the same
         raise failure from cause
+    if error is not None:  # all ranks bring the same error
+        abandon(comm, error)
+        raise error from cause
     return result
 
 

@@ -15,8 +15,10 @@ from keras_dist._engine.collectives.refusals import RepeatRendezvous, resolve_re
 from keras_dist._engine.collectives.unlike_gradients import settle_gradients
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import describe_progress
+from keras_dist._engine.gradient_sets import UnlikeGradients
 from keras_dist._engine.messages import as_message
 from keras_dist._engine.mpi.peers import Payload
+from keras_dist._engine.nccl.ranks import abandon
 from keras_dist._engine.ordering.queue import HeldNames
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.recovery.ulfm import check_alive
@@ -102,13 +104,17 @@ def _meet(
         call = dataclasses.replace(call, notice=piggyback.notice())
     if comm.order.refused:
         call = dataclasses.replace(call, refused=tuple(sorted(comm.order.refused)))
+    if comm.nccl is not None and comm.nccl.launched:
+        call = dataclasses.replace(call, launched=comm.nccl.launched)
     with spans.meeting(call, comm.digests.count + 1):
         same = comm.digests.compare(call.digest, payload)
-    if not same:
-        return resolve_difference(comm, _with_failure(comm, call, payload))
-    for name in call.refused:  # the same on all ranks
-        comm.order.forget_refused(name)
-    return call.holds
+    holds = call.holds if same else resolve_difference(comm, _with_failure(comm, call, payload))
+    if comm.nccl is not None:
+        comm.nccl.agree()
+    if same:
+        for name in call.refused:  # the same on all ranks
+            comm.order.forget_refused(name)
+    return holds
 
 
 def repeated_rendezvous(
@@ -272,13 +278,17 @@ def resolve_difference(comm: Communicator, call: CollectiveSignature) -> bool:
             raise failed[0]
         settle_gradients(comm, calls, call, before)
         _check_equal(comm, calls, [arrival.progress for arrival in arrivals], all_wait)
-    except errors.KerasDistError as error:
-        if all_wait or any(each.is_awaited for each in held):
+        joined = _joined_ranks(comm, calls, before)
+    except (errors.KerasDistError, UnlikeGradients, RepeatRendezvous) as error:
+        if any(other.launched for other in calls):
+            abandon(comm, error)
+        awaited = all_wait or any(each.is_awaited for each in held)
+        if awaited and isinstance(error, errors.KerasDistError):
             error.is_shared = True
             comm.order.end_waits(error, of_all=all_wait)
         raise
     piggyback.deliver([arrival.call.notice for arrival in arrivals])
-    comm.faults.joined = _joined_ranks(comm, calls, before)
+    comm.faults.joined = joined
     if comm.faults.joined and comm.faults.on_missing and call.operation != JOINED:
         comm.faults.on_missing()
     return any(arrival.call.holds for arrival in arrivals)

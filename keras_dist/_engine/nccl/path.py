@@ -166,9 +166,9 @@ def is_defined(op: ReduceOp, dtype: np.dtype, factor: float) -> bool:
     return dtype.itemsize >= 4 or float(np.array(factor, dtype)) == factor
 
 
-def are_on_device(arrays: Sequence[Any]) -> bool:
+def are_on_device(arrays: Any) -> bool:
     """Returns whether arrays are in GPU memory."""
-    return bool(arrays) and isinstance(arrays[0], DeviceArray)
+    return isinstance(arrays, list | tuple) and bool(arrays) and isinstance(arrays[0], DeviceArray)
 
 
 def uses_nccl(comm: "Communicator") -> bool:

@@ -29,7 +29,9 @@ from keras_dist._gpu import (
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
 
-__all__ = ["FailedElsewhere", "NcclRanks", "nccl_of"]
+Copies = tuple[Sequence[tuple[int, int, int]], Sequence[tuple[int, int, int]]]
+
+__all__ = ["FailedElsewhere", "NcclRanks", "abandon", "nccl_of"]
 
 
 class FailedElsewhere(Exception):
@@ -52,6 +54,13 @@ def nccl_of(comm: "Communicator") -> "NcclRanks":
     return ranks
 
 
+def abandon(comm: "Communicator", failure: Exception) -> None:
+    """Ends the operations on which the ranks have turned out not to agree. Collective; blocks."""
+    ranks, comm.nccl = comm.nccl, None
+    if ranks is not None:
+        ranks.give_up(failure)
+
+
 class NcclRanks:
     """NCCL's communicator of some ranks, and its stream. Collective to make; blocks.
 
@@ -59,7 +68,8 @@ class NcclRanks:
         comm: the ranks.
 
     Attributes:
-        last: the last launch; `None` before the first one.
+        launched: launches since the ranks last met; those are not known to be the same on all.
+        step: the plan whose buckets are being launched, and the next one; `None` for none.
     """
 
     _nccl: Nccl
@@ -71,7 +81,10 @@ class NcclRanks:
         self._factors: dict[tuple[float, np.dtype], int] = {}
         self._failure: Exception | None = None
         self._watch: LaunchWatch | None = None
-        self.last: Launch | None = None
+        self.launched = 0
+        self.step: tuple[Any, int] | None = None
+        self._last: Launch | None = None
+        self._agreed: Launch | None = None  # the last one that is known to be the same on all
         self._failures = Mailbox(comm.world)  # of ranks that fail before their launch
 
     def connect(self, explain: Callable[[Exception], errors.RankError]) -> None:
@@ -92,6 +105,10 @@ class NcclRanks:
         self._handle = self._nccl.init(self._comm.size, unique_id, self._comm.rank)
         self._settle()
 
+    def agree(self) -> None:
+        """Records that all ranks have met, after the same number of launches."""
+        self.launched, self._agreed = 0, self._last
+
     def tell(self, error: errors.RankError) -> None:
         """Tells all ranks that this one has failed before its launch. Does not block."""
         for rank in range(self._comm.size):
@@ -104,6 +121,7 @@ class NcclRanks:
         inputs: Sequence[DeviceArray],
         outputs: Sequence[DeviceArray],
         group: Callable[[], None],
+        copies: Copies = ((), ()),
     ) -> Launch:
         """Launches operations at once, after the work that writes their arrays. Does not wait.
 
@@ -114,16 +132,22 @@ class NcclRanks:
             inputs: arrays that are read.
             outputs: arrays that are written; their `completion` is set.
             group: calls the operations.
+            copies: those before and those after the operations, each as target, source and number
+                of bytes. Defaults to none.
         """
         self._runtime.use()
         for array in (*inputs, *outputs):
             array.hold(self._stream)
         self._raise_failure()
         try:
+            for copy in copies[0]:
+                self._runtime.copy(*copy, self._stream)
             self._nccl.start()
             group()
             self._nccl.end()
             self._settle()
+            for copy in copies[1]:
+                self._runtime.copy(*copy, self._stream)
         except NcclError:
             self._raise_failure()  # the watch may have aborted the communicator meanwhile
             self._check_ranks()
@@ -134,7 +158,7 @@ class NcclRanks:
             array.completion = launch
         if self._watch is not None:
             self._watch.add(launch)
-        self.last = launch
+        self._last = launch
         return launch
 
     def code_of(self, op: ReduceOp, factor: float, dtype: np.dtype) -> int:
@@ -207,14 +231,13 @@ class NcclRanks:
         """Aborts the communicator after the death of a rank, and ends its thread."""
         self._end(self._lost())
 
-    def give_up(self, failure: Exception, earlier: Launch | None) -> None:
-        """Aborts the communicator after a failed launch that all ranks know. Collective; blocks.
+    def give_up(self, failure: Exception) -> None:
+        """Aborts the communicator after a failure that all ranks know. Collective; blocks.
 
-        Args:
-            failure: the error of the launch.
-            earlier: the launch before it, on which the ranks have agreed; `None` for none. It and
-                those before it end first, unless NCCL has failed on a rank: then they may not end.
+        The launches on which the ranks have agreed end first, unless NCCL has failed on a rank:
+        then they may not end.
         """
+        earlier = self._agreed
         try:
             intact = self._comm.allgather_bytes(bytes([self._failure is None]))
             if earlier is not None and all(part[0] for part in intact):
