@@ -192,15 +192,10 @@ def cudaEventCreateWithFlags(event, flags):
     event[0] = keep(threading.Event())
 
 
-@exported(c_void_p)
-def cudaEventDestroy(event):
-    del _objects[event]
-
-
 @exported(c_void_p, c_void_p)
 def cudaEventRecord(event, stream):
-    reached = _objects[event]
-    reached.clear()
+    # Streams that wait for the place before keep waiting for that one.
+    reached = _objects[event] = threading.Event()
     enqueue(stream, reached.set)
 
 

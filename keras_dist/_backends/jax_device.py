@@ -1,9 +1,9 @@
 """JAX arrays as arrays for the engine: in place, on the host or in GPU memory.
 
-The engine writes to new arrays only: those of JAX are immutable, and a gradient may share its
-memory with a weight. JAX does not tell its stream. But it makes a given stream wait for an array,
-and an array that it takes over wait for a given stream, as the protocol of DLPack has it, so that
-the host need not wait.
+The engine writes to new arrays, and to those that a program has made for it: others are immutable,
+and a gradient may share its memory with a weight. JAX does not tell its stream. But it makes a
+given stream wait for an array, and an array that it takes over wait for a given stream, as the
+protocol of DLPack has it, so that the host need not wait.
 """
 
 import math
@@ -25,11 +25,16 @@ def gpu_number() -> int | None:
     return 0 if counts_host_memory() else number_of_gpu()
 
 
-def to_array(array: Any) -> np.ndarray | DeviceArray:
-    """Returns an array of JAX as an array of the engine, without a copy."""
+def to_array(array: Any, is_own: bool = False) -> np.ndarray | DeviceArray:
+    """Returns an array of JAX as an array of the engine, without a copy.
+
+    Args:
+        array: the array.
+        is_own: whether nobody else uses it, so that the engine may write to it.
+    """
     if not _is_on_device(array):
         return np.asarray(array)
-    return _device_array(array)
+    return _device_array(array, is_own)
 
 
 def place_of(array: Any) -> Any:
@@ -77,7 +82,7 @@ def _is_on_device(array: Any) -> bool:
     return counts_host_memory() or (device.platform != "cpu" and load_runtime() is not None)
 
 
-def _device_array(array: Any) -> DeviceArray:
+def _device_array(array: Any, is_own: bool = False) -> DeviceArray:
     def allocate(shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
         place = place_of(array)
         return _device_array(jax.numpy.zeros(shape, dtype, device=place))
@@ -96,6 +101,7 @@ def _device_array(array: Any) -> DeviceArray:
         array,
         allocate,
         hold=hold if orders else None,
+        is_own=is_own,
     )
 
 

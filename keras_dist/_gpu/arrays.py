@@ -51,6 +51,8 @@ class DeviceArray:
             Defaults to `None`: that has been done.
         stream: instead of `hold`, the stream in whose order the framework writes the array.
         joiner: how its framework joins arrays. Defaults to `None`: it does not.
+        is_own: whether its memory belongs to it alone, so that the engine may write its result
+            there.
 
     Attributes:
         written: an event after the work that writes it; `None` if there is none yet.
@@ -67,10 +69,11 @@ class DeviceArray:
         stream: int | None = None,
         hold: Callable[[int], None] | None = None,
         joiner: Joiner | None = None,
+        is_own: bool = False,
     ):
         self.address, self.shape, self.dtype = address, shape, dtype
         self.owner, self._allocate = owner, allocate
-        self._stream, self._hold, self.joiner = stream, hold, joiner
+        self._stream, self._hold, self.joiner, self.is_own = stream, hold, joiner, is_own
         self.written: Event | None = None
         self.completion: Completion | None = None
         self._prepared: DeviceArray | Exception | None = None

@@ -58,13 +58,13 @@ class Runtime:
         self._new_stream = declare("StreamCreateWithFlags", handle, c_uint)
         self._free_stream = declare("StreamDestroy", ptr)
         self._new_event = declare("EventCreateWithFlags", handle, c_uint)
-        self._free_event = declare("EventDestroy", ptr)
         self._record = declare("EventRecord", ptr, ptr)
         self._query = declare("EventQuery", ptr)
         self._wait = declare("StreamWaitEvent", ptr, ptr, c_uint)
         self._copy = declare("MemcpyAsync", ptr, ptr, c_size_t, c_int, ptr)
         self._pin = declare("HostAlloc", handle, c_size_t, c_uint)
         self._unused: dict[int, list[int]] = {}  # addresses of pinned memory by size
+        self.events: list[int] = []  # that are to be used again
 
     def check(self, code: int, what: str) -> None:
         """Raises the error of a call.
@@ -141,6 +141,14 @@ class Runtime:
         self.check(self._pin(ctypes.byref(address), size, 0), "pinned memory")
         return address.value or 0
 
+    def new_event(self) -> int:
+        """Returns an event: one that nobody uses any more, since its end would wait for the GPU."""
+        with contextlib.suppress(IndexError):
+            return self.events.pop()
+        event = c_void_p()
+        self.check(self._new_event(ctypes.byref(event), DISABLE_TIMING), "a new event")
+        return event.value or 0
+
     def event(self, stream: int) -> "Event":
         """Returns an event that is reached when all earlier work of a stream has been done."""
         return Event(self, stream)
@@ -160,11 +168,11 @@ class _Pinned:
 class Event:
     """A place in the work of a stream; see `Runtime.event`."""
 
+    _handle = 0
+
     def __init__(self, runtime: Runtime, stream: int):
         runtime.use()
-        self._runtime = runtime
-        self._handle = c_void_p()
-        runtime.check(runtime._new_event(ctypes.byref(self._handle), DISABLE_TIMING), "a new event")
+        self._runtime, self._handle = runtime, runtime.new_event()
         runtime.check(runtime._record(self._handle, stream), "the record of an event")
 
     def is_reached(self) -> bool:
@@ -193,7 +201,7 @@ class Event:
 
     def __del__(self) -> None:
         if self._handle:
-            self._runtime._free_event(self._handle)
+            self._runtime.events.append(self._handle)
 
 
 _device = 0

@@ -32,18 +32,23 @@ class JoinedArrays:
         self._joined: DeviceArray | Exception | None = None
         if len(arrays) == 1:
             arrays[0].mark()
-            arrays[0].prepare()
+            if not arrays[0].is_own:
+                arrays[0].prepare()
         elif self._joiner is not None:
             try:
                 self._joined = self._join()
             except Exception as error:
                 self._joined = error
 
-    def take(self) -> Taken:
-        """Returns the operands of a reduction; see `Taken`."""
+    def take(self, may_repeat: bool) -> Taken:
+        """Returns the operands of a reduction; see `Taken`.
+
+        Args:
+            may_repeat: whether the arrays must remain as they are.
+        """
         first = self.arrays[0]
         if len(self.arrays) == 1:
-            target = first.empty()
+            target = first if first.is_own and not may_repeat else first.empty()
             return first, target, (), [target], ((), ())
         if self._joiner is not None:
             flat = self._flat()
