@@ -95,7 +95,7 @@ def _device_array(tensor: torch.Tensor) -> DeviceArray:
         dtype_of(tensor),
         tensor,
         allocate,
-        _stream_of(tensor),
+        lambda: _stream_of(tensor),
         joiner=_JOINER,
     )
 

@@ -49,7 +49,8 @@ class DeviceArray:
         allocate: returns a new array of a shape and dtype, owned by such a tensor.
         hold: makes later work of a stream wait for the work of the framework that writes the array.
             Defaults to `None`: that has been done.
-        stream: instead of `hold`, the stream in whose order the framework writes the array.
+        stream: instead of `hold`, a function that returns the stream in whose order the framework
+            writes the array.
         joiner: how its framework joins arrays. Defaults to `None`: it does not.
         is_own: whether its memory belongs to it alone, so that the engine may write its result
             there.
@@ -66,7 +67,7 @@ class DeviceArray:
         dtype: np.dtype,
         owner: Any,
         allocate: Allocate,
-        stream: int | None = None,
+        stream: Callable[[], int] | None = None,
         hold: Callable[[int], None] | None = None,
         joiner: Joiner | None = None,
         is_own: bool = False,
@@ -145,7 +146,7 @@ class DeviceArray:
         `hold` does it at the latest; then it also waits for what the framework does meanwhile.
         """
         if self.written is None and self._stream is not None:
-            self.written = _runtime().event(self._stream)
+            self.written = _runtime().event(self._stream())
 
     def __reduce__(self) -> Any:
         """Pickles an array on the host, for a rank that receives the result of another."""

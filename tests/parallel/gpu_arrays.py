@@ -17,7 +17,7 @@ def on_gpu(array, joiner=None):
 
     address = array.ctypes.data
     return _gpu.DeviceArray(
-        address, array.shape, array.dtype, array, allocate, stream=0, joiner=joiner
+        address, array.shape, array.dtype, array, allocate, stream=lambda: 0, joiner=joiner
     )
 
 
