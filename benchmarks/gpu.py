@@ -66,6 +66,7 @@ def parts():
     found.append(Part("calls of NCCL", "log", "torch", 45))
     found.append(Part("no memory on one rank", "no_memory", "torch", 40))
     found.append(Part("a rank is killed", "killed", "torch", 60, fails=True))
+    found.append(Part("rarer values", "rare_values", "torch", 40))
     return found
 
 

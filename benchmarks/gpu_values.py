@@ -36,26 +36,19 @@ def compared(title, cases):
 
 
 def differences():
-    """Yields comparisons of each reduction and dtype, and of odd values."""
+    """Yields comparisons of reductions: of the usual dtypes, and of odd values."""
     import torch
 
     import keras_dist.torch as hvd
 
     floats = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
     whole = (torch.int32, torch.int64, torch.uint8)
-    rows = np.random.default_rng(0).integers(0, 4, (4, 100)).tolist()
-    ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
-    cases = [(name, op, dtype, rows) for name, op in ops.items() for dtype in (*floats, *whole)]
-    cases += [("average", hvd.Average, dtype, rows) for dtype in floats]
-    yield compared("every reduction of every dtype", cases)
-    nan, inf = float("nan"), float("inf")
-    odd = [[nan, 1.0, nan, 0.0, -0.0], [1.0, nan, nan, -0.0, 0.0]]
-    cases = [
-        (name, op, dtype, odd)
-        for name, op in (("min", hvd.Min), ("max", hvd.Max))
-        for dtype in floats
-    ]
-    yield compared("NaN in min and max", cases)
+    cases = [("sum", hvd.Sum, dtype, rows()) for dtype in (*floats, *whole)]
+    cases += [("average", hvd.Average, dtype, rows()) for dtype in floats]
+    cases += orders((torch.float32, torch.int64, torch.uint8))
+    yield compared("reductions of every dtype", cases)
+    yield compared("NaN in min and max", orders((torch.float32,), ODD))
+    inf = float("inf")
     cases = [
         ("infinities", hvd.Sum, torch.float32, [[inf, 1.0], [-inf, 2.0]]),
         ("subnormal numbers", hvd.Sum, torch.float32, [[1e-40, 3e-45], [1e-40, 3e-45]]),
@@ -65,6 +58,32 @@ def differences():
         ("complex", hvd.Sum, torch.complex64, [[1 + 2j], [3 - 1j]]),
     ]
     yield compared("infinities, subnormal and complex numbers, overflow", cases)
+
+
+def rare():
+    """Yields comparisons of minima, maxima and products that a library may be built without."""
+    import torch
+
+    dtypes = (torch.float64, torch.float16, torch.bfloat16, torch.int32)
+    yield compared("minima, maxima and products of rarer dtypes", orders(dtypes))
+    yield compared("NaN of float16 and bfloat16", orders(dtypes[1:3], ODD))
+
+
+NAN = float("nan")
+ODD = [[NAN, 1.0, NAN], [1.0, NAN, NAN]]
+
+
+def orders(dtypes, values=None):
+    """Returns cases of minima and maxima, and of products of usual values."""
+    import keras_dist.torch as hvd
+
+    ops = {"min": hvd.Min, "max": hvd.Max} | ({} if values else {"product": hvd.Product})
+    return [(name, op, dtype, values or rows()) for name, op in ops.items() for dtype in dtypes]
+
+
+def rows():
+    """Returns small numbers of each rank."""
+    return np.random.default_rng(0).integers(0, 4, (4, 100)).tolist()
 
 
 def uneven():
