@@ -1,9 +1,11 @@
 """The parts of the proof on GPUs, as its ranks run them. See `gpu`."""
 
 import copy
+import cProfile
 import hashlib
 import json
 import os
+import pstats
 import time
 from importlib import metadata
 from pathlib import Path
@@ -220,7 +222,21 @@ def fit(out):
     rows.append((f"fit, {backend}", f"{bound} ms", f"{times['keras_dist']:.2f} ms a step", ok))
     keras_dist.verify_replicas(models["keras_dist"])
     rows.append((f"replicas after fit, {backend}", "equal", "equal", "yes"))
-    report(out, rows)
+    report(out, rows, profile(lambda: run("keras_dist"), steps))
+
+
+def profile(work, steps):
+    """Returns lines with the functions in which the main thread spends most time."""
+    found = cProfile.Profile()
+    found.runcall(work)
+    times = pstats.Stats(found).stats
+    longest = sorted(times.items(), key=lambda item: -item[1][2])[:14]
+    lines = ["functions in which the main thread of keras_dist is longest:"]
+    for (path, line, name), (_, count, own, whole, _) in longest:
+        place = f"{Path(path).name}:{line} {name}" if line else name
+        each = f"{1e3 * own / steps:.2f} ms a step, with calls {1e3 * whole / steps:.2f}"
+        lines.append(f"  {place}: {each}, {count / steps:.1f} calls")
+    return lines
 
 
 def one_rank(out):
