@@ -6,6 +6,7 @@ differ from rank to rank.
 
 import hashlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -38,6 +39,7 @@ __all__ = [
 
 # Attribute of a model: the event at which its replicas were last verified.
 VERIFIED = "_keras_dist_verified"
+MOST_THREADS = 4
 
 
 def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
@@ -130,8 +132,7 @@ def average_statistics(model: keras.Model) -> dict[int, np.ndarray]:
         return {}
     weights = list(model.non_trainable_weights)
     own = {
-        index: to_numpy(weights[index]).copy()
-        for index in differing(comm, [*map(_digest, weights)])
+        index: to_numpy(weights[index]).copy() for index in differing(comm, _digests(comm, weights))
     }
     different = [weights[index] for index in own]
     floats = [w for w in different if keras.backend.is_float_dtype(w.dtype)]
@@ -206,7 +207,8 @@ def _verify(model: keras.Model, digest: Callable[[Any], bytes]) -> None:
     comm = runtime.communicator()
     variables = shared_state(model)
     layers = layer_state.digests(model)
-    different = differing(comm, [*map(digest, variables), *(each for _, each in layers)])
+    digests = _digests(comm, variables, digest)
+    different = differing(comm, [*digests, *(each for _, each in layers)])
     if not different:
         return
     names = [*map(variable_name, variables), *(name for name, _ in layers)]
@@ -243,6 +245,17 @@ def verify_once(model: keras.Model, event: str) -> None:
 
 def _digest(variable: Any) -> bytes:
     return hashlib.blake2b(bytes_of(variable).data, digest_size=DIGEST_NBYTES).digest()
+
+
+def _digests(
+    comm: _engine.Communicator,
+    variables: Sequence[Any],
+    digest: Callable[[Any], bytes] = _digest,
+) -> list[bytes]:
+    """Returns the digest of each variable."""
+    # Hashing, and copies of a GPU, release the interpreter.
+    with ThreadPoolExecutor(min(MOST_THREADS, max(1, comm.job.fewest_cores))) as threads:
+        return list(threads.map(digest, variables))
 
 
 def _sum(variable: Any) -> bytes:
