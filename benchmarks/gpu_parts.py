@@ -198,24 +198,15 @@ def fit(out):
     keras_dist.init()
     backend, steps = keras.backend.backend(), 3 if small() else 24
     x, y, batch = data(steps)
-    makers = {"plain": (False, None), "keras_dist": (True, None)}
-    models = {way: keras_model(wraps) for way, (wraps, _) in makers.items()}
-    ways = dict(models)
-    if backend == "jax":
-        ways["keras_dist, the host waits"] = models["keras_dist"]
+    models = {"plain": keras_model(False), "keras_dist": keras_model(True)}
 
     def run(way):
-        wraps = way != "plain"
-        if backend == "jax":
-            from keras_dist._backends import jax_device
+        callbacks = keras_dist.callbacks() if way == "keras_dist" else None
+        models[way].fit(x, y, batch_size=batch, verbose=0, callbacks=callbacks)
 
-            jax_device.STREAM_ORDERED = way != "keras_dist, the host waits"
-        callbacks = keras_dist.callbacks() if wraps else None
-        ways[way].fit(x, y, batch_size=batch, verbose=0, callbacks=callbacks)
-
-    for way in ways:
+    for way in models:
         run(way)
-    times = time_in_turn(ways, run, 2 if small() else 5, MPI.COMM_WORLD, steps)
+    times = time_in_turn(models, run, 2 if small() else 5, MPI.COMM_WORLD, steps)
     rows = [(f"fit, {backend}, {way}", "", f"{ms:.2f} ms a step", "") for way, ms in times.items()]
     bound = {"jax": 14, "torch": 37}[backend]
     ok = "" if small() else yes(times["keras_dist"] <= bound)

@@ -142,9 +142,8 @@ def _reduce_joined(fused: Any, now: Any, gradients: Sequence[Any]) -> list[Any]:
         return [result for [result] in fused.reduce_buckets([[array] for array in arrays])]
 
     flats = [_joined(bucket, gradients) for bucket in fused.buckets]
-    are_own = tuple(len(bucket.slots) > 1 for bucket in fused.buckets)
     reduced: dict[int, Any] = {}
-    results = _call(reduce, now, flats, on_device=True, are_own=are_own)
+    results = _call(reduce, now, flats, on_device=True)
     for bucket, flat in zip(fused.buckets, results, strict=True):
         for slot in bucket.slots:
             part = flat[slot.offset : slot.offset + slot.count]
@@ -301,8 +300,7 @@ def train_step_for_host(model: Any, with_rows: Callable[..., Any]) -> Iterator[N
 
 # A function of `now`, whether to reduce in this step, and gradients; returns the reduced gradients.
 # Its parameters are a function of their arrays, one that queues it if it overlaps, whether it takes
-# arrays in GPU memory, the shapes of the results if they are not those of the gradients, and which
-# arrays nobody else uses.
+# arrays in GPU memory, and the shapes of the results if they are not those of the gradients.
 _reduction = Primitive("keras_dist_reduction")
 _reduction.multiple_results = True
 
@@ -314,38 +312,22 @@ def _call(
     queue: Any = None,
     on_device: bool = False,
     shapes: Any = None,
-    are_own: tuple[bool, ...] = (),
 ) -> list[Any]:
     """Adds a host call to a step."""
     results: list[Any] = _reduction.bind(
-        now,
-        *arrays,
-        reduce=function,
-        queue=queue,
-        on_device=on_device,
-        shapes=shapes,
-        are_own=are_own,
+        now, *arrays, reduce=function, queue=queue, on_device=on_device, shapes=shapes
     )
     return results
 
 
 def _start(
-    now: Any,
-    *gradients: Any,
-    reduce: Any,
-    queue: Any,
-    on_device: bool,
-    are_own: tuple[bool, ...],
-    **_: Any,
+    now: Any, *gradients: Any, reduce: Any, queue: Any, on_device: bool, **_: Any
 ) -> Callable[[], list[Any]]:
     """Reduces arrays where they are, without copies of arguments and results."""
     if not now:
         return lambda: list(gradients)
-    if on_device:
-        pairs = itertools.zip_longest(gradients, are_own, fillvalue=False)
-        arrays = uniform([to_array(gradient, is_own) for gradient, is_own in pairs])
-    else:
-        arrays = [np.asarray(gradient) for gradient in gradients]
+    take = to_array if on_device else np.asarray
+    arrays = uniform([take(gradient) for gradient in gradients])
     wait = functools.partial(list, reduce(arrays)) if queue is None else queue(arrays).wait
     places = [place_of(gradient) for gradient in gradients]
     return lambda: [to_jax(result, place) for result, place in zip(wait(), places, strict=True)]

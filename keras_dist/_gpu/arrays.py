@@ -47,13 +47,9 @@ class DeviceArray:
         dtype: its dtype.
         owner: the tensor of a framework whose memory it is.
         allocate: returns a new array of a shape and dtype, owned by such a tensor.
-        hold: makes later work of a stream wait for the work of the framework that writes the array.
-            Defaults to `None`: that has been done.
-        stream: instead of `hold`, a function that returns the stream in whose order the framework
-            writes the array.
+        stream: returns the stream in whose order the framework writes the array. Defaults to
+            `None`: it has been written.
         joiner: how its framework joins arrays. Defaults to `None`: it does not.
-        is_own: whether its memory belongs to it alone, so that the engine may write its result
-            there.
 
     Attributes:
         written: an event after the work that writes it; `None` if there is none yet.
@@ -68,13 +64,11 @@ class DeviceArray:
         owner: Any,
         allocate: Allocate,
         stream: Callable[[], int] | None = None,
-        hold: Callable[[int], None] | None = None,
         joiner: Joiner | None = None,
-        is_own: bool = False,
     ):
         self.address, self.shape, self.dtype = address, shape, dtype
         self.owner, self._allocate = owner, allocate
-        self._stream, self._hold, self.joiner, self.is_own = stream, hold, joiner, is_own
+        self._stream, self.joiner = stream, joiner
         self.written: Event | None = None
         self.completion: Completion | None = None
         self._prepared: DeviceArray | Exception | None = None
@@ -132,8 +126,6 @@ class DeviceArray:
 
     def hold(self, stream: int) -> None:
         """Makes later work of a stream wait until the array has been written."""
-        if self._hold is not None:
-            self._hold(stream)
         self.mark()
         if self.written is not None:
             self.written.hold(stream)

@@ -190,8 +190,8 @@ class DeviceBuckets:
         """Launches a bucket; returns its results, and memory for copies if they are needed."""
         fused, dtype = self._fused, self._fused.buckets[number].dtype
         code = ranks.code_of(fused.options.op, self._factor(), dtype)
+        source, target, inputs, targets, copies = given.take()
         retries = fused.comm.faults.retry is not None
-        source, target, inputs, targets, copies = given.take(retries)
         kept = [array.empty() for array in targets] if retries else []
 
         def group() -> None:

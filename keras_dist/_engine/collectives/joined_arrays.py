@@ -32,23 +32,18 @@ class JoinedArrays:
         self._joined: DeviceArray | Exception | None = None
         if len(arrays) == 1:
             arrays[0].mark()
-            if not arrays[0].is_own:
-                arrays[0].prepare()
+            arrays[0].prepare()
         elif self._joiner is not None:
             try:
                 self._joined = self._join()
             except Exception as error:
                 self._joined = error
 
-    def take(self, may_repeat: bool) -> Taken:
-        """Returns the operands of a reduction; see `Taken`.
-
-        Args:
-            may_repeat: whether the arrays must remain as they are.
-        """
+    def take(self) -> Taken:
+        """Returns the operands of a reduction; see `Taken`."""
         first = self.arrays[0]
         if len(self.arrays) == 1:
-            target = first if first.is_own and not may_repeat else first.empty()
+            target = first.empty()
             return first, target, (), [target], ((), ())
         if self._joiner is not None:
             flat = self._flat()
