@@ -305,6 +305,44 @@ def test_a_step_of_torch_launches_few_operations(monkeypatch):
     assert digests == digests[:1] * keras_dist.size()
 
 
+def test_a_gradient_that_appears_after_the_first_launch_counts_on_all_ranks(monkeypatch):
+    import keras
+
+    if keras.backend.backend() != "torch":
+        pytest.skip("of torch alone")
+    import torch
+
+    import keras_dist.torch as hvd
+    from keras_dist.ops import gradient_plans
+
+    monkeypatch.setattr(gradient_plans, "bucket_nbytes", lambda *_: 512)
+    monkeypatch.setattr(gradient_plans, "FIRST_NBYTES", 256)
+    monkeypatch.setattr(gradient_plans, "overlaps", lambda _: True)
+    extra, *layers = (torch.nn.Linear(8, 8) for _ in range(5))
+    model = torch.nn.ModuleList([extra, *layers])
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    last = keras_dist.size() - 1
+    for step in range(4):
+        outputs = torch.full((2, 8), 1.0 + keras_dist.rank())
+        if step == 2 and keras_dist.rank() == last:
+            outputs = extra(outputs)
+        for layer in layers:
+            outputs = layer(outputs)
+        optimizer.zero_grad()
+        before = extra.bias.detach().clone()
+        outputs.sum().backward()
+        mine = extra.bias.grad.clone() if extra.bias.grad is not None else torch.zeros(8)
+        optimizer.step()
+        everyone = hvd.allgather(mine.reshape(1, -1))
+        expected = before - 0.01 * everyone.sum(0) / keras_dist.size()
+        torch.testing.assert_close(extra.bias.detach(), expected)
+        assert bool((extra.bias != before).any()) is (step == 2)
+    digests = keras_dist.allgather_object([p.sum().item() for p in model.parameters()])
+    assert digests == digests[:1] * keras_dist.size()
+
+
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_fit_reduces_gradients_where_they_are(monkeypatch, jit_compile):
     import keras

@@ -13,6 +13,7 @@ from typing import TypeVar
 from keras_dist import errors
 from keras_dist._engine.collectives.rendezvous import rendezvous, report_error
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.gradient_sets import GradientSet
 from keras_dist._engine.nccl.path import NCCL
 from keras_dist._engine.nccl.ranks import FailedElsewhere, NcclRanks, abandon, nccl_of
 from keras_dist._engine.signature import CollectiveSignature
@@ -66,7 +67,7 @@ def launch_on_all(
         ranks.tell(error)
     if error is None and not ends:
         return result
-    success = _success(call.operation)
+    success = _success(call.operation, call.gradients, call.bucket)
     try:
         rendezvous(comm, success if error is None else dataclasses.replace(success, error=error))
     except errors.RankError as failure:  # all ranks raise the same
@@ -102,9 +103,13 @@ def tell_all(
         raise error from failure
 
 
-@functools.cache
-def _success(operation: str) -> CollectiveSignature:
-    return CollectiveSignature(f"launch of {operation}", library=NCCL)
+@functools.lru_cache(64)
+def _success(
+    operation: str, gradients: GradientSet | None, bucket: int | None
+) -> CollectiveSignature:
+    # A rank that has found other gradients meanwhile meets this one here.
+    what = f"launch of {operation}"
+    return CollectiveSignature(what, library=NCCL, gradients=gradients, bucket=bucket)
 
 
 def _rank_error(comm: Communicator, what: str, failure: Exception) -> errors.RankError:
