@@ -21,6 +21,7 @@ from jax.interpreters import mlir
 from keras_dist._backends import jax_callback
 from keras_dist._backends.jax_device import gpu_number, place_of, to_array, to_jax
 from keras_dist._backends.jax_devices import choose_gpu
+from keras_dist._backends.jax_joined import reduce_joined
 from keras_dist._backends.jax_split import split_at
 from keras_dist._gpu import uniform
 
@@ -98,7 +99,8 @@ def reduce_gradients(
     now = np.bool_(True) if when is None else when
     # The programs of a GPU run while the host waits for a bucket; without one, buckets are queued.
     if on_gpu:
-        return list(reversed(_reduce_joined(fused, now, backwards)))
+        results = reduce_joined(fused, backwards, lambda f, a: _call(f, now, a, on_device=True))
+        return list(reversed(results))
     if not fused.overlaps:
         return list(reversed(_call(fused, now, backwards)))
     reduced: dict[int, Any] = {}
@@ -133,33 +135,6 @@ def is_traced(gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
 def call_uncompiled(function: Callable[[], Any]) -> Any:
     """Calls the function: JAX compiles no Python code. See `Backend.call_uncompiled`."""
     return function()
-
-
-def _reduce_joined(fused: Any, now: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Reduces the gradients of a plan, which the program joins to one array for each bucket."""
-
-    def reduce(arrays: Sequence[Any]) -> list[Any]:
-        return [result for [result] in fused.reduce_buckets([[array] for array in arrays])]
-
-    flats = [_joined(bucket, gradients) for bucket in fused.buckets]
-    reduced: dict[int, Any] = {}
-    results = _call(reduce, now, flats, on_device=True)
-    for bucket, flat in zip(fused.buckets, results, strict=True):
-        for slot in bucket.slots:
-            part = flat[slot.offset : slot.offset + slot.count]
-            reduced[slot.index] = part.reshape(slot.shape)
-    return [reduced[index] for index in range(len(gradients))]
-
-
-def _joined(bucket: Any, gradients: Sequence[Any]) -> Any:
-    """Returns the gradients of a bucket as one array, laid out as in the plan."""
-    parts, end = [], 0
-    for slot in bucket.slots:
-        if slot.offset > end:
-            parts.append(jax.numpy.zeros(slot.offset - end, bucket.dtype))
-        parts.append(gradients[slot.index].reshape(-1))
-        end = slot.offset + slot.count
-    return jax.numpy.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def differentiable_host_callback(
