@@ -128,7 +128,9 @@ def zeros(variable: Any, form: tuple[str, str | None]) -> Any:
 
 def is_traced(gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
     """See `Backend`."""
-    values = [*gradients, *(variable.value for variable in variables)]
+    values = [gradient for gradient in gradients if gradient is not None]
+    if not values:  # only then: in `fit`, Keras' variables have no value
+        values = [variable.value for variable in variables]
     return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
