@@ -39,6 +39,8 @@ def to_array(tensor: torch.Tensor) -> np.ndarray | DeviceArray:
     """Returns a tensor as an array of the engine; only one that is not contiguous is copied."""
     if not is_on_device(tensor):
         return to_numpy(tensor)
+    if tensor.layout is not torch.strided:
+        return to_numpy(tensor)  # which refuses it
     return _device_array(tensor.detach().contiguous().resolve_conj().resolve_neg())
 
 
