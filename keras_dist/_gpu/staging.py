@@ -27,11 +27,15 @@ class Half:
         self.arrays: list[DeviceArray] = []  # kept while they are copied
 
     def __del__(self) -> None:
-        # The GPU may still copy from and to the memory, which is freed next.
+        # The GPU may still copy from and to the memory, which others get next.
+        with contextlib.suppress(Exception):  # of work that has failed
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the copies into and out of this half, also of work that was given up."""
         for event in (self.filled, self.free):
             if event is not None:
-                with contextlib.suppress(Exception):  # of work that has failed
-                    event.wait()
+                event.wait()
 
     def views(self, arrays: Sequence[DeviceArray]) -> list[np.ndarray]:
         """Returns the places of arrays in this half, as arrays."""
@@ -58,12 +62,11 @@ class Staging:
     def down(self, arrays: Sequence[DeviceArray]) -> Half:
         """Starts to copy arrays into the next half, after the work that writes them.
 
-        Blocks while results of the call before the last are still copied from that half.
+        Blocks while arrays of the call before the last are still copied into or from that half.
         """
         half = self._halves[self._turn]
         self._turn = 1 - self._turn
-        if half.free is not None:
-            half.free.wait()
+        half.wait()
         half.arrays = list(arrays)
         nbytes = sum(_aligned(array.nbytes) for array in arrays)
         if half.memory.nbytes < nbytes:

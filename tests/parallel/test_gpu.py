@@ -203,6 +203,14 @@ def test_a_queued_bucket():
         assert (result.finish(0) == comm.size * (number + 1)).all()
 
 
+def test_pinned_memory_is_used_again_after_the_copies_into_it():
+    staging = _gpu.Staging(_gpu.load_runtime())
+    given_up = staging.down([on_gpu(np.ones(10))]).filled
+    staging.down([on_gpu(np.ones(10))])
+    staging.down([on_gpu(np.ones(10_000))])
+    assert given_up.is_reached()
+
+
 def test_the_job_ends_its_communicator_and_makes_another():
     if runtime.communicator().nccl is None:
         both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20)
