@@ -7,6 +7,7 @@ collection at interpreter shutdown takes half as long as the imports.
 """
 
 import atexit
+import functools
 import gc
 import importlib
 import os
@@ -23,11 +24,22 @@ class LateCompiler(types.ModuleType):
 
     @staticmethod
     def disable(function=None, *arguments, **options):
-        """Marks the function as the compiler does, and returns it; or returns a decorator."""
+        """Returns a function that the compiler leaves to Python once it is imported.
+
+        So are the functions that it calls. Without an argument, returns a decorator.
+        """
         if function is None:
             return LateCompiler.disable
-        function._torchdynamo_disable = True
-        return function
+
+        @functools.wraps(function)
+        def left_to_python(*args, **kwargs):
+            compiler = sys.modules.get(COMPILER)
+            if compiler is None or isinstance(compiler, LateCompiler):
+                return function(*args, **kwargs)
+            return compiler.disable(function)(*args, **kwargs)
+
+        left_to_python._torchdynamo_disable = True
+        return left_to_python
 
     @staticmethod
     def reset():
