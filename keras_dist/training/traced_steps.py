@@ -9,7 +9,7 @@ import keras
 from keras_dist._compat.keras.models import layers_of
 from keras_dist.training.model_state import SKIPPING
 
-__all__ = ["before_first_step", "retrace"]
+__all__ = ["before_first_step", "renew_steps", "retrace"]
 
 # Attribute of a function that stands in for the train function until its first call.
 STEP = "_keras_dist_step"
@@ -36,14 +36,14 @@ def retrace(model: keras.Model) -> None:
     """Makes a model trace its steps again, since constants in them have changed."""
     for inner in layers_of(model):
         if isinstance(inner, keras.Model):
-            _renew_steps(inner)
+            renew_steps(inner)
             inner.test_function = inner.predict_function = None
             # Skipped steps are those of a restored model, whose constants are known.
             if inner.train_function is not None and SKIPPING not in inner.__dict__:
                 _renew_train_function(inner)
 
 
-def _renew_steps(model: keras.Model) -> None:
+def renew_steps(model: keras.Model) -> None:
     """Gives a model functions that JAX has not traced: it knows traced functions by their value."""
     if keras.backend.backend() != "jax":
         return

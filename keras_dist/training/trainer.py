@@ -31,6 +31,7 @@ from keras_dist.training.loss_scale import move_outwards
 from keras_dist.training.model_state import SKIPPING, optimizers_of
 from keras_dist.training.ranks_change import again_if_ranks_change
 from keras_dist.training.tasks import as_task, is_evaluated_together
+from keras_dist.training.traced_steps import renew_steps
 
 __all__ = ["check_undistributed", "watch_models"]
 
@@ -68,7 +69,10 @@ def watch_models() -> None:
         ]
         has_equal_batches = epochs.has_equal_batches(self)
         traced_for = [*reductions, has_equal_batches]
-        force = force or self.__dict__.get(TRACED_FOR) != traced_for
+        before = self.__dict__.get(TRACED_FOR)
+        if before is not None and before != traced_for:
+            renew_steps(self)
+        force = force or before != traced_for
         for_host: Any = contextlib.nullcontext()
         if any(comm is not None for _, comm, _ in reductions):
             make_losses_global(self)
@@ -173,10 +177,14 @@ def _checked(fit: Callable[..., Any]) -> Callable[..., Any]:
         given = [ordered if at == position else value for at, value in enumerate(args)]
         options = {**kwargs, "callbacks": ordered} if "callbacks" in kwargs else kwargs
         model = bound.arguments["self"]
+        is_within = epochs.fit_arguments().get("self") is model
+        outer = model.train_function, model.__dict__.get(TRACED_FOR)
         try:
             with epochs.training_on(bound.arguments, *agreement), seeds.separable():
                 return fit(*given, **options)
         finally:
+            if is_within:  # the outer fit goes on with its own step
+                model.train_function, model.__dict__[TRACED_FOR] = outer
             # A fit that failed while it skipped batches must not make the next fit skip them.
             if (end := model.__dict__.pop(SKIPPING, None)) is not None:
                 end()
