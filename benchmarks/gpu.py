@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from common import launcher, table  # noqa: E402  (after the path of keras_dist)
+from common import launcher, make_folder, table  # noqa: E402  (after the path of keras_dist)
 from gpu_parts import PARTS  # noqa: E402
 
 HEAD = ("what", "bound", "measured", "")
@@ -80,6 +80,8 @@ def main():
     if options.worker:
         PARTS[options.worker[0]](Path(options.worker[1]))
         return
+    if options.output:
+        make_folder(made, options.output.parent)
     gpus = count_gpus()
     if not gpus:
         print("No GPU here: every part runs small on the CPU, over the tests' double of NCCL.")

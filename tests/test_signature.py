@@ -134,6 +134,7 @@ OTHER_VALUES = {
     "buckets": ((0, 1),),
     "bucket": 0,
     "error": ValueError("wrong"),
+    "launched": 1,
     "first": True,
     "holds": True,
     "notice": "stop",
