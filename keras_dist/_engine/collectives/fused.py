@@ -140,7 +140,8 @@ class FusedAllreduce:
             return self._on_device.reduce_all(parts)
         results = []
         for number, (bucket, part) in enumerate(zip(self.buckets, parts, strict=True)):
-            if len(part) == len(bucket.slots) > 1:
+            shapes = [slot.shape for slot in bucket.slots]
+            if [array.shape for array in part] == shapes:
                 results.append(self.reduce_bucket(number, part))
             else:
                 reduced = self.reduce_bucket(number, bucket.unpack(part[0].reshape(-1)))
