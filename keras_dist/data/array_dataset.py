@@ -39,7 +39,7 @@ class Passes(keras.utils.PyDataset):
         """Advances to the next epoch, unless the end of a loop has done so."""
         loop, self._loop = self._loop, None
         # Keras reads a batch for its shapes, and ends this "epoch" before the first one of `fit`.
-        self._end(loop == "begun" or (loop is None and not epochs.awaits_first_step(self)))
+        self._end(loop == "begun" or (loop is None and not epochs.awaits_steps(self)))
 
     def _begin(self) -> None:
         raise NotImplementedError

@@ -21,12 +21,12 @@ __all__ = [
     "Distribution",
     "Epochs",
     "Reshardable",
-    "awaits_first_step",
+    "awaits_steps",
     "current",
+    "expect_steps",
     "fit_arguments",
     "has_equal_batches",
     "history",
-    "in_step",
     "is_sharded",
     "is_sharded_everywhere",
     "kind_of",
@@ -114,7 +114,7 @@ _live: weakref.WeakValueDictionary[int, Epochs] = weakref.WeakValueDictionary()
 _sharded: weakref.WeakKeyDictionary[Any, Epochs | None] = weakref.WeakKeyDictionary()
 _fit_arguments: Mapping[str, Any] = {}
 _everywhere = True
-_awaits_first_step = False
+_awaits_steps = False
 _equal_batches = False
 _history: list["Distribution"] = []
 
@@ -144,28 +144,26 @@ def training_on(
         everywhere: whether `keras_dist.data` made the data of all ranks.
         equal_batches: whether the batches of all ranks have equal shapes in each step.
     """
-    global _fit_arguments, _everywhere, _awaits_first_step, _equal_batches
+    global _fit_arguments, _everywhere, _awaits_steps, _equal_batches
     before = _fit_arguments, _everywhere, _equal_batches
     _fit_arguments, _everywhere, _equal_batches = arguments, everywhere, equal_batches
-    _awaits_first_step = True
+    _awaits_steps = True
     try:
         yield
     finally:
         _fit_arguments, _everywhere, _equal_batches = before
-        _awaits_first_step = False
+        _awaits_steps = False
 
 
-@contextlib.contextmanager
-def in_step() -> Iterator[None]:
-    """Returns the context of a training step."""
-    global _awaits_first_step
-    _awaits_first_step = False
-    yield
+def expect_steps() -> None:
+    """Records that the running fit has its train function: what it reads now is for its steps."""
+    global _awaits_steps
+    _awaits_steps = False
 
 
-def awaits_first_step(data: Any) -> bool:
-    """Returns whether a fit on a data set has begun, and its first step has not."""
-    return _awaits_first_step and _fit_arguments.get("x") is data
+def awaits_steps(data: Any) -> bool:
+    """Returns whether a fit on a data set has begun, and has no train function yet."""
+    return _awaits_steps and _fit_arguments.get("x") is data
 
 
 def has_equal_batches(model: Any) -> bool:

@@ -48,6 +48,7 @@ def watch_models() -> None:
 
     @functools.wraps(original)
     def make_train_function(self: keras.Model, force: bool = False) -> Any:
+        epochs.expect_steps()
         for optimizer in optimizers_of(self):
             complete(optimizer, self)
         for optimizer in optimizers_of(self):
@@ -88,7 +89,7 @@ def watch_models() -> None:
         recorded = functools.partial(_engine.tracing.step, self.steps_per_execution)
         losses = functools.partial(within, Step(optimizers[0]._keras_dist, has_equal_batches))
         self.train_function = _wrapped(
-            self.train_function, recorded, losses, epochs.in_step, random_generators.in_step
+            self.train_function, recorded, losses, random_generators.in_step
         )
         return train_function
 

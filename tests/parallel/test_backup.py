@@ -108,6 +108,21 @@ def test_resumed_training_equals_training_that_was_not_interrupted(shared, share
     assert not directory.exists()
 
 
+def test_a_backup_after_the_last_step_of_an_epoch_goes_on_with_the_next_one(directory):
+    def data():
+        return {"x": keras_dist.data.shard(make_data(8 * keras_dist.size()), batch_size=4)}
+
+    def backup():
+        return BackupAndRestore(directory, save_freq=2)
+
+    expected, _ = fit(**data())
+    with pytest.raises(Interrupted):
+        fit(backup(), Interrupt(0, 1), **data())
+    keras_dist.barrier()
+    again, _ = fit(backup(), **data())
+    assert everything_of(again) == everything_of(expected)
+
+
 def test_further_optimizers_of_a_model_go_on_as_well(directory):
     def train(*callbacks):
         model = Gan(keras_dist.DistributedOptimizer)

@@ -73,11 +73,13 @@ def one_pass(data):
     return [np.asarray(x)[:, 0].astype(int).tolist() for x, _ in data]
 
 
-def means_in_fit(data, epochs):
+def means_in_fit(data, epochs, distributed=True):
     """The mean of all numbers until each step, by epoch."""
     mean = keras.metrics.MeanMetricWrapper(lambda y_true, y_pred: y_true, name="mean")
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    optimizer = keras.optimizers.SGD(0.0)
+    if distributed:
+        optimizer = keras_dist.DistributedOptimizer(optimizer)
     model.compile(optimizer, "mse", metrics=[mean])
     seen = []
     record = keras.callbacks.LambdaCallback(
@@ -108,6 +110,11 @@ def test_each_loop_over_a_shard_is_an_epoch_of_fit(kind):
     again = LOOPED[kind]()
     keras_dist.data.set_epoch(again, 3)
     assert fourth == pytest.approx(means(one_pass(again)), rel=1e-5)
+
+
+def test_epochs_without_a_distributed_optimizer_have_the_same_orders():
+    expected = means_in_fit(arrays(), 2)
+    assert means_in_fit(arrays(), 2, distributed=False) == expected
 
 
 def test_the_end_of_an_epoch_may_be_said_after_a_loop():
