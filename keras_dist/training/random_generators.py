@@ -63,7 +63,7 @@ def restore(states: Mapping[str, Any], data: Any = None) -> None:
     if "numpy" in states:
         name, key, *more = states["numpy"]
         np.random.set_state((name, _array(key, np.uint32), *more))
-    if "torch" not in sys.modules:
+    if sys.modules.get("torch") is None:
         return
     _set_torch(_tensors(states))
     if _torch_steps and "torch steps" in states:

@@ -166,7 +166,7 @@ def _set(name: str, seed: int) -> None:
 
 def _of_tensorflow() -> dict[str, Any]:
     """Returns the global seed of TensorFlow, if there is one."""
-    if "tensorflow" not in sys.modules:
+    if sys.modules.get("tensorflow") is None:  # not imported, or hidden
         return {}
     from keras_dist.data import tf_order
 

@@ -4,6 +4,7 @@ docs/guide/seeds.md states the same in a table.
 """
 
 import random
+import sys
 import warnings
 
 import keras
@@ -287,6 +288,14 @@ def test_separate_seeds_before_map_of_tf_random():
     assert equal(drawn())
     keras_dist.separate_seeds()
     assert differ(drawn())
+
+
+def test_seeds_are_separate_where_other_frameworks_are_hidden(monkeypatch):
+    for name in {"tensorflow", "jax", "torch"} - {BACKEND}:
+        monkeypatch.setitem(sys.modules, name, None)  # so that Keras does not import it
+    keras.utils.set_random_seed(SEED)
+    model, _ = model_of(keras.layers.Dropout(0.5))
+    fit(model)
 
 
 def test_keys_of_jax_are_equal_until_they_are_folded():
