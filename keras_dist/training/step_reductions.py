@@ -39,4 +39,6 @@ def reduce_over_ranks(
         options = _engine.OpOptions(op)
         return _engine.collectives.allreduce(comm, [array], [name], options, bucket_nbytes(comm))[0]
 
-    return _backends.active().differentiable_host_callback(tensor, reduce, reduce, on_device=True)
+    return _backends.active().differentiable_host_callback(
+        tensor, reduce, reduce, on_device=when is None
+    )
