@@ -289,6 +289,7 @@ def test_a_rank_that_does_not_fit_is_told_why(about, reason):
 def test_each_rank_joins_once():
     with WorldServer(2) as server:
         first, _ = introduced(server)
+        eventually(lambda: server._members)  # threads of the server may take the second one first
         second, _ = introduced(server)
         assert "each rank once" in second.receive(SECONDS)["reason"]
         first.send(event="left")

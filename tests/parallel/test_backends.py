@@ -118,7 +118,8 @@ def test_accumulation_steps_do_not_communicate(monkeypatch):
     x, y = make_data(6 * BATCH)
     for start in range(0, len(x), BATCH):
         model.train_on_batch(x[start : start + BATCH], y[start : start + BATCH])
-    assert calls == [4, 4]
+    # Each step also sums what the losses of the ranks are divided by, as a single array.
+    assert [arrays for arrays in calls if arrays > 1] == [4, 4]
 
 
 # --- torch

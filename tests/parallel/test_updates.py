@@ -258,8 +258,10 @@ if BACKEND == "tensorflow":
 @pytest.mark.parametrize(("train", "count"), ways)
 def test_the_memory_of_a_model_is_freed_with_it(train, count):
     train()
+    keras.utils.clear_session()
     before = shared_files()
     for _ in range(count):
         train()
         keras.utils.clear_session()
-    assert shared_files() == before
+    # Less, if models of other tests end meanwhile.
+    assert all(now <= then for now, then in zip(shared_files(), before, strict=True))
