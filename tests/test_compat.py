@@ -162,7 +162,7 @@ HIDDEN = {
 }
 
 
-# Without --slow one module of each framework suffices.
+# Without --all one module of each framework suffices.
 FIRST = {module.split(".")[0]: module for module in reversed(HIDDEN)}.values()
 
 

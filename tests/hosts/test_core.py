@@ -18,7 +18,7 @@ EQUALITY = [
     "::test_resumed_training_equals_training_that_was_not_interrupted",
 ]
 
-# Without --slow only the engine runs, on two hosts with one rank each.
+# Without --all only the engine runs, on two hosts with one rank each.
 CASES = [pytest.param("mpich", ENGINE, 2, 1, id="mpich-2-1-engine")] + [
     pytest.param(library, tests, *size, id=f"{library}-{size[0]}-{size[1]}", marks=pytest.mark.slow)
     for library in ("mpich", "openmpi")

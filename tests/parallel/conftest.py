@@ -26,6 +26,7 @@ import hypothesis
 import numpy as np
 import pytest
 from mpi4py import MPI
+from suite import runs_in
 
 LIMIT_SECONDS = 120.0
 # Seconds a rank waits for the reports of the others before it aborts the job.
@@ -185,6 +186,7 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "parity(row): shows a row of docs/backends.md; {name} stands for a parameter"
     )
+    config.addinivalue_line("markers", "jobs(*names): where the test runs, see tests/suite.py")
     config.addinivalue_line(
         "markers", "tuned: pipelines of TensorFlow are tuned, as users have them"
     )
@@ -196,6 +198,23 @@ def pytest_configure(config):
 def pytest_collection(session):
     with limit("Collection", LIMIT_SECONDS):
         return (yield)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out tests that belong to other jobs; fails where a test names none."""
+    named = {
+        item: {name for mark in item.iter_markers("jobs") for name in mark.args} for item in items
+    }
+    if nowhere := sorted({str(item.path) for item in items if not named[item]}):
+        raise pytest.UsageError(f"No mark `jobs` says where these files run: {', '.join(nowhere)}")
+    if job := os.environ.get("TEST_JOB"):
+        chosen = [
+            item
+            for item in items
+            if runs_in(job, named[item], item.get_closest_marker("parity") is not None)
+        ]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
 
 
 def pytest_collectreport(report):

@@ -8,6 +8,8 @@ from training import agreed
 import keras_dist
 from keras_dist import errors
 
+pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+
 layers = keras.layers
 tf = pytest.importorskip("tensorflow")
 

@@ -13,6 +13,8 @@ from test_collectives import contribution, odd_one, raised, several
 import keras_dist
 from keras_dist import errors, runtime
 
+pytestmark = pytest.mark.jobs("engine", "torch-3")
+
 RANK, SIZE = keras_dist.rank, keras_dist.size
 
 

@@ -11,6 +11,8 @@ from training import assert_close, compiled, make_data, make_model, rows_of_rank
 import keras_dist
 from keras_dist import errors
 
+pytestmark = pytest.mark.jobs("training", "jax-2")
+
 BATCH, STEPS = 4, 3
 BACKEND = keras.backend.backend()
 on_jax = pytest.mark.skipif(BACKEND != "jax", reason="tests the JAX backend")

@@ -22,6 +22,8 @@ from keras_dist.data import epochs
 from keras_dist.storage.versioned_backups import newest_first
 from keras_dist.training import model_state
 
+pytestmark = pytest.mark.jobs("training")
+
 
 class Interrupted(Exception):
     """Ends the training in these tests."""
@@ -88,7 +90,9 @@ def directory(shared_tmp_path):
 
 
 @pytest.mark.parity("`BackupAndRestore`: resumed training equals uninterrupted training")
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    "shared", [pytest.param(True, marks=pytest.mark.jobs("jax-2", "equality")), False]
+)
 def test_resumed_training_equals_training_that_was_not_interrupted(shared, shared_tmp_path):
     directory = shared_tmp_path / ("backup" if shared else f"backup of {keras_dist.rank()}")
 

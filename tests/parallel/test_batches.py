@@ -10,6 +10,8 @@ from training import BATCH, distributed, make_data, weights_of
 import keras_dist
 from keras_dist.callbacks import VerifyBatches
 
+pytestmark = pytest.mark.jobs("tensorflow-2")
+
 
 def told_by(fit):
     """The warnings of rank 0 about batches in a fit."""

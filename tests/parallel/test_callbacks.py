@@ -21,6 +21,8 @@ from keras_dist.callbacks import (
 )
 from keras_dist.callbacks.optimizers_alike import hyperparameters
 
+pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2-rows")
+
 
 def part(*arrays):
     """The rows of this rank; lower ranks have one more if the division is uneven."""
@@ -171,6 +173,7 @@ def binary_model(rate=0.0):
     return model
 
 
+@pytest.mark.jobs("torch-3")
 @pytest.mark.parity("metrics of `fit` and `evaluate` equal those of one process")
 @pytest.mark.parametrize("samples", [64, 61, 37])
 def test_logs_equal_those_of_one_process_over_all_the_data(samples):
@@ -202,6 +205,7 @@ METRICS = [
 ]
 
 
+@pytest.mark.jobs("torch-3")
 def test_every_metric_is_exact_with_weights_of_samples_and_classes():
     batch = 10  # equal on all ranks, so that each step is compiled once
     x, labels = make_data(batch * keras_dist.size())

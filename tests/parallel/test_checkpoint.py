@@ -15,6 +15,8 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import BestModelCheckpoint, ModelCheckpoint, background_writer
 
+pytestmark = pytest.mark.jobs("training", "jax-2-rows", "openmpi-2")
+
 
 @pytest.mark.parity("`ModelCheckpoint` writes on the root only")
 def test_only_the_root_writes_and_all_leave_together(shared_tmp_path):

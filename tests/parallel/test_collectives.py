@@ -10,6 +10,8 @@ from bits import equal_on_all
 import keras_dist
 from keras_dist import _engine, errors, runtime
 
+pytestmark = pytest.mark.jobs("engine", "tensorflow-1", "nodes-2+1", "openmpi-2")
+
 OPS = {
     "sum": lambda rows: rows.sum(axis=0),
     "average": lambda rows: rows.mean(axis=0),
@@ -191,6 +193,7 @@ def test_objects():
     ]
 
 
+@pytest.mark.jobs("nodes-2x2")
 @pytest.mark.parametrize("count", [3, 50_000, 2_000_000])
 def test_results_are_aligned_for_frameworks(count):
     for result in keras_dist.grouped_allreduce([np.ones(count, "float32"), np.ones(5)]):

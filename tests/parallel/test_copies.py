@@ -12,6 +12,8 @@ from training import CLASSES, FEATURES, compiled, distributed, fit_rows, make_da
 import keras_dist
 from keras_dist import errors
 
+pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+
 BACKEND = keras.backend.backend()
 
 

@@ -11,6 +11,8 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.data import shard
 
+pytestmark = pytest.mark.jobs("tensorflow-2", "tensorflow-1", "tensorflow-3")
+
 BATCH = 4
 REMAINDERS = ["uneven", "pad", "drop"]
 

@@ -21,6 +21,8 @@ from PIL import Image
 import keras_dist
 from keras_dist import data, errors
 
+pytestmark = pytest.mark.jobs("tensorflow-2", "tensorflow-1", "slow-3")
+
 COUNT = 29
 
 

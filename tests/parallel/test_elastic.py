@@ -10,6 +10,8 @@ import keras_dist
 from keras_dist import elastic, errors
 from keras_dist.training.model_state import accumulators
 
+pytestmark = pytest.mark.jobs("training")
+
 RANK = keras_dist.rank()
 
 

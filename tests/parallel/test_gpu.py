@@ -9,6 +9,7 @@ import keras_dist
 from keras_dist import _engine, _gpu, errors, runtime
 
 pytestmark = [
+    pytest.mark.jobs("engine", "double", "double-torch-3"),
     pytest.mark.skipif(not _gpu.counts_host_memory(), reason="without a GPU or its test double"),
     pytest.mark.usefixtures("ranks"),
 ]

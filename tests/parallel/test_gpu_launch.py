@@ -14,6 +14,7 @@ from keras_dist._engine.nccl.ranks import NcclRanks
 from keras_dist.monitor.timeline import summary as timeline
 
 pytestmark = [
+    pytest.mark.jobs("engine", "double", "double-torch-3"),
     pytest.mark.skipif(not _gpu.counts_host_memory(), reason="without a GPU or its test double"),
     pytest.mark.usefixtures("ranks"),
 ]

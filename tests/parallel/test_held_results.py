@@ -8,6 +8,8 @@ import pytest
 import keras_dist
 from keras_dist import errors, runtime
 
+pytestmark = pytest.mark.jobs("engine")
+
 LARGE = 70_000  # float32: results of this size are read in shared memory
 COUNTS = (LARGE, LARGE + 5, 4 * LARGE, 300)
 

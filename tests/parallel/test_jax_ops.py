@@ -12,6 +12,8 @@ import keras_dist.jax as hvd
 from keras_dist import errors, ops
 from keras_dist._backends import jax_callback
 
+pytestmark = pytest.mark.jobs("tensorflow-2")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def started():

@@ -13,6 +13,8 @@ from keras_dist import errors
 from keras_dist._compat.keras.models import layers_of
 from keras_dist.training import layer_state, replicas
 
+pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+
 layers, BACKEND = keras.layers, keras.backend.backend()
 DATA = np.arange(8, dtype="float32")[:, None] ** 2
 NORMAL = ((DATA - DATA.mean()) / DATA.std()).ravel()

@@ -17,6 +17,8 @@ from training import (
 import keras_dist
 from keras_dist import errors
 
+pytestmark = pytest.mark.jobs("training", "jax-2-rows", "double")
+
 BATCH, STEPS = 4, 3
 BACKEND = keras.backend.backend()
 Sync = keras_dist.layers.SyncBatchNormalization
@@ -65,6 +67,7 @@ def train_both(make, x, y, **options):
     return model, plain
 
 
+@pytest.mark.jobs("torch-3")
 @pytest.mark.parity("`SyncBatchNormalization` equals one process")
 def test_weights_and_statistics_equal_those_of_one_process():
     x, y = make_data(BATCH * STEPS * keras_dist.size())

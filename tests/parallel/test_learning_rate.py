@@ -12,6 +12,8 @@ from keras_dist.callbacks import (
     LearningRateWarmupCallback,
 )
 
+pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+
 
 class Rates(keras.callbacks.Callback):
     """Records the rate with which each batch was trained."""

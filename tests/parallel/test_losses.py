@@ -11,6 +11,8 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.training import global_losses
 
+pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+
 backend = keras.backend.backend()
 BATCH, TOKENS, WORDS, STEPS = 4, 5, 10, 2
 MEANS = ["sum_over_batch_size", "mean", "mean_with_sample_weight"]

@@ -13,6 +13,8 @@ from test_collectives import raised, several
 import keras_dist
 from keras_dist import errors
 
+pytestmark = pytest.mark.jobs("engine", "torch-4")
+
 NAMES = [f"weight {number}" for number in range(12)]
 
 

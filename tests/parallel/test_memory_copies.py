@@ -21,6 +21,8 @@ from keras_dist.callbacks import BackupAndRestore
 from keras_dist.storage import memory_copies, memory_directory, versioned_backups
 from keras_dist.storage.memory_copies import MemoryCopies
 
+pytestmark = pytest.mark.jobs("engine", "nodes-2+1", "slow-3")
+
 NODES = runtime.communicator().topology.nodes
 NODE = next(at for at, node in enumerate(NODES) if keras_dist.rank() in node)
 ROOT = keras_dist.size() - 1

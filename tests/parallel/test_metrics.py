@@ -14,6 +14,8 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import MetricAverageCallback
 
+pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+
 BACKEND = keras.backend.backend()
 SAMPLES, CLASSES = 30, 3
 

@@ -15,7 +15,10 @@ STEPS = 6
 # In each step all ranks have the first gradient, some the next two, and none the last one.
 SHAPES = {"trunk": (3,), "left": (4, 2), "right": (4, 2), "unused": (2,)}
 
-pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist")
+pytestmark = [
+    pytest.mark.jobs("training", "jax-2-rows"),
+    pytest.mark.filterwarnings("ignore:Gradients do not exist"),
+]
 
 
 def make_variables():

@@ -8,6 +8,8 @@ from test_collectives import FLOATS, INTEGERS, contribution, odd_one, raised, ro
 import keras_dist
 from keras_dist import errors, runtime
 
+pytestmark = pytest.mark.jobs("engine", "nodes-2x2")
+
 RANK, SIZE = keras_dist.rank, keras_dist.size
 EVERY = [*FLOATS, *INTEGERS, np.bool_, np.complex64]
 

@@ -22,6 +22,8 @@ from keras_dist._engine.mpi.links import Links
 from keras_dist._engine.mpi.transfer import allgather_in_place
 from keras_dist._engine.shm import bucket_reduction
 
+pytestmark = pytest.mark.jobs("engine", "nodes-2x2", "nodes-2+1", "nodes-4x1")
+
 OPS = ["sum", "average", "min", "max"]
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int32]
 LARGE = 2**20

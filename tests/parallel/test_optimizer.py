@@ -28,6 +28,8 @@ from training import (
 import keras_dist
 from keras_dist import config, errors
 
+pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2-rows")
+
 BACKEND = keras.backend.backend()
 on_tensorflow = pytest.mark.skipif(
     BACKEND != "tensorflow", reason="only TensorFlow gives the gradient of an embedding as rows"
@@ -98,6 +100,7 @@ def train_on_batches(model, x, y):
         model.train_on_batch(x[start : start + BATCH], y[start : start + BATCH])
 
 
+@pytest.mark.jobs("steps")
 @pytest.mark.parity("`fit` ends with the weights of one process: {name}")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_equal_those_of_one_process(name):
@@ -105,6 +108,7 @@ def test_weights_equal_those_of_one_process(name):
     assert_close(weights_of(model), weights_of(plain))
 
 
+@pytest.mark.jobs("tensorflow-3")
 @pytest.mark.parity("the same with `{options}`")
 @pytest.mark.parametrize(
     "options",
@@ -118,6 +122,7 @@ def test_compile_options_give_the_same_weights(options):
     assert_close(weights_of(model), weights_of(plain))
 
 
+@pytest.mark.jobs("steps")
 @pytest.mark.parity("mixed bfloat16")
 def test_mixed_bfloat16_gives_the_same_weights_up_to_rounding():
     def make(optimizer, **options):
@@ -302,6 +307,7 @@ class DenseAdam(keras.optimizers.Adam):
         return super()._clip_gradients([tf.convert_to_tensor(grad) for grad in grads])
 
 
+@pytest.mark.jobs("steps")
 @pytest.mark.parity("gradients of embeddings are exchanged as rows")
 @on_tensorflow
 @pytest.mark.parametrize(
@@ -400,6 +406,7 @@ def test_a_loss_scale_leaves_the_weights_of_fit():
     assert_close(weights_of(scaled), weights_of(plain))
 
 
+@pytest.mark.jobs("steps")
 @pytest.mark.parity("`mixed_float16`: an overflow on one rank skips the step on all")
 @pytest.mark.parametrize("wrap_outside", [False, True])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(wrap_outside):

@@ -21,6 +21,8 @@ from training import (
 import keras_dist
 from keras_dist import _engine, _gpu, errors
 
+pytestmark = pytest.mark.jobs("training")
+
 BACKEND = keras.backend.backend()
 POWER_OF_TWO = [1, 2, 4, 8]
 
@@ -69,6 +71,7 @@ def counting(monkeypatch):
 # --- backward_passes_per_step
 
 
+@pytest.mark.jobs("jax-2")
 @pytest.mark.parity("`backward_passes_per_step`")
 def test_averaged_passes_equal_gradient_accumulation_of_keras(monkeypatch):
     with counting(monkeypatch) as calls:
@@ -140,6 +143,7 @@ def test_an_overflow_in_one_step_does_not_reach_the_next():
     np.testing.assert_allclose(keras.ops.convert_to_numpy(variable), -(mean + 2))
 
 
+@pytest.mark.jobs("jax-2")
 @pytest.mark.parity("`mixed_float16` with several passes: reduces in updates only")
 def test_passes_under_a_loss_scale_reduce_in_updates_only(monkeypatch):
     n = keras_dist.size()
@@ -204,6 +208,7 @@ def test_a_predivided_average_is_the_average():
     np.testing.assert_allclose(value, np.full(2, -(1 + keras_dist.size()) / 2), rtol=1e-6)
 
 
+@pytest.mark.jobs("jax-2")
 @pytest.mark.parity("`groups`")
 def test_groups_change_buckets_but_no_bit(monkeypatch):
     rng = np.random.default_rng(keras_dist.rank())
@@ -260,6 +265,7 @@ def test_rows_of_an_embedding_become_dense():
     assert_close(weights_of(model), weights_of(plain))
 
 
+@pytest.mark.jobs("jax-2")
 @pytest.mark.parity("Adasum")
 def test_adasum_sums_orthogonal_and_averages_parallel_gradients():
     n, rank = keras_dist.size(), keras_dist.rank()
@@ -286,6 +292,7 @@ def test_adasum_of_an_embedding():
 # --- Local variables
 
 
+@pytest.mark.jobs("jax-2")
 @pytest.mark.parity("local variables keep their own gradients")
 @pytest.mark.parametrize("scale", [True, False])
 @pytest.mark.parametrize("kind", ["variables", "layers"])

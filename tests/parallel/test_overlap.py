@@ -13,6 +13,8 @@ from keras_dist import _gpu
 from keras_dist._engine import FusedAllreduce
 from keras_dist.ops import gradient_plans
 
+pytestmark = pytest.mark.jobs("training", "jax-2", "nodes-2+1")
+
 BATCH, STEPS = 4, 4
 IN_GRAPH = keras.backend.backend() != "torch"
 

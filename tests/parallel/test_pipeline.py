@@ -8,6 +8,8 @@ from keras import ops
 import keras_dist
 from keras_dist import errors
 
+pytestmark = pytest.mark.jobs("training", "torch-4")
+
 RANK, SIZE = keras_dist.rank(), keras_dist.size()
 LAYERS = 3
 
@@ -57,6 +59,7 @@ def assert_equals_stage(stage, stages, model, whole):
         np.testing.assert_allclose(ops.convert_to_numpy(variable), value, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.jobs("jax-2")
 @pytest.mark.skipif(SIZE > LAYERS, reason="more stages than layers")
 @pytest.mark.parametrize("micro_batches", [1, 4])  # 4 does not divide the batch
 def test_a_pipeline_trains_like_the_whole_model(micro_batches):
@@ -247,6 +250,7 @@ def gradient_on_jax(weight, x):
     return jax.jit(jax.grad(loss_of))(weight, x)
 
 
+@pytest.mark.jobs("jax-2")
 def test_gradients_go_through_send_and_recv():
     weights, inputs = np.float32([1.5, -2, 0.5, 3]), np.float32(range(4)) + np.arange(4)[:, None]
     gradient = globals()[f"gradient_on_{keras.backend.backend()}"]

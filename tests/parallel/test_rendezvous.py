@@ -9,6 +9,8 @@ import keras_dist
 from keras_dist import _engine, errors, runtime
 from keras_dist._engine import tuning
 
+pytestmark = pytest.mark.jobs("engine", "torch-3")
+
 SUM = _engine.OpOptions(_engine.ReduceOp.SUM)
 DIFFERENT = {
     "a dtype without that op": lambda odd: keras_dist.allreduce(

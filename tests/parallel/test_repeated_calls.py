@@ -10,6 +10,8 @@ import keras_dist
 from keras_dist import _engine, errors, runtime
 from keras_dist._engine.shm import region
 
+pytestmark = pytest.mark.jobs("engine")
+
 LARGE = 70_000  # float32: results of this size are read in shared memory
 SHAPES = [(), (1,), (0, 3), (5, 7), (200, 200), (LARGE,)]
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.uint8, np.complex64]

@@ -9,6 +9,8 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.training import model_state, replicas
 
+pytestmark = pytest.mark.jobs("training", "torch-3", "jax-2-rows", "openmpi-2")
+
 
 def needs_two_ranks():
     if keras_dist.size() == 1:

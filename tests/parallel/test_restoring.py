@@ -14,6 +14,8 @@ import keras_dist
 from keras_dist.callbacks import BackupAndRestore
 from keras_dist.training import random_generators
 
+pytestmark = pytest.mark.jobs("training")
+
 BACKEND = keras.backend.backend()
 Adam, SGD = keras.optimizers.Adam, keras.optimizers.SGD
 
@@ -47,6 +49,7 @@ def interrupt(model, directory, epoch, batch=None, **options):
     keras_dist.barrier()
 
 
+@pytest.mark.jobs("jax-2")
 @pytest.mark.parity("`BackupAndRestore` with two optimizers, built at their first steps")
 def test_optimizers_that_are_not_built_when_training_resumes(directory):
     expected = train(new_gan())

@@ -22,6 +22,8 @@ from keras_dist.callbacks import (
 )
 from keras_dist.callbacks.nested_values import pack, unpack
 
+pytestmark = pytest.mark.jobs("training")
+
 STEPS = 3
 
 
@@ -159,6 +161,7 @@ def test_training_that_was_stopped_stays_stopped(shared_tmp_path, caplog):
     assert caplog.text.count("training was stopped after epoch 2") == (keras_dist.rank() == 0)
 
 
+@pytest.mark.jobs("tensorflow-1", "jax-2", "equality")
 @pytest.mark.parity(
     "a resumed epoch: equal learning rates at batches, batch numbers, metrics and moving statistics"
 )

@@ -11,6 +11,8 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import RootOnly
 
+pytestmark = pytest.mark.jobs("training")
+
 
 class Recorder(keras.callbacks.Callback):
     """Records every hook call."""
@@ -48,6 +50,7 @@ def fit(*callbacks, **options):
     return model
 
 
+@pytest.mark.jobs("jax-2")
 @pytest.mark.parity("`RootOnly`")
 def test_every_hook_is_called_on_the_root_and_on_no_other_rank():
     root = keras_dist.size() - 1

@@ -10,6 +10,8 @@ from keras_dist import errors, runtime
 from keras_dist._engine.collectives import row_exchange, slices
 from keras_dist._engine.shm import idle_memory
 
+pytestmark = pytest.mark.jobs("engine")
+
 RANK, SIZE = keras_dist.rank, keras_dist.size
 
 

@@ -9,6 +9,8 @@ from mpi4py import MPI
 import keras_dist
 from keras_dist import config, errors, runtime
 
+pytestmark = pytest.mark.jobs("engine", "tensorflow-1")
+
 world = MPI.COMM_WORLD
 
 

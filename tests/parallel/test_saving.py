@@ -12,6 +12,8 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.training import distributed, model_state, saved_options
 
+pytestmark = pytest.mark.jobs("training", "tensorflow-1")
+
 BACKEND = keras.backend.backend()
 
 
@@ -82,6 +84,7 @@ def fit(model, epochs=1):
 # --- Options
 
 
+@pytest.mark.jobs("jax-2")
 @pytest.mark.parity("`load_model` restores the reduction options")
 @pytest.mark.parametrize(
     "options",
@@ -188,6 +191,7 @@ def test_a_custom_compression_must_be_passed(shared_tmp_path):
 # --- State
 
 
+@pytest.mark.jobs("jax-2")
 @pytest.mark.parity("`load_model` restores state and iteration")
 @pytest.mark.parametrize("loader", ["plain", "by Keras", "by keras_dist"])
 def test_state_and_iteration_are_restored(loader, shared_tmp_path):

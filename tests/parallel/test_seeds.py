@@ -13,6 +13,8 @@ import pytest
 
 import keras_dist
 
+pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+
 BACKEND = keras.config.backend()
 SEED = 42
 

@@ -19,6 +19,8 @@ from training import (
 
 import keras_dist
 
+pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+
 BACKEND = keras.backend.backend()
 
 

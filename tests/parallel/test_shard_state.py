@@ -12,6 +12,8 @@ from keras_dist import errors
 from keras_dist.training import sharded_gradients
 from keras_dist.training.model_state import to_numpy
 
+pytestmark = pytest.mark.jobs("training", "jax-2-rows", "slow-3")
+
 SGD, Adam, AdamW = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW
 WIDTH = 301  # not a multiple of the vectors of a processor
 STEPS, BATCH = 5, 8

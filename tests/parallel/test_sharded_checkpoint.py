@@ -20,6 +20,8 @@ from keras_dist.storage import generations, tensor_file
 from keras_dist.training import model_state
 from keras_dist.training.sharded_state import whole_value
 
+pytestmark = pytest.mark.jobs("training")
+
 BATCH, STEPS = 4, 3
 
 
@@ -63,6 +65,7 @@ def directory(shared_tmp_path):
     return shared_tmp_path / "checkpoints"
 
 
+@pytest.mark.jobs("jax-2")
 @pytest.mark.parity("`ShardedCheckpoint`: resumed training equals uninterrupted training")
 @pytest.mark.parametrize(("before", "after", "at"), [(True, True, 1), (False, True, None)])
 def test_resumed_training_equals_uninterrupted_training(before, after, at, directory):

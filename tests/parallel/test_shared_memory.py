@@ -24,6 +24,8 @@ from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.shm import bucket_reduction as limits
 from keras_dist._engine.shm import cow_mapping, idle_memory, segments
 
+pytestmark = pytest.mark.jobs("engine", "torch-3")
+
 WAYS = ("copy", "mpi")
 DTYPES = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16, np.int8, np.int64, np.complex64]
 LARGE = 2**20

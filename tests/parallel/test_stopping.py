@@ -9,6 +9,8 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import AgreeOnStoppingCallback, RootOnly
 
+pytestmark = pytest.mark.jobs("training")
+
 
 class Steps(keras.callbacks.Callback):
     """Counts the steps of a fit without making Keras call batch hooks synchronously."""
@@ -55,6 +57,7 @@ def steps_of(*callbacks, sample_weight=None, appended=()):
     return steps.count
 
 
+@pytest.mark.jobs("torch-3")
 @pytest.mark.parity("a stop on one rank stops all after the same step")
 @pytest.mark.parametrize(
     ("hook", "at", "steps"),
@@ -62,7 +65,7 @@ def steps_of(*callbacks, sample_weight=None, appended=()):
         ("on_train_begin", 1, 1),
         ("on_epoch_begin", 2, 6),
         ("on_train_batch_begin", 3, 3),
-        ("on_train_batch_end", 7, 7),
+        pytest.param("on_train_batch_end", 7, 7, marks=pytest.mark.jobs("jax-2")),
         ("on_epoch_end", 2, 10),
     ],
 )
@@ -163,6 +166,7 @@ class Prune(keras.callbacks.Callback):
             raise Pruned(self.calls)
 
 
+@pytest.mark.jobs("jax-2")
 @pytest.mark.parity("an exception that a rank raises in a callback is raised on all, which go on")
 @pytest.mark.parametrize("hook", ["on_train_begin", "on_train_batch_end", "on_epoch_end"])
 def test_an_exception_of_one_rank_is_raised_on_all(hook):

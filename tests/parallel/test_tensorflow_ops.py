@@ -16,6 +16,8 @@ import keras_dist.tensorflow as hvd
 from keras_dist import _gpu, errors
 from keras_dist._backends import tensorflow_host
 
+pytestmark = pytest.mark.jobs("tensorflow-2", "tensorflow-1")
+
 RANKS = range(hvd.size())
 SIZE, RANK = hvd.size(), hvd.rank()
 MEAN = (SIZE - 1) / 2  # mean of the ranks

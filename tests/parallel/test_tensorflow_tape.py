@@ -11,6 +11,8 @@ import tensorflow as tf
 
 import keras_dist.tensorflow as hvd
 
+pytestmark = pytest.mark.jobs("tensorflow-2")
+
 SIZE, RANK = hvd.size(), hvd.rank()
 MEAN = (SIZE - 1) / 2  # mean of the ranks
 

@@ -10,6 +10,8 @@ from training import BATCH, STEPS, distributed, make_data
 import keras_dist
 from keras_dist import errors
 
+pytestmark = pytest.mark.jobs("engine")
+
 
 @pytest.fixture
 def record(shared_tmp_path):

@@ -9,6 +9,8 @@ import torch
 import keras_dist.torch as hvd
 from keras_dist import _gpu, errors
 
+pytestmark = pytest.mark.jobs("tensorflow-2", "torch-4", "double-torch-3")
+
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

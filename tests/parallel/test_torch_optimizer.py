@@ -10,6 +10,8 @@ import keras_dist.torch as hvd
 from keras_dist import errors
 from keras_dist.ops import gradient_plans
 
+pytestmark = pytest.mark.jobs("tensorflow-2", "tensorflow-1", "double-torch-3")
+
 BATCH, STEPS = 4, 5
 
 

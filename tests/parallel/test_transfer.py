@@ -12,6 +12,8 @@ from keras_dist._engine import OpOptions, ReduceOp
 from keras_dist._engine.compression import wire_for
 from keras_dist._engine.mpi import reduction, transfer
 
+pytestmark = pytest.mark.jobs("engine")
+
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int8, np.int64, np.complex64]
 WIRES = ["none", "fp16", "bf16"]
 

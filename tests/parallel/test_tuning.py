@@ -11,6 +11,8 @@ from keras_dist import _engine, errors, runtime
 from keras_dist._engine import tuning
 from keras_dist.ops import bucket_size
 
+pytestmark = pytest.mark.jobs("engine")
+
 CALL = _engine.CollectiveSignature("the reduction of gradients")
 
 

@@ -13,6 +13,8 @@ from keras_dist import _engine, errors, runtime
 from keras_dist.ops.reduce_op import ReduceOp
 from keras_dist.training import model_state
 
+pytestmark = pytest.mark.jobs("training", "tensorflow-1")
+
 BATCH, RATE, MOMENTUM = 4, 0.1, 0.5
 backend = keras.backend.backend()
 on_tensorflow = pytest.mark.skipif(backend != "tensorflow", reason="of TensorFlow alone")
@@ -255,8 +257,12 @@ def fit(model, counts, *callbacks, uneven="continue", epochs=1, **options):
     return history
 
 
+@pytest.mark.jobs("torch-3")
 @pytest.mark.parity("an epoch continues on ranks with more data; replicas stay equal")
-@pytest.mark.parametrize("case", CASES[:-1])
+@pytest.mark.parametrize(
+    "case",
+    [*CASES[:3], pytest.param("another number on each", marks=pytest.mark.jobs("jax-2"))],
+)
 def test_gradients_are_averaged_over_the_ranks_that_have_data(case):
     model, counts = model_of(), counts_of(case)
     wanted = by_hand(model, [counts, counts])
@@ -358,6 +364,7 @@ def test_several_steps_in_an_execution():
     assert_close(model.get_weights(), wanted, 1e-5)
 
 
+@pytest.mark.jobs("torch-3")
 @on_tensorflow
 def test_a_rank_without_any_data():
     import tensorflow as tf

@@ -23,6 +23,8 @@ from keras_dist import errors
 from keras_dist._compat import contract
 from keras_dist.training import distributed as mixins
 
+pytestmark = pytest.mark.jobs("training", "jax-2")
+
 BACKEND = keras.backend.backend()
 
 

@@ -11,6 +11,8 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import VerifyReplicas
 
+pytestmark = pytest.mark.jobs("training")
+
 
 class Disturb(keras.callbacks.Callback):
     """Changes a weight on the last rank at the end of the first epoch."""
@@ -44,6 +46,7 @@ def test_a_difference_ends_the_training_on_every_rank(every, epochs):
     assert agreed(re.sub(r"_\d+", "", str(caught.value).partition("]")[2]))
 
 
+@pytest.mark.jobs("jax-2")
 @pytest.mark.parity("`VerifyReplicas(repair=True)`")
 def test_a_difference_is_repaired_from_the_root_with_a_warning():
     if keras_dist.size() == 1:

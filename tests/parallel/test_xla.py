@@ -21,9 +21,12 @@ from training import (
 
 import keras_dist
 
-pytestmark = pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow", reason="tests the TensorFlow backend"
-)
+pytestmark = [
+    pytest.mark.jobs("training"),
+    pytest.mark.skipif(
+        keras.backend.backend() != "tensorflow", reason="tests the TensorFlow backend"
+    ),
+]
 BATCH, STEPS = 4, 4
 OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),

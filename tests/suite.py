@@ -1,0 +1,376 @@
+"""Runs the tests, each in the jobs that stand at it, and prints where the time went.
+
+    scripts/test                      tests that are not marked `slow`
+    scripts/test --all                also slow tests, and jobs that repeat tests of others
+    scripts/test PATH::NAME ...       these tests or files, in each of their jobs
+    scripts/test -k broadcast -x      options are passed to each pytest
+
+Tests in tests/parallel run on all ranks of a job. Their marks `jobs` name the jobs of `JOBS` in
+which they run: `pytestmark` those of all tests of a file, a test or a parameter further ones. All
+other tests run once, in this Python. A run of everything compares docs/backends.md and
+docs/reliability.md with the outcomes. No slow test begins after the time in SLOW_UNTIL, in seconds
+since the epoch.
+"""
+
+import ast
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RANKS = ROOT / "tests" / "parallel"
+PYTHON = {"mpich": ROOT / ".venv/bin/python", "openmpi": ROOT / ".venv-openmpi/bin/python"}
+NOT_SLOW = "not slow"
+NOTHING_SELECTED, NOT_STARTED = 5, 213  # exit statuses of pytest, and of Open MPI's mpiexec
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Ranks that run tests.
+
+    Args:
+        ranks: their number.
+        backend: of Keras.
+        library: `"mpich"` or `"openmpi"`.
+        repeats: whether only `--all` runs it.
+        marked: an expression of marks, as for `pytest -m`.
+        recorded: whether its outcomes are those of docs/backends.md.
+        hidden: packages that Keras would import if it found them.
+        variables: further variables of the environment.
+    """
+
+    ranks: int
+    backend: str = "tensorflow"
+    library: str = "mpich"
+    repeats: bool = False
+    marked: str = NOT_SLOW
+    recorded: bool = True
+    hidden: str = "sklearn jax"
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def double(ranks: int, backend: str, slow: bool, repeats: bool = False) -> Job:
+    """Returns a job in which a test double stands in for NCCL, and the host for a GPU.
+
+    Args:
+        ranks: their number.
+        backend: of Keras.
+        slow: whether the double delays every operation.
+        repeats: whether only `--all` runs it.
+    """
+    of_double = {"_KERAS_DIST_GPU_DOUBLE": str(ROOT / "tests/gpu_double.py")}
+    variables = {**of_double, "GPU_DOUBLE": "slow" if slow else ""}
+    return Job(ranks, backend, repeats=repeats, recorded=False, variables=variables)
+
+
+def nodes(ranks: int, count: int) -> Job:
+    """Returns a job on nodes that MPICH emulates. JAX starts fastest."""
+    return Job(ranks, "jax", variables={"MPIR_CVAR_NUM_CLIQUES": str(count)})
+
+
+# On several ranks, jobs for equality on JAX use its default optimizations.
+OPTIMIZED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+JOBS = {
+    # One rank shows that keras_dist changes nothing.
+    "tensorflow-1": Job(1),
+    "jax-1": Job(1, "jax", recorded=False),
+    "torch-1": Job(1, "torch", recorded=False),
+    "tensorflow-2": Job(2, hidden="sklearn"),  # custom loops of JAX work on each backend
+    "tensorflow-3": Job(3),
+    # Four ranks: Adasum, disjoint process sets, two pipelines, and more orders of names. torch
+    # traces nothing; its custom loops represent those of the other backends.
+    "torch-4": Job(4, "torch"),
+    "nodes-2x2": nodes(4, 2),
+    "nodes-2+1": nodes(3, 2),
+    "nodes-4x1": nodes(4, 4),  # from four nodes on, the links decide whether arrays are halved
+    "jax-2": Job(2, "jax"),
+    "jax-3": Job(3, "jax", recorded=False, variables=OPTIMIZED),
+    "torch-2": Job(2, "torch"),
+    "torch-3": Job(3, "torch", recorded=False),
+    "double-tensorflow-2": double(2, "tensorflow", slow=True),
+    "double-jax-2": double(2, "jax", slow=True),
+    "double-torch-2": double(2, "torch", slow=True),
+    "double-torch-3": double(3, "torch", slow=False),
+    # Training is independent of the MPI library. Resuming uses files and the collectives of the
+    # tests of checkpoints and the engine.
+    "openmpi-2": Job(2, library="openmpi"),
+    "openmpi-3": Job(3, library="openmpi"),
+    "slow-3": Job(3, repeats=True, marked="slow"),
+    "jax-2-rest": Job(2, "jax", repeats=True, recorded=False),
+    "training-double-torch-2": double(2, "torch", slow=False, repeats=True),
+}
+# Names for several jobs.
+GROUPS = {
+    # JAX compiles for minutes: tests without a row in docs/backends.md run with --all only.
+    "jax-2-rows": ("jax-2", "jax-2-rest"),
+    "training": ("tensorflow-2", "torch-2", "training-double-torch-2"),
+    "engine": ("tensorflow-2", "openmpi-3"),
+    "double": ("double-tensorflow-2", "double-jax-2", "double-torch-2"),
+    "equality": ("tensorflow-3", "jax-1", "jax-3", "torch-1", "torch-3"),
+    "steps": (
+        *("tensorflow-3", "jax-1", "jax-3", "torch-1", "torch-3", "openmpi-2"),
+        *("double-tensorflow-2", "double-jax-2", "double-torch-2"),
+    ),
+}
+
+
+def runs_in(job: str, named: Iterable[str], has_row: bool) -> bool:
+    """Returns whether a test runs in a job.
+
+    Args:
+        job: name of the job.
+        named: what the marks of the test name.
+        has_row: whether it shows a row of docs/backends.md.
+    """
+    names = set(named)
+    if "jax-2-rows" in names:
+        names = names - {"jax-2-rows"} | {"jax-2" if has_row or "jax-2" in names else "jax-2-rest"}
+    return job in names or any(job in GROUPS.get(name, ()) for name in names)
+
+
+def files_of(job: str) -> list[Path]:
+    """Returns the files with tests that may run in a job."""
+    return [path for path in sorted(RANKS.glob("test_*.py")) if job in jobs_of(path)]
+
+
+def jobs_of(path: Path) -> list[str]:
+    """Returns the jobs that a file of tests/parallel names, in the order of `JOBS`.
+
+    Raises:
+        SystemExit: it names none, or an unknown one.
+    """
+    named = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.jobs":
+            named |= {ast.literal_eval(argument) for argument in node.args}
+    if not named or not named <= {*JOBS, *GROUPS}:
+        known = ", ".join([*JOBS, *GROUPS])
+        sys.exit(f"{path}: expected pytest.mark.jobs(...) with names of {known}, received {named}")
+    return [job for job in JOBS if any(job in (name, *GROUPS.get(name, ())) for name in named)]
+
+
+class Suite:
+    """Runs parts of the tests and notes their outcomes.
+
+    Args:
+        options: for each pytest.
+
+    Attributes:
+        parts: name, outcome and seconds of each part that has run.
+        records: folder of the records for tests/parity.py.
+    """
+
+    def __init__(self, options: list[str]):
+        self._options = options
+        self.parts: list[tuple[str, str, float]] = []
+        self._counts = {"passed": 0, "failed": 0}
+        self._folder = Path(tempfile.mkdtemp(prefix="keras_dist-tests-"))
+        self.records = self._folder / "records"
+        self.records.mkdir()
+        self._environment = {
+            **os.environ,
+            "PARITY_RECORDS": str(self.records),
+            "NOT_TESTED": str(self._folder / "not-tested"),
+            # JAX takes seconds to compile a step: compiled steps are cached.
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache/jax"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            # With a limit JAX locks the cache, so that ranks can share it.
+            "JAX_COMPILATION_CACHE_MAX_SIZE": "100000000",
+        }
+
+    def run(
+        self, name: str, command: list[object], environment: Mapping[str, str], quiet: bool = False
+    ) -> bool:
+        """Runs a part; returns whether nothing has failed.
+
+        Args:
+            name: of the part.
+            command: the command.
+            environment: its variables.
+            quiet: whether to print the output at its end, as other parts run at the same time.
+        """
+        began, lines = time.monotonic(), []
+        with subprocess.Popen(
+            [str(word) for word in command],
+            cwd=ROOT,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process:
+            if not quiet:
+                print(f"\n=== {name}", flush=True)
+            for line in process.stdout or ():
+                lines.append(line)
+                if not quiet:
+                    print(line, end="", flush=True)
+        if quiet:
+            print(f"\n=== {name}\n{''.join(lines)}", end="", flush=True)
+        self._count(lines)
+        status = process.returncode
+        outcome = {0: "passed", NOTHING_SELECTED: "none selected"}.get(status, f"FAILED ({status})")
+        self.parts.append((name, outcome, time.monotonic() - began))
+        return not outcome.startswith("FAILED")
+
+    def run_here(self, name: str, *arguments: object, lean: bool = False) -> bool:
+        """Runs tests that start their own jobs; returns whether nothing has failed."""
+        environment = (
+            lean_environment(self._environment, "sklearn jax") if lean else self._environment
+        )
+        return self.run(name, [*pytest_of("mpich"), *arguments, *self._options], environment)
+
+    def run_job(self, name: str, tests: Iterable[object], quiet: bool = False) -> bool:
+        """Runs tests of tests/parallel in a job; returns whether nothing has failed."""
+        job = JOBS[name]
+        environment = {
+            **lean_environment(self._environment, job.hidden.removesuffix(f" {job.backend}")),
+            "KERAS_BACKEND": job.backend,
+            "TEST_JOB": name,
+            **job.variables,
+        }
+        if not job.recorded:
+            del environment["PARITY_RECORDS"]
+        marked = ["-m", job.marked] if "-m" not in self._options else []
+        command = [
+            *mpiexec(job),
+            *pytest_of(job.library),
+            "--color=no",
+            *tests,
+            *marked,
+            *self._options,
+        ]
+        for _ in range(2):
+            # Rarely Open MPI's mpiexec fails before it starts a rank: it is started again.
+            good = self.run(name, command, environment, quiet)
+            if f"({NOT_STARTED})" not in self.parts[-1][1]:
+                break
+            print("Open MPI's mpiexec did not start a rank.")
+            self.parts.pop()
+        return good
+
+    def _count(self, lines: list[str]) -> None:
+        for line in lines:
+            if re.match(r"=* ?\d+ (passed|failed|skipped|error|deselected).* in [\d.]+s", line):
+                for count, what in re.findall(r"(\d+) (passed|failed|errors?)\b", line):
+                    self._counts["passed" if what == "passed" else "failed"] += int(count)
+
+    def check_pages(self) -> None:
+        """Compares docs/backends.md with the outcomes, if all tests have passed."""
+        if self.is_whole and not self.failed:
+            command = [PYTHON["mpich"], "tests/parity.py", "--check", self.records]
+            self.run("docs/backends.md", command, self._environment)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no option may leave tests out."""
+        return not self._options
+
+    @property
+    def failed(self) -> bool:
+        """Whether a part has failed."""
+        return any(outcome.startswith("FAILED") for _, outcome, _ in self.parts)
+
+    def end(self) -> int:
+        """Prints the summary; returns the exit status."""
+        print("\n=== where the time went")
+        for name, outcome, seconds in self.parts:
+            print(f"{name:28} {outcome:14} {seconds:5.0f} s")
+        listed = self._folder / "not-tested"
+        if listed.exists():  # what this machine lacks
+            print("\n".join(sorted(set(listed.read_text().splitlines()))))
+        if self.failed:
+            print(f"The records for tests/parity.py are in {self.records}")
+        print(f"{self._counts['passed']} passed, {self._counts['failed']} failed")
+        return int(self.failed or not self._counts["passed"])
+
+
+def pytest_of(library: str) -> list[object]:
+    """Returns the command of pytest with an MPI library."""
+    return [PYTHON[library], "-m", "pytest"]
+
+
+def mpiexec(job: Job) -> list[object]:
+    """Returns the command that starts the ranks of a job."""
+    # Open MPI refuses to run as root, and to start more ranks than cores, without these options.
+    options = ["--allow-run-as-root", "--oversubscribe"] if job.library == "openmpi" else []
+    return [PYTHON[job.library].with_name("mpiexec"), *options, "-n", str(job.ranks)]
+
+
+def lean_environment(environment: Mapping[str, str], hidden: str) -> dict[str, str]:
+    """Returns an environment without packages that Keras imports if it finds them."""
+    folders = [str(ROOT / "tests/lean"), environment.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, folders))
+    return {**environment, "PYTHONPATH": path, "LEFT_OUT": hidden}
+
+
+def run_everything(suite: Suite, with_repeats: bool) -> None:
+    """Runs all tests; slow ones and repeating jobs if `with_repeats`."""
+    # One rank needs one core, and many tests of one process wait for jobs: both run at once.
+    alone = [name for name, job in JOBS.items() if job.ranks == 1]
+    others = threading.Thread(
+        target=lambda: [suite.run_job(name, files_of(name), quiet=True) for name in alone]
+    )
+    others.start()
+    one_process = ["-n", 2, "--dist", "worksteal", "tests", "--ignore", RANKS]
+    suite.run_here("one process", *one_process, "--ignore", "tests/faults", "-m", NOT_SLOW)
+    others.join()
+    # Fault tests mostly wait. Only the whole set makes the fault table.
+    table = ["--fault-table", "check"] if suite.is_whole else []
+    faults = ["-n", 4, "--dist", "worksteal", "tests/faults", *table]
+    suite.run_here("faults", *faults, "-m", NOT_SLOW, lean=True)
+    for name, job in JOBS.items():
+        if job.ranks > 1 and not job.repeats:
+            suite.run_job(name, files_of(name))
+    if with_repeats:
+        slow = ["-n", 3, "--dist", "worksteal", "tests", "--ignore", RANKS]
+        suite.run_here("slow", *slow, "--ignore", "tests/test_docs.py", "-m", "slow")
+        for name in [name for name, job in JOBS.items() if job.repeats]:
+            if time.time() < float(os.environ.get("SLOW_UNTIL", "inf")):
+                suite.run_job(name, files_of(name))
+            else:
+                suite.parts.append((name, "NOT RUN: no time is left", 0.0))
+    suite.check_pages()
+
+
+def run_some(suite: Suite, selected: list[str]) -> None:
+    """Runs tests or files, those of tests/parallel in each of their jobs."""
+    here = [test for test in selected if RANKS not in path_of(test).parents]
+    if here:
+        suite.run_here("one process", *here)
+    for name in JOBS:
+        tests = [test for test in selected if test not in here and name in jobs_of(path_of(test))]
+        if tests:
+            suite.run_job(name, tests)
+
+
+def path_of(test: str) -> Path:
+    """Returns the absolute path of the file or folder of a test."""
+    return (ROOT / test.partition("::")[0]).resolve()
+
+
+def main(arguments: list[str]) -> int:
+    """Runs what the command line says; returns the exit status."""
+    with_repeats = "--all" in arguments
+    arguments = [argument for argument in arguments if argument != "--all"]
+    selected = [one for one in arguments if not one.startswith("-") and path_of(one).exists()]
+    suite = Suite([one for one in arguments if one not in selected])
+    if selected:
+        run_some(suite, selected)
+    else:
+        run_everything(suite, with_repeats)
+    return suite.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
