@@ -44,40 +44,45 @@ class _Losses:
     def __init__(self, model: Any, replace: Replace):
         self.model = model
         self.replace = replace
-        self._rows: Any = None  # of the batch, within `compute_loss`
+        self._batch: Any = None  # the arguments of `compute_loss`, within it
         self._additional: list[Any] | None = None  # replaced ones, within `compute_loss`
 
     def compute(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Calls the `compute_loss` of the model."""
-        leaves = keras.tree.flatten((arguments, [named.get(name) for name in ("x", "y", "y_pred")]))
-        batch = next((leaf for leaf in leaves if len(getattr(leaf, "shape", ()))), None)
-        if batch is not None:
-            self._rows = _product(ops.shape(batch)[:1])
+        self._batch = (arguments, [named.get(name) for name in ("x", "y", "y_pred")])
         try:
             return function(*arguments, **named)
         finally:
-            self._rows = self._additional = None
+            self._batch = self._additional = None
 
     def replaced(self, own: Sequence[Measured]) -> list[Any]:
         """Returns other values of losses of `compile`; replaces additional ones with them."""
-        if self._rows is None or self._additional is not None:
+        if self._batch is None or self._additional is not None:
             return self.replace(own)
         losses = _losses_of(self.model)
-        # Keras returns penalties of weights last.
-        weights = self.model.trainable_weights if losses else ()
-        count = len(losses) - sum(weight.regularizer is not None for weight in weights)
-        means = [Measured(ops.sum(loss), "mean", self._rows, True) for loss in losses[:count]]
-        values = self.replace([*own, *means]) if own or means else []
-        self._additional = [*values[len(own) :], *losses[count:]]
+        additional = self._measured(losses)
+        values = self.replace([*own, *additional])
+        self._additional = [*values[len(own) :], *losses[len(additional) :]]
         return values[: len(own)]
 
     def additional(self) -> list[Any]:
         """Returns the losses of `add_loss` and of layers."""
-        if self._rows is None:
+        if self._batch is None:
             found: list[Any] = _losses_of(self.model)
             return found
         self.replaced(())
         return list(self._additional or ())
+
+    def _measured(self, losses: Sequence[Any]) -> list[Measured]:
+        """Returns the losses without the penalties of weights, which Keras returns last."""
+        leaves = keras.tree.flatten(self._batch) if losses else []
+        batch = next((leaf for leaf in leaves if len(getattr(leaf, "shape", ()))), None)
+        if batch is None:
+            return []
+        rows = _product(ops.shape(batch)[:1])
+        penalties = sum(v.regularizer is not None for v in self.model.trainable_weights)
+        found = losses[: len(losses) - penalties]
+        return [Measured(ops.sum(loss), "mean", rows, True) for loss in found]
 
 
 _within: list[_Losses] = []
@@ -141,7 +146,7 @@ def _combined(original: Callable[..., Any], compiled: Any, *given: Any) -> Any:
         return total
     known = [
         each._replace(loss=lambda *_, value=value: value)
-        for each, value in zip(losses, values, strict=True)
+        for each, value in zip(losses, values, strict=False)  # Keras may use the first one alone
     ]
     with _replaced(compiled, "_flat_losses", known):
         return original(compiled, *given)
