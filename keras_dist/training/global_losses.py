@@ -157,7 +157,8 @@ def _without_exchange(own: Measured, step: Step) -> Any:
     if step.equal_batches:
         if own.reduction == "mean":
             return own.value
-        rows, of_all, count = 1, *(2 * [step.reduction.options.ranks().size])
+        ranks = step.reduction.options.ranks().size
+        rows, of_all, count = 1, ranks, ranks
     elif step.rows is not None:
         rows, of_all, count = step.rows
     else:
@@ -209,8 +210,9 @@ def _exchanged(own: Sequence[Measured], step: Step) -> list[Any]:
 
 def _with_gradient(value: Any, factor: Any, shared: Any) -> Any:
     """Returns a shared value with the gradient of another one, multiplied by a factor."""
-    difference = value - ops.stop_gradient(value)
-    return ops.cast(shared, value.dtype) + ops.cast(factor, value.dtype) * difference
+    wide = keras.backend.result_type(value.dtype, "float32")
+    value, factor, shared = (ops.cast(each, wide) for each in (value, factor, shared))
+    return shared + factor * (value - ops.stop_gradient(value))
 
 
 def _summed(step: Step, array: np.ndarray) -> np.ndarray:
