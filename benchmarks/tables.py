@@ -93,6 +93,16 @@ TABLES = {
     "fit-tensorflow": fit("tensorflow"),
     "fit-torch": fit("torch"),
     "fit-jax": fit("jax"),
+    "losses": Table(
+        "losses.py",
+        "losses_mpich",
+        (
+            "keras_dist/_compat/keras/losses.py",
+            "keras_dist/training/global_losses.py",
+            *CALLS,
+            *(path for name in BACKENDS for path in backend(name)),
+        ),
+    ),
     "speed": Table("speed.py", "speed", TRAINING, page="README.md"),
     "predict": Table("predict.py", "predict_tensorflow_mpich", ("keras_dist/launch",)),
     "fit-ranks-tensorflow": fit("tensorflow", "fit_ranks"),

@@ -9,7 +9,7 @@ scaled by the share of the rank in what all ranks divide by, and its value is th
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -17,7 +17,7 @@ import numpy as np
 from keras import ops
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist._compat.keras.losses import Measured, measured, replace_losses
+from keras_dist._compat.keras.losses import Measured, replaced_losses
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.gradient_reduction import GradientReduction
@@ -26,7 +26,6 @@ from keras_dist.training.step_reductions import reduce_over_ranks
 __all__ = [
     "Step",
     "loss_scale",
-    "make_losses_global",
     "with_rows",
     "within",
 ]
@@ -95,11 +94,17 @@ _steps: list[Step] = []
 
 
 @contextlib.contextmanager
-def within(step: Step) -> Iterator[None]:
-    """Returns a context in which the losses of `make_losses_global` are those of all ranks."""
+def within(step: Step, model: keras.Model) -> Iterator[None]:
+    """Returns a context in which the losses of a model are those of all ranks."""
     if step.reduction.communicator() is None:
         yield
         return
+    with _added(step), replaced_losses(model, _over_ranks):
+        yield
+
+
+@contextlib.contextmanager
+def _added(step: Step) -> Iterator[None]:
     _steps.append(step)
     try:
         yield
@@ -118,108 +123,133 @@ def with_rows(rows: Any) -> Iterator[None]:
     mine = ops.stack([ops.cast(rows, "float32"), ops.ones(())])
     name, op = "the rows of a batch", _engine.ReduceOp.SUM
     total, count = ops.unstack(reduce_over_ranks(options.process_set, mine, op, name), 2)
-    with within(dataclasses.replace(step, rows=(mine[0], total, count))):
+    with _added(dataclasses.replace(step, rows=(mine[0], total, count))):
         yield
 
 
-def make_losses_global(model: keras.Model) -> None:
-    """Makes the losses that a model is compiled with those of all ranks, in the context `within`.
+def _over_ranks(own: Sequence[Measured]) -> list[Any]:
+    """Returns losses of all ranks, with the gradients of this rank that the ranks reduce."""
+    step, uncompiled = _steps[-1], _backends.active().call_uncompiled
+    if step.evaluates is None and step.reduction.options.op is _engine.ReduceOp.ADASUM:
+        means = [
+            loss.denominator
+            for loss in own
+            if loss.reduction == "mean" and not (loss.is_count and step.equal_batches)
+        ]
+        if means:
+            uncompiled(functools.partial(_check_equal, means, step))
+        return [loss.value for loss in own]
+    results = [_without_exchange(loss, step) for loss in own]
+    asked = [loss for loss, result in zip(own, results, strict=True) if result is None]
+    found = iter(uncompiled(functools.partial(_exchanged, asked, step)) if asked else ())
+    return [next(found) if result is None else result for result in results]
 
-    Losses of `add_loss` and penalties of layers are averaged over the ranks with their gradients.
+
+def _without_exchange(own: Measured, step: Step) -> Any:
+    """Returns a loss of all ranks; `None` if its denominators must be exchanged.
+
+    Keras weighs the value that it records by the rows of this rank.
     """
-    replace_losses(model, lambda loss: loss if isinstance(loss, _GlobalLoss) else _GlobalLoss(loss))
-
-
-class _GlobalLoss:
-    """A loss over the batches of all ranks within a step, otherwise over that of this rank."""
-
-    def __init__(self, loss: Any):
-        self._loss = loss
-
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if not _steps:
-            return self._loss(y_true, y_pred, sample_weight)
-        own, step = measured(self._loss, y_true, y_pred, sample_weight), _steps[-1]
-        if _needs_no_others(own, step):
+    if step.evaluates is not None:
+        return own.value if own.is_count and own.reduction != "sum" else None
+    if not own.is_count:
+        return None
+    if step.equal_batches:
+        if own.reduction == "mean":
             return own.value
-        name = f"the loss {getattr(self._loss, 'name', type(self._loss).__name__)!r}"
-        return _backends.active().call_uncompiled(functools.partial(_over_ranks, own, step, name))
-
-
-def _needs_no_others(own: Measured, step: Step) -> bool:
-    """Returns whether a loss is as in one process: Keras weighs what it records by the rows."""
-    trains = step.evaluates is None
-    if own.reduction == "mean":
-        return own.is_count and (step.equal_batches or not trains)
-    return own.reduction == "none" and not trains
-
-
-def _over_ranks(own: Measured, step: Step, name: str) -> Any:
-    """Returns the loss of all ranks, with the gradient of this rank that the ranks reduce."""
-    options, is_mean = step.reduction.options, own.reduction == "mean"
-    if options.op is _engine.ReduceOp.ADASUM and step.evaluates is None:
-        if is_mean:
-            _check_equal(own.denominator, step, name)
-        return own.value
-    value = ops.stop_gradient(own.value)
-    mine, of_all, count, shared = _exchanged(own, value, step, name)
-    if is_mean:
-        factor = ops.divide_no_nan(count * mine, of_all)
-    else:  # the ranks are to add their gradients
-        factor = 1.0 if options.op is _engine.ReduceOp.SUM else count
-    return shared + factor * (own.value - value)
-
-
-def _exchanged(own: Measured, value: Any, step: Step, name: str) -> tuple[Any, Any, Any, Any]:
-    """Returns the denominators of this rank and of all, the number of ranks, and the shared value.
-
-    Args:
-        own: the loss of this rank.
-        value: its value, without a gradient.
-        step: the step.
-        name: name of the loss, for messages.
-    """
-    options, mine = step.reduction.options, own.denominator
-    if own.is_count and step.equal_batches:
-        ranks = options.ranks().size
-        return mine, ranks * mine, ranks, value if own.reduction == "none" else ranks * value
-    if own.is_count and step.rows is not None:
-        # Keras weighs the value that it records by the rows of this rank.
+        ranks = step.reduction.options.ranks().size
+        rows, of_all, count = 1, ranks, ranks
+    elif step.rows is not None:
         rows, of_all, count = step.rows
-        return rows, of_all, count, value * of_all / rows if own.reduction == "sum" else value
-    weighted = 0.0 if own.reduction == "none" else value * mine
-    wide = "float64" if keras.backend.standardize_dtype(value.dtype) == "float64" else "float32"
-    given = ops.stack([ops.cast(each, wide) for each in (mine, weighted, 1.0)])
-    op = _engine.ReduceOp.SUM
-    summed = reduce_over_ranks(options.process_set, given, op, name, step.evaluates)
-    of_all, total, count = ops.unstack(ops.cast(summed, value.dtype), 3)
+    else:
+        return None
+    value = ops.stop_gradient(own.value)
     if own.reduction == "mean":
-        total = ops.divide_no_nan(total, of_all)
-    return mine, of_all, count, value if own.reduction == "none" else total
+        return _with_gradient(own.value, count * rows / of_all, value)
+    return _with_gradient(
+        own.value,
+        1.0 if step.reduction.options.op is _engine.ReduceOp.SUM else count,
+        value * of_all / rows if own.reduction == "sum" else value,
+    )
 
 
-def _check_equal(denominator: Any, step: Step, name: str) -> None:
-    """Checks in the step that all ranks divide a loss by the same number.
+def _exchanged(own: Sequence[Measured], step: Step) -> list[Any]:
+    """Returns losses of all ranks, after one exchange of values and denominators."""
+    is_mean = np.array([loss.reduction == "mean" for loss in own])
+    given = [
+        ops.zeros(()) if loss.reduction == "none" else ops.stop_gradient(loss.value) for loss in own
+    ]
+    numbers = [loss.denominator for loss in own]
+    tensors = [number for number in numbers if not isinstance(number, float)]
+    known = [number if isinstance(number, float) else None for number in numbers]
+
+    def exchange(host: np.ndarray) -> list[np.ndarray]:
+        values, rest = host[: len(known)].astype("float64"), iter(host[len(known) :])
+        mine = np.array([next(rest) if number is None else number for number in known], "float64")
+        sums = _summed(step, np.concatenate([mine, values * mine, [1.0]]))
+        of_all, total, count = sums[: len(known)], sums[len(known) : -1], sums[-1]
+        # The ranks are to add the gradients of sums.
+        of_sum = 1.0 if step.reduction.options.op is _engine.ReduceOp.SUM else count
+        share = np.divide(count, of_all, out=np.zeros_like(mine), where=of_all != 0)
+        factors = np.where(is_mean, share * mine, of_sum)
+        shared = np.where(is_mean, share / count * total, total)
+        return [np.concatenate([factors, shared]).astype(host.dtype)]
+
+    wide = keras.backend.result_type(*(value.dtype for value in given), "float32")
+    packed = ops.stack([ops.cast(tensor, wide) for tensor in [*given, *tensors]])
+    [found] = _backends.active().call_host(exchange, [packed], [(2 * len(own),)])
+    return [
+        _with_gradient(
+            loss.value,
+            found[number],
+            ops.stop_gradient(loss.value) if loss.reduction == "none" else found[len(own) + number],
+        )
+        for number, loss in enumerate(own)
+    ]
+
+
+def _with_gradient(value: Any, factor: Any, shared: Any) -> Any:
+    """Returns a shared value with the gradient of another one, multiplied by a factor."""
+    wide = keras.backend.result_type(value.dtype, "float32")
+    value, factor, shared = (ops.cast(each, wide) for each in (value, factor, shared))
+    return shared + factor * (value - ops.stop_gradient(value))
+
+
+def _summed(step: Step, array: np.ndarray) -> np.ndarray:
+    """Returns the sum of the arrays of all ranks, or an array itself if only this one evaluates."""
+    if step.evaluates is not None and not step.evaluates():
+        return array
+    comm = runtime.communicator(step.reduction.options.process_set)
+    options, names = _engine.OpOptions(_engine.ReduceOp.SUM), ["the losses of a step"]
+    [summed] = _engine.collectives.allreduce(comm, [array], names, options, bucket_nbytes(comm))
+    return summed
+
+
+def _check_equal(denominators: Sequence[Any], step: Step) -> None:
+    """Checks in the step that all ranks divide their losses by the same numbers.
 
     Raises:
         ArgumentError: they do not; raised on every rank.
     """
+    count = len(denominators)
 
     def check(bounds: np.ndarray) -> np.ndarray:
         comm, options = step.reduction.options.ranks(), _engine.OpOptions(_engine.ReduceOp.MAX)
-        [found] = _engine.collectives.allreduce(
-            comm, [bounds], [name], options, bucket_nbytes(comm)
-        )
-        if found[0] == -found[1]:
-            return found
-        raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                f"as many samples or weights in {name} on every rank, with Adasum",
-                f"from {-found[1]:g} to {found[0]:g}",
-                "Use op=Average, which weighs the ranks by them, or equal batches without masks.",
-            )
-        )
+        names, nbytes = ["the losses of a step"], bucket_nbytes(comm)
+        [found] = _engine.collectives.allreduce(comm, [bounds], names, options, nbytes)
+        for least, most in zip(-found[count:], found[:count], strict=True):
+            if least != most:
+                raise errors.ArgumentError(
+                    errors.explain(
+                        runtime.where(),
+                        "as many samples or weights in a loss on every rank, with Adasum",
+                        f"from {least:g} to {most:g}",
+                        "Use op=Average, which weighs the ranks by them, or equal batches without "
+                        "masks.",
+                    )
+                )
+        return found
 
-    bounds = ops.stack([ops.cast(bound, "float32") for bound in (denominator, -denominator)])
-    _backends.active().differentiable_host_callback(ops.stop_gradient(bounds), check, check)
+    given = ops.stack([ops.cast(number, "float32") for number in denominators])
+    bounds = ops.stop_gradient(ops.concatenate([given, -given]))
+    _backends.active().differentiable_host_callback(bounds, check, check)

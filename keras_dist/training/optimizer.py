@@ -14,7 +14,7 @@ from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.copies import forget, watch_copies
 from keras_dist.training.distributed import attach, is_distributed
 from keras_dist.training.gradient_reduction import GradientReduction
-from keras_dist.training.loss_scale import watch_loss_scales
+from keras_dist.training.loss_scaling import watch_loss_scales
 from keras_dist.training.model_state import optimizers_inside
 from keras_dist.training.sharding_checks import (
     check_gradients_shardable,

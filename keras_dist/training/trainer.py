@@ -21,13 +21,8 @@ from keras_dist.training import random_generators, seeds
 from keras_dist.training.copies import complete
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_plan import agree_on_fit
-from keras_dist.training.global_losses import (
-    Step,
-    make_losses_global,
-    with_rows,
-    within,
-)
-from keras_dist.training.loss_scale import move_outwards
+from keras_dist.training.global_losses import Step, with_rows, within
+from keras_dist.training.loss_scaling import move_outwards
 from keras_dist.training.model_state import SKIPPING, optimizers_of
 from keras_dist.training.ranks_change import again_if_ranks_change
 from keras_dist.training.tasks import as_task, is_evaluated_together
@@ -76,7 +71,6 @@ def watch_models() -> None:
         force = force or before != traced_for
         for_host: Any = contextlib.nullcontext()
         if any(comm is not None for _, comm, _ in reductions):
-            make_losses_global(self)
             backend = _backends.active()
             check_undistributed(f"a model whose gradients keras_dist alone averages, {self.name!r}")
             backend.check_model(self)
@@ -87,7 +81,7 @@ def watch_models() -> None:
             train_function = original(self, force)
         self.__dict__[TRACED_FOR] = traced_for
         recorded = functools.partial(_engine.tracing.step, self.steps_per_execution)
-        losses = functools.partial(within, Step(optimizers[0]._keras_dist, has_equal_batches))
+        losses = functools.partial(within, Step(optimizers[0]._keras_dist, has_equal_batches), self)
         self.train_function = _wrapped(
             self.train_function, recorded, losses, random_generators.in_step
         )
@@ -109,14 +103,13 @@ def _together(original: Callable[..., Any]) -> Callable[..., Any]:
         reductions = [optimizer._keras_dist for optimizer in distributed_optimizers(self)]
         if not any(reduction.communicator() is not None for reduction in reductions):
             return original(self, force)
-        make_losses_global(self)
         if hasattr(self.test_function, WRAPPED) and not force:
             return self.test_function
         with _backends.active().test_step_for_host(self):
             original(self, True)
         model = weakref.ref(self)  # TensorFlow keeps functions of the host until the process ends
         step = Step(reductions[0], evaluates=lambda: is_evaluated_together(model()))
-        self.test_function = _wrapped(self.test_function, functools.partial(within, step))
+        self.test_function = _wrapped(self.test_function, lambda: within(step, self))
         return self.test_function
 
     return make_test_function

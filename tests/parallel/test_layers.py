@@ -90,7 +90,7 @@ def test_eager_steps_give_the_same_weights():
     assert_close(weights_of(model), weights_of(plain), relative=1e-5)
 
 
-@not_on_jax
+@pytest.mark.parity("`SyncBatchNormalization` leaves out masked samples")
 def test_masked_samples_are_ignored():
     samples = BATCH * STEPS * keras_dist.size()
     rng = np.random.default_rng(0)

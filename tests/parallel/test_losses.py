@@ -47,6 +47,34 @@ def of_rows(loss="mse"):
     return keras.Sequential(layers), {"loss": loss}
 
 
+class MeanPenalty(keras.layers.Layer):
+    """Adds the mean of its inputs over the batch to the loss."""
+
+    def call(self, inputs):
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
+        return inputs
+
+
+def of_penalties():
+    regularized = {"kernel_regularizer": "l2", "activity_regularizer": "l1"}
+    layers = [keras.Input((TOKENS,)), keras.layers.Dense(3, **regularized), MeanPenalty()]
+    model = keras.Sequential([keras.Input((TOKENS,)), keras.Sequential(layers)])
+    model.add(keras.layers.Dense(1, **regularized))
+    return model, {"loss": "mse"}
+
+
+class OwnLoss(keras.Model):
+    """A model that computes its loss itself."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return 2 * sum(self.losses) + super().compute_loss(x, y, y_pred)
+
+
+def of_own_loss():
+    model, _ = of_penalties()
+    return OwnLoss(model.inputs, model.outputs), {"loss": None}
+
+
 def of_two_outputs():
     tokens = keras.Input((TOKENS,), dtype="int32")
     found = keras.layers.Embedding(WORDS, 4, mask_zero=True)(tokens)
@@ -144,6 +172,8 @@ CASES = {
     ),
     "unequal batches": (of_rows, lambda: unequal(parts_of_rows(False))),
     "several outputs": (of_two_outputs, lambda: unequal(parts_of_text(both))),
+    "penalties of activities": (of_penalties, lambda: unequal(parts_of_rows(False))),
+    "a loss of the model's own": (of_own_loss, lambda: unequal(parts_of_rows(False))),
     "ignored classes": (of_classes, lambda: parts_of_text(lambda tokens, _: tokens % 3)),
 }
 
@@ -212,15 +242,28 @@ def test_a_loss_that_is_a_single_number_is_a_mean_over_samples(loss):
     assert_as_in_one_process(lambda: of_rows(loss), unequal(parts_of_rows(False)))
 
 
-def test_train_on_batch_weighs_the_ranks():
-    parts = unequal(parts_of_text())
-    one, _ = trained(of_tokens, keras.optimizers.SGD(0.1), joined(parts))
-    keras.utils.set_random_seed(1)
-    model, compiled = of_tokens()
-    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), **compiled)
-    for x, y in parts[keras_dist.rank()]:
-        model.train_on_batch(x, y)
-    assert_close(weights_of(model), weights_of(one), 1e-5)
+@pytest.mark.parametrize("case", ["several outputs", "penalties of activities"])
+def test_train_on_batch_returns_the_loss_of_all_ranks(case):
+    make, parts = CASES[case]
+    parts, results = parts(), []
+    optimizers = [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1)]
+    optimizers[1] = keras_dist.DistributedOptimizer(optimizers[1])
+    for optimizer, batches in zip(
+        optimizers, (joined(parts), parts[keras_dist.rank()]), strict=True
+    ):
+        keras.utils.set_random_seed(1)
+        model, compiled = make()
+        model.compile(optimizer, **compiled)
+        logs = []
+        for x, y, *_ in batches:
+            logs.append(model.train_on_batch(x, y, return_dict=True))
+            model.reset_metrics()
+        results.append((weights_of(model), logs))
+    (expected, expected_logs), (weights, logs) = results
+    assert_close(weights, expected, 1e-5)
+    for one, other in zip(logs, expected_logs, strict=True):
+        for name, value in other.items():
+            np.testing.assert_allclose(one[name], value, rtol=1e-5, err_msg=name)
 
 
 def test_evaluation_without_callbacks_is_local():
@@ -233,11 +276,25 @@ def test_evaluation_without_callbacks_is_local():
         model.test_on_batch(x, y)
 
 
+def test_the_losses_of_a_step_are_exchanged_at_once(monkeypatch):
+    calls, original = [], global_losses._summed
+    monkeypatch.setattr(
+        global_losses, "_summed", lambda *given: calls.append(1) or original(*given)
+    )
+    model, compiled = of_two_outputs()
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.get_layer("each").activity_regularizer = keras.regularizers.L2()
+    model.compile(optimizer, **compiled)
+    x, y = parts_of_text(both)[keras_dist.rank()][0]
+    model.train_on_batch(x, y)
+    assert len(calls) == (keras_dist.size() > 1)
+
+
 def test_equal_batches_exchange_nothing(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("the ranks have exchanged denominators")
 
-    monkeypatch.setattr(global_losses, "reduce_over_ranks", refuse)
+    monkeypatch.setattr(global_losses, "_exchanged", refuse)
     x = np.ones((3 * BATCH * keras_dist.size(), TOKENS), "float32")
     y = x[:, :1]
     model, compiled = of_rows()

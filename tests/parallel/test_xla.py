@@ -192,6 +192,8 @@ def test_unequal_batches_are_weighed_outside_of_xla(reduction, notices):
     loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01))
     plain, model = make_model(keras.optimizers.Adam(0.01)), make_model(optimizer)
+    for each in (plain, model):
+        each.layers[-1].activity_regularizer = keras.regularizers.L2(0.1)
     plain.compile(plain.optimizer, loss)
     model.compile(model.optimizer, loss, jit_compile=True)
     expected = plain.fit(x, y, batch_size=len(x), verbose=0).history["loss"]

@@ -1,4 +1,4 @@
-"""Names of Keras: the losses that a model is compiled with, and how they are reduced."""
+"""Names of Keras: the losses of a model in a step, and how they are reduced."""
 
 import functools
 import importlib
@@ -11,7 +11,7 @@ from keras import ops
 
 from keras_dist._compat.contract import Name
 
-__all__ = ["CONTRACT", "Measured", "measured", "replace_losses"]
+__all__ = ["CONTRACT", "Measured", "replaced_losses"]
 
 
 class Measured(NamedTuple):
@@ -30,35 +30,129 @@ class Measured(NamedTuple):
     is_count: bool
 
 
-def replace_losses(model: Any, wrap: Callable[[Any], Any]) -> None:
-    """Replaces each loss of a compiled model by an image, now or as soon as Keras builds them.
+Replace = Callable[[Sequence[Measured]], list[Any]]
+
+
+class _Losses:
+    """The losses of a model in a step.
 
     Args:
-        model: a compiled model.
-        wrap: a function of a loss; must return its images unchanged.
+        model: the model.
+        replace: see `replaced_losses`.
     """
-    compiled = model._compile_loss
-    if compiled is None:
-        return
+
+    def __init__(self, model: Any, replace: Replace):
+        self.model = model
+        self.replace = replace
+        self._batch: Any = None  # the arguments of `compute_loss`, within it
+        self._additional: list[Any] | None = None  # replaced ones, within `compute_loss`
+
+    def compute(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Calls the `compute_loss` of the model."""
+        self._batch = (arguments, [named.get(name) for name in ("x", "y", "y_pred")])
+        try:
+            return function(*arguments, **named)
+        finally:
+            self._batch = self._additional = None
+
+    def replaced(self, own: Sequence[Measured]) -> list[Any]:
+        """Returns other values of losses of `compile`; replaces additional ones with them."""
+        if self._batch is None or self._additional is not None:
+            return self.replace(own)
+        losses = _losses_of(self.model)
+        additional = self._measured(losses)
+        values = self.replace([*own, *additional])
+        self._additional = [*values[len(own) :], *losses[len(additional) :]]
+        return values[: len(own)]
+
+    def additional(self) -> list[Any]:
+        """Returns the losses of `add_loss` and of layers."""
+        if self._batch is None:
+            found: list[Any] = _losses_of(self.model)
+            return found
+        self.replaced(())
+        return list(self._additional or ())
+
+    def _measured(self, losses: Sequence[Any]) -> list[Measured]:
+        """Returns the losses without the penalties of weights, which Keras returns last."""
+        leaves = keras.tree.flatten(self._batch) if losses else []
+        batch = next((leaf for leaf in leaves if len(getattr(leaf, "shape", ()))), None)
+        if batch is None:
+            return []
+        rows = _product(ops.shape(batch)[:1])
+        penalties = sum(v.regularizer is not None for v in self.model.trainable_weights)
+        found = losses[: len(losses) - penalties]
+        return [Measured(ops.sum(loss), "mean", rows, True) for loss in found]
+
+
+_within: list[_Losses] = []
+
+
+@contextmanager
+def replaced_losses(model: Any, replace: Replace) -> Iterator[None]:
+    """Returns a context in which the losses of a model have other values.
+
+    These are the losses of `compile`, and in `compute_loss` also those of `add_loss` and activity
+    regularizers, which count as means over the rows of the batch.
+
+    Args:
+        model: a model.
+        replace: a function of all losses of a step, which returns their values instead.
+    """
     _watch()
-
-    def replace() -> None:
-        compiled._flat_losses = [
-            found._replace(loss=wrap(found.loss)) for found in compiled._flat_losses
-        ]
-
-    def build(*given: Any) -> None:
-        del compiled.__dict__["build"]
-        compiled.build(*given)
-        replace()
-
-    if compiled.built:
-        replace()
-    else:
-        compiled.__dict__["build"] = build
+    losses = _Losses(model, replace)
+    compute_loss = functools.partial(losses.compute, model.compute_loss)
+    _within.append(losses)
+    try:
+        with _replaced(model, "compute_loss", compute_loss):
+            yield
+    finally:
+        _within.pop()
 
 
-def measured(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Measured:
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Returns a context in which an attribute of an instance has a value, untracked by Keras."""
+    before = {name: vars(owner)[name]} if name in vars(owner) else {}
+    vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        del vars(owner)[name]
+        vars(owner).update(before)
+
+
+# Keras pairs metrics with losses; a loss without one is not recorded.
+_NO_METRICS = [None] * 1000
+
+
+def _combined(original: Callable[..., Any], compiled: Any, *given: Any) -> Any:
+    """Returns the total of the losses of `compile`, after their values have been replaced."""
+    own: list[Measured] = []
+
+    def measure(loss: Any, *arguments: Any) -> Any:
+        own.append(_measured(loss, *arguments))
+        return own[-1].value
+
+    with _replaced(compiled, "_metrics", _NO_METRICS):
+        if not compiled.built:
+            original(compiled, *given)
+        losses = compiled._flat_losses
+        measuring = [each._replace(loss=functools.partial(measure, each.loss)) for each in losses]
+        with _replaced(compiled, "_flat_losses", measuring):
+            total = original(compiled, *given)
+    values = _within[-1].replaced(own)
+    if not compiled._metrics and all(a is b.value for a, b in zip(values, own, strict=True)):
+        return total
+    known = [
+        each._replace(loss=lambda *_, value=value: value)
+        for each, value in zip(losses, values, strict=False)  # Keras may use the first one alone
+    ]
+    with _replaced(compiled, "_flat_losses", known):
+        return original(compiled, *given)
+
+
+def _measured(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Measured:
     """Calls a loss and returns its value with what it was divided by.
 
     A loss of the user that is a single number, or that does not call Keras' reduction, counts as a
@@ -114,10 +208,10 @@ def _recorded() -> Iterator[list[Any]]:
 
 @functools.cache
 def _watch() -> None:
-    module = _module()
-    original = module.reduce_weighted_values
+    module, compiled = _module(), importlib.import_module(COMPILED).CompileLoss
+    reduce, call = module.reduce_weighted_values, compiled.call
 
-    @functools.wraps(original)
+    @functools.wraps(reduce)
     def reduce_weighted_values(
         values: Any,
         sample_weight: Any = None,
@@ -127,9 +221,26 @@ def _watch() -> None:
     ) -> Any:
         if _recording:
             _recording[-1].append((values, sample_weight, mask, reduction))
-        return original(values, sample_weight, mask, reduction, dtype)
+        return reduce(values, sample_weight, mask, reduction, dtype)
+
+    @functools.wraps(call)
+    def combined(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if _within:
+            return _combined(call, self, y_true, y_pred, sample_weight)
+        return call(self, y_true, y_pred, sample_weight)
+
+    @functools.wraps(_losses_of)
+    def losses(self: Any) -> Any:
+        if _within and _within[-1].model is self:
+            return _within[-1].additional()
+        return _losses_of(self)
 
     module.reduce_weighted_values = reduce_weighted_values
+    compiled.call = combined
+    setattr(keras.Model, "losses", property(losses))  # noqa: B010
+
+
+_losses_of: Callable[[Any], Any] = keras.Model.losses.fget
 
 
 def _module() -> Any:
@@ -137,7 +248,7 @@ def _module() -> Any:
 
 
 LOSSES = "keras.src.losses.loss"
-COMPILED = "keras.src.trainers.compile_utils:CompileLoss"
+COMPILED = "keras.src.trainers.compile_utils"
 INEXACT = "a loss would count each rank alike, however many elements it has"
 WEIGHING = "to weigh the losses of ranks by what they are divided by"
 
@@ -150,7 +261,7 @@ CONTRACT = (
         ("values", "sample_weight", "mask", "reduction", "dtype"),
     ),
     Name(LOSSES, "apply_mask", WEIGHING, INEXACT, ("sample_weight", "mask", "dtype", "reduction")),
-    Name("keras:Model", "_compile_loss", WEIGHING, INEXACT, instance=True),
-    Name(COMPILED, "build", WEIGHING, INEXACT, ("y_true", "y_pred")),
-    Name(COMPILED, "_flat_losses", WEIGHING, INEXACT, instance=True),
+    Name(f"{COMPILED}:CompileLoss", "call", WEIGHING, INEXACT, ("y_true", "y_pred")),
+    Name(f"{COMPILED}:CompileLoss", "_flat_losses", WEIGHING, INEXACT, instance=True),
+    Name(f"{COMPILED}:CompileLoss", "_metrics", WEIGHING, INEXACT, instance=True),
 )
