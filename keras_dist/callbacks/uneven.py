@@ -35,10 +35,10 @@ class UnevenDataCallback(keras.callbacks.Callback):
       rank that did not start it. Metrics include its batch.
     - `"error"`: like `"stop"`, then raises `DataError` on every rank.
 
-    Other non-trainable weights stay different until they are averaged, see `AverageStatisticsCallback`.
-    With gradient accumulation, ranks continue at the accumulation step of the rank whose state they
-    receive; gradients accumulated at a different step are discarded. An epoch with equal numbers of
-    batches costs two collectives.
+    Other non-trainable weights stay different until they are averaged, see
+    `AverageStatisticsCallback`. With gradient accumulation, ranks continue at the accumulation step
+    of the rank whose state they receive; gradients accumulated at a different step are discarded.
+    An epoch with equal numbers of batches costs two collectives.
 
     While a rank is out of data, the others may only reduce gradients. A callback that runs other
     collectives in batch hooks, such as `BackupAndRestore(save_freq=100)`, raises on every rank.
