@@ -7,8 +7,8 @@
 
 Tests in tests/parallel run on all ranks of a job. Their marks `jobs` name the jobs of `JOBS` in
 which they run: `pytestmark` those of all tests of a file, a test or a parameter further ones. All
-other tests run once, in this Python. A run of everything compares docs/backends.md and
-docs/reliability.md with the outcomes. No slow test begins after the time in SLOW_UNTIL, in seconds
+other tests run once, in this Python. A run of everything compares docs/backends.md, docs/exactness.md
+and docs/reliability.md with the outcomes. No slow test begins after the time in SLOW_UNTIL, in seconds
 since the epoch.
 """
 
@@ -80,8 +80,8 @@ OPTIMIZED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
 JOBS = {
     # One rank shows that keras_dist changes nothing.
     "tensorflow-1": Job(1),
-    "jax-1": Job(1, "jax", recorded=False),
-    "torch-1": Job(1, "torch", recorded=False),
+    "jax-1": Job(1, "jax"),
+    "torch-1": Job(1, "torch"),
     "tensorflow-2": Job(2, hidden="sklearn"),  # custom loops of JAX work on each backend
     "tensorflow-3": Job(3),
     # Four ranks: Adasum, disjoint process sets, two pipelines, and more orders of names. torch
@@ -91,9 +91,9 @@ JOBS = {
     "nodes-2+1": nodes(3, 2),
     "nodes-4x1": nodes(4, 4),  # from four nodes on, the links decide whether arrays are halved
     "jax-2": Job(2, "jax"),
-    "jax-3": Job(3, "jax", recorded=False, variables=OPTIMIZED),
+    "jax-3": Job(3, "jax", variables=OPTIMIZED),
     "torch-2": Job(2, "torch"),
-    "torch-3": Job(3, "torch", recorded=False),
+    "torch-3": Job(3, "torch"),
     "double-tensorflow-2": double(2, "tensorflow", slow=True),
     "double-jax-2": double(2, "jax", slow=True),
     "double-torch-2": double(2, "torch", slow=True),
@@ -266,10 +266,10 @@ class Suite:
                     self._counts["passed" if what == "passed" else "failed"] += int(count)
 
     def check_pages(self) -> None:
-        """Compares docs/backends.md with the outcomes, if all tests have passed."""
+        """Compares docs/backends.md and docs/exactness.md with the outcomes, if all have passed."""
         if self.is_whole and not self.failed:
             command = [PYTHON["mpich"], "tests/parity.py", "--check", self.records]
-            self.run("docs/backends.md", command, self._environment)
+            self.run("docs/{backends,exactness}.md", command, self._environment)
 
     @property
     def is_whole(self) -> bool:

@@ -178,7 +178,7 @@ def test_rank_that_leaves_the_session_ends_the_job(run_tests):
     assert "[rank 1 of 2] The ranks have lost each other" in output, output
 
 
-def test_rows_of_the_table_of_backends_are_recorded(run_tests, tmp_path, monkeypatch):
+def test_rows_of_tables_and_differences_are_recorded(run_tests, tmp_path, monkeypatch):
     monkeypatch.setenv("PARITY_RECORDS", str(tmp_path))
     run_tests("""
         import sys
@@ -205,12 +205,18 @@ def test_rows_of_the_table_of_backends_are_recorded(run_tests, tmp_path, monkeyp
 
         def test_of_no_row():
             pass
+
+        @pytest.mark.exactness("row of one")
+        def test_sees_a_difference(record_property):
+            record_property("difference", (0.5, ["row of one"]))
     """)
     [path] = tmp_path.glob("*.json")
     assert json.loads(path.read_text()) == {
         "backend": "one of them",
         "ranks": 2,
-        "rows": {
+        "exactness": {"row of one": {"test_it.py::test_sees_a_difference": "passed"}},
+        "difference": [[0.5, ["row of one"]]],
+        "parity": {
             "row of one": {
                 "test_it.py::test_row[one]": "passed",
                 "test_it.py::test_fails_on_rank_1": "failed",

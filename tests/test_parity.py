@@ -1,4 +1,4 @@
-"""The table of docs/backends.md agrees with the recorded outcomes."""
+"""The tables of docs/backends.md and docs/exactness.md agree with the recorded outcomes."""
 
 import json
 
@@ -9,16 +9,17 @@ DOCUMENT = f"Before.\n{parity.BEGIN}| | A |\n|---|\n| second | yes |\n{parity.EN
 
 
 @pytest.fixture
-def table(tmp_path):
+def table(tmp_path, monkeypatch):
     """A function that writes records and updates a document; returns status and rows."""
-    document = tmp_path / "backends.md"
+    document = tmp_path / "page.md"
     document.write_text(DOCUMENT)
 
-    def renew(*records, arguments=()):
-        for number, (backend, ranks, rows) in enumerate(records):
-            record = {"backend": backend, "ranks": ranks, "rows": rows}
+    def renew(*records, arguments=(), mark="parity"):
+        monkeypatch.setattr(parity, "DOCUMENTS", {mark: document.name})
+        for number, (backend, ranks, rows, *differences) in enumerate(records):
+            record = {"backend": backend, "ranks": ranks, mark: rows, "difference": differences}
             (tmp_path / f"{number}.json").write_text(json.dumps(record))
-        status = parity.main([*arguments, "--document", str(document), str(tmp_path)])
+        status = parity.main([*arguments, "--docs", str(tmp_path), str(tmp_path)])
         return status, document.read_text()
 
     return renew
@@ -53,3 +54,33 @@ def test_a_difference_is_found_and_changes_nothing(table, capsys):
     _, written = table(record)
     assert table(record, arguments=["--check"]) == (0, written)
     assert table(("jax", 2, {"second": {"a": "failed"}}), arguments=["--check"])[0] == 1
+
+
+def test_the_largest_difference_on_several_ranks_is_rounded_up(table):
+    passed, skipped = {"a": "passed"}, {"a": "Skipped: not there"}
+    _, text = table(
+        (
+            "jax",
+            2,
+            {"first": passed, "second": passed},
+            (2e-8, ["first", "second"]),
+            (3e-7, ["first"]),
+        ),
+        ("torch", 1, {"first": passed}, (0.5, ["first"])),
+        ("torch", 3, {"first": passed, "second": skipped}, (0.0, ["first"])),
+        mark="exactness",
+    )
+    assert row("first", text) == ["-", "1e-6", "1e-8"]
+    assert row("second", text) == ["-", "1e-7", "no: not there"]
+    assert "2 cases with JAX on 2 ranks, and 2 cases with torch on 1 and 3 ranks." in text
+
+
+def test_a_check_takes_the_numbers_of_the_document(table):
+    def record(seen, outcome="passed"):
+        return "jax", 2, {"first": {"a": outcome}}, (seen, ["first"])
+
+    check = {"mark": "exactness", "arguments": ["--check"]}
+    _, text = table(record(3e-8), mark="exactness")
+    assert table(record(3e-7), **check) == (0, text)
+    assert table(record(3e-8, "Skipped: not there"), **check) == (1, text)
+    assert table(record(3e-8), record(3e-8), **check) == (1, text)  # another number of cases

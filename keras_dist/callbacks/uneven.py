@@ -7,9 +7,11 @@ import keras
 
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import model_of
+from keras_dist._compat.keras.models import layers_of
 from keras_dist._compat.keras.optimizer_state import batches_seen
 from keras_dist._compat.keras.optimizers import innermost_optimizer
 from keras_dist.callbacks.stopping import STOPS_EPOCH
+from keras_dist.layers import SyncBatchNormalization
 from keras_dist.training import layer_state
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.model_state import accumulators, optimizers_inside, replicated_variables
@@ -26,16 +28,17 @@ class UnevenDataCallback(keras.callbacks.Callback):
 
     - `"continue"`: the epoch ends when all ranks are out of data. Gradients are averaged over the
       ranks that still have data. At the end, weights and optimizer state of a rank that trained
-      the last step are broadcast, so that replicas are bitwise equal.
+      the last step are broadcast, with the moving statistics of `SyncBatchNormalization`, so that
+      replicas are bitwise equal.
     - `"stop"`: the epoch ends on all ranks when the first rank is out of data. The other ranks
       detect it in their next reduction; the step in progress is reverted by a broadcast from the
       rank that did not start it. Metrics include its batch.
     - `"error"`: like `"stop"`, then raises `DataError` on every rank.
 
-    Non-trainable weights stay different until they are averaged, see `AverageStatisticsCallback`.
-    With gradient accumulation, ranks continue at the accumulation step of the rank whose state they
-    receive; gradients accumulated at a different step are discarded. An epoch with equal numbers of
-    batches costs two collectives.
+    Other non-trainable weights stay different until they are averaged, see
+    `AverageStatisticsCallback`. With gradient accumulation, ranks continue at the accumulation step
+    of the rank whose state they receive; gradients accumulated at a different step are discarded.
+    An epoch with equal numbers of batches costs two collectives.
 
     While a rank is out of data, the others may only reduce gradients. A callback that runs other
     collectives in batch hooks, such as `BackupAndRestore(save_freq=100)`, raises on every rank.
@@ -103,7 +106,8 @@ class UnevenDataCallback(keras.callbacks.Callback):
             steps = [everyone[rank][number] for rank in ranks.ranks]
             if absences[ranks] is None and len(set(steps)) == 1:
                 continue
-            _follow(optimizer, ranks, steps, self._root(absences[ranks], steps))
+            root = self._root(absences[ranks], steps)
+            _follow(optimizer, ranks, steps, root, _common_statistics(model))
             layer_state.write(model, None)
             # On TensorFlow a step that finds no data in its iterator may be counted.
             if _passes(optimizer) > 1:
@@ -149,16 +153,29 @@ def _passes(optimizer: Any) -> int:
     return max(optimizer.gradient_accumulation_steps or 1 for optimizer in every)
 
 
-def _follow(optimizer: Any, comm: _engine.Communicator, steps: Sequence[int], root: int) -> None:
-    """Broadcasts weights and state of an optimizer to its ranks.
+def _common_statistics(model: keras.Model) -> list[Any]:
+    """Returns the moving statistics that ranks without data have not updated with the others."""
+    layers = [each for each in layers_of(model) if isinstance(each, SyncBatchNormalization)]
+    return [each for layer in layers for each in (layer.moving_mean, layer.moving_variance)]
+
+
+def _follow(
+    optimizer: Any,
+    comm: _engine.Communicator,
+    steps: Sequence[int],
+    root: int,
+    statistics: Sequence[Any],
+) -> None:
+    """Broadcasts weights and state of an optimizer, and statistics, to its ranks.
 
     Args:
         optimizer: a distributed optimizer.
         comm: communicator of the optimizer.
         steps: number of batches on each rank.
         root: index in `comm` of the rank whose state is broadcast.
+        statistics: variables of layers.
     """
-    broadcast_variables(comm, replicated_variables(optimizer), comm.ranks[root])
+    broadcast_variables(comm, [*replicated_variables(optimizer), *statistics], comm.ranks[root])
     if (steps[comm.rank] - steps[root]) % _passes(optimizer):
         for variable in accumulators([optimizer, *optimizers_inside(optimizer)]):
             variable.assign(keras.ops.zeros(variable.shape, variable.dtype))

@@ -37,6 +37,9 @@ world = MPI.COMM_WORLD.Dup()
 rank, size = world.Get_rank(), world.Get_size()
 where = f"[rank {rank} of {size}]"
 
+# The property of a test that holds a difference and the titles of its rows.
+DIFFERENCE = "difference"
+
 # Random examples would differ between ranks.
 hypothesis.settings.register_profile("ranks", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("ranks")
@@ -44,7 +47,8 @@ hypothesis.settings.load_profile("ranks")
 uncaptured = None
 collection_errors = []
 unshared_failure = ""
-outcomes_by_row = {}
+outcomes_by_row = {"parity": {}, "exactness": {}}  # by mark, row and test
+differences_seen = []
 
 
 # --- Agreement of the ranks
@@ -153,22 +157,30 @@ def end_job(last_words):
 
 
 def note(item, report):
-    """Records the outcome of a test under its rows of docs/backends.md."""
-    for marker in item.iter_markers("parity"):
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        outcomes = outcomes_by_row.setdefault(marker.args[0].format(**parameters), {})
-        if report.skipped:
-            outcomes[item.nodeid] = report.longrepr[2]
-        elif report.failed or report.when == "call":
-            outcomes[item.nodeid] = report.outcome
+    """Records the outcome of a test under its rows, and the differences that it has seen."""
+    for mark, rows in outcomes_by_row.items():
+        for marker in item.iter_markers(mark):
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            outcomes = rows.setdefault(marker.args[0].format(**parameters), {})
+            if report.skipped:
+                outcomes[item.nodeid] = report.longrepr[2]
+            elif report.failed or report.when == "call":
+                outcomes[item.nodeid] = report.outcome
+    if report.when == "call":
+        differences_seen.extend(seen for name, seen in item.user_properties if name == DIFFERENCE)
 
 
 def write_record(folder):
     """Writes the records to a new file in a folder."""
     keras = sys.modules.get("keras")
-    if outcomes_by_row and keras:
+    if any(outcomes_by_row.values()) and keras:
         backend = keras.backend.backend()
-        record = {"backend": backend, "ranks": size, "rows": outcomes_by_row}
+        record = {
+            "backend": backend,
+            "ranks": size,
+            **outcomes_by_row,
+            DIFFERENCE: differences_seen,
+        }
         path = Path(folder, f"{backend}-{size}-{uuid.uuid4()}.json")
         path.write_text(json.dumps(record))
 
@@ -187,6 +199,7 @@ def pytest_configure(config):
         "markers", "parity(row): shows a row of docs/backends.md; {name} stands for a parameter"
     )
     config.addinivalue_line("markers", "jobs(*names): where the test runs, see tests/suite.py")
+    config.addinivalue_line("markers", "exactness(row): the same for docs/exactness.md")
     config.addinivalue_line(
         "markers", "tuned: pipelines of TensorFlow are tuned, as users have them"
     )

@@ -3,8 +3,6 @@
 import keras
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from training import agreed, assert_close, weights_of
 
 import keras_dist
@@ -15,7 +13,6 @@ pytestmark = pytest.mark.jobs("training", "jax-2-rows")
 
 backend = keras.backend.backend()
 BATCH, TOKENS, WORDS, STEPS = 4, 5, 10, 2
-MEANS = ["sum_over_batch_size", "mean", "mean_with_sample_weight"]
 
 
 def text(lengths, seed=0):
@@ -183,42 +180,6 @@ CASES = {
 def test_losses_are_those_of_one_process(case):
     make, parts = CASES[case]
     assert_as_in_one_process(make, parts())
-
-
-@given(
-    st.lists(st.integers(0, TOKENS), min_size=24, max_size=24),
-    st.sampled_from([*MEANS, "sum"]),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([None, "l2"]),
-    st.sampled_from([None, 2]),
-    st.lists(st.integers(1, 3), min_size=8, max_size=8),
-)
-@settings(max_examples=6, phases=[Phase.generate])
-def test_drawn_losses_are_those_of_one_process(
-    lengths, reduction, masks, weighs, penalty, accumulates, rows
-):
-    rng, parts = np.random.default_rng(1), []
-    for rank in range(keras_dist.size()):
-        batches = []
-        for step in range(STEPS):
-            count = rows[(STEPS * rank + step) % len(rows)]
-            start = 3 * (STEPS * rank + step) % len(lengths)
-            x, y = text(lengths[start : start + count], seed=rank)
-            if not masks:
-                x = np.maximum(x, 1)
-            weights = [rng.random(x.shape).astype("float32") * (1 + rank)] * weighs
-            batches.append((x, y, *weights))
-        parts.append(batches)
-
-    def make():
-        return of_tokens(keras.losses.MeanSquaredError(reduction=reduction), penalty)
-
-    def optimizer():
-        return keras.optimizers.SGD(0.01, gradient_accumulation_steps=accumulates)
-
-    eagerly = {"run_eagerly": backend == "tensorflow"}  # tracing takes seconds
-    assert_as_in_one_process(make, parts, optimizer, **eagerly)
 
 
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])

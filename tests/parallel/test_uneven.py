@@ -392,3 +392,20 @@ def test_rows_of_embeddings_and_statistics_of_batches():
     model.fit(words, y, batch_size=BATCH, verbose=0, callbacks=keras_dist.callbacks())
     keras_dist.verify_replicas(model)
     assert int(optimizer.iterations) == max(counts)
+
+
+def test_statistics_of_all_ranks_are_those_of_the_ranks_that_trained_on():
+    steps = range(1, keras_dist.size() + 1)  # of each rank
+    rows = [np.random.default_rng(rank).random((n, BATCH, 3)) for rank, n in enumerate(steps)]
+    mean = np.zeros(3)
+    for step in steps:
+        here = np.concatenate([each[step - 1] for each in rows if len(each) >= step])
+        mean = 0.5 * mean + 0.5 * here.mean(axis=0)
+    layer = keras_dist.layers.SyncBatchNormalization(momentum=0.5)
+    model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    x = np.concatenate(rows[keras_dist.rank()]).astype("float32")
+    options = {"shuffle": False, "verbose": 0, "callbacks": keras_dist.callbacks()}
+    model.fit(x, x[:, :1], batch_size=BATCH, **options)
+    found = keras.ops.convert_to_numpy(layer.moving_mean)
+    np.testing.assert_allclose(found, mean, rtol=1e-5)

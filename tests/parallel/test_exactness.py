@@ -1,0 +1,114 @@
+"""Training that is drawn, on n ranks and in one process: the table of docs/exactness.md.
+
+All cases of a test have its feature; everything else is drawn. A number of the table is the largest
+difference of all cases with the feature, in whichever test they were drawn.
+"""
+
+import keras
+import numpy as np
+import pytest
+from comparison import differences
+from drawn import CLIPS, EMBEDDED, cases
+from hypothesis import HealthCheck, Phase, given, settings
+
+import keras_dist
+
+pytestmark = pytest.mark.jobs("tensorflow-1", "tensorflow-2", "jax-2", "torch-2", "equality")
+BACKEND = keras.backend.backend()
+BOUND = 1e-5
+
+FEATURES = {
+    "dense layers": {"model": ["dense"]},
+    "convolution": {"model": ["convolution"]},
+    "tokens with masks": {"model": ["tokens"]},
+    "LSTM with masks": {"model": ["LSTM"]},
+    "several outputs, `loss_weights`": {"model": ["outputs"]},
+    "`ignore_class`": {"loss": ["ignoring"]},
+    "a function as loss": {"loss": ["function"]},
+    "reduction `sum_over_batch_size`": {"reduction": ["sum_over_batch_size"]},
+    "reduction `mean`": {"reduction": ["mean"]},
+    "reduction `mean_with_sample_weight`": {"reduction": ["mean_with_sample_weight"]},
+    "reduction `sum`": {"reduction": ["sum"]},
+    "reduction `None`": {"reduction": [None]},
+    "weights of samples": {"weights": ["samples"]},
+    "weights of tokens": {"weights": ["tokens"]},
+    "class weights": {"weights": ["classes"]},
+    "weights of samples or tokens, `mean_with_sample_weight`": {
+        "reduction": ["mean_with_sample_weight"],
+        "weights": ["samples", "tokens"],
+    },
+    "class weights, `mean_with_sample_weight`": {
+        "reduction": ["mean_with_sample_weight"],
+        "weights": ["classes"],
+    },
+    "rests: batches of different sizes": {"rests": [True]},
+    "ranks out of data": {"ends": [True]},
+    "penalties of weights": {"penalty": ["l2"]},
+    "`add_loss`": {"adds": ["add_loss"]},
+    "`activity_regularizer`": {"adds": ["activity_regularizer"]},
+    "`SyncBatchNormalization`": {"normalizes": [True]},
+    "momentum": {"optimizer": ["momentum"]},
+    "`Adam`": {"optimizer": ["Adam"]},
+    "`Adam` of an `Embedding`": {"optimizer": ["Adam"], "model": sorted(EMBEDDED)},
+    "`clipnorm`": {"clips": ["clipnorm"]},
+    "`global_clipnorm`": {"clips": ["global_clipnorm"]},
+    "`clipvalue`": {"clips": ["clipvalue"]},
+    "clipping of an `Embedding`": {"clips": sorted(CLIPS), "model": sorted(EMBEDDED)},
+    "gradient accumulation": {"accumulates": [2, 3]},
+    "loss scale": {"scales": [True]},
+    "`shard_state`": {"wraps": ["shard_state"]},
+    "`shard_gradients`": {"wraps": ["shard_gradients"]},
+    "`compression` within a node": {"wraps": ["compression"]},
+    "`fit`": {"way": ["fit"]},
+    "`train_on_batch`": {"way": ["train_on_batch"]},
+    "a loop by hand with `loss_scale`": {"way": ["loop"]},
+    "graph (`jit_compile=False`)": {"runs": ["graph"]},
+    "XLA (`jit_compile=True`)": {"runs": ["XLA"]},
+    "`evaluate`": {"after": ["evaluate"]},
+    "`predict`": {"after": ["predict"]},
+}
+EACH_OCCURRENCE = "in one process, Keras takes each occurrence of a token by itself"
+MISSING = {
+    "tensorflow": {
+        "`Adam` of an `Embedding`": EACH_OCCURRENCE,
+        "clipping of an `Embedding`": EACH_OCCURRENCE,
+        "`shard_gradients`": "refused, see [Limitations](limitations.md#backends-and-models)",
+    },
+    "jax": {
+        "reduction `None`": "Keras on JAX trains with a single number",
+        "graph (`jit_compile=False`)": "JAX has no graph besides XLA",
+        "`shard_gradients`": "refused, see [Limitations](limitations.md#backends-and-models)",
+    },
+    "torch": {
+        "reduction `None`": "Keras on torch trains with a single number",
+        "graph (`jit_compile=False`)": "Keras on torch has no graph",
+        "XLA (`jit_compile=True`)": "Keras on torch compiles for minutes",
+    },
+}[BACKEND]
+
+
+shown = set()  # the features of the cases so far
+
+
+@pytest.mark.exactness("{feature}")
+@pytest.mark.parametrize("feature", FEATURES)
+def test_n_ranks_train_like_one_process(feature, record_property):
+    if feature in MISSING:
+        pytest.skip(MISSING[feature])
+    if feature in shown:  # by a case of another feature
+        return
+
+    # No shrinking: it would take the time of many cases.
+    @settings(max_examples=1, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(cases(FEATURES[feature], keras_dist.size()))
+    def check(case):
+        everyone = keras_dist.allgather_object((str(case), differences(case)))
+        assert len({text for text, _ in everyone}) == 1, "the ranks have drawn different cases"
+        titles = [title for title, values in FEATURES.items() if case.has(values)]
+        for seen in np.max([seen for _, seen in everyone], axis=0).tolist():
+            alone = f'mpiexec -n {keras_dist.size()} python tests/parallel/comparison.py "{case}"'
+            assert seen <= BOUND, f"{seen:.1e} from one process. This case alone:\n{alone}"
+            record_property("difference", (seen, titles))
+        shown.update(titles)
+
+    check()
