@@ -7,9 +7,9 @@
 
 Tests in tests/parallel run on all ranks of a job. Their marks `jobs` name the jobs of `JOBS` in
 which they run: `pytestmark` those of all tests of a file, a test or a parameter further ones. All
-other tests run once, in this Python. A run of everything compares docs/backends.md, docs/exactness.md
-and docs/reliability.md with the outcomes. No slow test begins after the time in SLOW_UNTIL, in seconds
-since the epoch.
+other tests run once, in this Python. A run of everything compares docs/backends.md,
+docs/exactness.md and docs/reliability.md with the outcomes. No slow test begins after the time in
+SLOW_UNTIL, in seconds since the epoch.
 """
 
 import ast
@@ -41,7 +41,7 @@ class Job:
         library: `"mpich"` or `"openmpi"`.
         repeats: whether only `--all` runs it.
         marked: an expression of marks, as for `pytest -m`.
-        recorded: whether its outcomes are those of docs/backends.md.
+        recorded: whether its outcomes are those of docs/backends.md and docs/exactness.md.
         hidden: packages that Keras would import if it found them.
         variables: further variables of the environment.
     """
