@@ -214,7 +214,7 @@ def test_train_on_batch_returns_the_loss_of_all_ranks(case):
     ):
         keras.utils.set_random_seed(1)
         model, compiled = make()
-        model.compile(optimizer, **compiled)
+        model.compile(optimizer, **compiled, run_eagerly=backend == "tensorflow")
         logs = []
         for x, y, *_ in batches:
             logs.append(model.train_on_batch(x, y, return_dict=True))
