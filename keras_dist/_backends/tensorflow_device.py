@@ -1,7 +1,7 @@
 """TensorFlow tensors as arrays for the engine, by DLPack, in an operation that stays on the GPU.
 
-`tf.py_function` calls Python with eager tensors where they are. TensorFlow does not tell
-its stream, so the host waits before and after the engine uses a tensor.
+`tf.py_function` calls Python with eager tensors where they are, from a graph. TensorFlow does not
+tell its stream, so the host waits before and after the engine uses a tensor.
 """
 
 import ctypes
@@ -59,7 +59,9 @@ def uses_gpu() -> bool:
 def call_on_device(
     function: Callable[..., Any], tensors: Sequence[Any], dtypes: Sequence[Any], name: str
 ) -> Any:
-    """Adds a call of a function of the engine's arrays to a computation.
+    """Adds a call of a function of the engine's arrays to a graph, or calls it eagerly.
+
+    An eager call raises what the function raises, which an operation makes an error of TensorFlow.
 
     Args:
         function: takes an array for each tensor, of the host or in GPU memory; returns a list with
@@ -69,6 +71,8 @@ def call_on_device(
         name: of the operation.
     """
     call = functools.partial(_call, function)
+    if tf.executing_eagerly():
+        return call(*map(tf.convert_to_tensor, tensors))
     return tf.py_function(call, tensors, dtypes, name=name)
 
 
