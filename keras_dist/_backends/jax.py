@@ -99,7 +99,8 @@ def reduce_gradients(
     now = np.bool_(True) if when is None else when
     # The programs of a GPU run while the host waits for a bucket; without one, buckets are queued.
     if on_gpu:
-        results = reduce_joined(fused, backwards, lambda f, a: _call(f, now, a, on_device=True))
+        call = functools.partial(_call, on_device=True, are_alike=True)
+        results = reduce_joined(fused, backwards, lambda f, a: call(f, now, a))
         return list(reversed(results))
     if not fused.overlaps:
         return list(reversed(_call(fused, now, backwards)))
@@ -264,7 +265,9 @@ def train_step_for_host(model: Any, with_rows: Callable[..., Any]) -> Iterator[N
         yield
         return
     own = model.__dict__.get("train_step")
-    model.__dict__["train_step"] = split_at(_reduction, _start, model.train_step, _overlaps)
+    model.__dict__["train_step"] = split_at(
+        _reduction, _start, model.train_step, _overlaps, _are_alike
+    )
     model.jit_compile = False
     try:
         yield
@@ -276,24 +279,18 @@ def train_step_for_host(model: Any, with_rows: Callable[..., Any]) -> Iterator[N
 
 
 # A function of `now`, whether to reduce in this step, and gradients; returns the reduced gradients.
-# Its parameters are a function of their arrays, one that queues it if it overlaps, whether it takes
-# arrays in GPU memory, and the shapes of the results if they are not those of the gradients.
 _reduction = Primitive("keras_dist_reduction")
 _reduction.multiple_results = True
+# Its parameters, beside the function of their arrays: one that queues it if it overlaps, whether it
+# takes arrays in GPU memory, the shapes of the results if they are not those of the gradients, and
+# whether they are for the update of replicas.
+PARAMETERS = {"queue": None, "on_device": False, "shapes": None, "are_alike": False}
 
 
-def _call(
-    function: Any,
-    now: Any,
-    arrays: Sequence[Any],
-    queue: Any = None,
-    on_device: bool = False,
-    shapes: Any = None,
-) -> list[Any]:
+def _call(function: Any, now: Any, arrays: Sequence[Any], **parameters: Any) -> list[Any]:
     """Adds a host call to a step."""
-    results: list[Any] = _reduction.bind(
-        now, *arrays, reduce=function, queue=queue, on_device=on_device, shapes=shapes
-    )
+    given = PARAMETERS | parameters
+    results: list[Any] = _reduction.bind(now, *arrays, reduce=function, **given)
     return results
 
 
@@ -312,6 +309,10 @@ def _start(
 
 def _overlaps(queue: Any, **_: Any) -> bool:
     return queue is not None
+
+
+def _are_alike(are_alike: bool, **_: Any) -> bool:
+    return are_alike
 
 
 def _in_program(now: Any, *gradients: Any, reduce: Any, shapes: Any, **_: Any) -> list[Any]:
