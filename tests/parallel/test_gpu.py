@@ -234,6 +234,7 @@ def test_all_gradients_of_a_step_are_one_operation(jit_compile):
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01))
     model.compile(optimizer, loss="mse", jit_compile=jit_compile)
     x, y = np.ones((4, 4), "f4"), np.ones((4, 1), "f4")
+    runtime.communicator().meets_once = True  # tests before this one may have abandoned launches
     for _ in range(2):
         model.train_on_batch(x, y)
     before, met = len(launches()), C.rendezvous_count()
@@ -242,7 +243,7 @@ def test_all_gradients_of_a_step_are_one_operation(jit_compile):
     # One more sums what the loss is divided by: outside of `fit`, batches may differ in size.
     assert launches()[before:] == [["ncclAllReduce"]] * 2 * 3
     if keras.backend.backend() == "jax":
-        assert C.rendezvous_count() - met == 4 * 3
+        assert C.rendezvous_count() - met == 2 * 3
     keras_dist.verify_replicas(model)
 
 

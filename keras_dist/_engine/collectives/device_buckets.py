@@ -1,7 +1,8 @@
 """The buckets of a plan whose arrays are in GPU memory: reduced by NCCL, or staged on the host.
 
 The arrays of a bucket are joined to one array, which is reduced by one operation. The ranks agree
-on the buckets of a step where the first one is launched, and meet again after the last one.
+on the buckets of a step where the first one is launched, and meet again after the last one. A step
+of one bucket, like an earlier one, is launched at once: the ranks meet afterwards.
 """
 
 import dataclasses
@@ -15,12 +16,18 @@ from keras_dist import errors
 from keras_dist._engine.arithmetic import scaled
 from keras_dist._engine.buckets import Bucket
 from keras_dist._engine.collectives.joined_arrays import JoinedArrays
-from keras_dist._engine.collectives.nccl_launch import launch_on_all, tell_all
+from keras_dist._engine.collectives.nccl_launch import (
+    is_known,
+    launch_known,
+    launch_on_all,
+    tell_all,
+)
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression
+from keras_dist._engine.nccl.lifetime import nccl_of
 from keras_dist._engine.nccl.path import NCCL, is_defined, on_gpu, uses_nccl
-from keras_dist._engine.nccl.ranks import NcclRanks, nccl_of
+from keras_dist._engine.nccl.ranks import NcclRanks
 from keras_dist._engine.options import OpOptions, PlanOptions
 from keras_dist._engine.recovery.retry import retry
 from keras_dist._engine.signature import CollectiveSignature
@@ -138,15 +145,19 @@ class DeviceBuckets:
         comm = self._fused.comm
         with comm.lock:
             self._raise_failure(number)
-            is_agreed = self._is_agreed(number)
-            if not is_agreed:
-                rendezvous(comm, self._calls[number], self._plan.counts_updates)
+            call, is_agreed = self._calls[number], self._is_agreed(number)
+            work = functools.partial(self._launch, number, given)
+            if len(self._fused.buckets) == 1 and is_known(comm, call):
+                launched = launch_known(comm, call, work, self._plan.counts_updates)
+                if launched is not None:
+                    return given.results(launched[0])
+            elif not is_agreed:
+                rendezvous(comm, call, self._plan.counts_updates)
             if comm.faults.joined is not None:
                 return self._among(number, given)
             ends = not ((is_agreed or number == 0) and self._goes_on_after(number))
-            work = functools.partial(self._launch, number, given)
             try:
-                targets, copies = launch_on_all(comm, self._calls[number], work, ends)
+                targets, copies = launch_on_all(comm, call, work, ends)
             except errors.RankError as error:
                 self._failed = error, number + 1
                 raise
