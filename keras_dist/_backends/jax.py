@@ -19,11 +19,16 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from keras_dist._backends import jax_callback
-from keras_dist._backends.jax_device import gpu_number, place_of, to_array, to_jax
+from keras_dist._backends.jax_device import (
+    engine_arrays,
+    gpu_number,
+    place_of,
+    tensor_of,
+    to_jax,
+)
 from keras_dist._backends.jax_devices import choose_gpu
 from keras_dist._backends.jax_joined import reduce_joined
 from keras_dist._backends.jax_split import split_at
-from keras_dist._gpu import uniform
 
 HostFunction = Callable[[np.ndarray], np.ndarray]
 
@@ -36,6 +41,7 @@ __all__ = [
     "check_model",
     "coalesce",
     "differentiable_host_callback",
+    "engine_arrays",
     "finish_calls",
     "first_batch",
     "form_of",
@@ -47,6 +53,7 @@ __all__ = [
     "pin_device",
     "reduce_gradients",
     "skip_batches",
+    "tensor_of",
     "test_step_for_host",
     "train_step_for_host",
     "vjp",
@@ -300,8 +307,7 @@ def _start(
     """Reduces arrays where they are, without copies of arguments and results."""
     if not now:
         return lambda: list(gradients)
-    take = to_array if on_device else np.asarray
-    arrays = uniform([take(gradient) for gradient in gradients])
+    arrays = engine_arrays(gradients) if on_device else [np.asarray(g) for g in gradients]
     wait = functools.partial(list, reduce(arrays)) if queue is None else queue(arrays).wait
     places = [place_of(gradient) for gradient in gradients]
     return lambda: [to_jax(result, place) for result, place in zip(wait(), places, strict=True)]

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_dist._gpu import DeviceArray, counts_host_memory, load_runtime, uniform
 
-__all__ = ["call_on_device", "gpu_number", "uses_gpu"]
+__all__ = ["call_on_device", "engine_arrays", "gpu_number", "tensor_of", "uses_gpu"]
 
 
 class _Tensor(ctypes.Structure):
@@ -77,14 +77,24 @@ def call_on_device(
 
 
 def _call(function: Callable[..., Any], *tensors: Any) -> list[Any]:
-    _wait_for_gpu()
-    results = function(*uniform([*map(_to_array, tensors)]))
+    results = function(*engine_arrays(tensors))
     each = results if isinstance(results, list | tuple) else [results]
     return [_to_tensor(result) for result in each]
 
 
+def engine_arrays(tensors: Sequence[Any]) -> list[Any]:
+    """Returns tensors as arrays of the engine. See `Backend.engine_arrays`."""
+    _wait_for_gpu()
+    return uniform([_to_array(tf.convert_to_tensor(tensor)) for tensor in tensors])
+
+
+def tensor_of(array: Any, like: Any) -> Any:
+    """Returns an array of the engine as a tensor. See `Backend.tensor_of`."""
+    return _to_tensor(array)
+
+
 def _to_array(tensor: Any) -> np.ndarray | DeviceArray:
-    on_gpu = counts_host_memory() or "GPU" in tensor.backing_device
+    on_gpu = counts_host_memory() or (uses_gpu() and "GPU" in tensor.backing_device)
     array: np.ndarray | DeviceArray = _device_array(tensor) if on_gpu else tensor.numpy()
     return array
 
@@ -97,7 +107,7 @@ def _to_tensor(result: np.ndarray | DeviceArray) -> Any:
 
 def _wait_for_gpu() -> None:
     """Blocks until TensorFlow's work on the GPU has been done."""
-    if not counts_host_memory():
+    if uses_gpu() and not counts_host_memory():
         tf.test.experimental.sync_devices()
 
 

@@ -247,6 +247,36 @@ def test_all_gradients_of_a_step_are_one_operation(jit_compile):
     keras_dist.verify_replicas(model)
 
 
+def test_the_state_of_a_model_is_broadcast_in_gpu_memory(monkeypatch):
+    import keras
+
+    from keras_dist.training import replicas
+
+    def copy(*_):
+        raise AssertionError("the engine copies to the host")
+
+    comm = runtime.communicator()
+    keras.utils.set_random_seed(keras_dist.rank())
+    layers = [keras.layers.Dense(4, dtype="bfloat16"), keras.layers.BatchNormalization()]
+    model = keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dropout(0.5)])
+    model.compile(keras.optimizers.Adam(), loss="mse")
+    model.optimizer.build(model.trainable_variables)
+    count = len(replicas.shared_state(model))
+    monkeypatch.setattr(_gpu.DeviceArray, "to_host", copy)
+    for most, parts in ((2**20, 1), (1, count)):
+        monkeypatch.setattr(replicas, "MOST_NBYTES", most)
+        for weight in model.trainable_variables:
+            weight.assign(keras.random.normal(weight.shape, dtype=weight.dtype))
+        before = len(launches())
+        replicas.broadcast_state(model, comm.size - 1)
+        mine = launches()[before:]
+        for weight in model.trainable_variables:  # at once, while the other ranks may still receive
+            weight.assign(2 * weight)
+        assert len(mine) == parts
+        assert [name for launch in mine for name in launch] == ["ncclBroadcast"] * count
+        keras_dist.verify_replicas(model)
+
+
 def trained_in_passes(optimizer):
     """Returns a model after two updates, each of two accumulated passes."""
     import keras
@@ -293,7 +323,7 @@ def test_arrays_of_jax_stay_as_they_are(monkeypatch):
 
     if keras.backend.backend() != "jax":
         pytest.skip("arrays of other frameworks are not immutable")
-    from keras_dist._backends import jax as backend
+    from keras_dist._backends import jax_device as backend
 
     given, to_array = [], backend.to_array
 
