@@ -175,6 +175,54 @@ def test_staging_through_pinned_memory(monkeypatch, bucket_nbytes):
     assert len(launches()) == before
 
 
+@pytest.mark.parametrize("joiner", [None, JOINER])
+def test_a_large_bucket_is_staged_in_pieces_that_overlap(monkeypatch, joiner):
+    from keras_dist._engine.collectives import host_pieces
+
+    comm, order = runtime.communicator(), []
+    down, up, reduce = _gpu.Staging.down, _gpu.Staging.up, host_pieces.HostPieces.reduce
+
+    def recorded(what, function):
+        return lambda *args: order.append(what) or function(*args)
+
+    monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
+    monkeypatch.setattr(host_pieces, "PIECE_NBYTES", 400)
+    monkeypatch.setattr(_gpu.Staging, "down", recorded("down", down))
+    monkeypatch.setattr(_gpu.Staging, "up", recorded("up", up))
+    monkeypatch.setattr(host_pieces.HostPieces, "reduce", recorded("reduce", reduce))
+    lengths = (301,) if joiner is None else (100, 201)
+    arrays, names = [contribution("float32", (n,)) for n in lengths], ["a", "b"][: len(lengths)]
+    for options in (_engine.OpOptions(AVERAGE, prescale=0.5), _engine.OpOptions(MAX)):
+        order.clear()
+        given = [on_gpu(array, joiner) for array in arrays]
+        found = C.allreduce(comm, given, names, options, 2**20)
+        turn = ["down", "reduce", "up"]
+        assert order == ["down", *turn, *turn, *turn, "reduce", "up"]
+        assert_same((values(found), C.allreduce(comm, arrays, names, options, 2**20)))
+    if comm.size in (2, 4):  # of whole arrays
+        adasum = _engine.OpOptions(_engine.ReduceOp.ADASUM)
+        assert_same(both_ways(C.allreduce, arrays, adasum, 2**20))
+
+
+def test_pieces_of_a_reduction_that_has_failed_are_not_used_again(monkeypatch):
+    from keras_dist._engine.collectives import host_pieces
+
+    def fail(*_):
+        raise RuntimeError("a failure on all ranks")
+
+    comm, spec = runtime.communicator(), ((300,), np.dtype("float32"))
+    monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
+    monkeypatch.setattr(host_pieces, "PIECE_NBYTES", 400)
+    options, plan = _engine.OpOptions(SUM), _engine.PlanOptions(2**20)
+    fused = _engine.FusedAllreduce(comm, ["a"], [spec], options, plan)
+    with monkeypatch.context() as patched:
+        patched.setattr(host_pieces.HostPieces, "reduce", fail)
+        with pytest.raises(RuntimeError, match="a failure"):
+            fused.reduce_bucket(0, [on_gpu(np.full(*spec[:1], 5, "float32"))])
+    (found,) = fused.reduce_bucket(0, [on_gpu(np.ones(*spec[:1], "float32"))])
+    assert (found.finish(0) == comm.size).all()
+
+
 def test_work_that_writes_an_array_comes_first():
     gpu = _gpu.load_runtime()
     comm, stream = runtime.communicator(), gpu.new_stream()

@@ -113,7 +113,7 @@ class FusedAllreduce(HostBuckets):
                 arrays = self._on_device.prepare(number, arrays)
             if isinstance(arrays, JoinedArrays):
                 return self._on_device.reduce(number, arrays, lend)
-            return self._reduce_on_host(number, arrays, lend)
+            return self.reduce_on_host(number, arrays, lend)
         except UnlikeGradients:
             repeat_update()
             raise

@@ -100,9 +100,16 @@ class HostBuckets:
         """Frees its memory until the plan is used again; the same on all ranks."""
         self.memory.release()
 
-    def _reduce_on_host(
+    def reduce_on_host(
         self, number: int, arrays: Sequence[np.ndarray], lend: bool
     ) -> list[np.ndarray]:
+        """Reduces the arrays of one bucket. Collective: every rank; blocks.
+
+        Args:
+            number: index of the bucket.
+            arrays: arrays of this rank, in the order of the slots of the bucket.
+            lend: whether results may be lent, if the plan lends.
+        """
         self.count(number)
         work = functools.partial(self._reduce_bucket, number, arrays, lend)
         return retry(
