@@ -133,6 +133,54 @@ def test_each_overlapping_call_has_a_program_before_and_after_it():
         assert 6 <= len(compiled) <= 7
 
 
+def clipped(state, x):
+    """An update that depends on norms of gradients and weights, and on the number of the step."""
+    loss = jax.grad(lambda w: (jnp.sin(x @ w["a"]) * w["b"]).sum())
+    norms = {name: jnp.sqrt(jnp.square(w).sum()) for name, w in state.items()}
+    gradients = loss(state)
+    a, b = double.bind(gradients["a"], gradients["b"])
+    scale = 1 / jnp.sqrt(jnp.square(a).sum() + jnp.square(b).sum())
+    steps = {"a": scale * norms["a"] * a, "b": scale * norms["b"] * b}
+    return {name: state[name] - step for name, step in steps.items()}, x.sum()
+
+
+def test_replicas_do_not_depend_on_the_kernels_that_a_rank_chooses(monkeypatch):
+    compile_one = jax_split._compiled
+
+    def compile_on(rank):
+        """Compiles as a rank whose kernels add up in an order of their own, where it may choose."""
+
+        def compiled(jaxpr, free, options):
+            program = compile_one(jaxpr, free, options)
+            if options == {"xla_gpu_autotune_level": 0}:
+                return program
+            return lambda *given: [value * (1 + rank * 1e-6) for value in program(*given)]
+
+        return compiled
+
+    def start(*arrays):
+        return lambda: [jnp.full(array.shape, 0.3) for array in arrays]  # equal on all ranks
+
+    found = []
+    for rank in range(2):
+        monkeypatch.setattr(jax_split, "_compiled", compile_on(rank))
+        split = split_at(double, start, clipped, lambda: False, lambda: True)
+        state, x = arguments()
+        for _ in range(2):
+            state, _ = split(state, x)
+        found.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("function", [once, twice, inside_jit, layered, layered_twice, clipped])
+def test_a_step_whose_update_is_alike_on_all_ranks_has_the_same_results(function):
+    given = layers() if function in (layered, layered_twice) else arguments()
+    expected = jax.tree.leaves(function(*given))
+    found = split_at(double, recording([]), function, lambda: False, lambda: True)(*given)
+    for value, other in zip(jax.tree.leaves(found), expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-3)
+
+
 def test_inputs_that_the_host_still_reads_are_not_donated():
     def function(state, x):
         return double.bind(state["a"])[0], state["a"] + 1

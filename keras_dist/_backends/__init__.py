@@ -58,6 +58,15 @@ class Backend(Protocol):
         The array must not be written to, nor held until the next train step.
         """
 
+    def engine_arrays(self, tensors: Sequence[Any]) -> list[Any]:
+        """Returns tensors as arrays of the engine, all on the host or all in GPU memory.
+
+        The arrays must not be written to, nor held until the next train step.
+        """
+
+    def tensor_of(self, array: Any, like: Any) -> Any:
+        """Returns an array of the engine as a tensor that is where another one is."""
+
     def reduce_gradients(
         self,
         gradients: Sequence[Any],

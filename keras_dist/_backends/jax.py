@@ -19,11 +19,16 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from keras_dist._backends import jax_callback
-from keras_dist._backends.jax_device import gpu_number, place_of, to_array, to_jax
+from keras_dist._backends.jax_device import (
+    engine_arrays,
+    gpu_number,
+    place_of,
+    tensor_of,
+    to_jax,
+)
 from keras_dist._backends.jax_devices import choose_gpu
 from keras_dist._backends.jax_joined import reduce_joined
 from keras_dist._backends.jax_split import split_at
-from keras_dist._gpu import uniform
 
 HostFunction = Callable[[np.ndarray], np.ndarray]
 
@@ -36,6 +41,7 @@ __all__ = [
     "check_model",
     "coalesce",
     "differentiable_host_callback",
+    "engine_arrays",
     "finish_calls",
     "first_batch",
     "form_of",
@@ -47,6 +53,7 @@ __all__ = [
     "pin_device",
     "reduce_gradients",
     "skip_batches",
+    "tensor_of",
     "test_step_for_host",
     "train_step_for_host",
     "vjp",
@@ -99,7 +106,8 @@ def reduce_gradients(
     now = np.bool_(True) if when is None else when
     # The programs of a GPU run while the host waits for a bucket; without one, buckets are queued.
     if on_gpu:
-        results = reduce_joined(fused, backwards, lambda f, a: _call(f, now, a, on_device=True))
+        call = functools.partial(_call, on_device=True, are_alike=True)
+        results = reduce_joined(fused, backwards, lambda f, a: call(f, now, a))
         return list(reversed(results))
     if not fused.overlaps:
         return list(reversed(_call(fused, now, backwards)))
@@ -264,7 +272,9 @@ def train_step_for_host(model: Any, with_rows: Callable[..., Any]) -> Iterator[N
         yield
         return
     own = model.__dict__.get("train_step")
-    model.__dict__["train_step"] = split_at(_reduction, _start, model.train_step, _overlaps)
+    model.__dict__["train_step"] = split_at(
+        _reduction, _start, model.train_step, _overlaps, _are_alike
+    )
     model.jit_compile = False
     try:
         yield
@@ -276,24 +286,18 @@ def train_step_for_host(model: Any, with_rows: Callable[..., Any]) -> Iterator[N
 
 
 # A function of `now`, whether to reduce in this step, and gradients; returns the reduced gradients.
-# Its parameters are a function of their arrays, one that queues it if it overlaps, whether it takes
-# arrays in GPU memory, and the shapes of the results if they are not those of the gradients.
 _reduction = Primitive("keras_dist_reduction")
 _reduction.multiple_results = True
+# Its parameters, beside the function of their arrays: one that queues it if it overlaps, whether it
+# takes arrays in GPU memory, the shapes of the results if they are not those of the gradients, and
+# whether they are for the update of replicas.
+PARAMETERS = {"queue": None, "on_device": False, "shapes": None, "are_alike": False}
 
 
-def _call(
-    function: Any,
-    now: Any,
-    arrays: Sequence[Any],
-    queue: Any = None,
-    on_device: bool = False,
-    shapes: Any = None,
-) -> list[Any]:
+def _call(function: Any, now: Any, arrays: Sequence[Any], **parameters: Any) -> list[Any]:
     """Adds a host call to a step."""
-    results: list[Any] = _reduction.bind(
-        now, *arrays, reduce=function, queue=queue, on_device=on_device, shapes=shapes
-    )
+    given = PARAMETERS | parameters
+    results: list[Any] = _reduction.bind(now, *arrays, reduce=function, **given)
     return results
 
 
@@ -303,8 +307,7 @@ def _start(
     """Reduces arrays where they are, without copies of arguments and results."""
     if not now:
         return lambda: list(gradients)
-    take = to_array if on_device else np.asarray
-    arrays = uniform([take(gradient) for gradient in gradients])
+    arrays = engine_arrays(gradients) if on_device else [np.asarray(g) for g in gradients]
     wait = functools.partial(list, reduce(arrays)) if queue is None else queue(arrays).wait
     places = [place_of(gradient) for gradient in gradients]
     return lambda: [to_jax(result, place) for result, place in zip(wait(), places, strict=True)]
@@ -312,6 +315,10 @@ def _start(
 
 def _overlaps(queue: Any, **_: Any) -> bool:
     return queue is not None
+
+
+def _are_alike(are_alike: bool, **_: Any) -> bool:
+    return are_alike
 
 
 def _in_program(now: Any, *gradients: Any, reduce: Any, shapes: Any, **_: Any) -> list[Any]:

@@ -7,15 +7,23 @@ before the engine uses it, and until it has been written before JAX does.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from keras_dist._backends.jax_devices import number_of_gpu
-from keras_dist._gpu import DeviceArray, counts_host_memory, load_runtime
+from keras_dist._gpu import DeviceArray, counts_host_memory, load_runtime, uniform
 
-__all__ = ["gpu_number", "place_of", "to_array", "to_jax"]
+__all__ = [
+    "engine_arrays",
+    "gpu_number",
+    "place_of",
+    "tensor_of",
+    "to_array",
+    "to_jax",
+]
 
 
 def gpu_number() -> int | None:
@@ -61,3 +69,13 @@ def _device_array(array: Any) -> DeviceArray:
     array.block_until_ready()
     address = array.unsafe_buffer_pointer() if math.prod(array.shape) else 0
     return DeviceArray(address, array.shape, np.dtype(array.dtype), array, allocate)
+
+
+def engine_arrays(tensors: Sequence[Any]) -> list[Any]:
+    """Returns tensors as arrays of the engine. See `Backend.engine_arrays`."""
+    return uniform([to_array(tensor) for tensor in tensors])
+
+
+def tensor_of(array: Any, like: Any) -> Any:
+    """Returns an array of the engine as a tensor. See `Backend.tensor_of`."""
+    return array if isinstance(array, np.ndarray) else to_jax(array, place_of(like))

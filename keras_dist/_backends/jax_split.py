@@ -7,6 +7,11 @@ that a later stage needs stay on the device.
 Host calls that overlap run while programs compute. A stage before such calls is compiled as a
 program for each of them, which computes its arguments, and one for the rest; the stage after them
 as a program for each, which uses its results.
+
+What replicas compute from the results of a host call must have equal bits on all ranks. For a GPU,
+each rank compiles for itself, and XLA chooses between kernels by their measured speed, also where
+they add up in different orders. So it does not choose for programs after such a call, and these
+programs compute what depends on the state alone, such as the norms of weights.
 """
 
 import collections
@@ -24,6 +29,7 @@ Wait = Callable[[], Sequence[Any]]
 Start = Callable[..., Wait]
 
 NONE = 2**31  # host calls have smaller numbers
+ALIKE = {"xla_gpu_autotune_level": 0}  # XLA takes its default instead of the fastest kernel
 
 
 def split_at(
@@ -31,6 +37,7 @@ def split_at(
     start: Start,
     function: Callable[..., Any],
     overlaps: Callable[..., bool] = lambda **_: False,
+    are_alike: Callable[..., bool] = lambda **_: False,
 ) -> Any:
     """Compiles a function as programs with host calls between them.
 
@@ -43,18 +50,21 @@ def split_at(
             `jax.jit(function, donate_argnums=0)`.
         overlaps: returns whether the host call of a marker with certain parameters runs while
             programs compute. Defaults to never.
+        are_alike: returns whether all ranks must compute the same bits from the results of a marker
+            with certain parameters, on GPUs. Defaults to never.
 
     Returns:
         A function with the same arguments and results.
     """
     programs: dict[Any, Any] = {}
+    rules = overlaps, are_alike
 
     def run(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
         signature = (structure, tuple(abstract_of(leaf) for leaf in leaves))
         program = programs.get(signature)
         if program is None:
-            program = programs[signature] = _Program(marker, start, function, overlaps, arguments)
+            program = programs[signature] = _Program(marker, start, function, rules, arguments)
         return program(leaves)
 
     return run
@@ -64,7 +74,7 @@ class _Program:
     """A function traced and split for certain shapes of its arguments."""
 
     def __init__(
-        self, marker: core.Primitive, start: Start, function: Any, overlaps: Any, arguments: Any
+        self, marker: core.Primitive, start: Start, function: Any, rules: Any, arguments: Any
     ):
         self._start = start
         flat, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
@@ -77,8 +87,10 @@ class _Program:
         # The host reuses the memory of its results, so the step returns copies of them.
         of_host = {v for e in flat.jaxpr.eqns if e.primitive is marker for v in e.outvars}
         self._copied = _in_use(self._outputs, of_host)
-        stages = _Stages(flat.jaxpr.eqns, marker, overlaps)
-        donated = set(self._inputs[: len(jax.tree.leaves(arguments[0]))]) - stages.read_meanwhile
+        count = len(jax.tree.leaves(arguments[0]))
+        state, data = self._inputs[:count], self._inputs[count:]
+        stages = _Stages(flat.jaxpr.eqns, marker, rules, data)
+        donated = set(state) - stages.read_meanwhile
         self._stages = self._compile(flat.jaxpr, stages, donated)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
@@ -113,7 +125,8 @@ class _Program:
                 read = [v for equation in equations for v in _variables(equation.invars)]
                 inputs = [v for v in dict.fromkeys(read) if v not in computed]
                 free = [v in donated and v not in needed for v in inputs]
-                program = _compiled(subset_of(jaxpr, equations, inputs, outputs), free)
+                options = ALIKE if stage >= stages.alike else None
+                program = _compiled(subset_of(jaxpr, equations, inputs, outputs), free, options)
                 programs.append((program, inputs, outputs))
                 needed.update(inputs)
             compiled.append((programs[::-1], markers))
@@ -160,10 +173,14 @@ class _Stages:
     Args:
         equations: the equations, in program order.
         marker: the primitive that represents a host call.
-        overlaps: see `split_at`.
+        rules: `overlaps` and `are_alike`, see `split_at`.
+        data: variables in which ranks differ.
     """
 
-    def __init__(self, equations: Sequence[Any], marker: core.Primitive, overlaps: Any):
+    def __init__(
+        self, equations: Sequence[Any], marker: core.Primitive, rules: Any, data: Sequence[Any]
+    ):
+        overlaps, are_alike = rules
         self._stage_of: dict[Any, int] = collections.defaultdict(int)  # of a variable
         #: number of the last host call of the stage before, if it overlaps, that a variable needs
         self._after: dict[Any, int] = collections.defaultdict(int)
@@ -175,6 +192,7 @@ class _Stages:
         #: inputs of host calls that read them while programs compute
         self.read_meanwhile: set[Any] = set()
         self._overlapping: set[int] = set()  # stages
+        self.alike = NONE  #: first stage that all ranks compute alike
         numbers: dict[int, int] = {}  # of host calls
         for equation in equations:
             inputs = _variables(equation.invars)
@@ -188,16 +206,38 @@ class _Stages:
                     after = numbers[id(equation)]
                     self.read_meanwhile.update(inputs)
                     self._overlapping.add(stage - 1)
+                if are_alike(**equation.params):
+                    self.alike = min(self.alike, stage)
             else:
                 self._equations[stage].append((equation, after))
             self._stage_of.update(dict.fromkeys(equation.outvars, stage))
             self._after.update(dict.fromkeys(equation.outvars, after))
+        self._postpone(set(data))
         self.last = max([0, *self._equations, *(stage + 1 for stage in self.markers)])
         for stage in self._overlapping:
             for equation in self.markers[stage][::-1]:
                 self._need(equation, stage, numbers[id(equation)])
             for equation, _ in self._equations[stage][::-1]:
                 self._need(equation, stage, self._first_call_after(equation))
+
+    def _postpone(self, data: set[Any]) -> None:
+        """Moves what depends on the state alone to the first stage that ranks compute alike."""
+        early = range(0 if self.alike == NONE else self.alike)
+        for equation in (e for stage in early for e, _ in self._equations[stage]):
+            if equation.effects or not data.isdisjoint(_variables(equation.invars)):
+                data.update(equation.outvars)
+        calls = (e for stage in early for e in self.markers[stage])
+        needed = {variable for equation in calls for variable in _variables(equation.invars)}
+        for stage in reversed(early):
+            kept, moved = [], []
+            for equation, after in reversed(self._equations[stage]):
+                if data.isdisjoint(equation.outvars) and needed.isdisjoint(equation.outvars):
+                    moved.append((equation, 0))
+                else:
+                    kept.append((equation, after))
+                    needed.update(_variables(equation.invars))
+            self._equations[stage] = kept[::-1]
+            self._equations[self.alike][:0] = moved[::-1]
 
     def _need(self, equation: Any, stage: int, number: int) -> None:
         """Notes the first host call for which the inputs of an equation are needed."""
@@ -216,7 +256,7 @@ class _Stages:
         return [found[key] for key in sorted(found)]
 
 
-def _compiled(jaxpr: Any, free: Sequence[bool]) -> Any:
+def _compiled(jaxpr: Any, free: Sequence[bool], options: Any) -> Any:
     """Compiles a jaxpr; free inputs are donated to outputs of the same shape and dtype."""
     unmatched = collections.Counter((v.aval.shape, v.aval.dtype) for v in jaxpr.outvars)
     donated = []
@@ -225,7 +265,8 @@ def _compiled(jaxpr: Any, free: Sequence[bool]) -> Any:
         if is_free and unmatched[spec]:
             unmatched[spec] -= 1
             donated.append(number)
-    return jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, [])), donate_argnums=donated)
+    function = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, []))
+    return jax.jit(function, donate_argnums=donated, compiler_options=options)
 
 
 # Primitives that call a function, and its parameter name; the last has a custom gradient.

@@ -15,7 +15,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist._backends.tensorflow_batches import build_from, first_batch, skip_batches
-from keras_dist._backends.tensorflow_device import gpu_number, uses_gpu
+from keras_dist._backends.tensorflow_device import (
+    engine_arrays,
+    gpu_number,
+    tensor_of,
+    uses_gpu,
+)
 from keras_dist._backends.tensorflow_host import on_host
 from keras_dist._backends.tensorflow_overlap import QueuedBuckets
 from keras_dist._backends.tensorflow_step import test_step_for_host, train_step_for_host
@@ -35,6 +40,7 @@ __all__ = [
     "check_model",
     "coalesce",
     "differentiable_host_callback",
+    "engine_arrays",
     "finish_calls",
     "first_batch",
     "form_of",
@@ -47,6 +53,7 @@ __all__ = [
     "pin_device",
     "reduce_gradients",
     "skip_batches",
+    "tensor_of",
     "test_step_for_host",
     "train_step_for_host",
     "vjp",

@@ -1,7 +1,7 @@
 """TensorFlow tensors as arrays for the engine, by DLPack, in an operation that stays on the GPU.
 
-`tf.py_function` calls Python with eager tensors where they are. TensorFlow does not tell
-its stream, so the host waits before and after the engine uses a tensor.
+`tf.py_function` calls Python with eager tensors where they are, from a graph. TensorFlow does not
+tell its stream, so the host waits before and after the engine uses a tensor.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_dist._gpu import DeviceArray, counts_host_memory, load_runtime, uniform
 
-__all__ = ["call_on_device", "gpu_number", "uses_gpu"]
+__all__ = ["call_on_device", "engine_arrays", "gpu_number", "tensor_of", "uses_gpu"]
 
 
 class _Tensor(ctypes.Structure):
@@ -59,7 +59,9 @@ def uses_gpu() -> bool:
 def call_on_device(
     function: Callable[..., Any], tensors: Sequence[Any], dtypes: Sequence[Any], name: str
 ) -> Any:
-    """Adds a call of a function of the engine's arrays to a computation.
+    """Adds a call of a function of the engine's arrays to a graph, or calls it eagerly.
+
+    An eager call raises what the function raises, which an operation makes an error of TensorFlow.
 
     Args:
         function: takes an array for each tensor, of the host or in GPU memory; returns a list with
@@ -69,18 +71,30 @@ def call_on_device(
         name: of the operation.
     """
     call = functools.partial(_call, function)
+    if tf.executing_eagerly():
+        return call(*map(tf.convert_to_tensor, tensors))
     return tf.py_function(call, tensors, dtypes, name=name)
 
 
 def _call(function: Callable[..., Any], *tensors: Any) -> list[Any]:
-    _wait_for_gpu()
-    results = function(*uniform([*map(_to_array, tensors)]))
+    results = function(*engine_arrays(tensors))
     each = results if isinstance(results, list | tuple) else [results]
     return [_to_tensor(result) for result in each]
 
 
+def engine_arrays(tensors: Sequence[Any]) -> list[Any]:
+    """Returns tensors as arrays of the engine. See `Backend.engine_arrays`."""
+    _wait_for_gpu()
+    return uniform([_to_array(tf.convert_to_tensor(tensor)) for tensor in tensors])
+
+
+def tensor_of(array: Any, like: Any) -> Any:
+    """Returns an array of the engine as a tensor. See `Backend.tensor_of`."""
+    return _to_tensor(array)
+
+
 def _to_array(tensor: Any) -> np.ndarray | DeviceArray:
-    on_gpu = counts_host_memory() or "GPU" in tensor.backing_device
+    on_gpu = counts_host_memory() or (uses_gpu() and "GPU" in tensor.backing_device)
     array: np.ndarray | DeviceArray = _device_array(tensor) if on_gpu else tensor.numpy()
     return array
 
@@ -93,7 +107,7 @@ def _to_tensor(result: np.ndarray | DeviceArray) -> Any:
 
 def _wait_for_gpu() -> None:
     """Blocks until TensorFlow's work on the GPU has been done."""
-    if not counts_host_memory():
+    if uses_gpu() and not counts_host_memory():
         tf.test.experimental.sync_devices()
 
 

@@ -14,9 +14,11 @@ import torch
 
 from keras_dist import errors
 from keras_dist._backends.torch_device import (
+    engine_arrays,
     gpu_number,
     is_on_device,
     reduce_on_device,
+    tensor_of,
     to_array,
     to_tensor,
     to_tensors,
@@ -44,6 +46,7 @@ __all__ = [
     "check_model",
     "coalesce",
     "differentiable_host_callback",
+    "engine_arrays",
     "finish_calls",
     "first_batch",
     "form_of",
@@ -55,6 +58,7 @@ __all__ = [
     "pin_device",
     "reduce_gradients",
     "skip_batches",
+    "tensor_of",
     "test_step_for_host",
     "train_step_for_host",
     "vjp",

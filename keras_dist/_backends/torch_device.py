@@ -8,12 +8,14 @@ import numpy as np
 import torch
 
 from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch, write_all
-from keras_dist._gpu import DeviceArray, Joiner, counts_host_memory, load_runtime
+from keras_dist._gpu import DeviceArray, Joiner, counts_host_memory, load_runtime, uniform
 
 __all__ = [
+    "engine_arrays",
     "gpu_number",
     "is_on_device",
     "reduce_on_device",
+    "tensor_of",
     "to_array",
     "to_tensor",
     "to_tensors",
@@ -124,3 +126,13 @@ _JOINER = Joiner(_join, _part)
 def _stream_of(tensor: torch.Tensor) -> Any:
     """Returns the current stream; 0, the program itself, for a tensor on the CPU."""
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+
+
+def engine_arrays(tensors: Sequence[Any]) -> list[Any]:
+    """Returns tensors as arrays of the engine. See `Backend.engine_arrays`."""
+    return uniform([to_array(tensor) for tensor in tensors])
+
+
+def tensor_of(array: Any, like: Any) -> Any:
+    """Returns an array of the engine as a tensor. See `Backend.tensor_of`."""
+    return to_tensor(array, like)

@@ -73,6 +73,7 @@ class Communicator:
         gpus: the GPUs of the ranks of the job; `gpu_options` and `gpu_path` say how they are used.
         tells_gpu_path: whether the path has been logged.
         nccl: the ranks in NCCL; `None` until they use it.
+        meets_once: whether they launch what they know before they meet, see `nccl_launch`.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Communicator:
         self.gpu_path: Any = None
         self.tells_gpu_path = False
         self.nccl: Any = None
+        self.meets_once = True
         self._warned = False
         self.node: Node | None = None
         self._fence: MemoryFence | None = None

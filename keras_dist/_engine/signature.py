@@ -86,6 +86,7 @@ class CollectiveSignature:
         buckets: for each bucket the indices of its arrays.
         bucket: index of the bucket of this operation.
         launched: number of operations that NCCL was given since the ranks last met.
+        ahead: whether this operation is the last of them; not compared.
         error: an error in the arguments of this rank, which it reports to the others.
         first: whether memory is allocated for the operation.
         holds: whether this rank still holds a result whose memory is about to be written. Ranks
@@ -110,6 +111,7 @@ class CollectiveSignature:
     buckets: tuple[tuple[int, ...], ...] = ()
     bucket: int | None = None
     launched: int = 0
+    ahead: bool = False
     error: Exception | None = None
     first: bool = False
     holds: bool = False
@@ -131,6 +133,11 @@ class CollectiveSignature:
         gradients = None if self.gradients is None else self.gradients.digest
         compared = (self.operation, options, plan, arrays, str(self.error), riders, gradients)
         return hashlib.blake2b(repr(compared).encode(), digest_size=16).digest()
+
+    @functools.cached_property
+    def launched_ahead(self) -> "CollectiveSignature":
+        """The same operation of a rank that has launched it, and nothing else, before it meets."""
+        return dataclasses.replace(self, launched=1, ahead=True)
 
     def __str__(self) -> str:
         names = ", ".join(repr(entry.name) for entry in self.entries[:3])

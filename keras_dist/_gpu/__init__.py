@@ -17,7 +17,7 @@ from keras_dist._gpu.nccl import (
     version_text,
 )
 from keras_dist._gpu.runtime import Event, Runtime, load_runtime
-from keras_dist._gpu.staging import Staging
+from keras_dist._gpu.staging import Half, Staging, staging_of
 
 __all__ = [
     "REDUCTIONS",
@@ -25,6 +25,7 @@ __all__ = [
     "DeviceArray",
     "Event",
     "GpuFacts",
+    "Half",
     "Joiner",
     "Nccl",
     "NcclError",
@@ -39,6 +40,7 @@ __all__ = [
     "load_runtime",
     "missing",
     "selected_bus_id",
+    "staging_of",
     "uniform",
     "version_text",
 ]

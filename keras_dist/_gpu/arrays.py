@@ -140,6 +140,14 @@ class DeviceArray:
         if self.written is None and self._stream is not None:
             self.written = _runtime().event(self._stream())
 
+    def section(self, start: int, stop: int) -> "DeviceArray":
+        """Returns elements of the flattened array, in the same memory."""
+        self.mark()
+        address = self.address + start * self.dtype.itemsize
+        part = DeviceArray(address, (stop - start,), self.dtype, self.owner, self._allocate)
+        part.written, part.completion = self.written, self.completion
+        return part
+
     def __reduce__(self) -> Any:
         """Pickles an array on the host, for a rank that receives the result of another."""
         return np.array, (self.to_host(),)

@@ -1,10 +1,12 @@
-"""Staging of GPU arrays in pinned memory, of which there are two halves.
+"""Staging of GPU arrays in pinned memory, piece by piece.
 
-While the host reduces what is in one half, the GPU copies into or out of the other. Only pinned
+While the host reduces one piece, the GPU copies the next one down and the last one up. Only pinned
 memory is used: for other memory the driver makes a second copy, and the host waits for it.
 """
 
+import collections
 import contextlib
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,19 +14,24 @@ import numpy as np
 from keras_dist._gpu.arrays import DeviceArray
 from keras_dist._gpu.runtime import Event, Runtime
 
-__all__ = ["Half", "Staging"]
+__all__ = ["Half", "Staging", "staging_of"]
 
 ALIGNMENT = 64  # bytes: a cache line
 
 
 class Half:
-    """A half of the pinned memory; grows with what it stages."""
+    """Pinned memory for a piece; results of two pieces are copied up at a time.
 
-    def __init__(self) -> None:
-        self.memory = np.empty(0, np.uint8)
+    Args:
+        memory: the memory, uint8.
+        arrays: the arrays that are copied into it.
+    """
+
+    def __init__(self, memory: np.ndarray, arrays: Sequence[DeviceArray]):
+        self.memory = memory
         self.filled: Event | None = None  # after the copies down
         self.free: Event | None = None  # after the copies up
-        self.arrays: list[DeviceArray] = []  # kept while they are copied
+        self.arrays = list(arrays)  # kept while they are copied
 
     def __del__(self) -> None:
         # The GPU may still copy from and to the memory, which others get next.
@@ -32,13 +39,13 @@ class Half:
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the copies into and out of this half, also of work that was given up."""
+        """Waits for the copies into and out of this memory, also of work that was given up."""
         for event in (self.filled, self.free):
             if event is not None:
                 event.wait()
 
     def views(self, arrays: Sequence[DeviceArray]) -> list[np.ndarray]:
-        """Returns the places of arrays in this half, as arrays."""
+        """Returns the places of arrays in this memory, as arrays."""
         found, start = [], 0
         for array in arrays:
             flat = self.memory[start : start + array.nbytes].view(array.dtype)
@@ -48,7 +55,7 @@ class Half:
 
 
 class Staging:
-    """Copies arrays down to the host and results up again.
+    """Copies arrays down to the host and results up again, for all that a process reduces.
 
     Args:
         runtime: the runtime of the GPU.
@@ -56,33 +63,29 @@ class Staging:
 
     def __init__(self, runtime: Runtime):
         self._runtime = runtime
-        self._halves = Half(), Half()
-        self._turn = 0
+        self._rising: collections.deque[Half] = collections.deque()  # with copies up
 
     def down(self, arrays: Sequence[DeviceArray]) -> Half:
-        """Starts to copy arrays into the next half, after the work that writes them.
+        """Starts to copy arrays into pinned memory, after the work that writes them.
 
-        Blocks while arrays of the call before the last are still copied into or from that half.
+        Blocks while the results of the call before the last are copied up: their memory is next.
         """
-        half = self._halves[self._turn]
-        self._turn = 1 - self._turn
-        half.wait()
-        half.arrays = list(arrays)
+        while len(self._rising) > 1:
+            with contextlib.suppress(IndexError):  # another thread has taken it
+                self._rising.popleft().wait()
         nbytes = sum(_aligned(array.nbytes) for array in arrays)
-        if half.memory.nbytes < nbytes:
-            half.memory = self._runtime.pinned(nbytes)
-        stream = self._runtime.copies
+        half, stream = Half(self._runtime.pinned(nbytes), arrays), self._runtime.copies
         for array, view in zip(arrays, half.views(arrays), strict=True):
             array.hold(stream)
             self._runtime.copy(view.ctypes.data, array.address, array.nbytes, stream)
         half.filled = self._runtime.event(stream)
         return half
 
-    def host_arrays(self, half: Half, arrays: Sequence[DeviceArray]) -> list[np.ndarray]:
-        """Waits for the copies of `down`; returns the arrays in the half."""
+    def host_arrays(self, half: Half) -> list[np.ndarray]:
+        """Waits for the copies of `down`; returns the arrays in pinned memory."""
         if half.filled is not None:
             half.filled.wait()
-        return half.views(arrays)
+        return half.views(half.arrays)
 
     def up(
         self,
@@ -91,25 +94,32 @@ class Staging:
         views: Sequence[np.ndarray],
         targets: Sequence[DeviceArray],
     ) -> None:
-        """Starts to copy results, by way of a half, into new arrays on the GPU.
+        """Starts to copy results, by way of the memory of `down`, into new arrays on the GPU.
 
         Args:
-            half: the half.
+            half: the memory.
             results: the results.
-            views: the place of each result in the half.
-            targets: the new arrays, laid out in the half one after the other.
+            views: the place of each result in the memory.
+            targets: the new arrays, laid out in the memory one after the other.
         """
         for result, view in zip(results, views, strict=True):
             if result.ctypes.data != view.ctypes.data:
                 np.copyto(view, result)
         stream = self._runtime.copies
-        half.arrays += targets
+        half.arrays = list(targets)
         for view, target in zip(half.views(targets), targets, strict=True):
             target.hold(stream)
             self._runtime.copy(target.address, view.ctypes.data, target.nbytes, stream)
         half.free = self._runtime.event(stream)
         for target in targets:
             target.completion = half.free
+        self._rising.append(half)
+
+
+@functools.cache
+def staging_of(runtime: Runtime) -> Staging:
+    """Returns the staging of a GPU, whose memory all reductions share."""
+    return Staging(runtime)
 
 
 def _aligned(nbytes: int) -> int:

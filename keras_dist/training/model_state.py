@@ -33,6 +33,7 @@ __all__ = [
     "slice_of",
     "state",
     "to_numpy",
+    "value_of",
     "variable_name",
 ]
 
@@ -178,8 +179,12 @@ def host_array(variable: Any) -> np.ndarray:
 
     The array must not be written to, nor held until the next train step.
     """
-    value = variable.value if isinstance(variable, keras.Variable) else variable
-    return _backends.active().host_array(value)
+    return _backends.active().host_array(value_of(variable))
+
+
+def value_of(variable: Any) -> Any:
+    """Returns the tensor of a variable of Keras or of its backend."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def keras_variables(known: Iterable[Any], variables: Iterable[Any]) -> list[Any]:

@@ -5,6 +5,7 @@ differ from rank to rank.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import _engine, errors, runtime
+from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.ops.gradient_plans import SAME_MODEL
 from keras_dist.training import built_optimizers, layer_state, sharded_state
@@ -24,6 +25,7 @@ from keras_dist.training.model_state import (
     optimizers_of,
     shared_state,
     to_numpy,
+    value_of,
     variable_name,
 )
 
@@ -40,6 +42,7 @@ __all__ = [
 # Attribute of a model: the event at which its replicas were last verified.
 VERIFIED = "_keras_dist_verified"
 MOST_THREADS = 4
+MOST_NBYTES = 256 * 2**20  # of variables that are received at once
 
 
 def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
@@ -95,17 +98,34 @@ def broadcast_variables(
         MismatchError: the variables differ; raised on every rank.
         ArgumentError: `root_rank` is not a rank of `comm`.
     """
-    received = _engine.collectives.broadcast(
-        comm,
-        [to_numpy(variable) for variable in variables],
-        [variable_name(variable) for variable in variables],
-        root_rank,
-        operation="the broadcast of a model",
-        remedy=SAME_MODEL,
-    )
-    if comm.job.rank != root_rank:
-        for variable, value in zip(variables, received, strict=True):
-            variable.assign(value)
+    backend = _backends.active()
+    values = [value_of(variable) for variable in variables] if comm.size > 1 else []
+    arrays = backend.engine_arrays(values)
+    for some in _parts(arrays):
+        received = _engine.collectives.broadcast(
+            comm,
+            arrays[some],
+            [variable_name(variable) for variable in variables[some]],
+            root_rank,
+            operation="the broadcast of a model",
+            remedy=SAME_MODEL,
+        )
+        # The root waits as well: before that, its variables must not be written to.
+        found = list(map(backend.tensor_of, received, values[some]))
+        if comm.job.rank != root_rank:
+            for variable, value in zip(variables[some], found, strict=True):
+                variable.assign(value)
+
+
+def _parts(arrays: Sequence[Any]) -> list[slice]:
+    """Returns the parts of a list that are received at once: that takes as much memory."""
+    starts, nbytes = [0], 0
+    for index, array in enumerate(arrays):
+        nbytes += array.nbytes
+        if nbytes > MOST_NBYTES and index > starts[-1]:
+            starts.append(index)
+            nbytes = array.nbytes
+    return [slice(*pair) for pair in itertools.pairwise([*starts, len(arrays)])]
 
 
 def average_statistics(model: keras.Model) -> dict[int, np.ndarray]:

@@ -87,6 +87,95 @@ def test_an_error_of_nccl_on_one_rank(monkeypatch, call):
     assert_all_raise_and_continue(monkeypatch, lambda: operations()["allreduce"](mine), text, rank)
 
 
+# --- Operations like earlier ones, which are launched before the ranks meet
+
+
+def known(comm, *lengths):
+    """Returns functions that add up arrays of some lengths, as the ranks have done before."""
+    comm.meets_once = True  # tests before this one may have abandoned launches
+
+    def add(length):
+        mine = on_gpu(np.full(length, comm.rank + 1, "float32"))
+        (result,) = C.allreduce(comm, [mine], ["x"], _engine.OpOptions(SUM), 2**20)
+        return result.finish(None).tolist()
+
+    for length in lengths:
+        assert add(length) == total(comm, length)
+    return [lambda length=length: add(length) for length in lengths]
+
+
+def total(comm, length):
+    return [sum(range(1, comm.size + 1))] * length
+
+
+def test_a_repeated_operation_takes_one_meeting():
+    comm = runtime.communicator()
+    (add,) = known(comm, 101)
+    before, met = len(launches()), C.rendezvous_count()
+    for _ in range(3):
+        assert add() == total(comm, 101)
+    assert launches()[before:] == [["ncclAllReduce"]] * 3
+    assert C.rendezvous_count() - met == 3
+
+
+def test_ranks_that_launch_different_repeated_operations():
+    comm = runtime.communicator()
+    first, second = known(comm, 102, 103)
+    with pytest.raises(errors.MismatchError, match=r"shape \(102,\) as on rank 0. Received: \(103"):
+        (second if comm.rank == comm.size - 1 else first)()
+    met = C.rendezvous_count()
+    for _ in range(2):
+        assert (first(), second()) == (total(comm, 102), total(comm, 103))
+    assert C.rendezvous_count() - met == 8  # from now on they meet before a launch
+
+
+def test_a_rank_calls_something_else_than_a_repeated_operation():
+    comm = runtime.communicator()
+    (add,) = known(comm, 104)
+    with pytest.raises(errors.MismatchError, match="Received: barrier"):
+        if comm.rank == comm.size - 1:
+            keras_dist.barrier()
+        else:
+            add()
+    assert add() == total(comm, 104)
+
+
+def test_a_repeated_operation_fails_on_one_rank(monkeypatch):
+    comm = runtime.communicator()
+    (add,) = known(comm, 105)
+    fails_on_one(monkeypatch, _gpu.DeviceArray, "empty", MemoryError("no memory for a result"))
+    assert_all_raise_and_continue(
+        monkeypatch, add, r"launch allreduce\('x'\)\. .*MemoryError: no memory for a result"
+    )
+
+
+def test_a_rank_joins_before_a_repeated_operation():
+    comm = runtime.communicator()
+    (add,) = known(comm, 106)
+    if comm.rank < comm.size - 1:
+        for _ in range(2):
+            assert add() == [sum(range(1, comm.size))] * 106
+    keras_dist.join()
+    assert add() == total(comm, 106)
+
+
+def test_a_named_operation_comes_before_a_repeated_one_on_one_rank():
+    comm = runtime.communicator()
+    (add,) = known(comm, 107)
+    mine = on_gpu(np.ones(3, "float32"))
+
+    def named():
+        return C.broadcast(comm, [mine], ["x"], 0, key="named")
+
+    if comm.rank == comm.size - 1:
+        named()
+        assert add() == total(comm, 107)
+    else:
+        handle = comm.order.queue(add, "allreduce")
+        named()
+        assert handle.wait() == total(comm, 107)
+
+
 def three_buckets():
     names, specs = list("abc"), [((4,), np.dtype("float32"))] * 3
     options, plan = _engine.OpOptions(SUM), _engine.PlanOptions(16)

@@ -139,6 +139,7 @@ def test_missing_gradients_of_an_overridden_apply():
     check_equals_one_process(lambda: Surgery(0.1))
 
 
+@pytest.mark.jobs("double")
 def test_missing_gradients_with_accumulation():
     check_equals_one_process(adamw(gradient_accumulation_steps=2))
 

@@ -1,7 +1,8 @@
 """The buckets of a plan whose arrays are in GPU memory: reduced by NCCL, or staged on the host.
 
 The arrays of a bucket are joined to one array, which is reduced by one operation. The ranks agree
-on the buckets of a step where the first one is launched, and meet again after the last one.
+on the buckets of a step where the first one is launched, and meet again after the last one. A step
+of one bucket, like an earlier one, is launched at once: the ranks meet afterwards.
 """
 
 import dataclasses
@@ -14,17 +15,24 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._engine.arithmetic import scaled
 from keras_dist._engine.buckets import Bucket
+from keras_dist._engine.collectives.host_pieces import HostPieces
 from keras_dist._engine.collectives.joined_arrays import JoinedArrays
-from keras_dist._engine.collectives.nccl_launch import launch_on_all, tell_all
+from keras_dist._engine.collectives.nccl_launch import (
+    is_known,
+    launch_known,
+    launch_on_all,
+    tell_all,
+)
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression
+from keras_dist._engine.nccl.lifetime import nccl_of
 from keras_dist._engine.nccl.path import NCCL, is_defined, on_gpu, uses_nccl
-from keras_dist._engine.nccl.ranks import NcclRanks, nccl_of
+from keras_dist._engine.nccl.ranks import NcclRanks
 from keras_dist._engine.options import OpOptions, PlanOptions
 from keras_dist._engine.recovery.retry import retry
 from keras_dist._engine.signature import CollectiveSignature
-from keras_dist._gpu import DeviceArray, Staging, load_runtime
+from keras_dist._gpu import DeviceArray, Half, Staging, load_runtime, staging_of
 
 __all__ = ["DeviceBuckets"]
 
@@ -80,8 +88,9 @@ class DeviceBuckets:
     def __init__(self, fused: _Plan, plan: PlanOptions):
         self._fused, self._plan = fused, plan
         self._calls = _Calls(fused)
-        self._staging: Staging | None = None
-        self._started: dict[int, Any] = {}  # halves that are being filled, by bucket
+        self._pieces: dict[int, HostPieces] = {}
+        #: pinned memory that is being filled, by bucket and piece
+        self._started: dict[tuple[int, int], Half] = {}
         self._failed: tuple[errors.RankError, int] | None = None  # a step, and its next bucket
 
     def reduce_all(self, parts: Sequence[Sequence[DeviceArray]]) -> list[list[DeviceArray]]:
@@ -93,7 +102,7 @@ class DeviceBuckets:
             with self._fused.comm.lock:
                 for later in range(number, min(number + 2, len(given))):
                     if not self._uses_nccl(later):
-                        self._start(later, given[later])
+                        self._start(later, 0, given[later].sources)
             results.append(self._fused.reduce_bucket(number, arrays))
         return results
 
@@ -138,15 +147,19 @@ class DeviceBuckets:
         comm = self._fused.comm
         with comm.lock:
             self._raise_failure(number)
-            is_agreed = self._is_agreed(number)
-            if not is_agreed:
-                rendezvous(comm, self._calls[number], self._plan.counts_updates)
+            call, is_agreed = self._calls[number], self._is_agreed(number)
+            work = functools.partial(self._launch, number, given)
+            if len(self._fused.buckets) == 1 and is_known(comm, call):
+                launched = launch_known(comm, call, work, self._plan.counts_updates)
+                if launched is not None:
+                    return given.results(launched[0])
+            elif not is_agreed:
+                rendezvous(comm, call, self._plan.counts_updates)
             if comm.faults.joined is not None:
                 return self._among(number, given)
             ends = not ((is_agreed or number == 0) and self._goes_on_after(number))
-            work = functools.partial(self._launch, number, given)
             try:
-                targets, copies = launch_on_all(comm, self._calls[number], work, ends)
+                targets, copies = launch_on_all(comm, call, work, ends)
             except errors.RankError as error:
                 self._failed = error, number + 1
                 raise
@@ -202,30 +215,55 @@ class DeviceBuckets:
         ranks.launch(self._calls[number], (source, *inputs), list(outputs), group, copies)
         return targets, kept
 
-    def _start(self, number: int, given: JoinedArrays) -> Staging:
-        """Starts to copy a bucket down, if that has not been started."""
-        return self._tell_all(functools.partial(self._down, number, given))
-
     def _tell_all(self, work: Callable[[], R]) -> R:
         call = self._fused.call
         return tell_all(self._fused.comm, call.operation, work, call.key)
 
-    def _down(self, number: int, given: JoinedArrays) -> Staging:
-        if self._staging is None:
-            runtime = load_runtime()
-            if runtime is None:
-                raise RuntimeError("an array in GPU memory without a runtime")
-            self._staging = Staging(runtime)
-        if number not in self._started:
-            self._started[number] = self._staging.down(given.sources())
-        return self._staging
+    def _start(self, number: int, piece: int, arrays: Callable[[], Sequence[DeviceArray]]) -> None:
+        """Starts to copy a piece of a bucket down, if that has not been started."""
+
+        def down() -> Half:
+            return _staging().down(self._pieces_of(number).cut(arrays())[piece])
+
+        if (number, piece) not in self._started:
+            self._started[number, piece] = self._tell_all(down)
+
+    def _pieces_of(self, number: int) -> HostPieces:
+        """Returns how a bucket is cut, and its reduction among the current ranks."""
+        pieces = self._pieces.get(number)
+        if pieces is None or pieces.comm is not self._fused.comm:
+            pieces = self._pieces[number] = HostPieces(self._fused, self._plan, number)
+        return pieces
 
     def _through_host(self, number: int, given: JoinedArrays, lend: bool) -> list[DeviceArray]:
+        try:
+            return self._piece_by_piece(number, given, lend)
+        except Exception:
+            self._started.clear()  # the next step has other arrays
+            raise
+
+    def _piece_by_piece(self, number: int, given: JoinedArrays, lend: bool) -> list[DeviceArray]:
         with self._fused.comm.lock:
-            targets = self._tell_all(given.targets)
-            staging = self._start(number, given)
-            half = self._started.pop(number)
-            host = given.unpacked(staging.host_arrays(half, given.sources()))
-            results = self._fused.reduce_bucket(number, host, lend)
-            staging.up(half, results, given.unpacked(half.views(targets)), targets)
+            targets, pieces = self._tell_all(given.targets), self._pieces_of(number)
+            parts = pieces.cut(targets)
+            for piece, part in enumerate(parts):
+                for later in range(piece, min(piece + 2, len(parts))):
+                    self._start(number, later, given.sources)
+                half, staging = self._started.pop((number, piece)), _staging()
+                host, views = staging.host_arrays(half), half.views(part)
+                if len(parts) > 1:
+                    results = pieces.reduce(piece, host)
+                else:
+                    results = self._fused.reduce_bucket(number, given.unpacked(host), lend)
+                    views = given.unpacked(views)
+                staging.up(half, results, views, part)
+            for target, last in zip(targets, parts[-1], strict=True):
+                target.completion = last.completion
             return given.results(targets)
+
+
+def _staging() -> Staging:
+    runtime = load_runtime()
+    if runtime is None:
+        raise RuntimeError("an array in GPU memory without a runtime")
+    return staging_of(runtime)

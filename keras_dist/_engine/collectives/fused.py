@@ -1,6 +1,5 @@
 """The plan of a repeated reduction: the same list of arrays, fused into buckets."""
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
@@ -8,44 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.arithmetic import ReduceOp, check_dtype, check_factors, reduce_into, scaled
-from keras_dist._engine.buckets import plan_buckets
-from keras_dist._engine.collectives.adasum import adasum
-from keras_dist._engine.collectives.cross_node import CrossNodeReduction
+from keras_dist._engine.arithmetic import check_dtype, check_factors
 from keras_dist._engine.collectives.device_buckets import DeviceBuckets
-from keras_dist._engine.collectives.join import exchange_among
+from keras_dist._engine.collectives.host_buckets import HostBuckets
 from keras_dist._engine.collectives.joined_arrays import JoinedArrays
-from keras_dist._engine.collectives.payloads import contribution, slice_payload
-from keras_dist._engine.collectives.plan_memory import OwnMemory, PlanMemory, PooledMemory
-from keras_dist._engine.collectives.rendezvous import (
-    rendezvous,
-    rendezvous_for_payload,
-    slice_error,
-)
 from keras_dist._engine.collectives.weak_plan import WeakPlan
-from keras_dist._engine.collectives.widening import Widening
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.faults.progress import count_update, repeat_update
+from keras_dist._engine.faults.progress import repeat_update
 from keras_dist._engine.gradient_sets import UnlikeGradients
-from keras_dist._engine.mpi.peers import Payload
 from keras_dist._engine.nccl.path import are_on_device
 from keras_dist._engine.options import OpOptions, PlanOptions
 from keras_dist._engine.ordering.ticket import Handle
-from keras_dist._engine.recovery.retry import retry
-from keras_dist._engine.shm.bucket_reduction import (
-    SMALL_NBYTES,
-    BucketReduction,
-    Full,
-    Sliced,
-    SliceError,
-)
-from keras_dist._engine.signature import entries_of
-from keras_dist._engine.tracing import spans
 
 __all__ = ["FusedAllreduce"]
 
 
-class FusedAllreduce:
+class FusedAllreduce(HostBuckets):
     """Reduces the same list of arrays repeatedly, fused into buckets.
 
     The plan is made once, with the digests of its buckets. The ranks compare the digest of each
@@ -78,44 +55,11 @@ class FusedAllreduce:
         for name, (_, dtype) in zip(names, specs, strict=True):
             check_dtype(dtype, options.op, comm.where(), name)
             check_factors(dtype, options.prescale, options.postscale, comm.where(), name)
-        self.comm = comm
         self.overlaps = plan.overlaps
-        self.options, self._plan = options, plan
         # A weak reference: memory of a plan is freed at once, not by the garbage collector.
         self._on_device = DeviceBuckets(weakref.proxy(self), plan)
-        self.buckets = plan_buckets(
-            specs, plan.bucket_nbytes, plan.first_nbytes, plan.groups, alone=plan.overlaps
-        )
-        self.call = options.signature(
-            plan.operation,
-            entries=entries_of(names, specs),
-            buckets=tuple(tuple(slot.index for slot in bucket.slots) for bucket in self.buckets),
-            spares=options.op is not ReduceOp.ADASUM,
-            remedy=plan.remedy,
-        )
-        self.calls = [
-            dataclasses.replace(self.call, bucket=number) for number in range(len(self.buckets))
-        ]
-        self._first_call = dataclasses.replace(self.call, first=True)
-        self._size = comm.size
-        self._connect()
-        # Of the last bucket: whether it went through shared memory alone; its result in the memory
-        # of all ranks, if it was lent.
-        self._needs_no_mpi = False
         self._unlike: Sequence[Any] | None = None  # forms that ended a pass of queued buckets
-        self._shared_result: np.ndarray | None = None
-
-    def _connect(self) -> None:
-        """Drops memory and wire formats: those of other ranks, or of ranks that have died."""
-        self._changes = self.comm.faults.changes
-        self._cross_node = cross_node = CrossNodeReduction(
-            self.comm, self.buckets, self.options.op, self.options.compression
-        )
-        self.memory: PlanMemory
-        if self._plan.pooled:
-            self.memory = PooledMemory(self.comm, cross_node, self._first_call)
-        else:
-            self.memory = OwnMemory(self.comm, cross_node, self._first_call, self._plan.lend)
+        super().__init__(comm, names, specs, options, plan)
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         """Reduces the whole list. Collective: every rank; blocks."""
@@ -169,20 +113,10 @@ class FusedAllreduce:
                 arrays = self._on_device.prepare(number, arrays)
             if isinstance(arrays, JoinedArrays):
                 return self._on_device.reduce(number, arrays, lend)
-            return self._reduce_on_host(number, arrays, lend)
+            return self.reduce_on_host(number, arrays, lend)
         except UnlikeGradients:
             repeat_update()
             raise
-
-    def _reduce_on_host(self, number: int, arrays: Sequence[Any], lend: bool) -> list[np.ndarray]:
-        self.count(number)
-        work = functools.partial(self._reduce_bucket, number, arrays, lend)
-        return retry(
-            self.comm,
-            work,
-            needs_no_mpi=lambda: self._needs_no_mpi,
-            lasting=functools.partial(self._lasting_result, number),
-        )
 
     def queue_bucket(self, number: int, arrays: Any, lend: bool = True) -> Handle:
         """Queues `reduce_bucket`. Collective, as the operation itself; does not block.
@@ -211,200 +145,9 @@ class FusedAllreduce:
         comm = self.comm
         return WeakPlan(self, self.call.operation, self._plan.ranks or (lambda: comm))
 
-    @property
-    def lends(self) -> bool:
-        """Whether results may lie in memory that all ranks share."""
-        return self.memory.lends
-
-    def release(self) -> None:
-        """Frees its memory until the plan is used again; the same on all ranks."""
-        self.memory.release()
-
     def _follow_ranks(self) -> None:
         """Moves the plan to the communicator of the current ranks."""
         comm = self.comm if self._plan.ranks is None else self._plan.ranks()
         if comm is not self.comm:
             self.comm = comm
             self._connect()
-
-    def _reduce_bucket(
-        self, number: int, arrays: Sequence[np.ndarray], lend: bool
-    ) -> list[np.ndarray]:
-        self._shared_result = None
-        if self.options.op is ReduceOp.ADASUM:
-            names = [self.call.entries[slot.index].name for slot in self.buckets[number].slots]
-            return adasum(self.comm, arrays, names, self.options, self._plan.counts_updates)
-        if self.call.prescale != 1:
-            arrays = [scaled(array, self.call.prescale) for array in arrays]
-        with self.comm.lock:
-            if self._changes != self.comm.faults.changes:
-                self._connect()
-            self._needs_no_mpi = self.comm.is_one_node and self.memory.is_ready(number)
-            reduction = self.memory.reduction(number)
-            given, widening = arrays, self.widening(number)
-            if widening is not None and self.travels(number, reduction):
-                given = [widening.widen(arrays)]
-            payload = self.payload(number, given, reduction)
-            if reduction is not None:
-                with spans.phase("copy in"):
-                    reduction.publish(given)
-            rendezvous(self.comm, self.calls[number], self._plan.counts_updates, payload)
-            return self.finish(number, arrays, lend, reduction, payload)
-
-    def finish(
-        self,
-        number: int,
-        arrays: Sequence[np.ndarray],
-        lend: bool,
-        reduction: BucketReduction | None,
-        payload: Payload | None = None,
-    ) -> list[np.ndarray]:
-        """Reduces a bucket that is published, after the rendezvous, with the lock held.
-
-        Args:
-            number: index of the bucket.
-            arrays: arrays of this rank.
-            lend: whether the results may be lent.
-            reduction: the reduction in shared memory; `None`: through MPI.
-            payload: numbers that have travelled with the digests. Defaults to none.
-        """
-        bucket = self.buckets[number]
-        if self.comm.faults.joined is not None:
-            return bucket.unpack(self.reduce_among(bucket.pack(arrays)))
-        if self._plan.counts_updates and number == 0:
-            self.comm.idle_memory.used(self)
-        if payload is not None:
-            flat = self.take(number, payload, reduction, lend)
-        elif reduction is None:
-            flat = self._reduce_through_mpi(number, arrays)
-        else:
-            flat = self.reduce_on_node(number, reduction, lend)
-        widening, factor = self.widening(number), self.postscale(self.comm.size)
-        if widening is not None and payload is not None:
-            flat = widening.narrow(flat, self.comm.size)
-        if widening is not None or factor != 1:
-            self._shared_result = None
-        return bucket.unpack(scaled(flat, factor))
-
-    def widening(self, number: int) -> Widening | None:
-        """Returns how a bucket is widened where it travels between nodes; `None` if it is not."""
-        return self._cross_node.widened.get(number)
-
-    def travels(self, number: int, reduction: BucketReduction | None) -> bool:
-        """Returns whether a bucket crosses nodes with the digests."""
-        # If memory could not be shared, ranks of a node have no sum of their own.
-        has_sum = reduction is not None or self.comm.node is None
-        return has_sum and self._cross_node.travels(number)
-
-    def payload(
-        self, number: int, arrays: Sequence[np.ndarray], reduction: BucketReduction | None
-    ) -> Payload | None:
-        """Returns the bucket as a payload, if it travels with the digests.
-
-        Args:
-            number: index of the bucket.
-            arrays: arrays of this rank; of a bucket that is widened the one array of its sums.
-            reduction: the reduction in shared memory; `None` if there is none.
-        """
-        if not self.travels(number, reduction):
-            return None
-        if isinstance(reduction, Sliced):
-            return slice_payload(self._cross_node, number, reduction)
-        bucket, result = self._cross_node.buckets[number], self.memory.result(number)
-        return self._cross_node.payload(
-            number, lambda _: contribution(bucket, arrays, reduction, result), result
-        )
-
-    def take(
-        self, number: int, payload: Payload, reduction: BucketReduction | None, lend: bool = True
-    ) -> np.ndarray:
-        """Returns the result that has travelled with the digests, fused; widened, if it was."""
-        while not payload.arrived:
-            # Ranks differed, but not in the operation.
-            rendezvous_for_payload(self.comm, self.calls[number], payload)
-        if isinstance(reduction, Full):
-            reduction.next_turn()
-        if not isinstance(reduction, Sliced):
-            return payload.result
-        flat = reduction.take()
-        try:
-            return self._own_result(number, reduction, flat, lend)
-        finally:
-            reduction.end()
-
-    def _reduce_through_mpi(self, number: int, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        bucket, [first, *others] = self.buckets[number], arrays
-        if self.widening(number) is not None:  # no shared memory: the result has another dtype
-            source = target = bucket.pack(arrays)
-        elif not others and first.flags.c_contiguous and self.comm.size > 1:
-            source, target = first.reshape(-1), self.memory.result(number)
-        else:
-            with spans.phase("copy in"):
-                source = target = self.memory.result(number)
-                bucket.pack_into(target, arrays)
-        if self.comm.size > 1:
-            with spans.phase("reduce through MPI"):
-                self._cross_node.reduce(number, source, target)
-        return target
-
-    def reduce_on_node(
-        self,
-        number: int,
-        reduction: BucketReduction,
-        lend: bool = True,
-        out: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """Reduces a bucket that is published; returns it fused, in memory that stays as it is.
-
-        Args:
-            number: index of the bucket.
-            reduction: its reduction.
-            lend: whether the result may be lent.
-            out: flat array for the result, where there is one node. Defaults to none.
-        """
-        try:
-            flat = reduction.reduce(self._cross_node.finish(number), out)
-        except SliceError as failure:
-            raise slice_error(self.comm, str(failure)) from failure
-        try:
-            return self._own_result(number, reduction, flat, lend) if out is None else out
-        finally:
-            reduction.end()
-
-    def _own_result(
-        self, number: int, reduction: BucketReduction, flat: np.ndarray, lend: bool
-    ) -> np.ndarray:
-        lent = None
-        nbytes = self._cross_node.buckets[number].nbytes
-        if lend and self.memory.lends and nbytes > SMALL_NBYTES:
-            lent = reduction.lend()
-        if lent is not None:
-            self._shared_result = flat
-            return lent
-        if not reduction.is_shared:
-            return flat
-        with spans.phase("copy out"):
-            copied = self.memory.result(number)
-            np.copyto(copied, flat)
-        return copied
-
-    def reduce_among(self, flat: np.ndarray) -> np.ndarray:
-        """Reduces a bucket over the ranks that have not joined, uncompressed."""
-        rows = exchange_among(self.comm, flat)
-        reduce_into(flat, iter(rows), self.options.op)
-        return scaled(flat, self.postscale(len(rows)))
-
-    def count(self, number: int) -> None:
-        """Counts an update, for messages, where its first bucket is reduced."""
-        if self._plan.counts_updates and number == 0:
-            count_update()
-
-    def postscale(self, ranks: int) -> float:
-        """Returns the factor of the results of a number of ranks."""
-        share = self._size / ranks if self._plan.divides else 1.0
-        return self.call.postscale * share
-
-    def _lasting_result(self, number: int) -> list[np.ndarray] | None:
-        """Returns the last result of a bucket in memory no script can write, if it was lent."""
-        flat = self._shared_result
-        return None if flat is None else self.buckets[number].unpack(flat)

@@ -3,6 +3,7 @@
 A rank may fail between the agreement and its launch: memory may be missing, or NCCL reports an
 error. The others would wait on the GPU for it. So a rank that fails tells the others, which may
 wait in NCCL's calls, and the last launch that an agreement covers ends with a second rendezvous.
+Where an operation is repeated, that is the only one: the ranks compare what they have launched.
 """
 
 import dataclasses
@@ -14,12 +15,13 @@ from keras_dist import errors
 from keras_dist._engine.collectives.rendezvous import rendezvous, report_error
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.gradient_sets import GradientSet
+from keras_dist._engine.nccl.lifetime import abandon, nccl_of
 from keras_dist._engine.nccl.path import NCCL
-from keras_dist._engine.nccl.ranks import FailedElsewhere, NcclRanks, abandon, nccl_of
+from keras_dist._engine.nccl.ranks import FailedElsewhere, NcclRanks
 from keras_dist._engine.signature import CollectiveSignature
 from keras_dist._engine.tracing import spans
 
-__all__ = ["launch_on_all", "tell_all"]
+__all__ = ["is_known", "launch_known", "launch_on_all", "tell_all"]
 
 R = TypeVar("R")
 
@@ -46,6 +48,55 @@ def launch_on_all(
             other operations, by a new communicator of NCCL.
         RankLostError: a rank has died.
     """
+    success = _success(call.operation, call.gradients, call.bucket) if ends else None
+    return _launch(comm, call, work, success)
+
+
+def is_known(comm: Communicator, call: CollectiveSignature) -> bool:
+    """Returns whether `launch_known` takes an operation; the same on all ranks that call it."""
+    ranks, faults = comm.nccl, comm.faults
+    alone = call.key is None and faults.retry is None and faults.joined is None
+    return alone and ranks is not None and not ranks.launched and call.digest in ranks.known
+
+
+def launch_known(
+    comm: Communicator,
+    call: CollectiveSignature,
+    work: Callable[[NcclRanks], R],
+    notices: bool = False,
+) -> R | None:
+    """Launches an operation like an earlier one, and then meets: once, instead of twice.
+
+    The ranks find a difference before any of them uses a result. Then they abandon what they have
+    launched, and meet before every launch from then on. Collective: every rank; blocks.
+
+    Args:
+        comm: the ranks.
+        call: the operation, which `is_known`.
+        work: see `launch_on_all`.
+        notices: see `rendezvous`.
+
+    Returns:
+        The result of `work`. `None` if it was abandoned, and the ranks have agreed on the operation
+        as by `rendezvous`.
+
+    Raises:
+        RankError: as `launch_on_all`.
+        MismatchError: as `rendezvous`.
+    """
+    ranks = comm.nccl
+    result = _launch(comm, call, work, call.launched_ahead, notices)
+    return result if comm.nccl is ranks else None
+
+
+def _launch(
+    comm: Communicator,
+    call: CollectiveSignature,
+    work: Callable[[NcclRanks], R],
+    success: CollectiveSignature | None,
+    notices: bool = False,
+) -> R:
+    """Launches an operation, and brings success or an error to the rendezvous that follows."""
     ranks = nccl_of(comm)
     ranks.launched += 1
 
@@ -65,16 +116,20 @@ def launch_on_all(
     except Exception as failure:
         error, cause = explain(failure), failure
         ranks.tell(error)
-    if error is None and not ends:
-        return result
-    success = _success(call.operation, call.gradients, call.bucket)
+    if success is None:
+        if error is None:
+            return result
+        success = _success(call.operation, call.gradients, call.bucket)
     try:
-        rendezvous(comm, success if error is None else dataclasses.replace(success, error=error))
+        brought = success if error is None else dataclasses.replace(success, error=error)
+        rendezvous(comm, brought, notices)
     except errors.RankError as failure:  # all ranks raise the same
         raise failure from cause
     if error is not None:  # all ranks bring the same error
         abandon(comm, error)
         raise error from cause
+    if comm.meets_once:
+        ranks.known.add(call.digest)
     return result
 
 

@@ -18,7 +18,7 @@ from keras_dist._engine.faults.progress import describe_progress
 from keras_dist._engine.gradient_sets import UnlikeGradients
 from keras_dist._engine.messages import as_message
 from keras_dist._engine.mpi.peers import Payload
-from keras_dist._engine.nccl.ranks import abandon
+from keras_dist._engine.nccl.lifetime import abandon, undoing
 from keras_dist._engine.ordering.queue import HeldNames
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.recovery.ulfm import check_alive
@@ -104,8 +104,9 @@ def _meet(
         call = dataclasses.replace(call, notice=piggyback.notice())
     if comm.order.refused:
         call = dataclasses.replace(call, refused=tuple(sorted(comm.order.refused)))
-    if comm.nccl is not None and comm.nccl.launched:
-        call = dataclasses.replace(call, launched=comm.nccl.launched)
+    launched = 0 if comm.nccl is None else comm.nccl.launched
+    if launched != call.launched:
+        call = dataclasses.replace(call, launched=launched, ahead=False)
     with spans.meeting(call, comm.digests.count + 1):
         same = comm.digests.compare(call.digest, payload)
     holds = call.holds if same else resolve_difference(comm, _with_failure(comm, call, payload))
@@ -266,10 +267,21 @@ def resolve_difference(comm: Communicator, call: CollectiveSignature) -> bool:
     mine = as_message(_Arrival(call, describe_progress(), comm.order.held_names()))
     arrivals = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
     check_alive(comm)
-    held = [arrival.held for arrival in arrivals]
-    resolve_refused(comm, [arrival.call for arrival in arrivals], held)
     plain: dict[str, Any] = {"holds": False, "notice": None, "refused": ()}
     calls = [dataclasses.replace(arrival.call, **plain) for arrival in arrivals]
+    with undoing(comm, calls):
+        _resolve(comm, call, calls, arrivals)
+    return any(arrival.call.holds for arrival in arrivals)
+
+
+def _resolve(
+    comm: Communicator,
+    call: CollectiveSignature,
+    calls: list[CollectiveSignature],
+    arrivals: list[_Arrival],
+) -> None:
+    held = [arrival.held for arrival in arrivals]
+    resolve_refused(comm, [arrival.call for arrival in arrivals], held)
     all_wait = match_names(comm, calls, held)
     before, comm.faults.joined = comm.faults.joined, None  # an error ends it on all ranks
     try:
@@ -291,7 +303,6 @@ def resolve_difference(comm: Communicator, call: CollectiveSignature) -> bool:
     comm.faults.joined = joined
     if comm.faults.joined and comm.faults.on_missing and call.operation != JOINED:
         comm.faults.on_missing()
-    return any(arrival.call.holds for arrival in arrivals)
 
 
 def _check_equal(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Copies = tuple[Sequence[tuple[int, int, int]], Sequence[tuple[int, int, int]]]
 
-__all__ = ["FailedElsewhere", "NcclRanks", "abandon", "nccl_of"]
+__all__ = ["FailedElsewhere", "NcclRanks"]
 
 
 class FailedElsewhere(Exception):
@@ -46,21 +46,6 @@ class FailedElsewhere(Exception):
         self.error = error
 
 
-def nccl_of(comm: "Communicator") -> "NcclRanks":
-    """Returns the ranks in NCCL; `connect` follows. Collective at the first call; blocks."""
-    if comm.nccl is None:
-        comm.nccl = NcclRanks(comm)
-    ranks: NcclRanks = comm.nccl
-    return ranks
-
-
-def abandon(comm: "Communicator", failure: Exception) -> None:
-    """Ends the operations on which the ranks have turned out not to agree. Collective; blocks."""
-    ranks, comm.nccl = comm.nccl, None
-    if ranks is not None:
-        ranks.give_up(failure)
-
-
 class NcclRanks:
     """NCCL's communicator of some ranks, and its stream. Collective to make; blocks.
 
@@ -70,6 +55,7 @@ class NcclRanks:
     Attributes:
         launched: launches since the ranks last met; those are not known to be the same on all.
         step: the plan whose buckets are being launched, and the next one; `None` for none.
+        known: digests of operations that all ranks have launched.
     """
 
     _nccl: Nccl
@@ -82,6 +68,7 @@ class NcclRanks:
         self._failure: Exception | None = None
         self._watch: LaunchWatch | None = None
         self.launched = 0
+        self.known: set[bytes] = set()
         self.step: tuple[Any, int] | None = None
         self._last: Launch | None = None
         self._agreed: Launch | None = None  # the last one that is known to be the same on all
