@@ -1,5 +1,7 @@
 """A JAX function that is split at host calls returns the results of the whole function."""
 
+import unittest.mock
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from jax.extend.core import Primitive  # noqa: E402
 from jax.interpreters import mlir  # noqa: E402
 
 from keras_dist._backends import jax_split  # noqa: E402
-from keras_dist._backends.jax_split import split_at  # noqa: E402
+from keras_dist._backends.jax_split import Traits, split_at  # noqa: E402
 
 double = Primitive("double")
 double.multiple_results = True
@@ -109,7 +111,7 @@ def layered_twice(state, x):
 @pytest.mark.parametrize("function", [layered, layered_twice])
 def test_host_calls_overlap_with_programs(function):
     expected, seen = function(*layers()), []
-    split = split_at(double, recording(seen), function, lambda: True)
+    split = split_at(double, recording(seen), function, lambda: Traits(overlaps=True))
     for _ in range(2):
         result = split(*layers())
         for value, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
@@ -128,7 +130,7 @@ def test_each_overlapping_call_has_a_program_before_and_after_it():
         split_at(double, start, layered)(*layers())
         assert len(compiled) == 2
         compiled.clear()
-        split_at(double, start, layered, lambda: True)(*layers())
+        split_at(double, start, layered, lambda: Traits(overlaps=True))(*layers())
         # The mean is computed beside the last gradient or after it.
         assert 6 <= len(compiled) <= 7
 
@@ -164,7 +166,7 @@ def test_replicas_do_not_depend_on_the_kernels_that_a_rank_chooses(monkeypatch):
     found = []
     for rank in range(2):
         monkeypatch.setattr(jax_split, "_compiled", compile_on(rank))
-        split = split_at(double, start, clipped, lambda: False, lambda: True)
+        split = split_at(double, start, clipped, lambda: Traits(are_alike=True))
         state, x = arguments()
         for _ in range(2):
             state, _ = split(state, x)
@@ -176,7 +178,7 @@ def test_replicas_do_not_depend_on_the_kernels_that_a_rank_chooses(monkeypatch):
 def test_a_step_whose_update_is_alike_on_all_ranks_has_the_same_results(function):
     given = layers() if function in (layered, layered_twice) else arguments()
     expected = jax.tree.leaves(function(*given))
-    found = split_at(double, recording([]), function, lambda: False, lambda: True)(*given)
+    found = split_at(double, recording([]), function, lambda: Traits(are_alike=True))(*given)
     for value, other in zip(jax.tree.leaves(found), expected, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-3)
 
@@ -198,7 +200,7 @@ def test_inputs_that_the_host_still_reads_are_not_donated():
 
         return wait
 
-    split_at(double, start, function, lambda: True)(state, x)
+    split_at(double, start, function, lambda: Traits(overlaps=True))(state, x)
     assert seen == [True]
 
 
@@ -225,6 +227,27 @@ def test_a_split_function_equals_the_whole_function(function, calls):
         for value, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(value, other, rtol=1e-6)
         assert seen.count("start") == seen.count("wait") == calls * repeat
+
+
+def test_what_an_early_call_does_not_need_follows_it():
+    def weighed(state, x):  # the gradient needs the call, the loss does not
+        [factor] = double.bind(jnp.abs(x).sum())
+        loss = lambda w: (jnp.sin(x @ w["a"]) * w["b"]).sum()  # noqa: E731
+        value, gradient = jax.value_and_grad(lambda w: factor * loss(w))(state)
+        return {"a": state["a"] - gradient["a"], "b": state["b"]}, value
+
+    programs = []
+    for early in (False, True):
+        traits = Traits(comes_early=early)
+        split = split_at(double, recording([]), weighed, lambda traits=traits: traits)
+        with unittest.mock.patch.object(jax_split, "_compiled", wraps=jax_split._compiled) as made:
+            found = split(*arguments())
+        programs.append(["sin" in str(call.args[0]) for call in made.call_args_list][::-1])
+        for value, other in zip(
+            jax.tree.leaves(found), jax.tree.leaves(weighed(*arguments())), strict=True
+        ):
+            np.testing.assert_allclose(value, other, rtol=1e-6)
+    assert programs == [[True, False], [False, True]]
 
 
 def test_arguments_of_other_shapes_are_traced_again():

@@ -28,7 +28,7 @@ from keras_dist._backends.jax_device import (
 )
 from keras_dist._backends.jax_devices import choose_gpu
 from keras_dist._backends.jax_joined import reduce_joined
-from keras_dist._backends.jax_split import split_at
+from keras_dist._backends.jax_split import Traits, split_at
 
 HostFunction = Callable[[np.ndarray], np.ndarray]
 
@@ -180,7 +180,7 @@ def call_host(
         return function(*arrays)
 
     given = [jax.numpy.asarray(tensor) for tensor in tensors]
-    return list(_call(apply, np.bool_(True), given, shapes=tuple(shapes)))
+    return list(_call(apply, np.bool_(True), given, shapes=tuple(shapes), comes_early=True))
 
 
 def after(earlier: Any, tensors: Sequence[Any]) -> list[Any]:
@@ -272,9 +272,7 @@ def train_step_for_host(model: Any, with_rows: Callable[..., Any]) -> Iterator[N
         yield
         return
     own = model.__dict__.get("train_step")
-    model.__dict__["train_step"] = split_at(
-        _reduction, _start, model.train_step, _overlaps, _are_alike
-    )
+    model.__dict__["train_step"] = split_at(_reduction, _start, model.train_step, _traits)
     model.jit_compile = False
     try:
         yield
@@ -290,8 +288,14 @@ _reduction = Primitive("keras_dist_reduction")
 _reduction.multiple_results = True
 # Its parameters, beside the function of their arrays: one that queues it if it overlaps, whether it
 # takes arrays in GPU memory, the shapes of the results if they are not those of the gradients, and
-# whether they are for the update of replicas.
-PARAMETERS = {"queue": None, "on_device": False, "shapes": None, "are_alike": False}
+# see `Traits`.
+PARAMETERS = {
+    "queue": None,
+    "on_device": False,
+    "shapes": None,
+    "are_alike": False,
+    "comes_early": False,
+}
 
 
 def _call(function: Any, now: Any, arrays: Sequence[Any], **parameters: Any) -> list[Any]:
@@ -313,12 +317,8 @@ def _start(
     return lambda: [to_jax(result, place) for result, place in zip(wait(), places, strict=True)]
 
 
-def _overlaps(queue: Any, **_: Any) -> bool:
-    return queue is not None
-
-
-def _are_alike(are_alike: bool, **_: Any) -> bool:
-    return are_alike
+def _traits(queue: Any, are_alike: bool, comes_early: bool, **_: Any) -> Traits:
+    return Traits(queue is not None, are_alike, comes_early)
 
 
 def _in_program(now: Any, *gradients: Any, reduce: Any, shapes: Any, **_: Any) -> list[Any]:

@@ -16,17 +16,32 @@ programs compute what depends on the state alone, such as the norms of weights.
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 
 from keras_dist._compat.jax import abstract_of, subset_of
 
-__all__ = ["split_at"]
+__all__ = ["Traits", "split_at"]
 
 Wait = Callable[[], Sequence[Any]]
 Start = Callable[..., Wait]
+
+
+class Traits(NamedTuple):
+    """How a host call splits a step.
+
+    Args:
+        overlaps: whether it runs while programs compute.
+        are_alike: whether all ranks must compute the same bits from its results, on GPUs.
+        comes_early: whether what it does not need follows, such as a loss beside its gradient.
+    """
+
+    overlaps: bool = False
+    are_alike: bool = False
+    comes_early: bool = False
+
 
 NONE = 2**31  # host calls have smaller numbers
 ALIKE = {"xla_gpu_autotune_level": 0}  # XLA takes its default instead of the fastest kernel
@@ -36,8 +51,7 @@ def split_at(
     marker: core.Primitive,
     start: Start,
     function: Callable[..., Any],
-    overlaps: Callable[..., bool] = lambda **_: False,
-    are_alike: Callable[..., bool] = lambda **_: False,
+    traits: Callable[..., Traits] = lambda **_: Traits(),
 ) -> Any:
     """Compiles a function as programs with host calls between them.
 
@@ -48,23 +62,19 @@ def split_at(
             function that waits for its outputs. Calls start in program order.
         function: a function of pytrees of arrays; its first argument is donated, as by
             `jax.jit(function, donate_argnums=0)`.
-        overlaps: returns whether the host call of a marker with certain parameters runs while
-            programs compute. Defaults to never.
-        are_alike: returns whether all ranks must compute the same bits from the results of a marker
-            with certain parameters, on GPUs. Defaults to never.
+        traits: returns the traits of a host call with certain parameters. Defaults to none.
 
     Returns:
         A function with the same arguments and results.
     """
     programs: dict[Any, Any] = {}
-    rules = overlaps, are_alike
 
     def run(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
         signature = (structure, tuple(abstract_of(leaf) for leaf in leaves))
         program = programs.get(signature)
         if program is None:
-            program = programs[signature] = _Program(marker, start, function, rules, arguments)
+            program = programs[signature] = _Program(marker, start, function, traits, arguments)
         return program(leaves)
 
     return run
@@ -74,7 +84,7 @@ class _Program:
     """A function traced and split for certain shapes of its arguments."""
 
     def __init__(
-        self, marker: core.Primitive, start: Start, function: Any, rules: Any, arguments: Any
+        self, marker: core.Primitive, start: Start, function: Any, traits: Any, arguments: Any
     ):
         self._start = start
         flat, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
@@ -89,7 +99,7 @@ class _Program:
         self._copied = _in_use(self._outputs, of_host)
         count = len(jax.tree.leaves(arguments[0]))
         state, data = self._inputs[:count], self._inputs[count:]
-        stages = _Stages(flat.jaxpr.eqns, marker, rules, data)
+        stages = _Stages(flat.jaxpr.eqns, marker, traits, data)
         donated = set(state) - stages.read_meanwhile
         self._stages = self._compile(flat.jaxpr, stages, donated)
 
@@ -173,14 +183,13 @@ class _Stages:
     Args:
         equations: the equations, in program order.
         marker: the primitive that represents a host call.
-        rules: `overlaps` and `are_alike`, see `split_at`.
+        traits: see `split_at`.
         data: variables in which ranks differ.
     """
 
     def __init__(
-        self, equations: Sequence[Any], marker: core.Primitive, rules: Any, data: Sequence[Any]
+        self, equations: Sequence[Any], marker: core.Primitive, traits: Any, data: Sequence[Any]
     ):
-        overlaps, are_alike = rules
         self._stage_of: dict[Any, int] = collections.defaultdict(int)  # of a variable
         #: number of the last host call of the stage before, if it overlaps, that a variable needs
         self._after: dict[Any, int] = collections.defaultdict(int)
@@ -202,16 +211,20 @@ class _Stages:
                 numbers[id(equation)] = len(numbers) + 1
                 self.markers[stage].append(equation)
                 stage, after = stage + 1, 0
-                if overlaps(**equation.params):
+                call = traits(**equation.params)
+                if call.overlaps:
                     after = numbers[id(equation)]
                     self.read_meanwhile.update(inputs)
                     self._overlapping.add(stage - 1)
-                if are_alike(**equation.params):
+                if call.are_alike:
                     self.alike = min(self.alike, stage)
             else:
                 self._equations[stage].append((equation, after))
             self._stage_of.update(dict.fromkeys(equation.outvars, stage))
             self._after.update(dict.fromkeys(equation.outvars, after))
+        for stage in sorted(self.markers):
+            if all(traits(**call.params).comes_early for call in self.markers[stage]):
+                self._delay(stage)
         self._postpone(set(data))
         self.last = max([0, *self._equations, *(stage + 1 for stage in self.markers)])
         for stage in self._overlapping:
@@ -219,6 +232,21 @@ class _Stages:
                 self._need(equation, stage, numbers[id(equation)])
             for equation, _ in self._equations[stage][::-1]:
                 self._need(equation, stage, self._first_call_after(equation))
+
+    def _delay(self, stage: int) -> None:
+        """Moves what the host calls of a stage do not need to the next stage."""
+        needed = {v for call in self.markers[stage] for v in _variables(call.invars)}
+        kept, moved = [], []
+        for equation, after in reversed(self._equations[stage]):
+            if equation.effects or not needed.isdisjoint(equation.outvars):
+                kept.append((equation, after))
+                needed.update(_variables(equation.invars))
+            else:
+                moved.append((equation, 0))
+                self._stage_of.update(dict.fromkeys(equation.outvars, stage + 1))
+                self._after.update(dict.fromkeys(equation.outvars, 0))
+        self._equations[stage] = kept[::-1]
+        self._equations[stage + 1][:0] = moved[::-1]
 
     def _postpone(self, data: set[Any]) -> None:
         """Moves what depends on the state alone to the first stage that ranks compute alike."""

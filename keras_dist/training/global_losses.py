@@ -174,7 +174,8 @@ def _without_exchange(own: Measured, step: Step) -> Any:
 
 
 def _exchanged(own: Sequence[Measured], step: Step) -> list[Any]:
-    """Returns losses of all ranks, after one exchange of values and denominators."""
+    """Returns losses of all ranks, after an exchange of values and denominators."""
+    count, call = len(own), _backends.active().call_host
     is_mean = np.array([loss.reduction == "mean" for loss in own])
     given = [
         ops.zeros(()) if loss.reduction == "none" else ops.stop_gradient(loss.value) for loss in own
@@ -183,26 +184,47 @@ def _exchanged(own: Sequence[Measured], step: Step) -> list[Any]:
     tensors = [number for number in numbers if not isinstance(number, float)]
     known = [number if isinstance(number, float) else None for number in numbers]
 
-    def exchange(host: np.ndarray) -> list[np.ndarray]:
-        values, rest = host[: len(known)].astype("float64"), iter(host[len(known) :])
-        mine = np.array([next(rest) if number is None else number for number in known], "float64")
-        sums = _summed(step, np.concatenate([mine, values * mine, [1.0]]))
-        of_all, total, count = sums[: len(known)], sums[len(known) : -1], sums[-1]
+    def denominators(host: np.ndarray) -> np.ndarray:
+        rest = iter(host)
+        return np.array([next(rest) if number is None else number for number in known], "float64")
+
+    def factors(mine: np.ndarray, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the factors of gradients and of values, from the sums over the ranks."""
+        parts = np.divide(1.0, sums[:count], out=np.zeros_like(mine), where=sums[:count] != 0)
         # The ranks are to add the gradients of sums.
-        of_sum = 1.0 if step.reduction.options.op is _engine.ReduceOp.SUM else count
-        share = np.divide(count, of_all, out=np.zeros_like(mine), where=of_all != 0)
-        factors = np.where(is_mean, share * mine, of_sum)
-        shared = np.where(is_mean, share / count * total, total)
-        return [np.concatenate([factors, shared]).astype(host.dtype)]
+        of_sum = 1.0 if step.reduction.options.op is _engine.ReduceOp.SUM else sums[-1]
+        return np.where(is_mean, sums[-1] * parts * mine, of_sum), np.where(is_mean, parts, 1.0)
+
+    def exchange(host: np.ndarray) -> list[np.ndarray]:
+        values, mine = host[:count].astype("float64"), denominators(host[count:])
+        sums = _summed(step, np.concatenate([mine, values * mine, [1.0]]))
+        of_gradients, of_values = factors(mine, sums)
+        return [np.concatenate([of_gradients, of_values * sums[count:-1]]).astype(host.dtype)]
+
+    def exchange_early(host: np.ndarray) -> list[np.ndarray]:
+        mine = denominators(host)
+        of_gradients, of_values = factors(mine, _summed(step, np.concatenate([mine, [1.0]])))
+        return [np.concatenate([of_gradients, of_values * mine]).astype(host.dtype)]
+
+    def add(host: np.ndarray) -> list[np.ndarray]:
+        return [_summed(step, host.astype("float64")).astype(host.dtype)]
 
     wide = keras.backend.result_type(*(value.dtype for value in given), "float32")
-    packed = ops.stack([ops.cast(tensor, wide) for tensor in [*given, *tensors]])
-    [found] = _backends.active().call_host(exchange, [packed], [(2 * len(own),)])
+    packed = [ops.cast(tensor, wide) for tensor in tensors]
+    values = [ops.cast(value, wide) for value in given]
+    if step.evaluates is None and keras.config.backend() == "jax":
+        # The host is called between two programs: the first has the denominators alone, so that
+        # the loss and its gradient stay in one.
+        [found] = call(exchange_early, [ops.stack(packed or [ops.zeros((), wide)])], [(2 * count,)])
+        [shared] = call(add, [ops.stack(values) * found[count:]], [(count,)])
+    else:
+        [found] = call(exchange, [ops.stack([*values, *packed])], [(2 * count,)])
+        shared = found[count:]
     return [
         _with_gradient(
             loss.value,
             found[number],
-            ops.stop_gradient(loss.value) if loss.reduction == "none" else found[len(own) + number],
+            ops.stop_gradient(loss.value) if loss.reduction == "none" else shared[number],
         )
         for number, loss in enumerate(own)
     ]

@@ -248,7 +248,8 @@ def test_the_losses_of_a_step_are_exchanged_at_once(monkeypatch):
     model.compile(optimizer, **compiled)
     x, y = parts_of_text(both)[keras_dist.rank()][0]
     model.train_on_batch(x, y)
-    assert len(calls) == (keras_dist.size() > 1)
+    # On JAX the denominators come first, so that XLA compiles the step as a whole.
+    assert len(calls) == (2 if backend == "jax" else 1) * (keras_dist.size() > 1)
 
 
 def test_equal_batches_exchange_nothing(monkeypatch):
