@@ -163,6 +163,15 @@ def test_a_rank_without_any_gradient():
         optimizer.apply([None] * 4, variables)
 
 
+@pytest.mark.parity("gradients may be arrays of numpy")
+def test_gradients_may_be_arrays_of_numpy():
+    variable = keras.Variable(np.ones(3, "float32"))
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.apply([np.full(3, RANK, "float32")], [variable])
+    found = keras.ops.convert_to_numpy(variable)
+    np.testing.assert_array_equal(found, np.full(3, 1 - (SIZE - 1) / 2, "float32"))
+
+
 @pytest.mark.parity("ranks with gradients of different variables raise an error")
 @pytest.mark.parametrize("odd", [["right", "left"], ["left", "other"], ["left"]])
 def test_different_variables_are_an_error_that_lists_both(odd):
