@@ -90,10 +90,7 @@ class GradientReduction:
         local = self._local_keys(known)
         if comm is None or self.options.shard_gradients:
             return use(list(gradients), list(variables))
-        gradients = [
-            one if one is None or ops.is_tensor(one) else ops.convert_to_tensor(one)
-            for one in gradients
-        ]
+        gradients = _backends.active().as_tensors(gradients)
         own = RankGradients(gradients, variables, known, local, self.model)
         if _backends.active().is_traced(gradients, variables):
             forms = self._forms_for_graph(comm, own) if None in own.forms else own.forms
