@@ -328,6 +328,7 @@ def main():
     options = parser.parse_args()
     if options.suite == "horovod" and not options.path:
         parser.error("horovod needs the path of a checkout: scripts/peers horovod PATH")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the job as well
     BUILD.mkdir(parents=True, exist_ok=True)
     source = options.path.resolve() if options.path else keras_source()
     limit = options.limit or {"keras": 300, "horovod": 60}[options.suite]
