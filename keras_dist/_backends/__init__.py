@@ -99,6 +99,9 @@ class Backend(Protocol):
             List of the reduced gradients, as tensors, in the given order.
         """
 
+    def as_tensors(self, gradients: Sequence[Any]) -> list[Any]:
+        """Returns gradients, or `None`, as the tensors that Keras would make of them."""
+
     def form_of(self, gradient: Any) -> tuple[str, str | None]:
         """Returns the dtype of a gradient, and that of its indices if it is sparse."""
 

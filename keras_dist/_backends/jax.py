@@ -35,6 +35,7 @@ HostFunction = Callable[[np.ndarray], np.ndarray]
 __all__ = [
     "after",
     "as_dense",
+    "as_tensors",
     "build_from",
     "call_host",
     "call_uncompiled",
@@ -122,6 +123,13 @@ def reduce_gradients(
         )
         reduced.update(zip(members, results, strict=True))
     return [reduced[index] for index in positions]
+
+
+def as_tensors(gradients: Sequence[Any]) -> list[Any]:
+    """Makes sparse gradients dense. See `Backend.as_tensors`."""
+    from keras import ops
+
+    return [g if g is None else ops.convert_to_tensor(g, sparse=False) for g in gradients]
 
 
 def form_of(gradient: Any) -> tuple[str, str | None]:

@@ -34,6 +34,7 @@ HostFunction = Callable[[np.ndarray], np.ndarray]
 __all__ = [
     "after",
     "as_dense",
+    "as_tensors",
     "build_from",
     "call_host",
     "call_uncompiled",
@@ -138,6 +139,20 @@ def reduce_gradients(
                 gradients[i], shapes[i], functools.partial(reduce_slices, names[i])
             )
     return [reduced[i] for i in range(len(gradients))]
+
+
+def as_tensors(gradients: Sequence[Any]) -> list[Any]:
+    """Returns `IndexedSlices` of tensors. See `Backend.as_tensors`."""
+    return [gradient if gradient is None else _as_tensor(gradient) for gradient in gradients]
+
+
+def _as_tensor(gradient: Any) -> Any:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.convert_to_tensor(gradient)
+    if tf.is_tensor(gradient.indices):
+        return gradient
+    values, indices = map(tf.convert_to_tensor, (gradient.values, gradient.indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def form_of(gradient: Any) -> tuple[str, str | None]:

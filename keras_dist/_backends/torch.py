@@ -40,6 +40,7 @@ HostFunction = Callable[[np.ndarray], np.ndarray]
 __all__ = [
     "after",
     "as_dense",
+    "as_tensors",
     "build_from",
     "call_host",
     "call_uncompiled",
@@ -223,6 +224,18 @@ def coalesce(gradients: Sequence[Any]) -> list[Any]:
 def as_dense(gradients: Sequence[Any]) -> list[Any]:
     """Makes sparse gradients dense. See `Backend.as_dense`."""
     return [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+
+
+def as_tensors(gradients: Sequence[Any]) -> list[Any]:
+    """See `Backend`."""
+    from keras import ops
+
+    return [
+        gradient
+        if gradient is None or isinstance(gradient, torch.Tensor)
+        else ops.convert_to_tensor(gradient)
+        for gradient in gradients
+    ]
 
 
 def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:

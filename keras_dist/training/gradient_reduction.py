@@ -90,6 +90,7 @@ class GradientReduction:
         local = self._local_keys(known)
         if comm is None or self.options.shard_gradients:
             return use(list(gradients), list(variables))
+        gradients = _backends.active().as_tensors(gradients)
         own = RankGradients(gradients, variables, known, local, self.model)
         if _backends.active().is_traced(gradients, variables):
             forms = self._forms_for_graph(comm, own) if None in own.forms else own.forms
@@ -207,9 +208,10 @@ class GradientReduction:
         maxima = reduce_over_ranks(
             self.options.process_set, ops.concatenate(flat), _engine.ReduceOp.MAX, name
         )
-        ends = np.cumsum([math.prod(variables[at].shape) for at in shared])
-        for at, values in zip(shared, ops.split(maxima, ends[:-1].tolist()), strict=True):
-            shaped = ops.reshape(values, variables[at].shape)
+        end = 0
+        for at in shared:
+            begin, end = end, end + math.prod(variables[at].shape)
+            shaped = ops.reshape(maxima[begin:end], variables[at].shape)
             result[at] = ops.cast(shaped, result[at].dtype)
         # Host callbacks must run in the same order on every rank.
         later = [at for at in present if at not in overwriting]

@@ -1,5 +1,7 @@
 """Gradients that some ranks lack, in updates of a Keras optimizer."""
 
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -165,6 +167,31 @@ def test_a_rank_without_any_gradient():
     np.testing.assert_allclose(found, -np.ones(3), atol=1e-6)
     with pytest.raises(ValueError, match="No gradients provided"):
         optimizer.apply([None] * 4, variables)
+
+
+def rows_by_hand(values, indices, shape):
+    """Returns a sparse gradient of arrays and tuples."""
+    if BACKEND == "tensorflow":
+        return sys.modules["tensorflow"].IndexedSlices(values, indices, shape)
+    if BACKEND == "jax":
+        from jax.experimental.sparse import BCOO
+
+        return BCOO((values, np.reshape(indices, (-1, 1))), shape=shape)
+    return sys.modules["torch"].sparse_coo_tensor([indices], values, shape)
+
+
+@pytest.mark.parity("gradients may be arrays of numpy, or rows made by hand")
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_may_be_made_by_hand(sparse):
+    variable = keras.Variable(np.ones((3, 2), "float32"))
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    gradient = np.zeros((3, 2), "float32")
+    gradient[[0, 2]] = RANK
+    given = rows_by_hand(gradient[[0, 2]], (0, 2), (3, 2)) if sparse else gradient
+    optimizer.apply([given], [variable])
+    expected = np.ones((3, 2), "float32")
+    expected[[0, 2]] -= (SIZE - 1) / 2
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(variable), expected)
 
 
 @pytest.mark.parity("ranks with gradients of different variables raise an error")

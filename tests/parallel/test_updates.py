@@ -205,6 +205,14 @@ def test_float8_trains_like_one_process_up_to_rounding(passes):
     np.testing.assert_array_equal(all_of[0][first], all_of[1][first])
 
 
+def test_a_single_gradient_that_overwrites_its_variable():
+    variable = keras.Variable(np.zeros(3, "float32"))
+    variable.overwrite_with_gradient = True
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.apply([keras.ops.full((3,), keras_dist.rank() + 1.0)], [variable])
+    np.testing.assert_array_equal(value_of(variable), np.full(3, keras_dist.size(), "float32"))
+
+
 # --- The memory of models that have ended
 
 
