@@ -152,6 +152,7 @@ def test_digests_differ_in_every_compared_field():
         *OTHER_VALUES,
         "spares",
         "takes_named",
+        "ahead",
         "remedy",
     }
 

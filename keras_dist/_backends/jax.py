@@ -295,15 +295,8 @@ def train_step_for_host(model: Any, with_rows: Callable[..., Any]) -> Iterator[N
 _reduction = Primitive("keras_dist_reduction")
 _reduction.multiple_results = True
 # Its parameters, beside the function of their arrays: one that queues it if it overlaps, whether it
-# takes arrays in GPU memory, the shapes of the results if they are not those of the gradients, and
-# see `Traits`.
-PARAMETERS = {
-    "queue": None,
-    "on_device": False,
-    "shapes": None,
-    "are_alike": False,
-    "comes_early": False,
-}
+# takes arrays in GPU memory, the shapes of results unlike the arrays, and those of `Traits`.
+PARAMETERS = dict.fromkeys(["queue", "on_device", "shapes", "are_alike", "comes_early"])
 
 
 def _call(function: Any, now: Any, arrays: Sequence[Any], **parameters: Any) -> list[Any]:
@@ -326,7 +319,7 @@ def _start(
 
 
 def _traits(queue: Any, are_alike: bool, comes_early: bool, **_: Any) -> Traits:
-    return Traits(queue is not None, are_alike, comes_early)
+    return Traits(queue is not None, bool(are_alike), bool(comes_early))
 
 
 def _in_program(now: Any, *gradients: Any, reduce: Any, shapes: Any, **_: Any) -> list[Any]:
