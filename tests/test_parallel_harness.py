@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import suite
 
 HARNESS = Path(__file__).parent / "parallel" / "conftest.py"
 
@@ -230,9 +231,5 @@ def test_rows_of_tables_and_differences_are_recorded(run_tests, tmp_path, monkey
 
 
 def test_slow_tests_on_ranks_are_run_by_the_suite():
-    folder = Path(__file__).parents[1]
-    text = (folder / "scripts" / "test").read_text()
-    (named,) = re.findall(r"tests/parallel/test_\{(\S+)\}\.py \"\$@\" -m slow", text)
-    files = (folder / "tests" / "parallel").glob("test_*.py")
-    slow = {path.stem.removeprefix("test_") for path in files if "mark.slow" in path.read_text()}
-    assert slow == set(named.split(","))
+    slow = {path for path in suite.RANKS.glob("test_*.py") if "mark.slow" in path.read_text()}
+    assert slow == set(suite.files_of("slow-3"))

@@ -39,8 +39,30 @@ def test_a_part_is_counted(capsys, tmp_path, fails):
     (tmp_path / "test_it.py").write_text(f"def test_it(): assert not {fails}\ndef test(): pass")
     ran = suite.Suite(["-p", "no:cacheprovider"])
     command = [sys.executable, "-m", "pytest", "--rootdir", tmp_path, tmp_path]
-    assert ran.run("a part", command, {"PATH": ""}) != fails
+    assert ran.run("a part", command, {"PATH": ""}) == fails
     assert ran.end() == fails
     printed = capsys.readouterr().out
     assert printed.endswith(f"{2 - fails} passed, {int(fails)} failed\n")
     assert "a part  " in printed.split("where the time went")[1]
+
+
+def test_a_path_is_run_where_its_tests_belong(monkeypatch):
+    ran = {}
+
+    class Recorder(suite.Suite):
+        def run_here(self, name, *arguments, lean=False):
+            ran[name] = [*map(str, arguments)]
+
+        def run_job(self, name, tests, quiet=False):
+            ran[name] = len([*tests])
+
+    monkeypatch.setattr(suite, "Suite", Recorder)
+    monkeypatch.setattr(Recorder, "end", lambda self: 0)
+    suite.main(["tests/test_suite.py", "tests/parallel/test_rows.py::test", "-k", "docs"])
+    assert ran == {"one process": ["tests/test_suite.py"], "tensorflow-2": 1, "openmpi-3": 1}
+    ran.clear()
+    suite.main(["tests"])
+    assert ran["one process"] == ["tests", "--ignore", str(suite.RANKS)]
+    assert ran["tensorflow-2"] > 50
+    with pytest.raises(SystemExit, match="Received: docs"):
+        suite.main(["docs/nothing"])
