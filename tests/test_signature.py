@@ -58,6 +58,7 @@ def test_names_of_arrays_are_shown_but_not_compared():
             "'b' with dtype float32 as on rank 0",
             "float64",
         ),
+        (changed(piece=1), "piece None of allreduce('a', 'b') as on rank 0", "piece 1"),
         (
             changed(first=True),
             "allreduce('a', 'b') not for the first time as on rank 0",
@@ -133,6 +134,7 @@ OTHER_VALUES = {
     "library": "NCCL",
     "buckets": ((0, 1),),
     "bucket": 0,
+    "piece": 0,
     "error": ValueError("wrong"),
     "launched": 1,
     "first": True,

@@ -85,6 +85,7 @@ class CollectiveSignature:
         library: what moves arrays in GPU memory; empty for arrays on the host.
         buckets: for each bucket the indices of its arrays.
         bucket: index of the bucket of this operation.
+        piece: index of the piece of the bucket; `None` if the bucket is reduced as a whole.
         launched: number of operations that NCCL was given since the ranks last met.
         ahead: whether this operation is the last of them; not compared.
         error: an error in the arguments of this rank, which it reports to the others.
@@ -110,6 +111,7 @@ class CollectiveSignature:
     library: str = ""
     buckets: tuple[tuple[int, ...], ...] = ()
     bucket: int | None = None
+    piece: int | None = None
     launched: int = 0
     ahead: bool = False
     error: Exception | None = None
@@ -128,7 +130,7 @@ class CollectiveSignature:
         arrays = tuple((entry.shape, entry.dtype) for entry in self.entries)
         factors = (self.prescale, self.postscale)
         options = (self.op, self.root, self.key, factors, self.compression, self.library)
-        plan = (self.buckets, self.bucket, self.launched, self.first)
+        plan = (self.buckets, self.bucket, self.piece, self.launched, self.first)
         riders = (self.holds, self.notice, self.refused)
         gradients = None if self.gradients is None else self.gradients.digest
         compared = (self.operation, options, plan, arrays, str(self.error), riders, gradients)
@@ -199,6 +201,8 @@ def _compare(
         return f"{first} in {_describe_buckets(first)} {standard}", _describe_buckets(other)
     if first.bucket != other.bucket:
         return f"bucket {first.bucket} of {first} {standard}", f"bucket {other.bucket}"
+    if first.piece != other.piece:
+        return f"piece {first.piece} of {first} {standard}", f"piece {other.piece}"
     if first.launched != other.launched:
         return f"{first} after {first.launched} launches {standard}", f"{other.launched} launches"
     words = {True: "for the first time", False: "not for the first time"}

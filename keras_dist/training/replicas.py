@@ -99,16 +99,15 @@ def broadcast_variables(
         ArgumentError: `root_rank` is not a rank of `comm`.
     """
     backend = _backends.active()
-    values = [value_of(variable) for variable in variables] if comm.size > 1 else []
+    variables = variables if comm.size > 1 else []
+    values, names = list(map(value_of, variables)), list(map(variable_name, variables))
     arrays = backend.engine_arrays(values)
+    messages = {"operation": "the broadcast of a model", "remedy": SAME_MODEL}
+    # The ranks compare all of them before the first part is assigned.
+    _engine.collectives.barrier(comm, arrays=arrays, names=names, **messages)
     for some in _parts(arrays):
         received = _engine.collectives.broadcast(
-            comm,
-            arrays[some],
-            [variable_name(variable) for variable in variables[some]],
-            root_rank,
-            operation="the broadcast of a model",
-            remedy=SAME_MODEL,
+            comm, arrays[some], names[some], root_rank, **messages
         )
         # The root waits as well: before that, its variables must not be written to.
         found = list(map(backend.tensor_of, received, values[some]))

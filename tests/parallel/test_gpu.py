@@ -1,5 +1,7 @@
 """Arrays in GPU memory, over a test double of NCCL and CUDA's runtime; see `gpu_double`."""
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -182,6 +184,7 @@ def test_a_large_bucket_is_staged_in_pieces_that_overlap(monkeypatch, joiner):
 
     comm, order = runtime.communicator(), []
     down, up, reduce = _gpu.Staging.down, _gpu.Staging.up, host_pieces.HostPieces.reduce
+    section, sections = _gpu.DeviceArray.section, []
 
     def recorded(what, function):
         return lambda *args: order.append(what) or function(*args)
@@ -191,6 +194,12 @@ def test_a_large_bucket_is_staged_in_pieces_that_overlap(monkeypatch, joiner):
     monkeypatch.setattr(_gpu.Staging, "down", recorded("down", down))
     monkeypatch.setattr(_gpu.Staging, "up", recorded("up", up))
     monkeypatch.setattr(host_pieces.HostPieces, "reduce", recorded("reduce", reduce))
+
+    def counted(*args):
+        sections.append(args)
+        return section(*args)
+
+    monkeypatch.setattr(_gpu.DeviceArray, "section", counted)
     lengths = (301,) if joiner is None else (100, 201)
     arrays, names = [contribution("float32", (n,)) for n in lengths], ["a", "b"][: len(lengths)]
     for options in (_engine.OpOptions(AVERAGE, prescale=0.5), _engine.OpOptions(MAX)):
@@ -199,10 +208,50 @@ def test_a_large_bucket_is_staged_in_pieces_that_overlap(monkeypatch, joiner):
         found = C.allreduce(comm, given, names, options, 2**20)
         turn = ["down", "reduce", "up"]
         assert order == ["down", *turn, *turn, *turn, "reduce", "up"]
+        assert len(sections) == 2 * 4  # of what is reduced, and of the results
+        sections.clear()
         assert_same((values(found), C.allreduce(comm, arrays, names, options, 2**20)))
     if comm.size in (2, 4):  # of whole arrays
         adasum = _engine.OpOptions(_engine.ReduceOp.ADASUM)
         assert_same(both_ways(C.allreduce, arrays, adasum, 2**20))
+
+
+# Large pieces need new memory, for which the ranks meet as well.
+@pytest.mark.parametrize("count", [250, 350_000])
+def test_gradients_that_a_rank_lacks_after_a_bucket_was_reduced_in_pieces(monkeypatch, count):
+    from keras_dist._engine.collectives import host_pieces
+
+    comm, names, form = runtime.communicator(), ("a", "b"), ("float32", None)
+    monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
+    monkeypatch.setattr(host_pieces, "PIECE_NBYTES", 400)
+    brought = _engine.GradientSet(names, names, (form, form), adapts=True)
+    specs = [((n,), np.dtype("float32")) for n in (150, count)]
+    options, plan = _engine.OpOptions(SUM, gradients=brought), _engine.PlanOptions(16)
+    fused = _engine.FusedAllreduce(comm, names, specs, options, plan)
+    mine = [np.full(*spec[:1], number + 1, "float32") for number, spec in enumerate(specs)]
+    for _ in range(2):
+        fused.reduce_bucket(0, [on_gpu(mine[0])])
+        monkeypatch.setattr(host_pieces, "PIECE_NBYTES", 2 * count)
+        if comm.rank == comm.size - 1:
+            fewer = dataclasses.replace(brought, forms=(form, None))
+            assert C.compare_gradients(comm, fewer, "") == brought.forms
+        else:
+            with pytest.raises(_engine.UnlikeGradients):
+                fused.reduce_bucket(1, [on_gpu(mine[1])])
+        for number, array in enumerate(mine):
+            (found,) = fused.reduce_bucket(number, [on_gpu(array)])
+            assert (found.finish(0) == comm.size * (number + 1)).all()
+
+
+def test_arrays_of_other_shapes_differ_in_pieces_too(monkeypatch):
+    from keras_dist._engine.collectives import host_pieces
+
+    comm = runtime.communicator()
+    monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
+    monkeypatch.setattr(host_pieces, "PIECE_NBYTES", 400)
+    shape = (100, 3) if comm.rank == 0 else (3, 100)
+    with pytest.raises(errors.MismatchError, match=r"'x' with shape \(100, 3\)"):
+        C.allreduce(comm, [on_gpu(np.ones(shape))], ["x"], _engine.OpOptions(SUM), 2**20)
 
 
 def test_pieces_of_a_reduction_that_has_failed_are_not_used_again(monkeypatch):

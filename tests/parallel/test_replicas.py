@@ -6,7 +6,7 @@ import pytest
 from training import agreed, distributed, make_data, make_model
 
 import keras_dist
-from keras_dist import errors
+from keras_dist import errors, runtime
 from keras_dist.training import model_state, replicas
 
 pytestmark = pytest.mark.jobs("training", "torch-3", "jax-2-rows", "openmpi-2")
@@ -135,3 +135,23 @@ def test_the_state_of_any_root_is_broadcast():
         assert [w.tobytes() for w in model.get_weights()] == before
         keras_dist.verify_replicas(model)
         assert agreed([np.array(v).tobytes() for v in model.optimizer.variables])
+
+
+@pytest.mark.parametrize("last", [(), (5,)])
+def test_variables_that_differ_are_found_before_a_part_is_broadcast(monkeypatch, last):
+    needs_two_ranks()
+    monkeypatch.setattr(replicas, "MOST_NBYTES", 1)
+    comm, rank = runtime.communicator(), keras_dist.rank()
+    shapes = [(2,), (3,), (4,)]
+    if rank == comm.size - 1:
+        shapes[2:] = [last] if last else []
+    variables = [
+        keras.Variable(np.full(shape, rank, "float32"), name=name)
+        for name, shape in zip("abc", shapes, strict=False)
+    ]
+    expected = "'.*c' with shape" if last else "3 arrays in the broadcast of a model"
+    with pytest.raises(errors.MismatchError, match=expected):
+        replicas.broadcast_variables(comm, variables, 0)
+    assert all((model_state.to_numpy(variable) == rank).all() for variable in variables)
+    replicas.broadcast_variables(comm, variables[:2], 0)
+    assert all((model_state.to_numpy(variable) == 0).all() for variable in variables[:2])

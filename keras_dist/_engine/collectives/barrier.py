@@ -1,17 +1,40 @@
 """barrier: no rank continues before all have arrived."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.recovery.retry import retried
-from keras_dist._engine.signature import CollectiveSignature
+from keras_dist._engine.signature import CollectiveSignature, entries_of_arrays
 
 __all__ = ["barrier"]
 
 
 @by_name
 @retried
-def barrier(comm: Communicator, key: str | None = None, operation: str = "barrier") -> None:
-    """Waits for all ranks. Collective: every rank, for the same `operation`; blocks."""
+def barrier(
+    comm: Communicator,
+    key: str | None = None,
+    operation: str = "barrier",
+    arrays: Sequence[Any] = (),
+    names: Sequence[str] = (),
+    remedy: str = CollectiveSignature.remedy,
+) -> None:
+    """Waits for all ranks. Collective: every rank, for the same `operation`; blocks.
+
+    Args:
+        comm: the ranks.
+        key: the user's name for the operation. Defaults to `None`: none.
+        operation: name of the operation in messages.
+        arrays: arrays whose shapes and dtypes must agree, before some of them are used.
+        names: their names in messages.
+        remedy: what to do when the ranks differ.
+
+    Raises:
+        MismatchError: the ranks differ; raised on every rank.
+    """
+    entries = entries_of_arrays(names, arrays)
     with comm.lock:
-        rendezvous(comm, CollectiveSignature(operation, key=key))
+        rendezvous(comm, CollectiveSignature(operation, entries, key=key, remedy=remedy))

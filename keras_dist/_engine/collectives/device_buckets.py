@@ -223,7 +223,7 @@ class DeviceBuckets:
         """Starts to copy a piece of a bucket down, if that has not been started."""
 
         def down() -> Half:
-            return _staging().down(self._pieces_of(number).cut(arrays())[piece])
+            return _staging().down(self._pieces_of(number).piece(piece, arrays()))
 
         if (number, piece) not in self._started:
             self._started[number, piece] = self._tell_all(down)
@@ -245,19 +245,20 @@ class DeviceBuckets:
     def _piece_by_piece(self, number: int, given: JoinedArrays, lend: bool) -> list[DeviceArray]:
         with self._fused.comm.lock:
             targets, pieces = self._tell_all(given.targets), self._pieces_of(number)
-            parts = pieces.cut(targets)
-            for piece, part in enumerate(parts):
-                for later in range(piece, min(piece + 2, len(parts))):
+            count = pieces.count(targets)
+            for piece in range(count):
+                part = pieces.piece(piece, targets)
+                for later in range(piece, min(piece + 2, count)):
                     self._start(number, later, given.sources)
                 half, staging = self._started.pop((number, piece)), _staging()
                 host, views = staging.host_arrays(half), half.views(part)
-                if len(parts) > 1:
+                if count > 1:
                     results = pieces.reduce(piece, host)
                 else:
                     results = self._fused.reduce_bucket(number, given.unpacked(host), lend)
                     views = given.unpacked(views)
                 staging.up(half, results, views, part)
-            for target, last in zip(targets, parts[-1], strict=True):
+            for target, last in zip(targets, part, strict=True):
                 target.completion = last.completion
             return given.results(targets)
 

@@ -31,7 +31,7 @@ from keras_dist._engine.shm.bucket_reduction import (
     Sliced,
     SliceError,
 )
-from keras_dist._engine.signature import entries_of
+from keras_dist._engine.signature import CollectiveSignature, Entry, entries_of
 from keras_dist._engine.tracing import spans
 
 __all__ = ["HostBuckets"]
@@ -46,6 +46,8 @@ class HostBuckets:
         specs: shape and dtype of each array.
         options: the reduction.
         plan: how it runs.
+        whole: the operation on a bucket of which the arrays are the pieces. Defaults to `None`: the
+            plan is an operation of its own.
     """
 
     def __init__(
@@ -55,22 +57,26 @@ class HostBuckets:
         specs: Sequence[tuple[tuple[int, ...], np.dtype]],
         options: OpOptions,
         plan: PlanOptions,
+        whole: CollectiveSignature | None = None,
     ):
         self.comm = comm
         self.options, self._plan = options, plan
         self.buckets = plan_buckets(
             specs, plan.bucket_nbytes, plan.first_nbytes, plan.groups, alone=plan.overlaps
         )
-        self.call = options.signature(
+        entries = entries_of(names, specs)
+        self.call = whole or options.signature(
             plan.operation,
-            entries=entries_of(names, specs),
+            entries=entries,
             buckets=tuple(tuple(slot.index for slot in bucket.slots) for bucket in self.buckets),
             spares=options.op is not ReduceOp.ADASUM,
             remedy=plan.remedy,
         )
-        self.calls = [
-            dataclasses.replace(self.call, bucket=number) for number in range(len(self.buckets))
-        ]
+        if whole is None:
+            numbers = range(len(self.buckets))
+            self.calls = [dataclasses.replace(self.call, bucket=number) for number in numbers]
+        else:
+            self.calls = _calls_of_pieces(whole, entries)
         self._first_call = dataclasses.replace(self.call, first=True)
         self._size = comm.size
         self._connect()
@@ -300,3 +306,20 @@ class HostBuckets:
         """Returns the last result of a bucket in memory no script can write, if it was lent."""
         flat = self._shared_result
         return None if flat is None else self.buckets[number].unpack(flat)
+
+
+def _calls_of_pieces(
+    whole: CollectiveSignature, pieces: Sequence[Entry]
+) -> list[CollectiveSignature]:
+    """Returns the operations of the pieces of a bucket.
+
+    With the first one the ranks compare the whole plan, so the others need not list its arrays.
+    """
+    others = dataclasses.replace(whole, buckets=())
+    return [
+        dataclasses.replace(whole, piece=0),
+        *(
+            dataclasses.replace(others, entries=(entry,), piece=number)
+            for number, entry in enumerate(pieces[1:], 1)
+        ),
+    ]

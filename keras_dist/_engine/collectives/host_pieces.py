@@ -51,16 +51,22 @@ class HostPieces:
             pooled=True,
         )
         specs = [((stop - start,), bucket.dtype) for start, stop in self._bounds]
-        self._host = HostBuckets(fused.comm, [name] * len(specs), specs, fused.options, how)
+        self._host = HostBuckets(
+            fused.comm, [name] * len(specs), specs, fused.options, how, fused.calls[number]
+        )
 
-    def cut(self, arrays: Sequence[DeviceArray]) -> list[list[DeviceArray]]:
-        """Returns the pieces of the array in which those of the bucket are joined.
+    def count(self, arrays: Sequence[DeviceArray]) -> int:
+        """Returns the number of pieces of the array in which those of the bucket are joined.
 
         All arrays are one piece if the bucket is small, or if they are not joined.
         """
-        if not self._bounds or len(arrays) > 1:
-            return [list(arrays)]
-        return [[arrays[0].section(start, stop)] for start, stop in self._bounds]
+        return len(self._bounds) if self._bounds and len(arrays) == 1 else 1
+
+    def piece(self, number: int, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
+        """Returns the arrays of a piece."""
+        if self.count(arrays) == 1:
+            return list(arrays)
+        return [arrays[0].section(*self._bounds[number])]
 
     def reduce(self, piece: int, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Reduces a piece. Collective: every rank; blocks."""
