@@ -338,10 +338,12 @@ def test_all_gradients_of_a_step_are_one_operation(jit_compile):
     before, met = len(launches()), C.rendezvous_count()
     for _ in range(3):
         model.train_on_batch(x, y)
-    # One more sums what the loss is divided by: outside of `fit`, batches may differ in size.
-    assert launches()[before:] == [["ncclAllReduce"]] * 2 * 3
+    # Outside of `fit` batches may differ in size: what the loss is divided by travels on the host,
+    # except beside a program of XLA on TensorFlow, where the rows are another operation.
+    with_rows = jit_compile and keras.backend.backend() == "tensorflow"
+    assert launches()[before:] == [["ncclAllReduce"]] * (2 if with_rows else 1) * 3
     if keras.backend.backend() == "jax":
-        assert C.rendezvous_count() - met == 2 * 3
+        assert C.rendezvous_count() - met == 3 * 3  # one for the gradients
     keras_dist.verify_replicas(model)
 
 
