@@ -160,7 +160,7 @@ def _without_exchange(own: Measured, step: Step) -> Any:
     Keras weighs the value that it records by the rows of this rank.
     """
     if step.evaluates is not None:
-        return own.value if own.is_count and own.reduction != "sum" else None
+        return own.value if own.is_of_rows and own.reduction != "sum" else None
     if not own.is_count:
         return None
     if step.equal_batches:
@@ -168,7 +168,7 @@ def _without_exchange(own: Measured, step: Step) -> Any:
             return own.value
         ranks = step.reduction.options.ranks().size
         rows, of_all, count = 1, ranks, ranks
-    elif step.rows is not None:
+    elif step.rows is not None and own.is_of_rows:
         rows, of_all, count = step.rows
     else:
         return None
@@ -243,7 +243,9 @@ def _with_gradient(value: Any, factor: Any, shared: Any) -> Any:
     """Returns a shared value with the gradient of another one, multiplied by a factor."""
     wide = keras.backend.result_type(value.dtype, "float32")
     value, factor, shared = (ops.cast(each, wide) for each in (value, factor, shared))
-    return shared + factor * (value - ops.stop_gradient(value))
+    # The difference of infinite numbers is not 0.
+    zero = ops.where(ops.isfinite(value), value - ops.stop_gradient(value), value)
+    return shared + factor * zero
 
 
 def _summed(step: Step, array: np.ndarray) -> np.ndarray:

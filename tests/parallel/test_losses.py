@@ -219,6 +219,69 @@ def test_a_loss_that_is_a_single_number_is_a_mean_over_samples(loss):
     assert_as_in_one_process(lambda: of_rows(loss), unequal(parts_of_rows(False)))
 
 
+def test_evaluation_counts_the_elements_of_rows_of_unequal_lengths():
+    def make():
+        layers = [keras.Input((None, TOKENS)), keras.layers.Conv1D(1, 1)]
+        model = keras.Sequential(layers)
+        model.compile(
+            keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0)),
+            loss="mse",
+            run_eagerly=backend == "tensorflow",
+        )
+        return model
+
+    rng = np.random.default_rng(0)
+    x = [rng.standard_normal((2, 3 + 5 * n, TOKENS)).astype("float32") for n in range(4)]
+    x = [each * (1 + n) for n, each in enumerate(x)][: keras_dist.size()]
+    keras.utils.set_random_seed(1)
+    model = make()
+    differences = [np.square(model.predict(each, verbose=0) - each[..., :1]).ravel() for each in x]
+    mine = x[keras_dist.rank()]
+    options = {"verbose": 0, "callbacks": keras_dist.callbacks()}
+    tested = model.evaluate(mine, mine[..., :1], **options)
+    np.testing.assert_allclose(tested, np.mean(np.concatenate(differences)), rtol=1e-5)
+
+
+def test_an_infinite_loss_is_infinite_on_all_ranks():
+    model, _ = of_rows()
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    model.compile(
+        optimizer,
+        loss=lambda y_true, y_pred: keras.ops.mean(y_true - y_pred),
+        run_eagerly=backend == "tensorflow",
+    )
+    x = np.ones((BATCH + keras_dist.rank(), TOKENS), "float32")
+    y = np.full((len(x), 1), np.inf if keras_dist.rank() == 0 else 1.0, "float32")
+    assert model.train_on_batch(x, y) == np.inf
+    assert np.all(np.isfinite(weights_of(model)[0]))
+
+
+class Unreduced(keras.losses.Loss):
+    """A loss with a value for each sample, which it does not reduce."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return keras.ops.square(keras.ops.subtract(y_true, y_pred))[:, 0]
+
+
+def test_a_loss_that_nothing_reduces_is_that_of_one_process():
+    results, parts = [], parts_of_rows(False)
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    for each, batches in (
+        (keras.optimizers.SGD(0.01), joined(parts)),
+        (optimizer, parts[keras_dist.rank()]),
+    ):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((TOKENS,)), keras.layers.Dense(1)])
+        model.compile(each, loss=Unreduced(), run_eagerly=backend == "tensorflow")
+        if backend == "tensorflow":
+            model.train_on_batch(*batches[0])
+        else:  # as in one process
+            with pytest.raises((RuntimeError, TypeError), match="scalar"):
+                model.train_on_batch(*batches[0])
+        results.append(weights_of(model))
+    assert_close(*results, 1e-5)
+
+
 @pytest.mark.parametrize("case", ["several outputs", "penalties of activities"])
 def test_train_on_batch_returns_the_loss_of_all_ranks(case):
     make, parts = CASES[case]

@@ -11,7 +11,7 @@ import keras
 from keras import ops
 
 from keras_dist._compat.contract import Name
-from keras_dist._compat.keras.models import layers_of
+from keras_dist._compat.keras.models import layers_of, outputs_of
 
 __all__ = ["CONTRACT", "Measured", "own_losses", "replaced_losses"]
 
@@ -24,12 +24,14 @@ class Measured(NamedTuple):
         reduction: `"mean"`, `"sum"` or `"none"`.
         denominator: of a mean: the number of elements that are not masked, or the sum of weights.
         is_count: whether shapes alone determine the denominator.
+        is_of_rows: whether it is the number of rows, or the same number for each row on all ranks.
     """
 
     value: Any
     reduction: str
     denominator: Any
     is_count: bool
+    is_of_rows: bool
 
 
 Replace = Callable[[Sequence[Measured]], list[Any]]
@@ -92,7 +94,7 @@ class _Losses:
         if batch is None:
             return []
         rows = _product(ops.shape(batch)[:1])
-        return [Measured(ops.sum(loss), "mean", rows, True) for loss in losses]
+        return [Measured(ops.sum(loss), "mean", rows, True, True) for loss in losses]
 
 
 class _Stacks(threading.local):
@@ -163,22 +165,21 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         vars(owner).update(before)
 
 
-# Keras pairs metrics with losses; a loss without one is not recorded.
-_NO_METRICS = [None] * 1000
-
-
-def _combined(original: Callable[..., Any], compiled: Any, *given: Any) -> Any:
+def _combined(original: Callable[..., Any], model: Any, compiled: Any, *given: Any) -> Any:
     """Returns the total of the losses of `compile`, after their values have been replaced."""
     within, own = cast(_Losses, _stacks.within[-1]), list[Measured]()
+    outputs = outputs_of(model)
 
     def measure(loss: Any, *arguments: Any) -> Any:
-        own.append(_measured(loss, *arguments))
+        own.append(_measured(loss, outputs, *arguments))
         return own[-1].value
 
-    with _replaced(compiled, "_metrics", _NO_METRICS):
-        if not compiled.built:
+    if not compiled.built:
+        with _replaced(compiled, "_metrics", [None]):
             original(compiled, *given)
-        losses = compiled._flat_losses
+    losses = compiled._flat_losses
+    # Keras pairs metrics with losses; a loss without one is not recorded.
+    with _replaced(compiled, "_metrics", [None] * len(losses)):
         measuring = [each._replace(loss=functools.partial(measure, each.loss)) for each in losses]
         with _replaced(compiled, "_flat_losses", measuring):
             total = original(compiled, *given)
@@ -193,20 +194,34 @@ def _combined(original: Callable[..., Any], compiled: Any, *given: Any) -> Any:
         return original(compiled, *given)
 
 
-def _measured(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Measured:
+def _measured(
+    loss: Any, outputs: Sequence[Any], y_true: Any, y_pred: Any, sample_weight: Any
+) -> Measured:
     """Calls a loss and returns its value with what it was divided by.
 
-    A loss of the user that is a single number, or that does not call Keras' reduction, counts as a
-    mean over the samples, or as a sum if that is its `reduction`.
+    A loss of the user that does not call Keras' reduction counts as a mean over the samples, or as
+    a sum if that is its `reduction`. If it is not a single number, nothing has reduced it.
     """
     with _recorded() as calls:
         value = loss(y_true, y_pred, sample_weight)
-    reduction = getattr(loss, "reduction", "mean")
+    is_vector = not calls and len(getattr(value, "shape", ())) > 0
+    reduction = "none" if is_vector else getattr(loss, "reduction", "mean")
     # The last call is the one of the loss itself, if it uses others.
     values, weights, mask, reduction = calls[-1] if calls else (None, None, None, reduction)
     if reduction in (None, "none", "sum"):
-        return Measured(value, reduction or "none", 1.0, True)
-    return Measured(value, "mean", *_denominator(values, weights, mask, reduction, y_pred))
+        return Measured(value, reduction or "none", 1.0, True, True)
+    number, is_count = _denominator(values, weights, mask, reduction, y_pred)
+    return Measured(value, "mean", number, is_count, is_count and _is_of_rows(values, outputs))
+
+
+def _is_of_rows(values: Any, outputs: Sequence[Any]) -> bool:
+    """Returns whether a row of a loss has as many elements on all ranks, as an output tells."""
+    row = () if values is None else tuple(ops.shape(values)[1:])
+    if not all(isinstance(size, int) for size in row):
+        return False
+    shapes = [tuple(output.shape[1:]) for output in keras.tree.flatten(outputs)]
+    # With all axes of an output it may be the loss of pairs of rows.
+    return not row or any(row == shape[: len(row)] != shape for shape in shapes)
 
 
 def _denominator(
@@ -263,8 +278,8 @@ def _watch() -> None:
 
     @functools.wraps(call)
     def combined(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if _owner(self) is not None:
-            return _combined(call, self, y_true, y_pred, sample_weight)
+        if (model := _owner(self)) is not None:
+            return _combined(call, model, self, y_true, y_pred, sample_weight)
         return call(self, y_true, y_pred, sample_weight)
 
     @functools.wraps(_losses_of)
