@@ -219,6 +219,7 @@ def test_a_loss_that_is_a_single_number_is_a_mean_over_samples(loss):
     assert_as_in_one_process(lambda: of_rows(loss), unequal(parts_of_rows(False)))
 
 
+@pytest.mark.parity("losses count as in one process: rows of unequal lengths")
 def test_rows_of_unequal_lengths_count_by_their_elements():
     keras.utils.set_random_seed(1)
     layers = [keras.Input((None, TOKENS)), keras.layers.Conv1D(1, 1)]
