@@ -9,6 +9,7 @@ scaled by the share of the rank in what all ranks divide by, and its value is th
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from keras import ops
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist._compat.keras.losses import Measured, replaced_losses
+from keras_dist._compat.keras.losses import Measured, own_losses, replaced_losses
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.gradient_reduction import GradientReduction
@@ -90,14 +91,22 @@ class Step:
     rows: tuple[Any, Any, Any] | None = None
 
 
-_steps: list[Step] = []
+class _StepsOfThread(threading.local):
+    """The steps that run in this thread, the innermost one last."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+
+
+_thread = _StepsOfThread()
 
 
 @contextlib.contextmanager
 def within(step: Step, model: keras.Model) -> Iterator[None]:
     """Returns a context in which the losses of a model are those of all ranks."""
     if step.reduction.communicator() is None:
-        yield
+        with own_losses():
+            yield
         return
     with _added(step), replaced_losses(model, _over_ranks):
         yield
@@ -105,17 +114,17 @@ def within(step: Step, model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _added(step: Step) -> Iterator[None]:
-    _steps.append(step)
+    _thread.steps.append(step)
     try:
         yield
     finally:
-        _steps.pop()
+        _thread.steps.pop()
 
 
 @contextlib.contextmanager
 def with_rows(rows: Any) -> Iterator[None]:
     """Exchanges the rows of a batch, for losses in a part of the step that cannot call the host."""
-    step = _steps[-1] if _steps else None
+    step = _thread.steps[-1] if _thread.steps else None
     if step is None or step.equal_batches or step.reduction.options.op is _engine.ReduceOp.ADASUM:
         yield
         return
@@ -129,7 +138,7 @@ def with_rows(rows: Any) -> Iterator[None]:
 
 def _over_ranks(own: Sequence[Measured]) -> list[Any]:
     """Returns losses of all ranks, with the gradients of this rank that the ranks reduce."""
-    step, uncompiled = _steps[-1], _backends.active().call_uncompiled
+    step, uncompiled = _thread.steps[-1], _backends.active().call_uncompiled
     if step.evaluates is None and step.reduction.options.op is _engine.ReduceOp.ADASUM:
         means = [
             loss.denominator
@@ -151,7 +160,7 @@ def _without_exchange(own: Measured, step: Step) -> Any:
     Keras weighs the value that it records by the rows of this rank.
     """
     if step.evaluates is not None:
-        return own.value if own.is_count and own.reduction != "sum" else None
+        return own.value if own.is_of_rows and own.reduction != "sum" else None
     if not own.is_count:
         return None
     if step.equal_batches:
@@ -159,7 +168,7 @@ def _without_exchange(own: Measured, step: Step) -> Any:
             return own.value
         ranks = step.reduction.options.ranks().size
         rows, of_all, count = 1, ranks, ranks
-    elif step.rows is not None:
+    elif step.rows is not None and own.is_of_rows:
         rows, of_all, count = step.rows
     else:
         return None
@@ -234,7 +243,9 @@ def _with_gradient(value: Any, factor: Any, shared: Any) -> Any:
     """Returns a shared value with the gradient of another one, multiplied by a factor."""
     wide = keras.backend.result_type(value.dtype, "float32")
     value, factor, shared = (ops.cast(each, wide) for each in (value, factor, shared))
-    return shared + factor * (value - ops.stop_gradient(value))
+    # The difference of infinite numbers is not 0.
+    zero = ops.where(ops.isfinite(value), value - ops.stop_gradient(value), value)
+    return shared + factor * zero
 
 
 def _summed(step: Step, array: np.ndarray) -> np.ndarray:

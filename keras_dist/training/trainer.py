@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 from keras_dist import _backends, _engine, errors, runtime
+from keras_dist._compat.keras.losses import own_losses
 from keras_dist._compat.keras.models import layers_of
 from keras_dist.data import epochs
 from keras_dist.training import random_generators, seeds
@@ -32,7 +33,7 @@ __all__ = ["check_undistributed", "watch_models"]
 
 # Attribute of a model: the reductions and communicators that its train function was made for.
 TRACED_FOR = "_keras_dist_traced_for"
-# Attribute of a train or test function that is wrapped.
+# Attribute of a train or test function that is wrapped: its contexts.
 WRAPPED = "_keras_dist_wrapped"
 
 
@@ -51,8 +52,10 @@ def watch_models() -> None:
         optimizers = distributed_optimizers(self)
         if not optimizers:
             train_function = original(self, force)
+            contexts = [own_losses]
             if keras.config.backend() == "torch":
-                self.train_function = _wrapped(self.train_function, random_generators.in_step)
+                contexts.append(random_generators.in_step)
+            self.train_function = _wrapped(self.train_function, *contexts)
             return train_function
         for optimizer in optimizers:
             optimizer._keras_dist.model = self.name
@@ -102,8 +105,11 @@ def _together(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_test_function(self: keras.Model, force: bool = False) -> Any:
         reductions = [optimizer._keras_dist for optimizer in distributed_optimizers(self)]
         if not any(reduction.communicator() is not None for reduction in reductions):
-            return original(self, force)
-        if hasattr(self.test_function, WRAPPED) and not force:
+            test_function = original(self, force)
+            self.test_function = _wrapped(self.test_function, own_losses)
+            return test_function
+        is_undistributed = own_losses in getattr(self.test_function, WRAPPED, (own_losses,))
+        if not is_undistributed and not force:
             return self.test_function
         with _backends.active().test_step_for_host(self):
             original(self, True)
@@ -151,7 +157,7 @@ def _wrapped(step: Callable[..., Any], *contexts: Callable[[], Any]) -> Callable
                 stack.enter_context(context())
             return step(*args, **kwargs)
 
-    setattr(wrapped, WRAPPED, True)
+    setattr(wrapped, WRAPPED, contexts)
     return wrapped
 
 

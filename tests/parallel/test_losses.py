@@ -1,5 +1,7 @@
 """Losses whose denominators differ between ranks: weights and logs are those of one process."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -70,6 +72,19 @@ class OwnLoss(keras.Model):
 def of_own_loss():
     model, _ = of_penalties()
     return OwnLoss(model.inputs, model.outputs), {"loss": None}
+
+
+class CalledTwice(keras.Model):
+    """A model that computes its loss for two passes."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        first = super().compute_loss(x, y, y_pred)
+        return first + super().compute_loss(x, y, self(2 * x))
+
+
+def of_two_passes():
+    model, compiled = of_penalties()
+    return CalledTwice(model.inputs, model.outputs), compiled
 
 
 def of_two_outputs():
@@ -171,6 +186,7 @@ CASES = {
     "several outputs": (of_two_outputs, lambda: unequal(parts_of_text(both))),
     "penalties of activities": (of_penalties, lambda: unequal(parts_of_rows(False))),
     "a loss of the model's own": (of_own_loss, lambda: unequal(parts_of_rows(False))),
+    "a second pass in the loss": (of_two_passes, lambda: unequal(parts_of_rows(False))),
     "ignored classes": (of_classes, lambda: parts_of_text(lambda tokens, _: tokens % 3)),
 }
 
@@ -201,6 +217,71 @@ class Own(keras.losses.Loss):
 @pytest.mark.parametrize("loss", [Own(), lambda y_true, y_pred: Own()(y_true, y_pred)])
 def test_a_loss_that_is_a_single_number_is_a_mean_over_samples(loss):
     assert_as_in_one_process(lambda: of_rows(loss), unequal(parts_of_rows(False)))
+
+
+@pytest.mark.parity("losses count as in one process: rows of unequal lengths")
+def test_rows_of_unequal_lengths_count_by_their_elements():
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((None, TOKENS)), keras.layers.Conv1D(1, 1)]
+    model = keras.Sequential(layers)
+    model.compile(
+        keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0)),
+        loss="mse",
+        jit_compile=backend == "tensorflow" or "auto",
+    )
+    rng = np.random.default_rng(0)
+    x = [rng.standard_normal((2, 3 + 5 * n, TOKENS)).astype("float32") for n in range(4)]
+    x = [each * (1 + n) for n, each in enumerate(x)][: keras_dist.size()]
+    differences = [np.square(model.predict(each, verbose=0) - each[..., :1]).ravel() for each in x]
+    mine = x[keras_dist.rank()]
+    options = {"verbose": 0, "callbacks": keras_dist.callbacks()}
+    expected = np.mean(np.concatenate(differences))
+    # XLA does not compile this step on TensorFlow, so that the loss is that of all ranks.
+    found = [
+        model.train_on_batch(mine, mine[..., :1]),
+        model.evaluate(mine, mine[..., :1], **options),
+    ]
+    np.testing.assert_allclose(found, [expected] * 2, rtol=1e-5)
+
+
+def test_an_infinite_loss_is_infinite_on_all_ranks():
+    model, _ = of_rows()
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    model.compile(
+        optimizer,
+        loss=lambda y_true, y_pred: keras.ops.mean(y_true - y_pred),
+        run_eagerly=backend == "tensorflow",
+    )
+    x = np.ones((BATCH + keras_dist.rank(), TOKENS), "float32")
+    y = np.full((len(x), 1), np.inf if keras_dist.rank() == 0 else 1.0, "float32")
+    assert model.train_on_batch(x, y) == np.inf
+    assert np.all(np.isfinite(weights_of(model)[0]))
+
+
+class Unreduced(keras.losses.Loss):
+    """A loss with a value for each sample, which it does not reduce."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return keras.ops.square(keras.ops.subtract(y_true, y_pred))[:, 0]
+
+
+def test_a_loss_that_nothing_reduces_is_that_of_one_process():
+    results, parts = [], parts_of_rows(False)
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    for each, batches in (
+        (keras.optimizers.SGD(0.01), joined(parts)),
+        (optimizer, parts[keras_dist.rank()]),
+    ):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((TOKENS,)), keras.layers.Dense(1)])
+        model.compile(each, loss=Unreduced(), run_eagerly=backend == "tensorflow")
+        if backend == "tensorflow":
+            model.train_on_batch(*batches[0])
+        else:  # as in one process
+            with pytest.raises((RuntimeError, TypeError), match="scalar"):
+                model.train_on_batch(*batches[0])
+        results.append(weights_of(model))
+    assert_close(*results, 1e-5)
 
 
 @pytest.mark.parametrize("case", ["several outputs", "penalties of activities"])
@@ -269,6 +350,63 @@ def test_equal_batches_exchange_nothing(monkeypatch):
         uneven = keras_dist.data.shard((x[1:], y[1:]), batch_size=BATCH)
         with pytest.raises(AssertionError, match="exchanged"):
             model.fit(uneven, **options)
+
+
+def run_in_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("run", [lambda function: function(), run_in_thread])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_other_models_keep_their_losses_during_a_step(run, is_part):
+    if backend == "jax" and is_part:
+        pytest.skip("a traced step owns the variables of its model")
+    if backend != "torch" and run is not run_in_thread:
+        pytest.skip("Keras cannot run a step within another one")
+    x = np.random.default_rng(keras_dist.rank()).standard_normal((8, TOKENS)).astype("float32")
+    other, compiled = of_rows(keras.losses.MeanSquaredError(reduction="sum"))
+    other.compile("sgd", **compiled, run_eagerly=backend == "tensorflow")
+    expected, seen = other.test_on_batch(x, x[:, :1]), []
+
+    def evaluate():
+        other.reset_metrics()
+        seen.append(other.test_on_batch(x, x[:, :1]))
+
+    class Evaluates(keras.Model):
+        def train_step(self, *given):
+            if keras_dist.rank() == 0:
+                run(evaluate)
+            return super().train_step(*given)
+
+    made, compiled = of_rows()
+    model = Evaluates(made.inputs, made.outputs)
+    if is_part:
+        model.other = other
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer, **compiled, run_eagerly=backend == "tensorflow")
+    model.train_on_batch(x, x[:, :1])
+    assert len(seen) == (keras_dist.rank() == 0)
+    np.testing.assert_allclose(seen, [expected] * len(seen), rtol=1e-5)
+
+
+def test_the_losses_of_a_model_within_another_are_those_of_one_process():
+    parts = unequal(parts_of_rows(False))
+
+    class Outer(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+            return self.inner.compute_loss(x=x, y=y, y_pred=y_pred)
+
+    def make():
+        made, compiled = of_rows()
+        inner = keras.Model(made.inputs, made.outputs)
+        inner.compile("sgd", **compiled)
+        model = Outer(made.inputs, inner.outputs)
+        model.inner = inner
+        return model, {"loss": None}
+
+    assert_as_in_one_process(make, parts)
 
 
 @pytest.mark.skipif(keras_dist.size() not in (2, 4), reason="Adasum needs a power of two of ranks")

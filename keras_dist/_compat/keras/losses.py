@@ -2,16 +2,18 @@
 
 import functools
 import importlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import keras
 from keras import ops
 
 from keras_dist._compat.contract import Name
+from keras_dist._compat.keras.models import layers_of, outputs_of
 
-__all__ = ["CONTRACT", "Measured", "replaced_losses"]
+__all__ = ["CONTRACT", "Measured", "own_losses", "replaced_losses"]
 
 
 class Measured(NamedTuple):
@@ -22,12 +24,14 @@ class Measured(NamedTuple):
         reduction: `"mean"`, `"sum"` or `"none"`.
         denominator: of a mean: the number of elements that are not masked, or the sum of weights.
         is_count: whether shapes alone determine the denominator.
+        is_of_rows: whether it is the number of rows, or the same number for each row on all ranks.
     """
 
     value: Any
     reduction: str
     denominator: Any
     is_count: bool
+    is_of_rows: bool
 
 
 Replace = Callable[[Sequence[Measured]], list[Any]]
@@ -45,7 +49,8 @@ class _Losses:
         self.model = model
         self.replace = replace
         self._batch: Any = None  # the arguments of `compute_loss`, within it
-        self._additional: list[Any] | None = None  # replaced ones, within `compute_loss`
+        self._additional: list[Any] | None = None  # those of `add_loss` and layers, within it
+        self._replaced: list[Any] = []  # their other values
 
     def compute(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Calls the `compute_loss` of the model."""
@@ -57,43 +62,81 @@ class _Losses:
 
     def replaced(self, own: Sequence[Measured]) -> list[Any]:
         """Returns other values of losses of `compile`; replaces additional ones with them."""
-        if self._batch is None or self._additional is not None:
+        if self._batch is None:
             return self.replace(own)
-        losses = _losses_of(self.model)
+        losses = self._without_penalties(_losses_of(self.model))
+        before = self._additional
+        # A model that calls itself in `compute_loss` has new ones.
+        if before is not None and list(map(id, losses)) == list(map(id, before)):
+            return self.replace(own)
         additional = self._measured(losses)
         values = self.replace([*own, *additional])
-        self._additional = [*values[len(own) :], *losses[len(additional) :]]
+        self._additional, self._replaced = losses, values[len(own) :] or losses
         return values[: len(own)]
 
     def additional(self) -> list[Any]:
         """Returns the losses of `add_loss` and of layers."""
+        losses: list[Any] = _losses_of(self.model)
         if self._batch is None:
-            found: list[Any] = _losses_of(self.model)
-            return found
+            return losses
         self.replaced(())
-        return list(self._additional or ())
+        return [*self._replaced, *losses[len(self._replaced) :]]
+
+    def _without_penalties(self, losses: list[Any]) -> list[Any]:
+        """Returns the losses without the penalties of weights, which Keras returns last."""
+        penalties = sum(v.regularizer is not None for v in self.model.trainable_weights)
+        return losses[: len(losses) - penalties]
 
     def _measured(self, losses: Sequence[Any]) -> list[Measured]:
-        """Returns the losses without the penalties of weights, which Keras returns last."""
+        """Returns losses with the rows of the batch, if these are known."""
         leaves = keras.tree.flatten(self._batch) if losses else []
         batch = next((leaf for leaf in leaves if len(getattr(leaf, "shape", ()))), None)
         if batch is None:
             return []
         rows = _product(ops.shape(batch)[:1])
-        penalties = sum(v.regularizer is not None for v in self.model.trainable_weights)
-        found = losses[: len(losses) - penalties]
-        return [Measured(ops.sum(loss), "mean", rows, True) for loss in found]
+        return [Measured(ops.sum(loss), "mean", rows, True, True) for loss in losses]
 
 
-_within: list[_Losses] = []
+class _Stacks(threading.local):
+    """What the steps of this thread do with losses, the innermost one last."""
+
+    def __init__(self) -> None:
+        self.within: list[_Losses | None] = []
+        self.recording: list[list[Any]] = []
+
+
+_stacks = _Stacks()
+
+
+def _owner(compiled: Any) -> Any:
+    """Returns the model in the step, or the one in it, whose losses these are; `None` if none."""
+    within = _stacks.within[-1] if _stacks.within else None
+    if within is None or getattr(within.model, "_compile_loss", None) is compiled:
+        return within and within.model
+    models = (one for one in layers_of(within.model) if isinstance(one, keras.Model))
+    return next((one for one in models if getattr(one, "_compile_loss", None) is compiled), None)
+
+
+@contextmanager
+def own_losses() -> Iterator[None]:
+    """Returns a context for the step of a model that is not distributed: losses stay as they are.
+
+    Such a step may run within that of a model whose losses are replaced.
+    """
+    _stacks.within.append(None)
+    try:
+        yield
+    finally:
+        _stacks.within.pop()
 
 
 @contextmanager
 def replaced_losses(model: Any, replace: Replace) -> Iterator[None]:
     """Returns a context in which the losses of a model have other values.
 
-    These are the losses of `compile`, and in `compute_loss` also those of `add_loss` and activity
-    regularizers, which count as means over the rows of the batch.
+    These are the losses of `compile`, of the model and of models among its layers, and in
+    `compute_loss` also those of `add_loss` and activity regularizers, which count as means over
+    the rows of the batch.
 
     Args:
         model: a model.
@@ -102,12 +145,12 @@ def replaced_losses(model: Any, replace: Replace) -> Iterator[None]:
     _watch()
     losses = _Losses(model, replace)
     compute_loss = functools.partial(losses.compute, model.compute_loss)
-    _within.append(losses)
+    _stacks.within.append(losses)
     try:
         with _replaced(model, "compute_loss", compute_loss):
             yield
     finally:
-        _within.pop()
+        _stacks.within.pop()
 
 
 @contextmanager
@@ -122,26 +165,25 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         vars(owner).update(before)
 
 
-# Keras pairs metrics with losses; a loss without one is not recorded.
-_NO_METRICS = [None] * 1000
-
-
-def _combined(original: Callable[..., Any], compiled: Any, *given: Any) -> Any:
+def _combined(original: Callable[..., Any], model: Any, compiled: Any, *given: Any) -> Any:
     """Returns the total of the losses of `compile`, after their values have been replaced."""
-    own: list[Measured] = []
+    within, own = cast(_Losses, _stacks.within[-1]), list[Measured]()
+    outputs = outputs_of(model)
 
     def measure(loss: Any, *arguments: Any) -> Any:
-        own.append(_measured(loss, *arguments))
+        own.append(_measured(loss, outputs, *arguments))
         return own[-1].value
 
-    with _replaced(compiled, "_metrics", _NO_METRICS):
-        if not compiled.built:
+    if not compiled.built:
+        with _replaced(compiled, "_metrics", [None]):
             original(compiled, *given)
-        losses = compiled._flat_losses
+    losses = compiled._flat_losses
+    # Keras pairs metrics with losses; a loss without one is not recorded.
+    with _replaced(compiled, "_metrics", [None] * len(losses)):
         measuring = [each._replace(loss=functools.partial(measure, each.loss)) for each in losses]
         with _replaced(compiled, "_flat_losses", measuring):
             total = original(compiled, *given)
-    values = _within[-1].replaced(own)
+    values = within.replaced(own)
     if not compiled._metrics and all(a is b.value for a, b in zip(values, own, strict=True)):
         return total
     known = [
@@ -152,20 +194,34 @@ def _combined(original: Callable[..., Any], compiled: Any, *given: Any) -> Any:
         return original(compiled, *given)
 
 
-def _measured(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Measured:
+def _measured(
+    loss: Any, outputs: Sequence[Any], y_true: Any, y_pred: Any, sample_weight: Any
+) -> Measured:
     """Calls a loss and returns its value with what it was divided by.
 
-    A loss of the user that is a single number, or that does not call Keras' reduction, counts as a
-    mean over the samples, or as a sum if that is its `reduction`.
+    A loss of the user that does not call Keras' reduction counts as a mean over the samples, or as
+    a sum if that is its `reduction`. If it is not a single number, nothing has reduced it.
     """
     with _recorded() as calls:
         value = loss(y_true, y_pred, sample_weight)
-    reduction = getattr(loss, "reduction", "mean")
+    is_vector = not calls and len(getattr(value, "shape", ())) > 0
+    reduction = "none" if is_vector else getattr(loss, "reduction", "mean")
     # The last call is the one of the loss itself, if it uses others.
     values, weights, mask, reduction = calls[-1] if calls else (None, None, None, reduction)
     if reduction in (None, "none", "sum"):
-        return Measured(value, reduction or "none", 1.0, True)
-    return Measured(value, "mean", *_denominator(values, weights, mask, reduction, y_pred))
+        return Measured(value, reduction or "none", 1.0, True, True)
+    number, is_count = _denominator(values, weights, mask, reduction, y_pred)
+    return Measured(value, "mean", number, is_count, is_count and _is_of_rows(values, outputs))
+
+
+def _is_of_rows(values: Any, outputs: Sequence[Any]) -> bool:
+    """Returns whether a row of a loss has as many elements on all ranks, as an output tells."""
+    row = () if values is None else tuple(ops.shape(values)[1:])
+    if not all(isinstance(size, int) for size in row):
+        return False
+    shapes = [tuple(output.shape[1:]) for output in keras.tree.flatten(outputs)]
+    # With all axes of an output it may be the loss of pairs of rows.
+    return not row or any(row == shape[: len(row)] != shape for shape in shapes)
 
 
 def _denominator(
@@ -192,18 +248,15 @@ def _product(shape: Sequence[Any]) -> Any:
     return functools.reduce(lambda one, other: one * other, sizes, 1.0)
 
 
-_recording: list[list[Any]] = []
-
-
 @contextmanager
 def _recorded() -> Iterator[list[Any]]:
     """Returns a context that lists the arguments of Keras' reductions of losses."""
     calls: list[Any] = []
-    _recording.append(calls)
+    _stacks.recording.append(calls)
     try:
         yield calls
     finally:
-        _recording.pop()
+        _stacks.recording.pop()
 
 
 @functools.cache
@@ -219,20 +272,21 @@ def _watch() -> None:
         reduction: Any = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
-        if _recording:
-            _recording[-1].append((values, sample_weight, mask, reduction))
+        if _stacks.recording:
+            _stacks.recording[-1].append((values, sample_weight, mask, reduction))
         return reduce(values, sample_weight, mask, reduction, dtype)
 
     @functools.wraps(call)
     def combined(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if _within:
-            return _combined(call, self, y_true, y_pred, sample_weight)
+        if (model := _owner(self)) is not None:
+            return _combined(call, model, self, y_true, y_pred, sample_weight)
         return call(self, y_true, y_pred, sample_weight)
 
     @functools.wraps(_losses_of)
     def losses(self: Any) -> Any:
-        if _within and _within[-1].model is self:
-            return _within[-1].additional()
+        within = _stacks.within[-1] if _stacks.within else None
+        if within is not None and within.model is self:
+            return within.additional()
         return _losses_of(self)
 
     module.reduce_weighted_values = reduce_weighted_values
@@ -263,5 +317,6 @@ CONTRACT = (
     Name(LOSSES, "apply_mask", WEIGHING, INEXACT, ("sample_weight", "mask", "dtype", "reduction")),
     Name(f"{COMPILED}:CompileLoss", "call", WEIGHING, INEXACT, ("y_true", "y_pred")),
     Name(f"{COMPILED}:CompileLoss", "_flat_losses", WEIGHING, INEXACT, instance=True),
+    Name("keras:Model", "_compile_loss", WEIGHING, INEXACT, instance=True),
     Name(f"{COMPILED}:CompileLoss", "_metrics", WEIGHING, INEXACT, instance=True),
 )
