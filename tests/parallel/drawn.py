@@ -51,7 +51,6 @@ EXCLUDED = [
     # One process must pad, which counts here.
     {"model": {"unmasked"}, "adds": {"add_loss", "activity_regularizer"}},
     {"model": {"unmasked"}, "reduction": {None}},
-    {"model": {"unmasked"}, "after": {"evaluate"}},  # each rank counts by its samples
     {"model": SEVERAL, "loss": {"ignoring"}},
     {"model": SEVERAL, "reduction": {None}},
     {"model": SEVERAL, "weights": {"tokens"}},
@@ -83,7 +82,6 @@ if BACKEND == "tensorflow":
     EXCLUDED += [{"model": EMBEDDED, "clips": CLIPS}]
     EXCLUDED += [{"model": EMBEDDED, "optimizer": {"Adam"}}]
     EXCLUDED += [{"wraps": {"shard_gradients"}}, {"way": {"loop"}, "runs": {"XLA"}}]
-    EXCLUDED += [{"model": {"unmasked"}, "runs": {"XLA"}}]  # each rank counts by its samples
     # The shapes that TensorFlow finds for the logs of several outputs are not those of its step.
     EXCLUDED += [{"model": SEVERAL, "runs": {"XLA"}}]
 elif BACKEND == "jax":

@@ -80,13 +80,11 @@ FEATURES = {
 }
 EACH_OCCURRENCE = "in one process, Keras takes each occurrence of a token by itself"
 COMPILES_FOR_MINUTES = "Keras on torch compiles for minutes"
-BY_SAMPLES = "each rank counts by its samples"
 MISSING = {
     "tensorflow": {
         "`Adam` of an `Embedding`": EACH_OCCURRENCE,
         "clipping of an `Embedding`": EACH_OCCURRENCE,
         "`shard_gradients`": "refused, see [Limitations](limitations.md#backends-and-models)",
-        "XLA, unequal lengths without masks": BY_SAMPLES,
     },
     "jax": {
         "reduction `None`": "Keras on JAX trains with a single number",
@@ -100,7 +98,7 @@ MISSING = {
         "XLA, dense layers, `fit`": COMPILES_FOR_MINUTES,
         "XLA, unequal lengths without masks": COMPILES_FOR_MINUTES,
     },
-}[BACKEND] | {"`evaluate`, unequal lengths without masks": BY_SAMPLES}
+}[BACKEND]
 CASES = {1: 20, 2: 22, 3: 22}  # on each number of ranks
 
 drawn = set()  # the cases so far
