@@ -74,6 +74,7 @@ FEATURES = {
     "XLA (`jit_compile=True`)": {"runs": ["XLA"]},
     "XLA, dense layers, `fit`": {"model": ["dense"], "way": ["fit"], **COMPILED},
     "XLA, unequal lengths without masks": {"model": ["unmasked"], **COMPILED},
+    "XLA, several outputs with masks": {"model": ["outputs"], "runs": ["XLA"]},
     "`evaluate`": {"after": ["evaluate"]},
     "`evaluate`, unequal lengths without masks": {"after": ["evaluate"], "model": ["unmasked"]},
     "`predict`": {"after": ["predict"]},
@@ -85,6 +86,7 @@ MISSING = {
         "`Adam` of an `Embedding`": EACH_OCCURRENCE,
         "clipping of an `Embedding`": EACH_OCCURRENCE,
         "`shard_gradients`": "refused, see [Limitations](limitations.md#backends-and-models)",
+        "XLA, several outputs with masks": "the step fails",
     },
     "jax": {
         "reduction `None`": "Keras on JAX trains with a single number",
@@ -97,6 +99,7 @@ MISSING = {
         "XLA (`jit_compile=True`)": COMPILES_FOR_MINUTES,
         "XLA, dense layers, `fit`": COMPILES_FOR_MINUTES,
         "XLA, unequal lengths without masks": COMPILES_FOR_MINUTES,
+        "XLA, several outputs with masks": COMPILES_FOR_MINUTES,
     },
 }[BACKEND]
 CASES = {1: 20, 2: 22, 3: 22}  # on each number of ranks
