@@ -99,8 +99,15 @@ def drawn(records):
     records = [record for record in records if record["difference"]]
     parts = []
     for backend, name in BACKENDS.items():
-        cases = sum(len(record["difference"]) for record in records if record["backend"] == backend)
-        parts.append(f"{cases} cases with {name} on {ranks(records, backend)}")
+        cases = [
+            record["ranks"]
+            for record in records
+            if record["backend"] == backend
+            for _ in record["difference"]
+        ]
+        several = sum(number > 1 for number in cases)
+        told = f"{len(cases)} cases with {name} on {ranks(records, backend)}"
+        parts.append(f"{told} ({several} on several)")
     return f"These numbers are of {parts[0]}, {parts[1]}, and {parts[2]}."
 
 
