@@ -185,6 +185,9 @@ def _without_exchange(own: Measured, step: Step) -> Any:
 def _exchanged(own: Sequence[Measured], step: Step) -> list[Any]:
     """Returns losses of all ranks, after an exchange of values and denominators."""
     count, call = len(own), _backends.active().call_host
+    adds = step.reduction.options.op is _engine.ReduceOp.SUM
+    # TensorFlow keeps functions of the host until the process ends: they must not hold the model.
+    summed = functools.partial(_summed, step.reduction.options.process_set, step.evaluates)
     is_mean = np.array([loss.reduction == "mean" for loss in own])
     given = [
         ops.zeros(()) if loss.reduction == "none" else ops.stop_gradient(loss.value) for loss in own
@@ -201,22 +204,22 @@ def _exchanged(own: Sequence[Measured], step: Step) -> list[Any]:
         """Returns the factors of gradients and of values, from the sums over the ranks."""
         parts = np.divide(1.0, sums[:count], out=np.zeros_like(mine), where=sums[:count] != 0)
         # The ranks are to add the gradients of sums.
-        of_sum = 1.0 if step.reduction.options.op is _engine.ReduceOp.SUM else sums[-1]
+        of_sum = 1.0 if adds else sums[-1]
         return np.where(is_mean, sums[-1] * parts * mine, of_sum), np.where(is_mean, parts, 1.0)
 
     def exchange(host: np.ndarray) -> list[np.ndarray]:
         values, mine = host[:count].astype("float64"), denominators(host[count:])
-        sums = _summed(step, np.concatenate([mine, values * mine, [1.0]]))
+        sums = summed(np.concatenate([mine, values * mine, [1.0]]))
         of_gradients, of_values = factors(mine, sums)
         return [np.concatenate([of_gradients, of_values * sums[count:-1]]).astype(host.dtype)]
 
     def exchange_early(host: np.ndarray) -> list[np.ndarray]:
         mine = denominators(host)
-        of_gradients, of_values = factors(mine, _summed(step, np.concatenate([mine, [1.0]])))
+        of_gradients, of_values = factors(mine, summed(np.concatenate([mine, [1.0]])))
         return [np.concatenate([of_gradients, of_values * mine]).astype(host.dtype)]
 
     def add(host: np.ndarray) -> list[np.ndarray]:
-        return [_summed(step, host.astype("float64")).astype(host.dtype)]
+        return [summed(host.astype("float64")).astype(host.dtype)]
 
     wide = keras.backend.result_type(*(value.dtype for value in given), "float32")
     packed = [ops.cast(tensor, wide) for tensor in tensors]
@@ -248,11 +251,13 @@ def _with_gradient(value: Any, factor: Any, shared: Any) -> Any:
     return shared + factor * zero
 
 
-def _summed(step: Step, array: np.ndarray) -> np.ndarray:
+def _summed(
+    process_set: ProcessSet | None, evaluates: Callable[[], bool] | None, array: np.ndarray
+) -> np.ndarray:
     """Returns the sum of the arrays of all ranks, or an array itself if only this one evaluates."""
-    if step.evaluates is not None and not step.evaluates():
+    if evaluates is not None and not evaluates():
         return array
-    comm = runtime.communicator(step.reduction.options.process_set)
+    comm = runtime.communicator(process_set)
     options, names = _engine.OpOptions(_engine.ReduceOp.SUM), ["the losses of a step"]
     [summed] = _engine.collectives.allreduce(comm, [array], names, options, bucket_nbytes(comm))
     return summed
@@ -264,10 +269,10 @@ def _check_equal(denominators: Sequence[Any], step: Step) -> None:
     Raises:
         ArgumentError: they do not; raised on every rank.
     """
-    count = len(denominators)
+    count, process_set = len(denominators), step.reduction.options.process_set
 
     def check(bounds: np.ndarray) -> np.ndarray:
-        comm, options = step.reduction.options.ranks(), _engine.OpOptions(_engine.ReduceOp.MAX)
+        comm, options = runtime.communicator(process_set), _engine.OpOptions(_engine.ReduceOp.MAX)
         names, nbytes = ["the losses of a step"], bucket_nbytes(comm)
         [found] = _engine.collectives.allreduce(comm, [bounds], names, options, nbytes)
         for least, most in zip(-found[count:], found[:count], strict=True):
