@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist._backends.tensorflow_host import HostCalled, without_host
+from keras_dist._compat.keras.losses import unbuilt_after
 
 __all__ = ["test_step_for_host", "train_step_for_host"]
 
@@ -61,7 +62,8 @@ def test_step_for_host(model: Any) -> Iterator[None]:
 
     def test_step(data: Any) -> Any:
         try:
-            return _compiled(lambda: step(data))()
+            with unbuilt_after(model, HostCalled):
+                return _compiled(lambda: step(data))()
         except HostCalled:
             return step(data)
 
@@ -103,7 +105,7 @@ def _split(model: Any, step: Callable[[Any], Any], with_rows: WithRows) -> Calla
 
         first = next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
         try:
-            with with_rows(tf.shape(first)[0]):
+            with with_rows(tf.shape(first)[0]), unbuilt_after(model, HostCalled):
                 logs, gradients = _compiled(differentiate)()
         except HostCalled:
             _warn_once(SHARED_LOSS)

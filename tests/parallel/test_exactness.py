@@ -86,7 +86,6 @@ MISSING = {
         "`Adam` of an `Embedding`": EACH_OCCURRENCE,
         "clipping of an `Embedding`": EACH_OCCURRENCE,
         "`shard_gradients`": "refused, see [Limitations](limitations.md#backends-and-models)",
-        "XLA, several outputs with masks": "the step fails",
     },
     "jax": {
         "reduction `None`": "Keras on JAX trains with a single number",

@@ -13,7 +13,7 @@ from keras import ops
 from keras_dist._compat.contract import Name
 from keras_dist._compat.keras.models import layers_of, outputs_of
 
-__all__ = ["CONTRACT", "Measured", "own_losses", "replaced_losses"]
+__all__ = ["CONTRACT", "Measured", "own_losses", "replaced_losses", "unbuilt_after"]
 
 
 class Measured(NamedTuple):
@@ -151,6 +151,29 @@ def replaced_losses(model: Any, replace: Replace) -> Iterator[None]:
             yield
     finally:
         _stacks.within.pop()
+
+
+@contextmanager
+def unbuilt_after(model: Any, failure: type[Exception]) -> Iterator[None]:
+    """Returns a context after whose failure Keras builds the losses of a model again, as before it.
+
+    Variables that TensorFlow creates in a function are initialized only if its trace succeeds.
+
+    Args:
+        model: a compiled model.
+        failure: class of the exception.
+    """
+    compiled = getattr(model, "_compile_loss", None)
+    before = {} if compiled is None or compiled.built else vars(compiled).copy()
+    metrics = list(before.get("_metrics", ()))
+    try:
+        yield
+    except failure:
+        if before:
+            vars(compiled).clear()
+            vars(compiled).update(before)
+            compiled._metrics[:] = metrics
+        raise
 
 
 @contextmanager
