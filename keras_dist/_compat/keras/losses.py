@@ -163,7 +163,7 @@ def unbuilt_after(model: Any, failure: type[Exception]) -> Iterator[None]:
         model: a compiled model.
         failure: class of the exception.
     """
-    compiled = getattr(model, "_compile_loss", None)
+    compiled: Any = getattr(model, "_compile_loss", None)
     before = {} if compiled is None or compiled.built else vars(compiled).copy()
     metrics = list(before.get("_metrics", ()))
     try:
