@@ -14,7 +14,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist._backends.tensorflow_host import HostCalled, without_host
-from keras_dist._compat.keras.losses import unbuilt_after
 
 __all__ = ["test_step_for_host", "train_step_for_host"]
 
@@ -62,8 +61,7 @@ def test_step_for_host(model: Any) -> Iterator[None]:
 
     def test_step(data: Any) -> Any:
         try:
-            with unbuilt_after(model, HostCalled):
-                return _compiled(lambda: step(data))()
+            return _compiled_losses(model, lambda: step(data))
         except HostCalled:
             return step(data)
 
@@ -105,8 +103,8 @@ def _split(model: Any, step: Callable[[Any], Any], with_rows: WithRows) -> Calla
 
         first = next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
         try:
-            with with_rows(tf.shape(first)[0]), unbuilt_after(model, HostCalled):
-                logs, gradients = _compiled(differentiate)()
+            with with_rows(tf.shape(first)[0]):
+                logs, gradients = _compiled_losses(model, differentiate)
         except HostCalled:
             _warn_once(SHARED_LOSS)
             with _compiled_update(model.optimizer):
@@ -117,6 +115,14 @@ def _split(model: Any, step: Callable[[Any], Any], with_rows: WithRows) -> Calla
         return logs
 
     return train_step
+
+
+def _compiled_losses(model: Any, function: Callable[[], Any]) -> Any:
+    """Compiles a function and calls it; after it has called the host, losses are built anew."""
+    from keras_dist._compat.keras.losses import unbuilt_after
+
+    with unbuilt_after(model, HostCalled):
+        return _compiled(function)()
 
 
 @contextlib.contextmanager
