@@ -14,6 +14,7 @@ SLOW_UNTIL, in seconds since the epoch.
 
 import ast
 import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -143,6 +144,7 @@ def files_of(job: str) -> list[Path]:
     return [path for path in sorted(RANKS.glob("test_*.py")) if job in jobs_of(path)]
 
 
+@functools.cache
 def jobs_of(path: Path) -> list[str]:
     """Returns the jobs that a file of tests/parallel names, in the order of `JOBS`.
 

@@ -138,6 +138,7 @@ def sources():
 
 
 SOURCES = sources()
+TREES = {module: ast.parse(path.read_text()) for module, path in SOURCES.items()}
 
 
 # --- Rule 1: the imports
@@ -245,8 +246,8 @@ def test_no_circle_of_imports():
 
 
 def own_imports(module):
-    tree = ast.parse(SOURCES[module].read_text())
-    return {name for _, name, _ in imports(tree, module) if name in SOURCES and name != module}
+    imported = {name for _, name, _ in imports(TREES[module], module)}
+    return imported & {*SOURCES} - {module}
 
 
 def circle(graph):
@@ -504,9 +505,9 @@ def is_own_attribute(node):
 
 def private_names():
     """Returns the private names that _compat uses."""
-    for module, path in SOURCES.items():
+    for module, tree in TREES.items():
         if module.startswith("._compat."):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(tree):
                 attribute = isinstance(node, ast.Attribute) and node.attr
                 text = isinstance(node, ast.Constant) and node.value
                 for name in (attribute, text):
@@ -518,8 +519,8 @@ def framework_classes():
     """Returns the names of classes of keras_dist that derive from one of a framework."""
     bases = {}
     found = set()
-    for module, path in SOURCES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 named = [ast.unparse(base) for base in node.bases]
                 bases.setdefault(node.name, set()).update(named)
@@ -536,9 +537,8 @@ def framework_classes():
 PRIVATE = {name for name in private_names() if not name.startswith(OURS)}
 FRAMEWORK_CLASSES = framework_classes()
 DEFINED = {}
-for _module, _path in SOURCES.items():
-    _names = defined_names(ast.parse(_path.read_text()))
-    DEFINED.setdefault(_module.split(".")[1], set()).update(_names)
+for _module, _tree in TREES.items():
+    DEFINED.setdefault(_module.split(".")[1], set()).update(defined_names(_tree))
 ALL_DEFINED = set().union(*DEFINED.values())
 
 
@@ -559,7 +559,7 @@ def test_rule_holds(rule):
     violations = [
         f"{path.relative_to(ROOT)}:{line}: {text}"
         for module, path in SOURCES.items()
-        for line, text in rule(ast.parse(path.read_text()), module)
+        for line, text in rule(TREES[module], module)
     ]
     assert not violations, "\n" + "\n".join(violations)
 
