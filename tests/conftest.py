@@ -1,5 +1,6 @@
 """Fixtures of tests that start jobs."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -54,6 +55,17 @@ def _packages_of_later_jobs():
         if value is not None:
             os.environ[name] = value
     assert after == before
+
+
+@pytest.fixture(autouse=True, scope="module")
+def older_objects_are_not_searched():
+    """Hides what a file leaves behind from the garbage collector.
+
+    Keras collects garbage whenever it clears a session. After a thousand tests that takes a second.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

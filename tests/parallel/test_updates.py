@@ -259,9 +259,9 @@ def train_with_a_tape():
     hvd.DistributedGradientTape(tape).gradient(loss, [weights])
 
 
-ways = [(train_a_model, 5), (train_variables, 5 if BACKEND == "jax" else 30)]
+ways = [(train_a_model, 5), (train_variables, 5)]
 if BACKEND == "tensorflow":
-    ways.append((train_with_a_tape, 30))
+    ways.append((train_with_a_tape, 5))
 
 
 @pytest.mark.parity("the shared memory of a model is freed with it")
