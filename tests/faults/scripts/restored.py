@@ -1,0 +1,82 @@
+"""A GAN that is killed and goes on, data whose order is lost, and a state that is restarted."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from faults import die, fault, run
+from fits import At, rank
+
+import keras_dist
+from keras_dist import elastic
+
+ours: Any = keras_dist.callbacks
+
+
+def gan(where: str, dies: str) -> None:
+    from gans import TwoOptimizers  # type: ignore[import-not-found]  # of tests/parallel
+
+    folder = Path(where)
+    marker = folder / "died"
+
+    def die_once() -> None:
+        if not marker.exists():
+            marker.touch()
+            die()
+
+    keras.utils.set_random_seed(7 + rank)
+    x = np.random.default_rng(rank).standard_normal((24, 6)).astype("float32")
+    model = TwoOptimizers(seed=None)
+    adams = [keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)) for _ in range(2)]
+    model.compile(*adams)
+    backup = ours.BackupAndRestore(str(folder / "backup"), save_freq=4)
+    dying = [At({("batch end", 2, 4): die_once}, on=1)] if dies == "True" else []
+    model.fit(x, batch_size=4, epochs=4, verbose=0, callbacks=ours(backup, *dying))
+    if rank == 0:
+        np.savez(folder / "weights", *model.get_weights())
+
+
+def order() -> None:
+    import tensorflow as tf
+
+    x = np.random.default_rng(rank).standard_normal((8, 2)).astype("float32")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    sgd = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(sgd, "mse", run_eagerly=True)
+    folder = keras_dist.broadcast_object(tempfile.mkdtemp())
+
+    def fit(data: Any, **options: Any) -> None:
+        callbacks = ours(ours.BackupAndRestore(folder))
+        model.fit(data, epochs=2, verbose=0, callbacks=callbacks, **options)
+
+    fault()
+    pipeline = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))
+    fit(pipeline.batch(4))
+    fit(x, y=x[:, :1], shuffle=False)
+    print("said nothing", flush=True)
+    keras_dist.barrier()
+    fit(pipeline.shuffle(8, seed=1).batch(4))
+
+
+def elastic_state(directory: str) -> None:
+    """The first run of two fails; the second has another number of ranks."""
+    state: Any = elastic.ObjectState(directory=directory, step=0, sizes=[])
+
+    @elastic.run
+    def train(state: Any) -> None:
+        while state.step < 4:
+            keras_dist.allreduce(1.0)
+            state.sizes.append(keras_dist.size())
+            state.step += 1
+            if os.environ["KERAS_DIST_RESTART"] == "0" and state.step == 3:
+                raise RuntimeError("no more")
+            state.commit()
+
+    train(state)
+    assert (state.step, state.sizes) == (4, [1, 1, 2, 2]), vars(state)  # one was not committed
+
+
+run(globals())
