@@ -26,14 +26,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from jobs import NOT_STARTED, is_alive, launcher, lean, made_by, pids
+from jobs import NOT_STARTED, RUN, is_alive, launcher, lean, made_by, pids
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- made by tests/faults/conftest.py -->\n", "<!-- end -->\n"
 
 SCRIPTS = Path(__file__).with_name("scripts")
-RUN = [sys.executable, "-m", "keras_dist.launch.cli", "run"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +43,16 @@ class Ended:
     stdout: str
     seconds: float | None
 
-    def succeeded(self):
-        """Returns the output of a job that must have succeeded."""
+    def succeeded(self, *told):
+        """Returns the output of a job that must have succeeded, with some words in it."""
         assert self.returncode == 0, self.stdout
+        assert all(words in self.stdout for words in told), self.stdout
         return self.stdout
 
-    def failed(self):
-        """Returns the output of a job that must have failed."""
+    def failed(self, *told):
+        """Returns the output of a job that must have failed, with some words in it."""
         assert self.returncode != 0, self.stdout
+        assert all(words in self.stdout for words in told), self.stdout
         return self.stdout
 
 

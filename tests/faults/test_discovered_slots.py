@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import RUN, SCRIPTS, discovery_script, end_after
-from jobs import launcher, lean
+from conftest import SCRIPTS, discovery_script, end_after
+from jobs import RUN, launcher, lean
 from namespaces import TOLD, hosts_or_skip
 from test_lost_hosts import launcher_command
 

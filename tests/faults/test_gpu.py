@@ -80,7 +80,9 @@ slow = pytest.mark.slow
     "backend", [pytest.param("tensorflow", marks=slow), pytest.param("jax", marks=slow), "torch"]
 )
 def test_a_failed_launch_in_fit(job, backend):
-    ended = job(2, "fit_on_gpus.py", KERAS_BACKEND=backend, GPU_DOUBLE="fail-in-5", **DOUBLE)
+    ended = job(
+        2, "fit_faults.py", "on_gpus", KERAS_BACKEND=backend, GPU_DOUBLE="fail-in-5", **DOUBLE
+    )
     assert ended.returncode != 0
     assert ended.seconds < 30
     for rank in range(2):
@@ -92,7 +94,9 @@ def test_a_failed_launch_in_fit(job, backend):
 @slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_rank_in_fit(ulfm_job, backend):
-    ended = ulfm_job(3, "fit_on_gpus.py", KERAS_BACKEND=backend, GPU_DOUBLE="die-in-5", **DOUBLE)
+    ended = ulfm_job(
+        3, "fit_faults.py", "on_gpus", KERAS_BACKEND=backend, GPU_DOUBLE="die-in-5", **DOUBLE
+    )
     assert ended.returncode != 0
     assert ended.seconds < 30
     assert "Expected all ranks to come" in ended.stdout
@@ -102,7 +106,7 @@ def test_a_killed_rank_in_fit(ulfm_job, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ranks_continue_in_fit(go_on, backend):
     how = {"KERAS_BACKEND": backend, "GPU_DOUBLE": "die-in-5", **DOUBLE}
-    printed = go_on(3, "fit_on_gpus.py", **how).succeeded()
+    printed = go_on(3, "fit_faults.py", "on_gpus", **how).succeeded()
     assert "2 of 3 ranks continue" in printed
     [trained] = {line for line in printed.splitlines() if line.startswith("trained")}
     first, second = trained.removeprefix("trained ").strip("[]").split(", ")
@@ -113,7 +117,7 @@ def test_ranks_continue_in_fit(go_on, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_operation_that_does_not_end_in_fit(job, backend):
     how = {"KERAS_BACKEND": backend, "GPU_DOUBLE": "stuck-in-5", **LIMITS, **DOUBLE}
-    ended = job(2, "fit_on_gpus.py", **how)
+    ended = job(2, "fit_faults.py", "on_gpus", **how)
     assert ended.returncode != 0
     assert ended.seconds < 30
     assert "The job ends now: the limit is 3 s" in ended.stdout

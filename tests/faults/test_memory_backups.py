@@ -74,5 +74,5 @@ def test_the_state_of_a_lost_host_is_in_the_memory_of_another(weights_of):
 
 @pytest.mark.slow
 def test_a_fit_whose_host_is_lost_ends_with_the_weights_of_an_uninterrupted_one(weights_of):
-    lost, whole = (weights_of(loses, "fit_on_hosts.py") for loses in (True, False))
+    lost, whole = (weights_of(loses, "restored.py", "on_hosts") for loses in (True, False))
     assert_equal_bits(lost, whole)

@@ -14,7 +14,7 @@ from keras_dist.launch.cli import main
 def test_a_trace_is_whole_after_a_kill_at_any_moment(job, tmp_path, capsys):
     path = tmp_path / "t.json"
     for _ in range(3):
-        job(2, "recorded.py", "killed_at_any_moment", KERAS_DIST_TIMELINE=path).failed()
+        job(2, "observed.py", "killed_at_any_moment", KERAS_DIST_TIMELINE=path).failed()
         traces.load(path)
         assert main(["timeline", str(path)]) == 0
         assert "Rank 1 did not end its recording: it was killed." in capsys.readouterr().out
@@ -24,7 +24,7 @@ def test_a_trace_is_whole_after_a_kill_at_any_moment(job, tmp_path, capsys):
 
 def test_parts_on_other_nodes_are_sent_to_the_root(job, tmp_path):
     names = {"HOROVOD_TIMELINE": "deep/t.json", "KERAS_DIST_RESTART": "2"}
-    ended = job(4, "recorded.py", "apart", tmp_path, MPIR_CVAR_NUM_CLIQUES="2", **names)
+    ended = job(4, "observed.py", "apart", tmp_path, MPIR_CVAR_NUM_CLIQUES="2", **names)
     assert ended.returncode == 0, ended.stdout
     assert [(tmp_path / rank / "other").read_text() for rank in "01"] == ["mine"] * 2
     left = [path.relative_to(tmp_path) for path in tmp_path.glob("[0-3]/deep/*")]
@@ -47,7 +47,7 @@ def test_a_timeline_that_cannot_be_written_is_an_error_on_every_rank(job):
 
 def test_ranks_that_go_on_without_another_end_their_timeline(go_on, tmp_path):
     path = tmp_path / "t.json"
-    go_on(3, "recorded.py", "without_another", KERAS_DIST_TIMELINE=path).succeeded()
+    go_on(3, "observed.py", "without_another", KERAS_DIST_TIMELINE=path).succeeded()
     trace = traces.load(path)
     ended = {said["rank"]: said["ended"] for said in trace["otherData"]["keras_dist"]["ranks"]}
     assert ended == {0: True, 1: False, 2: True}

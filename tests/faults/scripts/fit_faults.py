@@ -1,6 +1,7 @@
 """Faults in `fit`: errors, interrupts, and ranks with different arguments or models."""
 
 import contextlib
+import hashlib
 import threading
 import time
 from collections.abc import Iterator
@@ -133,6 +134,18 @@ def in_evaluate_or_after_training() -> None:
     fault()
     if rank == 0:
         fit(model=model)
+
+
+def on_gpus() -> None:
+    """For which a test double stands in."""
+    model = build((8,))
+    try:
+        model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
+    except Exception as error:
+        tell(f"rank {rank} of {keras_dist.size()} raises", *str(error).split())
+        raise
+    weights = b"".join(weight.tobytes() for weight in model.get_weights())
+    tell("trained", keras_dist.allgather_object(hashlib.md5(weights).hexdigest()))
 
 
 run(globals())

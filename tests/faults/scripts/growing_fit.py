@@ -7,7 +7,6 @@ of each process that is to join; whether one of them `refuses`; `on_failure`.
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from faults import FOLDER, die, fault
+from faults import FOLDER, die, fault, start_joining
 
 import keras_dist
 from keras_dist import config
@@ -35,15 +34,6 @@ test = keras_dist.data.shard((x, x), batch_size=4, shuffle=False)
 record = (FOLDER / f"samples-{os.getpid()}").open("w", buffering=1)
 codes = FOLDER / "codes"
 started: list[Any] = []
-
-
-def start_another(variables: dict[str, str]) -> None:
-    names = ("PMI", "MPI_", "HYDRA", "MPIR_")
-    environment = {n: v for n, v in os.environ.items() if not n.startswith(names)} | variables
-    command = [sys.executable, "-m", "keras_dist.launch.cli", "join"]
-    command += [os.environ["KERAS_DIST_JOIN_DIRECTORY"], sys.executable, *sys.argv]
-    command = ["sh", "-c", f'"$@"; echo $? >> {codes}', "sh", *command]
-    started.append(subprocess.Popen(command, env=environment))
 
 
 class Faults(keras.callbacks.Callback):
@@ -66,7 +56,8 @@ class Faults(keras.callbacks.Callback):
         if me == 0 and not started and (self.epoch, batch) == (0, 1):
             for variables in starts:
                 fault()
-                start_another(variables)
+                directory = os.environ["KERAS_DIST_JOIN_DIRECTORY"]
+                started.append(start_joining(directory, **variables))
             while len(growth.requests()) < len(starts):  # those of one step join together
                 time.sleep(0.1)
 

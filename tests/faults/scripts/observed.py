@@ -1,8 +1,10 @@
-"""Timelines of ranks that die, or that are on other nodes."""
+"""Timelines of ranks that die or are on other nodes, and requests of a stranger."""
 
 import os
 import random
 import threading
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,17 @@ def without_another() -> None:
         if (runtime.rank(), step) == (1, 10) and runtime.size() == 3:
             die()
         ops.allreduce(np.ones(20_000), name="gradients")
+
+
+def asked_by_a_stranger() -> None:
+    runtime.init()
+    if runtime.rank() == 0:
+        fault()
+        url = f"http://127.0.0.1:{os.environ['KERAS_DIST_PROMETHEUS_PORT']}/metrics"
+        try:
+            urllib.request.urlopen(url, timeout=20)
+        except urllib.error.HTTPError as refused:
+            print("refused:", refused.code, refused.read(), flush=True)
 
 
 run(globals())
