@@ -11,6 +11,7 @@ NOT_STARTED = "PMIx server's listener thread failed"
 
 # The launcher, as the command `keras-dist run`.
 RUN = [sys.executable, "-m", "keras_dist.launch.cli", "run"]
+SCRIPTS = Path(__file__).with_name("scripts")
 # Without a framework: the engine suffices to test how a job starts, stalls and ends.
 BARE = (Path(__file__).parent / "faults" / "scripts" / "bare.py").read_text()
 
