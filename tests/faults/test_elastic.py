@@ -11,7 +11,7 @@ from conftest import end_of
     within=20,
 )
 def test_an_elastic_training_goes_on(ulfm_job):
-    ulfm_job(3, "survivors.py", "in_elastic_training").succeeded()
+    ulfm_job(3, "elastic_states.py", "without_a_rank").succeeded()
 
 
 @pytest.mark.fault(
@@ -19,8 +19,8 @@ def test_an_elastic_training_goes_on(ulfm_job):
     "training resumes from the previous one, with a warning; then an error on every rank",
     within=30,
 )
-def test_a_damaged_state_is_noticed(fit_job):
-    printed = fit_job("backups.py", "damaged_state").succeeded()
+def test_a_damaged_state_is_noticed(job, tmp_path):
+    printed = job(2, "elastic_states.py", "damaged", FOLDER=tmp_path / "state").succeeded()
     assert printed.count("is damaged: the digest does not match.") == 1
 
 
@@ -29,9 +29,9 @@ def test_a_damaged_state_is_noticed(fit_job):
     "training continues with a warning each time; earlier files stay, and no partial file is left",
     within=30,
 )
-def test_a_commit_without_room(fit_job):
+def test_a_commit_without_room(job, tmp_path):
     # A file size limit fails writes as a full disk does, and needs no privileges.
-    printed = fit_job("backups.py", "no_room_for_a_state").succeeded()
+    printed = job(2, "elastic_states.py", "no_room", FOLDER=tmp_path / "state").succeeded()
     lines = [line for line in printed.splitlines() if "Training continues" in line]
     assert ["File too large" in line for line in lines] == [True, True, False]
 
@@ -43,8 +43,8 @@ def test_a_restart_takes_the_hosts_that_there_are_then(launch, tmp_path):
     script.write_text('#!/bin/sh\nhead -n 1 "$1" && sed -i 1d "$1"\n')
     script.chmod(0o755)
     asks = ["--host-discovery-script", f"{script} {answers}", "--min-np", 1, "--max-np", 4]
-    words = "restored.py", "elastic_state", tmp_path / "state"
-    job = launch("--max-restarts", 1, *asks, *words, KERAS_BACKEND="jax")
+    words = "elastic_states.py", "restarted", tmp_path / "state"
+    job = launch("--max-restarts", 1, *asks, *words)
     printed = end_of(job, tmp_path, timeout=150)
     assert job.returncode == 0
     assert printed.count("RuntimeError: no more") == 1

@@ -7,21 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from faults import expect, fault, flip, limit_files, run
-from fits import At, build, on_root, rank
-from fits import fit as fit_model
+from fits import At, build, fit, on_root, rank
 
-import keras_dist
-from keras_dist import elastic
 from keras_dist.callbacks import BackupAndRestore, ModelCheckpoint
 from keras_dist.errors import CheckpointError, MismatchError
 from keras_dist.storage import versioned_backups
 
 folder = Path(os.environ["FOLDER"])
 newest_first = versioned_backups.newest_first
-
-
-def fit(*callbacks: Any, epochs: int) -> Any:
-    return fit_model(*callbacks, model=build((64,)), epochs=epochs)
 
 
 def expect_damage(call: Any, *arguments: Any, **options: Any) -> None:
@@ -121,74 +114,13 @@ def replicas_diverge() -> None:
         disturbed = [At({("epoch end", 1): disturb}, on=1), *others]
         text = expect(
             MismatchError,
-            lambda: fit_model(*disturbed, model=model, epochs=epochs),  # noqa: B023
+            lambda: fit(*disturbed, model=model, epochs=epochs),  # noqa: B023
         )
         assert "Received: differences from rank 0 in" in text, text
         assert "dense0/bias (ranks 1). " in text, text
     if rank == 0:
         names = sorted(path.name for path in folder.iterdir())
         assert (names, len([*(folder / "backup").iterdir()])) == (["1.keras", "backup"], 1)
-
-
-# --- Elastic states
-
-
-def started_anew() -> Any:
-    state = elastic.ObjectState(directory=folder, epoch=0)
-    state.sync()
-    return state
-
-
-def committed() -> Any:
-    """Returns a state that has been committed twice."""
-    state = started_anew()
-    for state.epoch in (1, 2):
-        state.commit()
-    fault()
-    return state
-
-
-def damaged_state() -> None:
-    committed()
-    whole = newest_first(folder)[1]
-    on_root(damage_newest, flip)
-    state = started_anew()
-    assert state.epoch == 1
-    state.commit()
-    assert whole in newest_first(folder)
-    on_root(damage_all)
-    expect_damage(started_anew)
-
-
-def no_room_for_a_state() -> None:
-    state = committed()
-
-    def names() -> set[str]:
-        return {path.name for path in folder.iterdir()}
-
-    def lose() -> None:
-        folder.rename(folder.with_name("lost"))
-        folder.write_text("")
-
-    before = names()
-    keras_dist.barrier()
-    limit_files(100)
-    for state.epoch in (3, 4):
-        state.commit()
-    limit_files()
-    state.epoch = 9
-    state.restore()  # memory has room
-    assert state.epoch == 4
-    assert names() == before and len(before) == 2, (before, names())
-    assert started_anew().epoch == 2
-    state.epoch = 5
-    state.commit()
-    assert started_anew().epoch == 5 and len(names()) == 2
-    on_root(lose)
-    state.commit()
-    nowhere = elastic.ObjectState(directory=folder / "no", epoch=0)
-    text = expect(CheckpointError, nowhere.commit)
-    assert "Make room on its disk, or name another directory." in text, text
 
 
 run(globals())

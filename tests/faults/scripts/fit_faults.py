@@ -123,7 +123,7 @@ def different_models() -> None:
 
 class Slow(keras.callbacks.Callback):
     def on_test_begin(self, logs: Any = None) -> None:
-        time.sleep(3)
+        time.sleep(2.5)
 
 
 def in_evaluate_or_after_training() -> None:

@@ -67,7 +67,7 @@ def on_root(act: Callable[..., Any], *arguments: Any) -> None:
     keras_dist.barrier()
 
 
-def build(units: Sequence[int] = (4,), dropout: float = 0.0) -> Any:
+def build(units: Sequence[int] = (64,), dropout: float = 0.0) -> Any:
     """Returns a compiled model with the same weights in each process."""
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(count, name=f"dense{i}") for i, count in enumerate((*units, 1))]

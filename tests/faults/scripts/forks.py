@@ -18,8 +18,7 @@ def early() -> None:
 
 if sys.argv[1] == "handlers_at_exit":
     atexit.register(early)
-    if sys.argv[2]:
-        __import__(sys.argv[2])
+    exec(sys.argv[2])
 
 from bare import runtime  # noqa: E402
 

@@ -12,7 +12,6 @@ from faults import FOLDER, die, fault, run
 from fits import At, build, rank, shard
 
 import keras_dist
-from keras_dist import elastic
 
 ours: Any = keras_dist.callbacks
 
@@ -77,24 +76,6 @@ def on_hosts(loses: str) -> None:
     assert at.epochs[0] >= 2 or not has_begun_again
     if rank == 0:
         np.savez(FOLDER / "weights", *model.get_weights())
-
-
-def elastic_state(directory: str) -> None:
-    """The first run of two fails; the second has another number of ranks."""
-    state: Any = elastic.ObjectState(directory=directory, step=0, sizes=[])
-
-    @elastic.run
-    def train(state: Any) -> None:
-        while state.step < 4:
-            keras_dist.allreduce(1.0)
-            state.sizes.append(keras_dist.size())
-            state.step += 1
-            if os.environ["KERAS_DIST_RESTART"] == "0" and state.step == 3:
-                raise RuntimeError("no more")
-            state.commit()
-
-    train(state)
-    assert (state.step, state.sizes) == (4, [1, 1, 2, 2]), vars(state)  # one was not committed
 
 
 run(globals())

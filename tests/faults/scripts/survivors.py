@@ -10,7 +10,7 @@ import numpy as np
 from bare import runtime
 from faults import break_down, die, expect, fault, run
 
-from keras_dist import _engine, elastic, errors, ops
+from keras_dist import _engine, errors, ops
 from keras_dist._engine.mpi.digests import DigestExchange
 from keras_dist._engine.shm import segments, wait
 
@@ -198,32 +198,6 @@ def watched_root() -> None:
     if me == 1:
         assert all(row.age < 3 for row in watch().rows)
     ops.barrier()
-
-
-def in_elastic_training() -> None:
-    resets: list[int] = []
-    state: Any = elastic.ObjectState(step=0, total=0.0, seen=[])
-    state.register_reset_callbacks([lambda: resets.append(runtime.size())])
-
-    @elastic.run
-    def train(state: Any) -> str:
-        state.seen.append(runtime.size())
-        while state.step < 6:
-            if me == 1 and state.step == 3:
-                die()
-            state.total += float(ops.allreduce(1.0, op="sum"))
-            state.step += 1
-            state.commit()
-        return "done"
-
-    if me == 2:
-        state.step = 5  # the root's counts
-    assert train(state) == "done"
-    found = (state.step, state.total, state.seen, resets)
-    assert found == (6, 3 * 3 + 3 * 2, [3, 2], [2]), found
-    state.step, state.total = 99, -1.0
-    state.restore()
-    assert (state.step, state.total) == (6, 15.0)
 
 
 run(globals())
