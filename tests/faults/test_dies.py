@@ -69,12 +69,12 @@ def test_a_rank_leaves_without_a_word_under_open_mpi(meet, open_mpi):
 
 @pytest.mark.fault("Ctrl-C to mpiexec", "KeyboardInterrupt on every rank; all end", within=5)
 def test_an_interrupt_of_mpiexec(meet):
-    meet(2, "1:tell_mpiexec SIGINT", "--forever").failed()
+    meet(2, "1:tell_mpiexec SIGINT", "--turns", 1, "--forever").failed()
 
 
 @pytest.mark.fault("mpiexec itself is killed", "all ranks end", within=10)
 def test_a_killed_mpiexec(meet):
-    meet(2, "1:tell_mpiexec SIGKILL", "--forever").failed()
+    meet(2, "1:tell_mpiexec SIGKILL", "--turns", 1, "--forever").failed()
 
 
 @pytest.mark.fault(

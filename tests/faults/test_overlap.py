@@ -8,7 +8,8 @@ OVERLAPS = {"MPIR_CVAR_NUM_CLIQUES": "2", "KERAS_DIST_BUCKET_NBYTES": "1"}
 ENDS = "the job ends with its traceback, exit code not 0"
 
 
-@pytest.fixture(params=["tensorflow", "jax"])
+# JAX represents TensorFlow, whose imports take most of the time of these tests.
+@pytest.fixture(params=[pytest.param("tensorflow", marks=pytest.mark.slow), "jax"])
 def overlapping_job(request, job):
     """`job` with two ranks on two nodes, on each backend whose steps are compiled."""
     how = {"KERAS_BACKEND": request.param, **OVERLAPS}
