@@ -151,7 +151,7 @@ def launch(tmp_path):
         process.kill()
 
 
-def end_of(job, folder, timeout=60):
+def end_of(job, folder, timeout=90):
     """Waits for a job, checks that nothing of it is left, and returns its output."""
     printed, _ = job.communicate(timeout=timeout)
     print(printed)

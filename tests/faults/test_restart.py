@@ -20,7 +20,7 @@ def start(launch):
 )
 def test_a_job_that_always_fails_is_given_up(start, tmp_path):
     job = start("-np", 2, "--max-restarts", 2, "end_after_init", 7)
-    printed = end_of(job, tmp_path, timeout=30)
+    printed = end_of(job, tmp_path)
     assert job.returncode == 7, printed
     assert "failed with exit code 7. Restart 1 of 2 in 1 s." in printed
     assert "failed with exit code 7. Restart 2 of 2 in 2 s." in printed
@@ -72,7 +72,7 @@ def test_a_launcher_that_is_told_to_end_leaves_nothing(start, tmp_path, name):
     wait_until_ready(job)
     told = time.monotonic()
     job.send_signal(number := getattr(signal, name))
-    printed = end_of(job, tmp_path, timeout=30)
+    printed = end_of(job, tmp_path)
     assert job.returncode == (128 + number if name != "SIGKILL" else -number), printed
     assert time.monotonic() - told < 5
     assert "Restart" not in printed
@@ -90,7 +90,7 @@ def test_a_second_interrupt_kills(start, tmp_path):
     job.send_signal(signal.SIGINT)
     time.sleep(0.3)
     job.send_signal(signal.SIGINT)
-    end_of(job, tmp_path, timeout=30)
+    end_of(job, tmp_path)
     assert job.returncode == 128 + signal.SIGINT
     assert time.monotonic() - told < 5
 
