@@ -56,7 +56,7 @@ def work_while_others_are_at_the_end() -> None:
     ops.barrier()
     if rank == 0:
         write_results()
-        ctypes.PyDLL(None).usleep(5_000_000)
+        ctypes.PyDLL(None).usleep(7_000_000)
         print("written")
 
 
