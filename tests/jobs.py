@@ -9,16 +9,11 @@ from pathlib import Path
 # Printed by Open MPI's mpiexec when it fails before it starts a rank, which happens rarely.
 NOT_STARTED = "PMIx server's listener thread failed"
 
+# The launcher, as the command `keras-dist run`.
+RUN = [sys.executable, "-m", "keras_dist.launch.cli", "run"]
+SCRIPTS = Path(__file__).with_name("scripts")
 # Without a framework: the engine suffices to test how a job starts, stalls and ends.
-BARE = """
-from keras_dist import _backends, runtime
-class Nothing:
-    def pin_device(*args): pass
-    def gpu_number(): pass
-    def limit_threads(*args, **kwargs): pass
-    def finish_calls(): pass
-_backends.active = lambda: Nothing
-"""
+BARE = (Path(__file__).parent / "faults" / "scripts" / "bare.py").read_text()
 
 
 def lean(*needed, **variables):

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from jobs import told
+from jobs import SCRIPTS, told
 from PIL import Image
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "cats_vs_dogs"
@@ -140,42 +140,6 @@ def test_training_on_an_archive_with_a_damaged_picture(run_ranks, tmp_path):
     assert {row["category"] for row in predicted} == {"cat", "dog"}
 
 
-# Simulates the public archive and the weights, without and with a network.
-FETCHES = """
-import functools, hashlib, http.server, os, pathlib, sys, threading
-served, example = pathlib.Path(sys.argv[1]), sys.argv[2]
-sys.path.insert(0, example)
-import h5py, keras
-from keras.src.applications import mobilenet_v2
-from keras.src.legacy.saving import legacy_h5_format
-import images, network
-import keras_dist
-keras_dist.init()
-
-def look(port):
-    mobilenet_v2.BASE_WEIGHT_PATH = f"http://127.0.0.1:{port}/"
-    images.PUBLIC = mobilenet_v2.BASE_WEIGHT_PATH + "public.zip"
-    files, source = images.find_images("auto", 6)
-    return len(files), source, network.make_network("mobilenet", 32)
-
-count, source, model = look(9)  # nobody is there
-assert (count, source, model.name) == (6, "drawings", "small"), (count, source, model.name)
-
-images.PUBLIC_SHA256 = hashlib.sha256((served / "public.zip").read_bytes()).hexdigest()
-weights = served / "mobilenet_v2_weights_tf_dim_ordering_tf_kernels_1.0_96_no_top.h5"
-with h5py.File(weights, "w") as file:
-    shape = (network.SIZE_OF_MOBILENET, network.SIZE_OF_MOBILENET, 3)
-    made = keras.applications.MobileNetV2(shape, include_top=False, weights=None)
-    legacy_h5_format.save_weights_to_hdf5_group(file, made)
-handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=served)
-server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-threading.Thread(target=server.serve_forever, daemon=True).start()
-count, source, model = look(server.server_port)
-assert (count, source) == (4, "photographs from Microsoft's archive"), (count, source)
-assert model.name == "mobilenet" and len(model.trainable_variables) == 2
-"""
-
-
 @pytest.mark.slow
 def test_archive_and_weights_are_taken_where_they_can_be_reached(tmp_path):
     from drawings import draw
@@ -184,9 +148,11 @@ def test_archive_and_weights_are_taken_where_they_can_be_reached(tmp_path):
     content = [(f"PetImages/{kind}/{n}.jpg", draw(kind.lower(), n)) for kind, n in names]
     (tmp_path / "served").mkdir()
     pack(tmp_path / "served" / "public.zip", content)
+    modules = os.pathsep.join(filter(None, [str(EXAMPLE), os.environ.get("PYTHONPATH", "")]))
+    places = {"KERAS_HOME": str(tmp_path / "cache"), "PYTHONPATH": modules}
     ended = subprocess.run(
-        [sys.executable, "-c", FETCHES, str(tmp_path / "served"), str(EXAMPLE)],
-        env={**os.environ, "KERAS_HOME": str(tmp_path / "cache"), "no_proxy": "127.0.0.1"},
+        [sys.executable, SCRIPTS / "fetched_images.py", tmp_path / "served"],
+        env={**os.environ, **places, "no_proxy": "127.0.0.1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

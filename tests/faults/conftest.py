@@ -4,8 +4,9 @@ The mark of a test is its row in docs/reliability.md:
 
     @pytest.mark.fault("a rank is killed", "the job ends, exit code not 0", within=5)
 
-and runs the job with the fixture `job`. The script calls `fault()` right before the fault; the
-fixture checks that all ranks ended `within` seconds after it. A test may have several marks.
+and runs a program of `scripts` with the fixture `job`. The program calls `fault()` right before the
+fault; the fixture checks that all ranks ended `within` seconds after it. A test may have several
+marks.
 
     python -m pytest tests/faults --fault-table write    writes the table from the passed tests
     python -m pytest tests/faults --fault-table check    fails where the table differs
@@ -14,31 +15,24 @@ fixture checks that all ranks ended `within` seconds after it. A test may have s
 import contextlib
 import dataclasses
 import difflib
+import functools
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from jobs import BARE, NOT_STARTED, is_alive, launcher, lean, made_by, pids
+from jobs import NOT_STARTED, RUN, is_alive, launcher, lean, made_by, pids
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- made by tests/faults/conftest.py -->\n", "<!-- end -->\n"
 
-# Part of every script: records the time of the fault and the processes of the job.
-PREAMBLE = """
-import os, pathlib, time
-def fault():
-    pathlib.Path(os.environ["FAULT_FOLDER"], "fault").write_text(str(time.time()))
-    maps = open("/proc/self/maps").read()
-    names = [line.split()[-1] for line in maps.splitlines() if "/dev/shm/" in line]
-    pathlib.Path(os.environ["FAULT_FOLDER"], "shared").write_text("\\n".join(names))
-pathlib.Path(os.environ["FAULT_FOLDER"], f"pid-{os.getpid()}").touch()
-"""
+SCRIPTS = Path(__file__).with_name("scripts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,21 +43,32 @@ class Ended:
     stdout: str
     seconds: float | None
 
+    def succeeded(self, *told):
+        """Returns the output of a job that must have succeeded, with some words in it."""
+        assert self.returncode == 0, self.stdout
+        assert all(words in self.stdout for words in told), self.stdout
+        return self.stdout
+
+    def failed(self, *told):
+        """Returns the output of a job that must have failed, with some words in it."""
+        assert self.returncode != 0, self.stdout
+        assert all(words in self.stdout for words in told), self.stdout
+        return self.stdout
+
 
 @pytest.fixture
 def job(request, tmp_path):
-    """A function that runs a script on n ranks and checks what holds for every fault.
+    """A function that runs a program on n ranks and checks what holds for every fault.
 
-    No process is left, no file of the job is left in /dev/shm, and it ended in time. `bare` scripts
-    import `runtime` and no framework.
+    No process is left, no file of the job is left in /dev/shm, and it ended in time.
     """
     mark = request.node.get_closest_marker("fault")
     within = mark.kwargs["within"] if mark else 60
 
     def run(
         ranks,
-        text,
-        bare=False,
+        script,
+        *arguments,
         python=None,
         options=(),
         timeout=90,
@@ -73,24 +78,19 @@ def job(request, tmp_path):
     ):
         folder = tmp_path / f"job-{len(list(tmp_path.glob('job-*')))}"
         folder.mkdir()
-        command = [*launcher(), *options, "-n", str(ranks), sys.executable]
-        environment = lean(FAULT_FOLDER=str(folder), **variables)
+        start = [*launcher(), *options, "-n", ranks, sys.executable]
+        texts = {name: str(value) for name, value in variables.items()}
+        environment = lean(FAULT_FOLDER=str(folder), **texts)
         if python is not None:
-            command = [python.with_name("mpiexec"), "--allow-run-as-root", "--oversubscribe"]
-            command += [*options, "-n", str(ranks), python]
+            start = [python.with_name("mpiexec"), "--allow-run-as-root", "--oversubscribe"]
+            start += [*options, "-n", ranks, python]
             names = ("PMI", "MPI_", "HYDRA", "MPIR_")
             environment = {n: v for n, v in environment.items() if not n.startswith(names)}
-        program = PREAMBLE + (BARE if bare else "") + text
-        with subprocess.Popen(
-            [*command, "-c", program],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as process:
+        program = script if script == "-c" else SCRIPTS / script
+        with opened([*start, program, *arguments], environment) as process:
             try:
                 printed, _ = process.communicate(timeout=timeout)
+                print(printed)  # for a test that fails
                 gone_at = all_gone(folder, printed)
             finally:
                 process.kill()
@@ -98,8 +98,8 @@ def job(request, tmp_path):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
         if NOT_STARTED in printed and tries > 1:
-            how = (bare, python, options, timeout, leaves, tries - 1)
-            return run(ranks, text, *how, **variables)
+            how = {"python": python, "options": options, "timeout": timeout, "leaves": leaves}
+            return run(ranks, script, *arguments, tries=tries - 1, **how, **variables)
         moment = folder / "fault"
         seconds = gone_at - float(moment.read_text()) if moment.exists() else None
         assert mark is None or moment.exists(), printed
@@ -110,13 +110,113 @@ def job(request, tmp_path):
     return run
 
 
+@pytest.fixture
+def meet(job):
+    """`job` whose ranks reduce, until some do something else; see `meeting.py`."""
+    return lambda ranks, *words, **options: job(ranks, "meeting.py", *words, **options)
+
+
+@pytest.fixture
+def fit_job(job, tmp_path):
+    """`job` with two ranks that train on JAX, and a folder of its jobs."""
+    variables = {"KERAS_BACKEND": "jax", "FOLDER": str(tmp_path / "folder")}
+    return lambda *words, **options: job(2, *words, **{**variables, **options})
+
+
+@pytest.fixture
+def ulfm_job(job, open_mpi):
+    """`job` with Open MPI, whose ranks are told of the death of another and can go on."""
+    return functools.partial(job, python=open_mpi, options=("--with-ft", "ulfm"))
+
+
+@pytest.fixture
+def go_on(ulfm_job):
+    """`ulfm_job` with the wish to go on after a rank has died."""
+    return functools.partial(ulfm_job, KERAS_DIST_ON_FAILURE="continue")
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """A function that starts `keras-dist run` with options, a program and its arguments."""
+    started = []
+
+    def run(*words, **variables):
+        program = [SCRIPTS / word if str(word).endswith(".py") else word for word in words]
+        environment = lean(FAULT_FOLDER=str(tmp_path), **variables)
+        started.append(opened([*RUN, *program], environment))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+
+
+def end_of(job, folder, timeout=90):
+    """Waits for a job, checks that nothing of it is left, and returns its output."""
+    printed, _ = job.communicate(timeout=timeout)
+    print(printed)
+    all_gone(folder, printed)
+    assert not left_in_shared_memory(folder)
+    return printed
+
+
+def opened(command, environment):
+    """Returns a process whose output is read."""
+    return subprocess.Popen(
+        [str(word) for word in command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def end_after(act, ready, command, environment, hosts=(), within=180):
+    """Runs a command, acts when a file is there, and returns exit code and output.
+
+    The command ends, and no process is left on the hosts, `within` seconds after that.
+    """
+    with opened(command, environment) as job, ThreadPoolExecutor(1) as pool:
+        output = pool.submit(job.communicate, timeout=180)
+        try:
+            wait_for(lambda: ready.exists() or output.done(), 90)
+            begin = time.monotonic()
+            act()  # its errors are those of the test
+            printed, _ = output.result()
+            print(printed)
+            wait_for(lambda: not any(host.processes() for host in hosts), within)
+            assert time.monotonic() - begin < within
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                job.kill()
+            for host in hosts:
+                host.kill_all()
+    return job.returncode, printed
+
+
+def wait_for(condition, seconds):
+    """Waits until a condition holds, or some seconds."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def discovery_script(folder, answer):
+    """Returns a script for `--host-discovery-script`, and the file with its answer."""
+    script, file = folder / "discover", folder / "hosts"
+    file.write_text(answer)
+    script.write_text(f"#!/bin/sh\ncat {file}\n")
+    script.chmod(0o755)
+    return script, file
+
+
 def all_gone(folder, printed):
     """Waits until all processes of a job have ended; fails after some seconds."""
-    end = time.monotonic() + 5
-    while alive := [pid for pid in pids(folder) if is_alive(pid)]:
-        assert time.monotonic() < end, f"still there: {alive}\n{printed}"
-        time.sleep(0.05)
-    return time.time()
+    wait_for(lambda: not any(map(is_alive, pids(folder))), 5)
+    moment, alive = time.time(), [pid for pid in pids(folder) if is_alive(pid)]
+    assert not alive, printed
+    return moment
 
 
 def left_in_shared_memory(folder, but=None):

@@ -23,10 +23,9 @@ import h5py
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from jobs import lean
+from jobs import RUN, lean
 
-TRAINING = Path(__file__).with_name("resume_training.py")
-LAUNCHER = "import sys; from keras_dist.launch.cli import main; sys.exit(main())"
+TRAINING = Path(__file__).parent / "scripts" / "resume_training.py"
 BACKENDS = ("tensorflow", "jax", "torch")
 LIMIT_SECONDS = 300
 NAMES = ("weights", "files", "history")
@@ -81,10 +80,10 @@ def run(backend, ranks, save_freq, *strikes):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = [TRAINING, folder, save_freq, *(",".join(map(str, one)) for one in strikes)]
-        command = [sys.executable, "-c", LAUNCHER, "run", "-np", str(ranks)]
+        command = [*RUN, "-np", str(ranks)]
         ended = subprocess.run(
             [*command, "--max-restarts", str(len(strikes)), sys.executable, *words],
-            env=environment(backend),
+            env=lean(KERAS_BACKEND=backend, TF_CPP_MIN_LOG_LEVEL="3", FAULT_FOLDER=name),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -94,11 +93,6 @@ def run(backend, ranks, save_freq, *strikes):
         if ended.returncode or len([*folder.glob("struck-*")]) != len(strikes):
             raise SystemExit(f"exit code {ended.returncode}\n{ended.stdout}")
         return result(folder)
-
-
-def environment(backend):
-    """Returns the environment of a job on a backend, which imports no other backend."""
-    return lean(KERAS_BACKEND=backend, TF_CPP_MIN_LOG_LEVEL="3")
 
 
 def result(folder):

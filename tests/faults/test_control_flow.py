@@ -2,27 +2,15 @@
 
 import pytest
 from test_mismatch import assert_all_told
-from test_raises import TRAINING, assert_told_once
+from test_raises import assert_told_once
 
 NAMED = "an error on every rank that names the argument, its values and the remedy"
 
-DISAGREE = """
-import contextlib, io
-cases = {
-    "epochs": dict(epochs=2 + rank),
-    "initial_epoch": dict(initial_epoch=1 - rank),
-    "validation_data": dict(validation_data=(x, y) if rank else None),
-    "validation_freq": dict(validation_data=(x, y), validation_freq=1 + rank),
-    "callbacks": dict(others=[keras_dist.callbacks.ModelCheckpoint("no.keras")] * rank),
-}
-for name, options in cases.items():
-    began = time.monotonic()
-    try:
-        fit(*options.pop("others", ()), **options)
-    except keras_dist.errors.MismatchError as error:
-        print(f"{rank} {name} {error}\\n", end="", flush=True)
-    assert time.monotonic() - began < 5
-"""
+
+@pytest.fixture
+def fit(fit_job):
+    """`fit_job` with a fault in `fit`."""
+    return lambda name: fit_job("fit_faults.py", name)
 
 
 @pytest.mark.fault("`epochs` or `initial_epoch` of `fit` differ", NAMED, within=5)
@@ -40,25 +28,8 @@ for name, options in cases.items():
     "an error on every rank that names the rank",
     within=20,  # this rank compiles its step first
 )
-def test_different_arguments_of_fit(job):
-    text = f"""{TRAINING}{DISAGREE}
-class Broken(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        raise ValueError("broken on purpose")
-try:
-    fit(keras_dist.callbacks.RootOnly(Broken()))
-except keras_dist.errors.CallbackError as error:
-    print(f"{{rank}} {{error}}\\n", end="", flush=True)
-# Root-only callbacks and verbose may differ.
-root_only = [keras.callbacks.CSVLogger(os.environ["FAULT_FOLDER"] + "/log.csv")]
-fit(behind=root_only if rank == 0 else (), verbose=2 * rank)
-fault()
-if rank == 0:
-    fit()
-else:
-    build().fit(x, y, verbose=0)
-"""
-    ended = job(2, text, KERAS_BACKEND="jax")
+def test_different_arguments_of_fit(fit):
+    ended = fit("different_arguments")
     for rank in range(2):
         for name, expected, received in [
             ("epochs", 2, 3),
@@ -85,17 +56,8 @@ else:
     "all ranks stop after the same epoch",
     within=5,
 )
-def test_a_stop_set_on_one_rank(job):
-    text = f"""{TRAINING}
-class Stop(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        if rank == 1 and epoch == 1:
-            fault()
-            self.model.stop_training = True
-fit(behind=[Stop()], epochs=10**6)
-"""
-    ended = job(2, text, KERAS_BACKEND="jax")
-    assert ended.returncode == 0, ended.stdout
+def test_a_stop_set_on_one_rank(fit):
+    fit("stopped_on_one_rank").succeeded()
 
 
 @pytest.mark.fault(
@@ -103,18 +65,8 @@ fit(behind=[Stop()], epochs=10**6)
     "the traceback once, marked with the rank; all ranks end, exit code 130",
     within=5,
 )
-def test_an_interrupt_in_fit(job):
-    text = f"""
-import signal
-{TRAINING}
-class Interrupt(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if rank == 1 and epoch == 2:
-            fault()
-            os.kill(os.getpid(), signal.SIGINT)
-fit(Interrupt(), epochs=10**6)
-"""
-    ended = job(2, text, KERAS_BACKEND="jax")
+def test_an_interrupt_in_fit(fit):
+    ended = fit("interrupted")
     assert_told_once(ended, 1, "KeyboardInterrupt")
     assert ended.returncode == 130
 
@@ -124,20 +76,6 @@ fit(Interrupt(), epochs=10**6)
     "an error on every rank when that rank ends",
     within=5,
 )
-def test_an_interrupt_that_is_caught(job):
-    text = f"""{TRAINING}
-class Interrupt(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if rank == 1 and epoch == 2:
-            fault()
-            raise KeyboardInterrupt
-try:
-    fit(Interrupt(), epochs=10**6)
-except KeyboardInterrupt:
-    pass
-"""
-    ended = job(2, text, KERAS_BACKEND="jax")
-    assert ended.returncode != 0
-    assert (
-        "Received: the end of the script. Rank 0 is in fit, epoch 3, rank 1 after" in ended.stdout
-    )
+def test_an_interrupt_that_is_caught(fit):
+    printed = fit("interrupted_and_caught").failed()
+    assert "Received: the end of the script. Rank 0 is in fit, epoch 3, rank 1 after" in printed

@@ -1,94 +1,55 @@
 """A rank dies without an error: all other ranks end, and nothing is left behind."""
 
 import pytest
-from test_raises import TRAINING
 
 ENDS = "all ranks end, exit code not 0"
-
-
-def dying(text):
-    """A script in which rank 1 dies while the others wait for it in a loop."""
-    return f"""
-import ctypes, signal
-from keras_dist import ops
-runtime.init()
-for turn in range(10**9):
-    if runtime.rank() == 1 and turn == 20:
-        fault()
-        {text}
-    ops.allreduce([1.0] * 100_000)
-"""
-
-
-KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+LARGE = ("--turns", 20, "--size", 100_000)
 
 
 @pytest.mark.fault("a rank is killed while others wait in shared memory", ENDS, within=5)
-def test_a_killed_rank(job):
-    assert job(3, dying(KILL), bare=True).returncode != 0
+def test_a_killed_rank(meet):
+    meet(3, "1:SIGKILL", *LARGE).failed()
 
 
 @pytest.mark.fault("a rank is killed while others wait in MPI", ENDS, within=5)
-def test_a_killed_rank_where_data_goes_through_mpi(job):
-    assert job(3, dying(KILL), bare=True, KERAS_DIST_REDUCE="mpi").returncode != 0
+def test_a_killed_rank_where_data_goes_through_mpi(meet):
+    meet(3, "1:SIGKILL", *LARGE, KERAS_DIST_REDUCE="mpi").failed()
 
 
 @pytest.mark.fault("the root is killed while others wait on another node", ENDS, within=5)
-def test_a_killed_root(job):
-    text = dying(KILL).replace("rank() == 1", "rank() == 0")
-    assert job(4, text, bare=True, MPIR_CVAR_NUM_CLIQUES="2").returncode != 0
+def test_a_killed_root(meet):
+    meet(4, "0:SIGKILL", *LARGE, MPIR_CVAR_NUM_CLIQUES="2").failed()
 
 
 @pytest.mark.fault("a rank is killed, under Open MPI", ENDS, within=5)
 @pytest.mark.parametrize("way", ["copy", "mpi"])
-def test_a_killed_rank_under_open_mpi(job, open_mpi, way):
-    ended = job(3, dying(KILL), bare=True, python=open_mpi, KERAS_DIST_REDUCE=way)
-    assert ended.returncode != 0
+def test_a_killed_rank_under_open_mpi(meet, open_mpi, way):
+    meet(3, "1:SIGKILL", *LARGE, python=open_mpi, KERAS_DIST_REDUCE=way).failed()
 
 
 @pytest.mark.fault("a rank is killed before `keras_dist.init()`", ENDS, within=5)
-def test_a_rank_killed_before_init(job):
-    text = f"""
-import signal
-if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
-    fault()
-    {KILL}
-runtime.init()
-"""
-    assert job(2, text, bare=True).returncode != 0
+def test_a_rank_killed_before_init(meet):
+    meet(2, "1:SIGKILL", "--early").failed()
 
 
 @pytest.mark.fault("a rank is killed while it computes in `fit`", ENDS, within=5)
-def test_a_rank_killed_in_fit(job):
-    text = f"""
-import signal, threading
-{TRAINING}
-def die():
-    fault()
-    {KILL}
-class Test(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 2 and rank == 1:
-            threading.Timer(0.1, die).start()
-fit(Test(), epochs=10**6)
-"""
-    assert job(2, text, KERAS_BACKEND="jax").returncode != 0
+def test_a_rank_killed_in_fit(fit_job):
+    fit_job("fit_faults.py", "killed_while_it_computes").failed()
 
 
 @pytest.mark.fault("all ranks are killed at once", ENDS, within=5)
-def test_all_ranks_are_killed(job):
-    text = dying(KILL).replace("runtime.rank() == 1 and ", "")
-    assert job(2, text, bare=True).returncode != 0
+def test_all_ranks_are_killed(meet):
+    meet(2, "all:SIGKILL", *LARGE).failed()
 
 
 @pytest.mark.fault("a rank has a segmentation fault", ENDS, within=5)
-def test_a_segmentation_fault(job):
-    assert job(3, dying("ctypes.string_at(0)"), bare=True).returncode != 0
+def test_a_segmentation_fault(meet):
+    meet(3, "1:crash", *LARGE).failed()
 
 
 @pytest.mark.fault("a rank aborts, as libraries in C do", ENDS, within=5)
-def test_an_abort(job):
-    assert job(3, dying("os.abort()"), bare=True).returncode != 0
+def test_an_abort(meet):
+    meet(3, "1:abort", *LARGE).failed()
 
 
 @pytest.mark.fault(
@@ -96,48 +57,24 @@ def test_an_abort(job):
     "all ranks end; the exit code is 0 with MPICH, whose mpiexec returns that of the rank",
     within=5,
 )
-def test_a_rank_leaves_without_a_word(job):
-    # The other ranks would reduce forever; only their end is checked.
-    assert job(3, dying("os._exit(0)"), bare=True).seconds < 5
+def test_a_rank_leaves_without_a_word(meet):
+    # The other ranks would wait forever; only their end is checked.
+    assert meet(3, "1:leave", *LARGE).seconds < 5
 
 
 @pytest.mark.fault("a rank ends with `os._exit(0)`, under Open MPI", ENDS, within=5)
-def test_a_rank_leaves_without_a_word_under_open_mpi(job, open_mpi):
-    assert job(3, dying("os._exit(0)"), bare=True, python=open_mpi).returncode != 0
-
-
-FIND_MPIEXEC = """
-    pid = os.getppid()
-    while open(f"/proc/{pid}/comm").read().strip() not in ("mpiexec", "mpiexec.hydra", "prterun"):
-        pid = int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
-"""
-
-
-def telling_mpiexec(name):
-    """A script in which mpiexec gets a signal while the ranks communicate."""
-    return f"""
-import signal
-from keras_dist import ops
-runtime.init()
-ops.barrier()
-if runtime.rank() == 1:
-    {FIND_MPIEXEC.strip()}
-    fault()
-    os.kill(pid, signal.{name})
-while True:
-    ops.barrier()
-    time.sleep(0.01)
-"""
+def test_a_rank_leaves_without_a_word_under_open_mpi(meet, open_mpi):
+    meet(3, "1:leave", *LARGE, python=open_mpi).failed()
 
 
 @pytest.mark.fault("Ctrl-C to mpiexec", "KeyboardInterrupt on every rank; all end", within=5)
-def test_an_interrupt_of_mpiexec(job):
-    assert job(2, telling_mpiexec("SIGINT"), bare=True).returncode != 0
+def test_an_interrupt_of_mpiexec(meet):
+    meet(2, "1:tell_mpiexec SIGINT", "--turns", 1, "--forever").failed()
 
 
 @pytest.mark.fault("mpiexec itself is killed", "all ranks end", within=10)
-def test_a_killed_mpiexec(job):
-    assert job(2, telling_mpiexec("SIGKILL"), bare=True).returncode != 0
+def test_a_killed_mpiexec(meet):
+    meet(2, "1:tell_mpiexec SIGKILL", "--turns", 1, "--forever").failed()
 
 
 @pytest.mark.fault(
@@ -145,8 +82,7 @@ def test_a_killed_mpiexec(job):
     "all ranks end, by the stall watchdog; files of Open MPI stay in /dev/shm",
     within=10,
 )
-def test_a_killed_mpiexec_under_open_mpi(job, open_mpi):
-    periods = {"KERAS_DIST_STALL_SECONDS": "4"}  # it checks four times as often
-    text = telling_mpiexec("SIGKILL")
-    ended = job(2, text, bare=True, python=open_mpi, leaves="sm_segment", **periods)
-    assert ended.returncode != 0
+def test_a_killed_mpiexec_under_open_mpi(meet, open_mpi):
+    how = {"python": open_mpi, "leaves": "sm_segment"}
+    how["KERAS_DIST_STALL_SECONDS"] = "4"  # it checks four times as often
+    meet(2, "1:tell_mpiexec SIGKILL", "--turns", 1, "--forever", **how).failed()

@@ -4,18 +4,6 @@ import socket
 
 import pytest
 
-ASKED = """
-import urllib.error, urllib.request
-runtime.init()
-if runtime.rank() == 0:
-    fault()
-    url = "http://127.0.0.1:" + os.environ["KERAS_DIST_PROMETHEUS_PORT"] + "/metrics"
-    try:
-        urllib.request.urlopen(url, timeout=20)
-    except urllib.error.HTTPError as refused:
-        print("refused:", refused.code, refused.read(), flush=True)
-"""
-
 
 @pytest.mark.fault(
     "another user of the node sends a request to the port for Prometheus",
@@ -26,6 +14,6 @@ def test_a_stranger_asks_at_the_port(job, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as made:
         port = made.getsockname()[1]
     where = {"KERAS_DIST_PROMETHEUS_PORT": str(port), "XDG_RUNTIME_DIR": str(tmp_path)}
-    ended = job(2, ASKED, bare=True, **where)
+    ended = job(2, "observed.py", "asked_by_a_stranger", **where)
     assert ended.returncode == 0, ended.stdout
     assert "refused: 401 b'A token is required.\\n'" in ended.stdout

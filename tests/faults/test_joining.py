@@ -6,126 +6,25 @@ import random
 import time
 
 import pytest
+from conftest import SCRIPTS
 
-ULFM = ("--with-ft", "ulfm")
-
-# Each rank writes the samples of each step before it trains on them: a rank that is killed at the
-# begin of a batch has not. Training ends two epochs after SIZE ranks have been reached again, and
-# after a process has been refused if REFUSES.
-SCRIPT = """
-import json, os, signal, subprocess, sys
-pathlib.Path(os.environ["FAULT_FOLDER"], f"pid-{os.getpid()}").touch()
-import keras, numpy as np, keras_dist
-from keras_dist import config
-from keras_dist.runtime import growth
-keras_dist.init()
-joins = config.settings().joins
-me = "joined" if joins else keras_dist.rank()
-x = np.arange(96, dtype="float32")[:, None]
-train = keras_dist.data.shard((x, x), batch_size=4)
-test = keras_dist.data.shard((x, x), batch_size=4, shuffle=False)
-record = open(os.path.join(FOLDER, f"samples-{os.getpid()}"), "w", buffering=1)
-started = []
-def start_another(**variables):
-    names = ("PMI", "MPI_", "HYDRA", "MPIR_")
-    environment = {n: v for n, v in os.environ.items() if not n.startswith(names)} | variables
-    command = [sys.executable, "-m", "keras_dist.launch.cli", "join"]
-    command += [os.environ["KERAS_DIST_JOIN_DIRECTORY"], sys.executable, "-c", sys.orig_argv[-1]]
-    command = ["sh", "-c", f'"$@"; echo $? >> {FOLDER}/codes', "sh", *command]
-    started.append(subprocess.Popen(command, env=environment))
-def die():
-    fault()
-    os.kill(os.getpid(), signal.SIGKILL)
-class Faults(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.full, self.steps = 0, 0
-    def state_dict(self):
-        return {"steps": self.steps}
-    def load_state_dict(self, state):
-        self.steps = state["steps"]
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-    def on_train_batch_begin(self, batch, logs=None):
-        if [self.epoch, batch, me] in KILLS or (joins and [-1, batch, me] in KILLS):
-            die()
-        if me == 0 and not started and (self.epoch, batch) == (0, 1):
-            for variables in STARTS:
-                fault()
-                start_another(**variables)
-            while len(growth.requests()) < len(STARTS):  # those of one step join together
-                time.sleep(0.1)
-    def on_train_batch_end(self, batch, logs=None):
-        self.steps += 1
-        if [self.epoch, batch, me, "trained"] in KILLS:
-            die()
-        # Another process that starts gets the cores; the job trains on meanwhile.
-        time.sleep(0.02 if keras_dist.size() == SIZE else 0.2)
-    def on_epoch_end(self, epoch, logs=None):
-        is_refused = os.path.exists(os.path.join(FOLDER, "codes")) or not REFUSES
-        self.full += keras_dist.size() == SIZE and (epoch > LATER) and is_refused
-        if self.full == 2:
-            self.model.stop_training = True
-class Recording(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.inner = [keras.layers.Dense(4), keras.layers.BatchNormalization()]
-        self.inner += [keras.layers.Dropout(0.1), keras.layers.Dense(1)]
-    def call(self, x, training=False):
-        for layer in self.inner:
-            x = layer(x, training=training)
-        return x
-    def train_step(self, *arguments):
-        if keras.backend.backend() == "torch":
-            samples = arguments[0][0][:, 0].tolist()
-            record.write(json.dumps([faults.epoch, samples]) + "\\n")
-        return super().train_step(*arguments)
-faults = Faults()
-model = Recording()
-model.compile(keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
-log = keras_dist.callbacks.RootOnly(keras.callbacks.CSVLogger(os.path.join(FOLDER, "log.csv")))
-callbacks = keras_dist.callbacks(faults, log, **OPTIONS)
-history = model.fit(train, epochs=1000, verbose=2, validation_data=test, callbacks=callbacks)
-keras_dist.verify_replicas(model)
-epochs = len(history.epoch)
-assert history.epoch == list(range(epochs))
-assert int(model.optimizer.iterations) == faults.steps == epochs * len(train)
-told = keras_dist.allgather_object((keras_dist.rank(), history.history))
-assert [rank for rank, _ in told] == list(range(SIZE))
-assert all(history == told[0][1] for _, history in told)
-if keras_dist.rank() == 0:
-    with open(os.path.join(FOLDER, "log.csv")) as file:
-        assert len(file.readlines()) == 1 + epochs
-    print("ended", keras_dist.size())
-"""
+SETTINGS = "kills starts later refuses on_failure".split()
+# A script without a file, as of `python -c`.
+AS_TEXT = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import growing_fit"
 
 
 @pytest.fixture
-def fit(job, open_mpi, tmp_path):
-    """A function that runs the script on n ranks, with settings of the script; see `job`."""
+def fit(request, job, tmp_path):
+    """A function that runs `growing_fit.py` on n ranks, with settings of the script; see `job`."""
 
-    def run(
-        ranks,
-        size,
-        kills=(),
-        starts=(),
-        later=-1,
-        refuses=False,
-        on_failure="stop",
-        backend="torch",
-        **variables,
-    ):
-        folder = tmp_path / "records"
-        folder.mkdir()
-        settings = {"KILLS": kills, "STARTS": starts, "SIZE": size, "FOLDER": str(folder)}
-        settings |= {"OPTIONS": {"on_failure": on_failure}, "LATER": later, "REFUSES": refuses}
-        head = "".join(f"{name} = {value!r}\n" for name, value in settings.items())
-        how = {"timeout": 420, "KERAS_BACKEND": backend}
-        if on_failure != "stop":
-            how |= {"python": open_mpi, "options": ULFM}
-        else:
-            how |= {"KERAS_DIST_JOIN_DIRECTORY": str(tmp_path / "job")}
-        return job(ranks, head + SCRIPT, **how, **variables)
+    def run(ranks, size, backend="torch", as_text=False, **settings):
+        given = {name: settings.pop(name) for name in SETTINGS if name in settings}
+        start, how = job, {"KERAS_DIST_JOIN_DIRECTORY": str(tmp_path / "job")}
+        if "on_failure" in given:
+            start, how = request.getfixturevalue("ulfm_job"), {}
+        script = ["-c", AS_TEXT] if as_text else ["growing_fit.py"]
+        how |= {"timeout": 420, "KERAS_BACKEND": backend, **settings}
+        return start(ranks, *script, json.dumps({"size": size, **given}), **how)
 
     return run
 
@@ -133,7 +32,7 @@ def fit(job, open_mpi, tmp_path):
 def left_out(tmp_path):
     """Returns the number of samples that no rank has trained on, by epoch; none is used twice."""
     counts = collections.defaultdict(collections.Counter)
-    for path in (tmp_path / "records").glob("samples-*"):
+    for path in tmp_path.glob("job-0/samples-*"):
         for line in path.read_text().splitlines():
             epoch, samples = json.loads(line)
             counts[epoch].update(samples)
@@ -143,7 +42,7 @@ def left_out(tmp_path):
 
 def codes(tmp_path, count):
     """Returns the exit codes of the processes that were to join, ascending."""
-    path, end = tmp_path / "records" / "codes", time.monotonic() + 10
+    path, end = tmp_path / "job-0" / "codes", time.monotonic() + 10
     while len(found := path.read_text().split() if path.exists() else []) < count:
         assert time.monotonic() < end, found
         time.sleep(0.05)
@@ -160,7 +59,7 @@ REPLACED = (
     "a rank is killed in an epoch of `fit`, with `on_failure=replace`", REPLACED, within=180
 )
 def test_a_rank_is_replaced(fit, tmp_path):
-    ended = fit(3, 3, kills=[[1, 3, 1]], later=1, on_failure="replace")
+    ended = fit(3, 3, kills=[[1, 3, 1]], later=1, on_failure="replace", as_text=True)
     assert ended.returncode == 0, ended.stdout
     assert "rank 1 has died" in ended.stdout and "1 rank has joined" in ended.stdout
     assert "ended 3" in ended.stdout
@@ -217,34 +116,15 @@ def test_a_death_before_the_replacement_has_joined_ends_the_job(fit, second):
     assert "a process that replaces a rank to join before another rank dies" in ended.stdout
 
 
-# A rank spawns a process in place of another, as `runtime.replacement` does, but no job is there.
-LATE = """
-import json, sys
-from mpi4py import MPI
-# The text may use the names of the module that runs it.
-text = "import os, keras_dist; errors = JobDirectory = replacement = 0; "
-text += "open(os.environ['FAULT_FOLDER'] + f'/pid-{os.getpid()}', 'w'); "
-text += "keras_dist.init(); print('initialized')"
-program = json.dumps({"text": text, "arguments": ["-c"]})
-arguments = ["-m", "keras_dist.launch.newcomer", NOWHERE, ".", program]
-spawned = MPI.COMM_WORLD.Spawn(sys.executable, args=arguments, maxprocs=1)
-spawned.recv(source=0)
-fault()
-spawned.Disconnect()
-print("disconnected")
-"""
-
-
 @pytest.mark.fault(
     "the job has ended before a process that replaces a rank is ready, with `on_failure=replace`",
     "that process ends as well, without an error",
     within=60,
 )
-def test_a_replacement_that_comes_too_late_leaves(job, open_mpi, tmp_path):
-    ended = job(1, f"NOWHERE = {str(tmp_path / 'none')!r}" + LATE, bare=True, python=open_mpi)
-    assert ended.returncode == 0, ended.stdout
-    assert "disconnected" in ended.stdout and "initialized" not in ended.stdout
-    assert "Traceback" not in ended.stdout
+def test_a_replacement_that_comes_too_late_leaves(job, open_mpi):
+    printed = job(1, "late_replacement.py", python=open_mpi).succeeded()
+    assert "disconnected" in printed and "initialized" not in printed
+    assert "Traceback" not in printed
 
 
 JOINED = "it joins between two steps; equal weights on all ranks, and each sample once an epoch"

@@ -1,42 +1,20 @@
 """Faults of the network and of whole hosts: two test hosts of this machine, connected by TCP."""
 
+import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from jobs import BARE, lean
+from conftest import SCRIPTS, end_after
+from jobs import lean
 from namespaces import INTERFACE, MPICH, TOLD, hosts_or_skip, mpiexec_command
 
 LOSS = f"tc qdisc add dev {INTERFACE} root tbf rate 400mbit burst 8k limit 16k".split()
 SLOW = f"tc qdisc add dev {INTERFACE} root tbf rate 40mbit burst 32k latency 400ms".split()
-
-# Each rank contributes different numbers; every result is checked.
-STEPS = """
-import os, pathlib, sys, time
-import numpy as np
-from keras_dist import _engine, runtime
-comm = runtime.communicator()
-here, steps = pathlib.Path(os.environ["FAULT_FOLDER"]), int(sys.argv[1])
-if os.environ.get("KERAS_DIST_RESTART", "0") != "0":
-    steps = 3
-options = _engine.OpOptions(_engine.ReduceOp.SUM)
-start = np.arange(300_000, dtype=np.float32) % 100
-for step in range(steps):
-    if step == 5 and comm.rank == 0:
-        (here / "ready").touch()
-    mine = start + step + comm.rank
-    [total] = _engine.collectives.allreduce(comm, [mine], ["x"], options, 2**23)
-    expected = comm.size * (start + step) + sum(range(comm.size))
-    assert np.array_equal(total, expected), f"step {step} is wrong"
-    time.sleep(0.01)
-print(f"rank {comm.rank} ends well", flush=True)
-"""
 
 
 @pytest.fixture
@@ -48,7 +26,7 @@ def two_hosts():
 
 @pytest.fixture
 def run(request, two_hosts, tmp_path):
-    """A function that runs STEPS on two hosts, injects a fault, and returns code and output.
+    """A function that runs a program on two hosts, injects a fault, and returns code and output.
 
     With `launches`, a list of options, `keras-dist run` starts the job, else mpiexec.
     """
@@ -60,32 +38,11 @@ def run(request, two_hosts, tmp_path):
         if launches is not None:
             command, settings = launcher_command(python, hosts, reach, tmp_path / "bin")
             command += launches
-        (tmp_path / "steps.py").write_text(BARE + STEPS)
-        arguments = [*hosts[0].enter, *command, python, tmp_path / "steps.py", steps]
-        with (
-            subprocess.Popen(
-                [*map(str, arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=lean(FAULT_FOLDER=str(tmp_path), **settings, **variables),
-            ) as job,
-            ThreadPoolExecutor(1) as pool,
-        ):
-            output = pool.submit(job.communicate, timeout=90)
-            try:
-                wait_for(lambda: (tmp_path / "ready").exists() or output.done(), 60)
-                begin = time.monotonic()
-                inject(*hosts)  # its errors are those of the test
-                printed, _ = output.result()
-                wait_for(lambda: not any(host.processes() for host in hosts), within)
-                assert time.monotonic() - begin < within, printed
-            finally:
-                job.kill()
-                for host in hosts:
-                    host.kill_all()
-        return job.returncode, printed
+        script = SCRIPTS / "on_hosts.py"
+        arguments = [*hosts[0].enter, *command, python, script, "steps", steps]
+        environment = lean(FAULT_FOLDER=str(tmp_path), **settings, **variables)
+        begin = functools.partial(inject, *hosts)
+        return end_after(begin, tmp_path / "ready", arguments, environment, hosts, within)
 
     return call
 
@@ -100,12 +57,6 @@ def launcher_command(python, hosts, reach, folder):
     path = f"{folder}:{python.parent}:{os.environ['PATH']}"
     command = [python, "-m", "keras_dist.launch.cli", "run", "--hosts", names]
     return command, {**MPICH, **one_interface, "PATH": path}
-
-
-def wait_for(condition, seconds):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
 
 
 @pytest.mark.fault(
@@ -170,11 +121,7 @@ def test_a_job_that_has_lost_a_host_restarts(run, open_mpi):
 
     variables = {**LIMITS, TOLD: "1", "KERAS_DIST_STALL_ABORT_SECONDS": "20"}
     code, printed = run(
-        open_mpi,
-        lose_for_a_second,
-        10**6,
-        launches=["--max-restarts", "1"],
-        **variables,
+        open_mpi, lose_for_a_second, 10**6, launches=["--max-restarts", "1"], **variables
     )
     assert "Restart 1 of 1 in 1 s" in printed, printed
     assert code == 0 and printed.count("ends well") == 2, printed

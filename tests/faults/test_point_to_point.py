@@ -2,21 +2,6 @@
 
 import pytest
 
-CALLS = """
-import signal
-import numpy as np
-from keras_dist import ops, errors
-from keras_dist.ops.point_to_point import recv, send
-runtime.init()
-me, other = runtime.rank(), 1 - runtime.rank()
-x = np.arange(6.0).reshape(2, 3)
-def tried(call):
-    try:
-        call()
-    except errors.KerasDistError as error:
-        print(f"{me}: {error}\\n", end="", flush=True)
-"""
-
 
 @pytest.mark.parametrize("way", ["copy", "mpi"])
 @pytest.mark.fault(
@@ -25,24 +10,7 @@ def tried(call):
     within=20,
 )
 def test_a_rank_receives_something_else(job, way):
-    text = """
-fault()
-assert (recv(0) if me else send(x, 1)) is None or me == 1
-tried(lambda: recv(0, like=x.T) if me else send(x, 1))
-tried(lambda: recv(0, like=x.astype("f4")) if me else send(x, 1))
-tried(lambda: recv(0, like=x, name="b") if me else send(x, 1, name="a"))
-tried(lambda: send(x, other))
-tried(lambda: recv(me))
-if me == 0:
-    tried(lambda: recv(1))
-ops.barrier()
-if me == 0:
-    send(x, 1)
-else:
-    assert (recv(0, like=x) == x).all()
-"""
-    ended = job(2, CALLS + text, bare=True, KERAS_DIST_REDUCE=way)
-    assert ended.returncode == 0, ended.stdout
+    printed = job(2, "calls.py", "different_messages", KERAS_DIST_REDUCE=way).succeeded()
     for both in (
         "[rank 1 of 2] Expected 'value' with shape (2, 3) as on rank 0. Received: (3, 2). Give",
         "[rank 1 of 2] Expected 'value' with dtype float64 as on rank 0. Received: float32. Give",
@@ -50,9 +18,9 @@ else:
         "[rank 1 of 2] Expected recv from rank 0, which is in send('value'). Received: send",
         "of recv to be another rank of this job, 0 to 1. Received: ",
     ):
-        assert ended.stdout.count(both) == 2, ended.stdout
+        assert printed.count(both) == 2
     alone = "[rank 1 of 2] Expected send to rank 0, which is in recv. Received: barrier. Call send"
-    assert ended.stdout.count(alone) == 1
+    assert printed.count(alone) == 1
 
 
 @pytest.mark.parametrize("way", ["copy", "mpi"])
@@ -62,18 +30,9 @@ else:
     within=5,
 )
 def test_a_rank_leaves_while_another_receives(job, way):
-    text = """
-if me == 2:
-    ops.barrier()
-elif me == 1:
-    fault()
-else:
-    recv(1)
-"""
-    ended = job(3, CALLS + text, bare=True, KERAS_DIST_REDUCE=way)
-    assert ended.returncode != 0
+    printed = job(3, "calls.py", "receive_from", "leaves", KERAS_DIST_REDUCE=way).failed()
     said = "Expected send to rank 0, which is in recv. Received: the end of the script."
-    assert f"[rank 1 of 3] {said}" in ended.stdout
+    assert f"[rank 1 of 3] {said}" in printed
 
 
 @pytest.mark.fault(
@@ -81,21 +40,6 @@ else:
     "all ranks end, exit code not 0: no other rank has its data",
     within=10,
 )
-def test_a_rank_dies_while_another_receives(job, open_mpi):
-    text = """
-if me == 1:
-    fault()
-    os.kill(os.getpid(), signal.SIGKILL)
-recv(1) if me == 0 else ops.barrier()
-"""
-    options = ("--with-ft", "ulfm")
-    ended = job(
-        3,
-        CALLS + text,
-        bare=True,
-        python=open_mpi,
-        options=options,
-        KERAS_DIST_ON_FAILURE="continue",
-    )
-    assert ended.returncode != 0
-    assert "[rank 0 of 3] Expected rank 1 to call recv. Received: it, or another" in ended.stdout
+def test_a_rank_dies_while_another_receives(go_on):
+    printed = go_on(3, "calls.py", "receive_from", "dies").failed()
+    assert "[rank 0 of 3] Expected rank 1 to call recv. Received: it, or another" in printed

@@ -2,24 +2,8 @@
 
 import pytest
 import traces
-from test_continue import GO_ON, ULFM
 
 from keras_dist.launch.cli import main
-
-# The ranks reduce until one of them dies at an arbitrary time.
-KILLED = """
-import random, signal, threading
-import numpy as np
-from keras_dist import ops
-runtime.init()
-def die():
-    fault()
-    os.kill(os.getpid(), signal.SIGKILL)
-if runtime.rank() == 1:
-    threading.Timer(random.uniform(0, 1.5), die).start()
-while True:
-    ops.allreduce(np.ones(20_000), name="gradients")
-"""
 
 
 @pytest.mark.fault(
@@ -30,7 +14,7 @@ while True:
 def test_a_trace_is_whole_after_a_kill_at_any_moment(job, tmp_path, capsys):
     path = tmp_path / "t.json"
     for _ in range(3):
-        assert job(2, KILLED, bare=True, KERAS_DIST_TIMELINE=str(path)).returncode != 0
+        job(2, "observed.py", "killed_at_any_moment", KERAS_DIST_TIMELINE=path).failed()
         traces.load(path)
         assert main(["timeline", str(path)]) == 0
         assert "Rank 1 did not end its recording: it was killed." in capsys.readouterr().out
@@ -38,31 +22,9 @@ def test_a_trace_is_whole_after_a_kill_at_any_moment(job, tmp_path, capsys):
         assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
 
 
-# Ranks with different directories, as on nodes without a shared file system.
-APART = """
-import numpy as np
-from keras_dist import ops
-directory = pathlib.Path(WHERE, os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
-pathlib.Path(directory, "deep").mkdir(parents=True)
-os.chdir(directory)
-# Links that somebody has laid where a rank records, and where the root is to put what it gets.
-other = pathlib.Path("other")
-other.write_text("mine")
-link = pathlib.Path("deep/t.restart2.json.rank1.part")
-if directory.name == "1":
-    link.symlink_to(other.absolute())
-runtime.init()
-if directory.name == "0":
-    link.symlink_to(other.absolute())
-ops.allreduce(np.ones(1_000_000), name="by hand")
-fault()
-"""
-
-
 def test_parts_on_other_nodes_are_sent_to_the_root(job, tmp_path):
-    text = f"WHERE = {str(tmp_path)!r}\n{APART}"
     names = {"HOROVOD_TIMELINE": "deep/t.json", "KERAS_DIST_RESTART": "2"}
-    ended = job(4, text, bare=True, MPIR_CVAR_NUM_CLIQUES="2", **names)
+    ended = job(4, "observed.py", "apart", tmp_path, MPIR_CVAR_NUM_CLIQUES="2", **names)
     assert ended.returncode == 0, ended.stdout
     assert [(tmp_path / rank / "other").read_text() for rank in "01"] == ["mine"] * 2
     left = [path.relative_to(tmp_path) for path in tmp_path.glob("[0-3]/deep/*")]
@@ -77,30 +39,13 @@ def test_parts_on_other_nodes_are_sent_to_the_root(job, tmp_path):
 
 
 def test_a_timeline_that_cannot_be_written_is_an_error_on_every_rank(job):
-    text = "\nruntime.init()\n"
-    ended = job(2, text, bare=True, KERAS_DIST_TIMELINE="/proc/t.json")
-    assert ended.returncode != 0
-    assert "[rank 0 of 2] Expected to write a timeline to /proc/t.json. Received: " in ended.stdout
+    ended = job(2, "meeting.py", KERAS_DIST_TIMELINE="/proc/t.json")
+    ended.failed("[rank 0 of 2] Expected to write a timeline to /proc/t.json. Received: ")
 
 
-GOES_ON = """
-import signal
-import numpy as np
-from keras_dist import ops
-runtime.init()
-for step in range(20):
-    if (runtime.rank(), step) == (1, 10) and runtime.size() == 3:
-        fault()
-        os.kill(os.getpid(), signal.SIGKILL)
-    ops.allreduce(np.ones(20_000), name="gradients")
-"""
-
-
-def test_ranks_that_go_on_without_another_end_their_timeline(job, open_mpi, tmp_path):
+def test_ranks_that_go_on_without_another_end_their_timeline(go_on, tmp_path):
     path = tmp_path / "t.json"
-    variables = {**GO_ON, "KERAS_DIST_TIMELINE": str(path)}
-    ended = job(3, GOES_ON, bare=True, python=open_mpi, options=ULFM, **variables)
-    assert ended.returncode == 0, ended.stdout
+    go_on(3, "observed.py", "without_another", KERAS_DIST_TIMELINE=path).succeeded()
     trace = traces.load(path)
     ended = {said["rank"]: said["ended"] for said in trace["otherData"]["keras_dist"]["ranks"]}
     assert ended == {0: True, 1: False, 2: True}

@@ -1,52 +1,16 @@
 """`keras-dist run`: a failed job is restarted; a job that is terminated leaves nothing behind."""
 
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from conftest import PREAMBLE, all_gone, left_in_shared_memory
-from jobs import BARE, lean
-
-RUN = [
-    sys.executable,
-    "-c",
-    "import sys; from keras_dist.launch.cli import main; sys.exit(main())",
-    "run",
-]
+from conftest import end_of
 
 
 @pytest.fixture
-def start(tmp_path):
-    """A function that starts the launcher with options and a script for the ranks."""
-    started = []
-
-    def run(*options, text):
-        script = tmp_path / "train.py"
-        script.write_text(PREAMBLE + text)
-        launcher = subprocess.Popen(
-            [*RUN, *options, str(script)],
-            env=lean(FAULT_FOLDER=str(tmp_path)),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        started.append(launcher)
-        return launcher
-
-    yield run
-    for launcher in started:
-        launcher.kill()
-
-
-def end_of(job, folder, timeout=60):
-    """Waits for a job, checks that nothing of it is left, and returns its output."""
-    printed, _ = job.communicate(timeout=timeout)
-    all_gone(folder, printed)
-    assert not left_in_shared_memory(folder)
-    return printed
+def start(launch):
+    """A function that starts the launcher with options and a function of `launched.py`."""
+    return lambda *words: launch(*words[:-2], "launched.py", *words[-2:])
 
 
 @pytest.mark.fault(
@@ -55,9 +19,8 @@ def end_of(job, folder, timeout=60):
     within=30,
 )
 def test_a_job_that_always_fails_is_given_up(start, tmp_path):
-    text = f"{BARE}runtime.init()\nfault()\nraise SystemExit(7)"
-    job = start("-np", "2", "--max-restarts", "2", text=text)
-    printed = end_of(job, tmp_path, timeout=30)
+    job = start("-np", 2, "--max-restarts", 2, "end_after_init", 7)
+    printed = end_of(job, tmp_path)
     assert job.returncode == 7, printed
     assert "failed with exit code 7. Restart 1 of 2 in 1 s." in printed
     assert "failed with exit code 7. Restart 2 of 2 in 2 s." in printed
@@ -66,8 +29,7 @@ def test_a_job_that_always_fails_is_given_up(start, tmp_path):
 
 def test_a_job_that_takes_too_long_is_ended(start, tmp_path):
     began = time.monotonic()
-    keeps = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(75))\n"
-    job = start("-np", "2", "--timeout", "3", "--max-restarts", "2", text=keeps + WAITING)
+    job = start("-np", 2, "--timeout", 3, "--max-restarts", 2, "wait", "keeps SIGTERM")
     printed = end_of(job, tmp_path)
     assert job.returncode == 124, printed
     assert 3 <= time.monotonic() - began < 30
@@ -77,7 +39,7 @@ def test_a_job_that_takes_too_long_is_ended(start, tmp_path):
 
 @pytest.mark.parametrize("code", [2, 75])
 def test_some_ends_are_passed_on_at_once(start, tmp_path, code):
-    job = start("-np", "2", "--max-restarts", "2", text=f"raise SystemExit({code})")
+    job = start("-np", 2, "--max-restarts", 2, "end", code)
     printed = end_of(job, tmp_path)
     assert job.returncode == code
     assert "Restart" not in printed
@@ -87,7 +49,7 @@ def test_some_ends_are_passed_on_at_once(start, tmp_path, code):
 def test_a_launcher_that_is_told_to_end_before_a_restart_says_that_another_may_go_on(
     start, name, code
 ):
-    job = start("-np", "1", "--max-restarts", "2", text="raise SystemExit(7)")
+    job = start("-np", 1, "--max-restarts", 2, "end", 7)
     while "Restart 1 of 2 in 1 s." not in (line := job.stdout.readline()):
         assert line, "the job ended"
     job.send_signal(signal.SIGUSR2)  # has a meaning on ranks only
@@ -99,19 +61,6 @@ def test_a_launcher_that_is_told_to_end_before_a_restart_says_that_another_may_g
     assert "Restart 2" not in printed
 
 
-WAITING = f"""{BARE}
-import time
-from keras_dist import ops
-runtime.init()
-ops.barrier()
-fault()
-print("ready", flush=True)
-if runtime.rank() == 0:
-    time.sleep(100)
-ops.barrier()
-"""
-
-
 @pytest.mark.fault(
     "Ctrl-C, SIGTERM, SIGHUP or SIGKILL to `keras-dist run`",
     "all ranks end, nothing is left, and the job does not restart",
@@ -119,11 +68,11 @@ ops.barrier()
 )
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 def test_a_launcher_that_is_told_to_end_leaves_nothing(start, tmp_path, name):
-    job = start("-np", "2", "--max-restarts", "2", text=WAITING)
+    job = start("-np", 2, "--max-restarts", 2, "wait", "")
     wait_until_ready(job)
     told = time.monotonic()
     job.send_signal(number := getattr(signal, name))
-    printed = end_of(job, tmp_path, timeout=30)
+    printed = end_of(job, tmp_path)
     assert job.returncode == (128 + number if name != "SIGKILL" else -number), printed
     assert time.monotonic() - told < 5
     assert "Restart" not in printed
@@ -135,14 +84,13 @@ def test_a_launcher_that_is_told_to_end_leaves_nothing(start, tmp_path, name):
     within=5,
 )
 def test_a_second_interrupt_kills(start, tmp_path):
-    ignores = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    job = start("-np", "2", text=ignores + WAITING)
+    job = start("-np", 2, "wait", "ignores SIGINT")
     wait_until_ready(job)
     told = time.monotonic()
     job.send_signal(signal.SIGINT)
     time.sleep(0.3)
     job.send_signal(signal.SIGINT)
-    end_of(job, tmp_path, timeout=30)
+    end_of(job, tmp_path)
     assert job.returncode == 128 + signal.SIGINT
     assert time.monotonic() - told < 5
 

@@ -7,14 +7,6 @@ import pytest
 
 from keras_dist._engine.rank_tree import branches
 
-BEGIN = """
-import os, signal, time
-from keras_dist import ops
-runtime.init()
-rank = runtime.rank()
-fault()
-"""
-LOSS = "ops.allreduce(1.0, name='loss')\n"
 ENDS = (
     "after `KERAS_DIST_STALL_SECONDS` (here 1) it is named, {}; at the limit (here 3) the job ends"
 )
@@ -23,37 +15,27 @@ CONTINUES = "after `KERAS_DIST_STALL_SECONDS` (here 1) it is named, {}; the job 
 
 @pytest.fixture
 def run_watched(job):
-    """A function that runs a script on n ranks with short periods; returns its end and seconds."""
+    """A function that runs a program on n ranks with short periods; see `job`."""
 
-    def run(ranks, text, period=1, limit=3, begin=BEGIN, **options):
+    def run(ranks, *words, period=1, limit=3, **options):
         periods = {
             "KERAS_DIST_STALL_SECONDS": str(period),
             "KERAS_DIST_STALL_ABORT_SECONDS": str(limit),
         }
-        start = time.monotonic()
-        ended = job(ranks, begin + text, bare=True, timeout=40, **periods, **options)
-        return ended, time.monotonic() - start
+        script = "meeting.py" if ":" in words[0] else "stalls.py"
+        return job(ranks, script, *words, timeout=40, **periods, **options)
 
     return run
 
 
 @pytest.mark.fault("a rank is in a long C call", CONTINUES.format("with its stack"), within=20)
 def test_a_rank_inside_a_c_call_is_named_with_its_stack_and_the_job_goes_on(run_watched):
-    text = f"""
-import ctypes
-def load_data():
-    ctypes.CDLL(None).usleep(3_400_000)
-if rank == 1:
-    load_data()
-{LOSS}
-"""
-    job, _ = run_watched(3, text, limit=0)
-    assert job.returncode == 0, job.stdout
+    printed = run_watched(3, "1:load_data", limit=0).succeeded()
     waited = r"keras_dist: ranks 0, 2 of 3 have waited \d+ s for rank 1 in allreduce\('loss'\)\."
-    times = len(re.findall(waited, job.stdout))
-    assert 2 <= times <= 3, job.stdout
-    assert job.stdout.count("in load_data") == job.stdout.count("keras_dist: ") == times
-    assert "The job ends" not in job.stdout
+    times = len(re.findall(waited, printed))
+    assert 2 <= times <= 3
+    assert printed.count("in load_data") == printed.count("keras_dist: ") == times
+    assert "The job ends" not in printed
 
 
 @pytest.mark.fault(
@@ -62,19 +44,10 @@ if rank == 1:
     within=15,
 )
 def test_after_the_limit_the_job_ends_with_all_stacks(run_watched):
-    text = f"""
-def stay_away():
-    time.sleep(1000)
-def train():
-    {LOSS}
-if rank == 1:
-    stay_away()
-train()
-"""
-    job, seconds = run_watched(3, text)
-    assert job.returncode != 0
-    assert 3 < seconds < 20
-    first, last = job.stdout.split("The job ends now: the limit is 3 s")
+    began = time.monotonic()
+    printed = run_watched(3, "1:stay_away").failed()
+    assert time.monotonic() - began > 3
+    first, last = printed.split("The job ends now: the limit is 3 s")
     assert "s for rank 1 in allreduce('loss'). The job ends after 3 s" in first
     assert "in stay_away" in first and "in train" not in first
     assert "in stay_away" in last and "in train" in last
@@ -86,30 +59,16 @@ train()
     within=20,
 )
 def test_a_rank_that_keeps_the_interpreter_is_said_not_to_answer(run_watched):
-    text = f"""
-import ctypes
-if rank == 1:
-    ctypes.PyDLL(None).usleep(4_500_000)
-{LOSS}
-"""
-    job, _ = run_watched(2, text, limit=0)
-    assert job.returncode == 0, job.stdout
-    assert "has waited" in job.stdout and "for rank 1 in allreduce('loss')" in job.stdout
-    assert ": no answer, the process is stopped, or in a call that holds" in job.stdout
+    printed = run_watched(2, "1:hold_lock 4_500_000", limit=0).succeeded()
+    assert "has waited" in printed and "for rank 1 in allreduce('loss')" in printed
+    assert ": no answer, the process is stopped, or in a call that holds" in printed
 
 
 @pytest.mark.fault("the root is stopped (SIGSTOP)", ENDS.format("by the next rank"), within=15)
 def test_a_stopped_root_is_named_by_the_next_rank_and_the_job_ends(run_watched):
-    text = f"""
-if rank == 0:
-    os.kill(os.getpid(), signal.SIGSTOP)
-{LOSS}
-"""
-    job, seconds = run_watched(3, text)
-    assert job.returncode != 0
-    assert seconds < 20
-    assert re.search(r"ranks 1, 2 of 3 have waited \d+ s for rank 0 in allreduce", job.stdout)
-    assert "no answer, the process is stopped (SIGSTOP, or a debugger)" in job.stdout
+    printed = run_watched(3, "0:SIGSTOP").failed()
+    assert re.search(r"ranks 1, 2 of 3 have waited \d+ s for rank 0 in allreduce", printed)
+    assert "no answer, the process is stopped (SIGSTOP, or a debugger)" in printed
 
 
 @pytest.mark.fault(
@@ -120,21 +79,11 @@ if rank == 0:
 )
 def test_a_stopped_rank_does_not_hide_those_that_it_asks(run_watched):
     [relay, below], *_ = [part for part in branches(range(1, 12)) if len(part) > 1]
-    text = f"""
-def stay_away():
-    time.sleep(1000)
-if rank == {relay}:
-    os.kill(os.getpid(), signal.SIGSTOP)
-if rank == {below}:
-    stay_away()
-{LOSS}
-"""
-    job, _ = run_watched(12, text)
-    assert job.returncode != 0
-    assert re.search(rf"s for ranks {relay}, {below} in allreduce\('loss'\)", job.stdout)
-    assert "in stay_away" in job.stdout
-    assert "no answer, the process is stopped (SIGSTOP, or a debugger)" in job.stdout
-    assert "The job ends now: the limit is 3 s" in job.stdout
+    printed = run_watched(12, f"{relay}:SIGSTOP", f"{below}:stay_away").failed()
+    assert re.search(rf"s for ranks {relay}, {below} in allreduce\('loss'\)", printed)
+    assert "in stay_away" in printed
+    assert "no answer, the process is stopped (SIGSTOP, or a debugger)" in printed
+    assert "The job ends now: the limit is 3 s" in printed
 
 
 @pytest.mark.fault(
@@ -143,39 +92,20 @@ if rank == {below}:
     within=15,
 )
 def test_ranks_of_sets_that_wait_for_each_other_are_told_apart(run_watched):
-    text = """
-low, high = runtime.add_process_set([0, 1]), runtime.add_process_set([1, 2])
-if rank == 0:
-    ops.barrier(low)
-if rank == 1:
-    ops.barrier(high)
-if rank == 2:
-    ops.barrier()
-"""
-    job, _ = run_watched(3, text)
-    assert job.returncode != 0
+    printed = run_watched(3, "sets_that_wait_for_each_other").failed()
     for waits, missing in (0, "rank 1"), (1, "rank 2"), (2, "ranks 0, 1"):
         said = rf"keras_dist: rank {waits} of 3 has waited \d+ s for {missing} in barrier\."
-        assert re.search(said, job.stdout), job.stdout
-    assert ", waiting in barrier of ranks 1, 2:" in job.stdout
+        assert re.search(said, printed)
+    assert ", waiting in barrier of ranks 1, 2:" in printed
 
 
 @pytest.mark.fault(
     "a rank of another node does not arrive", ENDS.format("with its stack"), within=15
 )
 def test_two_nodes_talk_as_one(run_watched):
-    text = f"""
-def stay_away():
-    time.sleep(1000)
-if rank == 3:
-    stay_away()
-{LOSS}
-"""
-    job, seconds = run_watched(4, text, MPIR_CVAR_NUM_CLIQUES="2")
-    assert job.returncode != 0
-    assert seconds < 20
-    assert re.search(r"ranks 0, 1, 2 of 4 have waited \d+ s for rank 3 in", job.stdout)
-    assert "in stay_away" in job.stdout
+    printed = run_watched(4, "3:stay_away", MPIR_CVAR_NUM_CLIQUES="2").failed()
+    assert re.search(r"ranks 0, 1, 2 of 4 have waited \d+ s for rank 3 in", printed)
+    assert "in stay_away" in printed
 
 
 @pytest.mark.fault(
@@ -184,16 +114,7 @@ if rank == 3:
     within=15,
 )
 def test_a_rank_is_stopped_while_memory_is_made(run_watched):
-    text = """
-import numpy as np
-from keras_dist._engine.shm import segments
-if rank == 1:
-    segments.Segment.__init__ = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
-ops.allreduce(np.ones(100_000))
-"""
-    job, _ = run_watched(2, text)
-    assert job.returncode != 0
-    assert "The job ends now: the limit is 3 s" in job.stdout
+    run_watched(2, "stop_while_memory_is_made").failed("The job ends now: the limit is 3 s")
 
 
 @pytest.mark.fault(
@@ -202,24 +123,14 @@ ops.allreduce(np.ones(100_000))
     within=15,
 )
 def test_a_rank_is_stopped_when_others_are_at_the_end(run_watched):
-    text = "ops.barrier()\nif rank == 0:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
-    job, seconds = run_watched(3, text)
-    assert job.returncode != 0
-    assert seconds < 20
-    assert "ranks 1, 2 of 3 have waited" in job.stdout
-    assert "for rank 0 in the end of the script" in job.stdout
-    assert "The job ends now: the limit is 3 s" in job.stdout
+    printed = run_watched(3, "stop_when_others_are_at_the_end").failed()
+    assert "ranks 1, 2 of 3 have waited" in printed
+    assert "for rank 0 in the end of the script" in printed
+    assert "The job ends now: the limit is 3 s" in printed
 
 
 def test_a_job_that_is_slow_but_fine_says_nothing(run_watched):
-    text = f"""
-for turn in range(6):
-    time.sleep(0.5 * (turn % runtime.size() == rank))
-    {LOSS}
-"""
-    job, seconds = run_watched(3, text, period=2, limit=2)
-    assert (job.returncode, job.stdout) == (0, "")
-    assert seconds > 6 * 0.5
+    assert run_watched(3, "be_slow_in_turn", period=2, limit=2).succeeded() == ""
 
 
 @pytest.mark.fault(
@@ -229,71 +140,33 @@ for turn in range(6):
     within=20,
 )
 def test_a_rank_at_work_is_waited_for_at_the_end(run_watched):
-    text = """
-import ctypes
-def write_results():
-    time.sleep(3)
-ops.barrier()
-if rank == 0:
-    write_results()
-    ctypes.PyDLL(None).usleep(7_000_000)
-    print("written")
-"""
-    job, _ = run_watched(3, text, limit=2)
-    assert job.returncode == 0, job.stdout
-    assert "written" in job.stdout
+    printed = run_watched(3, "work_while_others_are_at_the_end", limit=2).succeeded()
+    assert "written" in printed
     said = r"ranks 1, 2 of 3 have waited \d+ s for rank 0 in the end of the script"
-    assert re.search(said, job.stdout)
-    assert "in write_results" in job.stdout
-    assert "or in a call that holds Python's interpreter lock" in job.stdout
-    assert "The job ends" not in job.stdout
+    assert re.search(said, printed)
+    assert "in write_results" in printed
+    assert "or in a call that holds Python's interpreter lock" in printed
+    assert "The job ends" not in printed
 
 
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_a_rank_that_is_stuck_is_told_of_while_others_are_at_the_end(run_watched, stuck):
-    text = f"""
-from keras_dist._engine.shm import wait
-ops.barrier()
-if rank == {stuck}:
-    wait.note(runtime.communicator().ranks, "a transfer")
-    with wait.blocked:
-        time.sleep(30)
-"""
-    job, _ = run_watched(2, text, limit=2)
-    assert job.returncode != 0
-    assert "ranks 0, 1 of 2 have waited" in job.stdout
-    assert "data of each other in a transfer" in job.stdout
-    assert "The job ends now: the limit is 2 s" in job.stdout
+    printed = run_watched(2, "be_stuck_at_the_end", stuck, limit=2).failed()
+    assert "ranks 0, 1 of 2 have waited" in printed
+    assert "data of each other in a transfer" in printed
+    assert "The job ends now: the limit is 2 s" in printed
 
 
 def test_names_that_never_meet_end_at_the_limit_where_a_thread_might_still_call(run_watched):
-    text = """
-import threading
-threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-ops.allreduce(1.0, name=f"loss of {rank}")
-"""
-    job, _ = run_watched(2, text, limit=2)
-    assert job.returncode != 0
+    printed = run_watched(2, "names_that_never_meet", limit=2).failed()
     for rank in range(2):
-        assert f"waiting in allreduce('loss of {rank}') of ranks 0, 1:" in job.stdout
-    assert "The job ends now: the limit is 2 s" in job.stdout
+        assert f"waiting in allreduce('loss of {rank}') of ranks 0, 1:" in printed
+    assert "The job ends now: the limit is 2 s" in printed
 
 
 def test_what_is_queued_is_watched_and_the_watch_ends_with_shutdown(run_watched):
-    text = """
-import threading
-from keras_dist.ops import asynchronous
-if rank == 1:
-    time.sleep(2.2)
-asynchronous.allreduce_async(1.0, name="loss").wait()
-runtime.shutdown()
-assert not [one for one in threading.enumerate() if one.name.startswith("keras_dist")]
-runtime.init()
-ops.barrier()
-"""
-    job, _ = run_watched(2, text, limit=0)
-    assert job.returncode == 0, job.stdout
-    assert re.search(r"keras_dist: rank 0 of 2 has waited \d+ s for rank 1 in", job.stdout)
+    printed = run_watched(2, "queue_and_shut_down", limit=0).succeeded()
+    assert re.search(r"keras_dist: rank 0 of 2 has waited \d+ s for rank 1 in", printed)
 
 
 @pytest.mark.fault(
@@ -302,43 +175,21 @@ ops.barrier()
     within=15,
 )
 def test_where_mpi_takes_one_thread_at_a_time_each_rank_speaks_for_itself(run_watched):
-    begin = f'import mpi4py\nmpi4py.rc.thread_level = "serialized"\n{BEGIN}'
-    text = f"""
-if rank == 1:
-    time.sleep(1000)
-{LOSS}
-"""
-    job, seconds = run_watched(2, text, limit=2, begin=begin)
-    assert job.returncode != 0
-    assert seconds < 20
-    assert "s for others in allreduce('loss'). Which of them is missing is not" in job.stdout
-    assert "The job ends now: the limit is 2 s" in job.stdout
+    printed = run_watched(2, "1:stay_away", limit=2, MPI4PY_RC_THREAD_LEVEL="serialized").failed()
+    assert "s for others in allreduce('loss'). Which of them is missing is not" in printed
+    assert "The job ends now: the limit is 2 s" in printed
 
 
 @pytest.mark.fault(
     "`KERAS_DIST_*` settings differ", "an error on every rank that names the variable", within=5
 )
 def test_settings_must_be_alike(run_watched):
-    begin = """
-fault()
-if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
-    os.environ["KERAS_DIST_STALL_SECONDS"] = "7"
-"""
-    job, _ = run_watched(2, "runtime.init()", begin=begin)
-    assert job.returncode != 0
-    assert "Expected KERAS_DIST_STALL_SECONDS=1 as on rank 0. Received: 7." in job.stdout
+    printed = run_watched(2, "settings_differ").failed()
+    assert "Expected KERAS_DIST_STALL_SECONDS=1 as on rank 0. Received: 7." in printed
 
 
 def test_a_forked_child_has_no_watch(run_watched):
-    text = f"""
-import threading
-if os.fork() == 0:
-    os._exit(threading.active_count() - 1)
-assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
-{LOSS}
-"""
-    job, _ = run_watched(2, text)
-    assert job.returncode == 0, job.stdout
+    run_watched(2, "fork").succeeded()
 
 
 @pytest.mark.fault(
@@ -347,47 +198,18 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
     within=15,
 )
 def test_under_open_mpi(run_watched, open_mpi):
-    text = f"""
-def stay_away():
-    time.sleep(1000)
-if rank == 2:
-    os.kill(os.getpid(), signal.SIGSTOP)
-if rank == 1:
-    stay_away()
-{LOSS}
-"""
-    job, _ = run_watched(3, text, python=open_mpi)
-    assert job.returncode != 0
-    assert "keras_dist: rank 0 of 3 has waited" in job.stdout, job.stdout
-    assert "s for ranks 1, 2 in allreduce('loss')" in job.stdout
-    assert "in stay_away" in job.stdout
-    assert "no answer, the process is stopped" in job.stdout
+    printed = run_watched(3, "1:stay_away", "2:SIGSTOP", python=open_mpi).failed()
+    assert "keras_dist: rank 0 of 3 has waited" in printed
+    assert "s for ranks 1, 2 in allreduce('loss')" in printed
+    assert "in stay_away" in printed
+    assert "no answer, the process is stopped" in printed
 
 
 # --- The state of a rank in training
 
 
 def test_a_difference_names_the_places_in_training(run_watched):
-    text = """
-from keras_dist import _engine
-from keras_dist._engine.faults.progress import count_update
-with _engine.progress.during("fit"):
-    _engine.progress.begin_epoch(2)
-    for _ in range(5 - rank):
-        count_update()
-    try:
-        ops.allreduce([0.0] * (3 + rank))
-    except RuntimeError as error:
-        first = str(error)
-try:
-    ops.allreduce([0.0] * (3 + rank))
-except RuntimeError as error:
-    second = str(error)
-if rank == 1:
-    print(first)
-    print(second)
-"""
-    job, _ = run_watched(2, text)
-    first, second = job.stdout.splitlines()
+    printed = run_watched(2, "differ_in_training").stdout
+    first, second = printed.splitlines()
     assert "Rank 0 is in fit, epoch 3, update 5, rank 1 in fit, epoch 3, update 4. C" in first
     assert "Rank 0 is" not in second

@@ -1,52 +1,53 @@
-"""The script of the ranks of tests/faults/resume.py and test_resume.py: a fit that is killed.
+"""The ranks of tests/faults/resume.py and test_resume.py: a fit that is killed.
 
-python tests/faults/resume_training.py FOLDER SAVE_FREQ [EPOCH,BATCH,RANK ...]
+resume_training.py FOLDER SAVE_FREQ [EPOCH,BATCH,RANK ...]
 
 Afterwards the folder has the files of all callbacks and the results of the fit.
 """
 
+import functools
 import hashlib
 import json
-import os
 import pathlib
-import signal
 import sys
+from typing import Any
 
 import keras
 import numpy as np
+from faults import send
+from fits import At, rank
 
 import keras_dist
 
 folder = pathlib.Path(sys.argv[1])
 save_freq = "epoch" if sys.argv[2] == "epoch" else int(sys.argv[2])
-strikes = sys.argv[3:]
 EPOCHS, BATCH = 8, 4
-keras_dist.init()
-rank, size = keras_dist.rank(), keras_dist.size()
-(folder / f"pid-{os.getpid()}").touch()
+size = keras_dist.size()
 keras.utils.set_random_seed(7)
+ours: Any = keras_dist.callbacks
 
 
-class Kill(keras.callbacks.Callback):
-    """Kills this rank before each of the given batches, once."""
+def kill_once(mark: pathlib.Path) -> None:
+    if not mark.exists():
+        mark.touch()
+        send("SIGKILL")
 
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
 
-    def on_train_batch_begin(self, batch, logs=None):
-        mark = folder / f"struck-{self.epoch},{batch},{rank}"
-        if mark.name.removeprefix("struck-") in strikes and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+kills: dict[Any, Any] = {}
+for strike in sys.argv[3:]:
+    epoch, batch, on = map(int, strike.split(","))
+    if on == rank:
+        act = functools.partial(kill_once, folder / f"struck-{strike}")
+        kills["batch begin", epoch, batch] = act
 
 
 class Cycle(keras.callbacks.Callback):
     """A user's learning rate callback, whose rate depends on the previous one."""
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.model.optimizer.learning_rate = 0.95 * float(self.model.optimizer.learning_rate)
 
-    def on_train_batch_begin(self, batch, logs=None):
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         factor = 1.2 if batch % 2 else 1 / 1.2
         self.model.optimizer.learning_rate = factor * float(self.model.optimizer.learning_rate)
 
@@ -54,18 +55,19 @@ class Cycle(keras.callbacks.Callback):
 class Meter(keras.callbacks.Callback):
     """A user's callback with a state of its own."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.losses, self.mean = [], np.zeros(2, "float32")
+        self.losses: list[float] = []
+        self.mean: Any = np.zeros(2, "float32")
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.losses.append(logs["loss"])
         self.mean = 0.9 * self.mean + np.float32(logs["loss"])
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         return {"losses": self.losses, "mean": self.mean}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.losses, self.mean = state["losses"], state["mean"]
 
 
@@ -83,18 +85,18 @@ model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"]
 meter = Meter()
 plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1)
 early = keras.callbacks.EarlyStopping("val_loss", patience=4, restore_best_weights=True)
-best = keras_dist.callbacks.ModelCheckpoint(
+best = ours.ModelCheckpoint(
     folder / "best.weights.h5", "val_accuracy", save_best_only=True, save_weights_only=True
 )
-every = keras_dist.callbacks.ModelCheckpoint(
+every = ours.ModelCheckpoint(
     folder / "{epoch}-{batch}.weights.h5", save_weights_only=True, save_freq=7
 )
-log = keras_dist.callbacks.RootOnly(keras.callbacks.CSVLogger(folder / "log.csv"))
-warmup = keras_dist.callbacks.LearningRateWarmupCallback(0.1 * size, warmup_epochs=2)
-backup = keras_dist.callbacks.BackupAndRestore(folder / "backup", save_freq=save_freq)
+log = ours.RootOnly(keras.callbacks.CSVLogger(folder / "log.csv"))
+warmup = ours.LearningRateWarmupCallback(0.1 * size, warmup_epochs=2)
+backup = ours.BackupAndRestore(folder / "backup", save_freq=save_freq)
 # The backup comes first, and must include what later callbacks do in the same hook.
 others = [backup, warmup, Cycle(), plateau, early, best, every, log, meter]
-callbacks = [*keras_dist.callbacks(*others), Kill()]
+callbacks = [*ours(*others), At(kills)]
 history = model.fit(data, epochs=EPOCHS, verbose=0, validation_data=held_out, callbacks=callbacks)
 keras_dist.verify_replicas(model)
 variables = [*model.variables, *optimizer.variables]

@@ -1,42 +1,39 @@
-"""The script of the ranks of tests/faults/chaos.py: training on digits, with a fault.
-
-python tests/faults/chaos_training.py PLAN.json
-"""
+"""The ranks of tests/faults/chaos.py: training on digits, with a fault. chaos_training.py PLAN"""
 
 import hashlib
 import json
-import os
 import pathlib
-import signal
-import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import keras
 import numpy as np
+from faults import FOLDER as folder
+from faults import fault, send, start_joining
 from sklearn.datasets import load_digits
 
 import keras_dist
 from keras_dist.runtime import growth
 
 plan = json.loads(pathlib.Path(sys.argv[1]).read_text())
-folder = pathlib.Path(plan["folder"])
 keras_dist.init()
 me = "joined" if growth.is_waiting() else keras_dist.rank()
 takes_ranks = plan["mode"] in ("replace", "join")
 complete = plan["ranks"] + len(plan.get("joins", ()))
-(folder / f"pid-{os.getpid()}").touch()
 keras.utils.set_random_seed(7)
+ours: Any = keras_dist.callbacks
 
 
-def strike(kind):
+def strike(kind: str) -> None:
     """Causes the fault of this rank."""
-    (folder / "fault").write_text(str(time.time()))
+    fault()
     if kind.startswith("kill"):
-        os.kill(os.getpid(), signal.SIGKILL)
+        send("SIGKILL")
     elif kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        send("SIGSTOP")
     elif kind == "raise":
         raise ValueError("chaos")
     elif kind == "delay":
@@ -46,12 +43,12 @@ def strike(kind):
 class Fault(keras.callbacks.Callback):
     """Waits for the chosen update; a kill or stop happens some milliseconds later."""
 
-    def __init__(self, kind, update, milliseconds):
+    def __init__(self, kind: str, update: int, milliseconds: int) -> None:
         super().__init__()
         self.kind, self.update, self.milliseconds = kind, update, milliseconds
         self.updates = 0
 
-    def on_train_batch_begin(self, batch, logs=None):
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.updates += not self.kind.endswith("when complete") or keras_dist.size() == complete
         mark = folder / f"done-{me}"
         if self.updates != self.update or mark.exists():  # once, also after a restart
@@ -66,37 +63,29 @@ class Fault(keras.callbacks.Callback):
 class Growth(keras.callbacks.Callback):
     """Starts the processes that join, and ends training two epochs after there are all ranks."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.updates, self.full = 0, 0
         self.has_lost = plan["mode"] == "join" or me == "joined"
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.updates += 1
         if me == 0:
             for _ in range(plan["joins"].count(self.updates)):
-                start_another()
+                start_joining(folder / "job")
         self.has_lost |= keras_dist.size() < complete
         # Another process that starts gets the cores; the job trains on meanwhile.
         time.sleep(0.02 if keras_dist.size() == complete and self.has_lost else 0.2)
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.full += keras_dist.size() == complete and self.has_lost
         self.model.stop_training = self.full == 3
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         return {"full": self.full, "has_lost": self.has_lost}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.full, self.has_lost = state["full"], state["has_lost"]
-
-
-def start_another():
-    """Starts a process that joins, without the variables of the MPI of this rank."""
-    names = ("PMI", "MPI_", "HYDRA", "MPIR_")
-    kept = {name: text for name, text in os.environ.items() if not name.startswith(names)}
-    command = [sys.executable, "-m", "keras_dist.launch.cli", "join", folder / "job"]
-    subprocess.Popen([*command, sys.executable, *sys.argv], env=kept, stdin=subprocess.DEVNULL)
 
 
 digits = load_digits()
@@ -106,7 +95,6 @@ if plan["uneven"]:
     data = [own] * plan["epochs"]
 else:
     shared = keras_dist.data.shard((x, y), batch_size=20, seed=1)
-    data = None
 
 model = keras.Sequential(
     [
@@ -121,18 +109,18 @@ model.compile(
 )
 # The last callback, because the ranks then need not agree on stopping at every batch.
 mine = [Fault(*fault) for rank, *fault in plan["faults"] if rank == me]
-first = Growth() if takes_ranks else keras_dist.callbacks.BackupAndRestore(folder / "backup")
+first = Growth() if takes_ranks else ours.BackupAndRestore(folder / "backup")
 options = {"on_failure": plan["mode"]} if plan["mode"] in ("continue", "replace") else {}
-if data is None:
-    callbacks = keras_dist.callbacks(first, **options)
+if not plan["uneven"]:
+    callbacks = ours(first, **options)
     model.fit(shared, epochs=plan["epochs"], verbose=0, callbacks=callbacks + mine)
 else:
     for batches in data:
 
-        def generate(batches=batches):
+        def generate(batches: Any = batches) -> Iterator[Any]:
             yield from batches
 
-        callbacks = keras_dist.callbacks(**options)
+        callbacks = ours(**options)
         model.fit(generate(), verbose=0, callbacks=callbacks + mine)
 keras_dist.verify_replicas(model)
 digest = hashlib.blake2b(b"".join(np.asarray(w).tobytes() for w in model.get_weights()))

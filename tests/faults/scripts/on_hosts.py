@@ -1,0 +1,65 @@
+"""Programs on two test hosts, whose links fail, or one of which is lost."""
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+from bare import runtime
+from faults import FOLDER, run
+
+from keras_dist import _engine
+from keras_dist.storage.memory_copies import MemoryCopies
+
+COMM = runtime.communicator()
+HAS_BEGUN_AGAIN = os.environ.get("KERAS_DIST_RESTART", "0") != "0"
+# Not shared with the other host, with which the root is lost.
+DISK_OF_THIS_HOST = Path("/dev/shm/disk-of-this-host")
+
+
+def steps(count: str) -> None:
+    """Each rank contributes different numbers; every result is checked."""
+    options = _engine.OpOptions(_engine.ReduceOp.SUM)
+    start = np.arange(300_000, dtype=np.float32) % 100
+    for step in range(3 if HAS_BEGUN_AGAIN else int(count)):
+        if step == 5 and COMM.rank == 0:
+            (FOLDER / "ready").touch()
+        mine = start + step + COMM.rank
+        [total] = _engine.collectives.allreduce(COMM, [mine], ["x"], options, 2**23)
+        expected = COMM.size * (start + step) + sum(range(COMM.size))
+        assert np.array_equal(total, expected), f"step {step} is wrong"
+        time.sleep(0.01)
+    print(f"rank {COMM.rank} ends well", flush=True)
+
+
+def wait_for_loss(rank: int, loses: str) -> None:
+    if loses == "True" and rank == 1 and not HAS_BEGUN_AGAIN:
+        (FOLDER / "ready").touch()
+        time.sleep(100)
+
+
+def state_in_memory(loses: str) -> None:
+    copies = MemoryCopies(DISK_OF_THIS_HOST, 1)
+    found = copies.find()
+    sent = None if found is None else found.read_bytes()
+    read = _engine.collectives.broadcast_object(COMM, sent, 1)
+    assert (read is not None) == HAS_BEGUN_AGAIN
+    state = np.zeros(50_000) if read is None else np.frombuffer(read)
+    first = 0 if read is None else int(state[0])
+    for step in range(first, 10):
+        if step == 6:
+            assert first == 5 or not HAS_BEGUN_AGAIN
+            wait_for_loss(COMM.rank, loses)
+        mine = np.sin(state * 3) + np.arange(state.size) * COMM.rank
+        options = _engine.OpOptions(_engine.ReduceOp.AVERAGE)
+        [state] = _engine.collectives.allreduce(COMM, [mine], ["x"], options, 2**23)
+        state = state.copy()
+        state[0] = step + 1
+        if step % 2 == 0:
+            copies.write(lambda file: file.writelines([state.tobytes()]))  # noqa: B023
+    copies.remove()
+    if COMM.rank == 0:
+        np.savez(FOLDER / "weights", state)
+
+
+run(globals())
