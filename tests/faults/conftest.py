@@ -19,20 +19,16 @@ import functools
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from jobs import NOT_STARTED, RUN, is_alive, launcher, lean, made_by, pids
+from endings import SCRIPTS, all_gone, left_in_shared_memory, opened
+from jobs import NOT_STARTED, RUN, launcher, lean, pids
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- made by tests/faults/conftest.py -->\n", "<!-- end -->\n"
-
-SCRIPTS = Path(__file__).with_name("scripts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,89 +145,6 @@ def launch(tmp_path):
     yield run
     for process in started:
         process.kill()
-
-
-def end_of(job, folder, timeout=90):
-    """Waits for a job, checks that nothing of it is left, and returns its output."""
-    printed, _ = job.communicate(timeout=timeout)
-    print(printed)
-    all_gone(folder, printed)
-    assert not left_in_shared_memory(folder)
-    return printed
-
-
-def opened(command, environment):
-    """Returns a process whose output is read."""
-    return subprocess.Popen(
-        [str(word) for word in command],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def end_after(act, ready, command, environment, hosts=(), within=180):
-    """Runs a command, acts when a file is there, and returns exit code and output.
-
-    The command ends, and no process is left on the hosts, `within` seconds after that.
-    """
-    with opened(command, environment) as job, ThreadPoolExecutor(1) as pool:
-        output = pool.submit(job.communicate, timeout=180)
-        try:
-            wait_for(lambda: ready.exists() or output.done(), 90)
-            begin = time.monotonic()
-            act()  # its errors are those of the test
-            printed, _ = output.result()
-            print(printed)
-            wait_for(lambda: not any(host.processes() for host in hosts), within)
-            assert time.monotonic() - begin < within
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                job.kill()
-            for host in hosts:
-                host.kill_all()
-    return job.returncode, printed
-
-
-def wait_for(condition, seconds):
-    """Waits until a condition holds, or some seconds."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-
-
-def discovery_script(folder, answer):
-    """Returns a script for `--host-discovery-script`, and the file with its answer."""
-    script, file = folder / "discover", folder / "hosts"
-    file.write_text(answer)
-    script.write_text(f"#!/bin/sh\ncat {file}\n")
-    script.chmod(0o755)
-    return script, file
-
-
-def all_gone(folder, printed):
-    """Waits until all processes of a job have ended; fails after some seconds."""
-    wait_for(lambda: not any(map(is_alive, pids(folder))), 5)
-    moment, alive = time.time(), [pid for pid in pids(folder) if is_alive(pid)]
-    assert not alive, printed
-    return moment
-
-
-def left_in_shared_memory(folder, but=None):
-    """Returns files left in /dev/shm: mapped at the fault, or named after processes of the job.
-
-    Files with `but` in their names are removed instead.
-    """
-    mapped = folder / "shared"
-    found = set(mapped.read_text().splitlines()) if mapped.exists() else set()
-    found |= made_by(pids(folder))
-    left = {name for name in found if os.path.exists(name)}
-    expected = {name for name in left if but is not None and but in name}
-    for name in expected:
-        os.unlink(name)
-    return left - expected
 
 
 # --- The table of docs/reliability.md

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SCRIPTS, discovery_script, end_after
+from endings import SCRIPTS, discovery_script, end_after
 from jobs import RUN, launcher, lean
 from namespaces import TOLD, hosts_or_skip
 from test_lost_hosts import launcher_command

@@ -1,7 +1,7 @@
 """`keras_dist.elastic`: a state survives the loss of ranks, in place and after a restart."""
 
 import pytest
-from conftest import end_of
+from endings import end_of
 
 
 @pytest.mark.fault(

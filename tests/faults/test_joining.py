@@ -6,7 +6,7 @@ import random
 import time
 
 import pytest
-from conftest import SCRIPTS
+from endings import SCRIPTS
 
 SETTINGS = "kills starts later refuses on_failure".split()
 # A script without a file, as of `python -c`.

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SCRIPTS, end_after
+from endings import SCRIPTS, end_after
 from jobs import lean
 from namespaces import INTERFACE, MPICH, TOLD, hosts_or_skip, mpiexec_command
 

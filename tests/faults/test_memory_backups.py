@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SCRIPTS, discovery_script, end_after
+from endings import SCRIPTS, discovery_script, end_after
 from jobs import lean
 from namespaces import TOLD, hosts_or_skip
 from test_lost_hosts import launcher_command

@@ -4,7 +4,7 @@ import signal
 import time
 
 import pytest
-from conftest import end_of
+from endings import end_of
 
 
 @pytest.fixture

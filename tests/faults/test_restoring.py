@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import end_of
+from endings import end_of
 
 
 @pytest.mark.fault(
