@@ -247,9 +247,9 @@ SOURCES = {
         ),
         is_resharded=True,
     ),
-    "shuffling loader": Source(
+    "shuffling loader of a list": Source(
         lambda lengths, batch_size, **options: data.shard(
-            torch.utils.data.DataLoader(TorchSamples(sum(lengths)), batch_size, shuffle=True),
+            torch.utils.data.DataLoader(list(range(sum(lengths))), batch_size, shuffle=True),
             **options,
         ),
         ways=(None,),
