@@ -270,9 +270,7 @@ def to_epoch(later, earlier, number, draw):
 INDEPENDENT = {
     name: ways
     for name, source in SOURCES.items()
-    if source.has_batch_size
-    and not source.is_stream
-    and (ways := list(filter(source.is_independent, source.ways)))
+    if source.has_batch_size and (ways := list(filter(source.is_independent, source.ways)))
 }
 
 

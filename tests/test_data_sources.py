@@ -94,7 +94,7 @@ def test_an_iterator_continues_across_epochs():
         numbers = flat([epoch_of(part) for part in parts])
         assert sorted(numbers) == list(range(12 * epoch, 12 * epoch + 12))
     came_to = epochs.numbers()
-    for size, batch in ((2, [24, 26]),):
+    for size, batch in ((2, [24, 26]), (1, [24, 25, 26, 27])):  # also on another number of ranks
         later = parts_of(itertools.count(), size, batch_size=4 // size, steps=3)[0]
         epochs.restore(came_to)
         assert epoch_of(later)[0] == batch
