@@ -308,7 +308,7 @@ def test_fewer_ranks_share_out_the_rest_of_an_epoch(name):
         # Ranks die once or twice, some before they have trained on their last batch.
         deaths = st.sets(st.integers(1, case.size - 1), min_size=1, max_size=2)
         for fewer in sorted(draw.draw(deaths), reverse=True):
-            step = draw.draw(st.integers(min(steps - 1, max(1, done)), steps - 1))
+            step = draw.draw(st.integers(done, steps - 1))
             dead = st.sampled_from(range(fewer, alive))
             behind = draw.draw(st.sets(dead)) if step > done else set()
             for rank in range(alive):
