@@ -59,6 +59,10 @@ def write_hdf5(path: str, numbers: np.ndarray) -> None:
         file.create_dataset("chunks", data=numbers, **chunks)
 
 
+def write_npy(path: str, numbers: np.ndarray) -> None:
+    np.save(path, np.stack([numbers, numbers], 1).astype(">i4"))
+
+
 def write_image(path: str, numbers: np.ndarray) -> None:
     """Writes an image for each number, whose grey it is, in directories of classes."""
     for number in numbers:
@@ -74,7 +78,7 @@ WRITERS = {
     "tfrecord": write_tfrecord,
     "text": write_text,
     "h5": write_hdf5,
-    "npy": np.save,
+    "npy": write_npy,
     "image": write_image,
 }
 
