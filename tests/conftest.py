@@ -13,6 +13,8 @@ from jobs import launcher
 
 # An example may take long on a busy machine.
 hypothesis.settings.register_profile("patient", deadline=None)
+# pytest --hypothesis-profile=thorough
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=3000)
 # Mutation tests use the same examples each time and do not shrink them.
 hypothesis.settings.register_profile(
     "mutants",

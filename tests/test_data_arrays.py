@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 
 from keras_dist import errors
-from keras_dist.data import epochs
 from keras_dist.data.array_dataset import ArrayDataset
 from keras_dist.data.arrays import ArraySource
 from keras_dist.data.shard_options import ShardOptions
@@ -32,24 +31,6 @@ def epoch_of(part):
     return [batch.tolist() for batch in batches]
 
 
-def next_epoch(part):
-    if isinstance(part, ArrayDataset):
-        part.on_epoch_end()
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("form", FORMS)
-def test_ranks_cover_all_samples(size, shuffle, form):
-    parts = parts_of(np.arange(41), size, form, batch_size=4, shuffle=shuffle)
-    assert {len(part) for part in parts} == {-(-(41 // size) // 4)}
-    for _ in range(2):
-        samples = [number for part in parts for batch in epoch_of(part) for number in batch]
-        assert sorted(samples) == list(range(41))
-        for part in parts:
-            next_epoch(part)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_arrays_have_native_byte_order(form):
     data = {"x": np.arange(4, dtype=">i8"), "y": np.arange(4, dtype=">f4")}
@@ -57,30 +38,6 @@ def test_arrays_have_native_byte_order(form):
     batch = part[0] if form is ArrayDataset else next(part.as_numpy_iterator())
     assert batch["x"].dtype == np.int64 and batch["y"].dtype == np.float32
     assert batch["x"].tolist() == batch["y"].tolist() == [0, 1, 2, 3]
-
-
-def test_both_forms_have_the_same_orders():
-    [one], [other] = (parts_of(np.arange(20), 1, form, batch_size=3) for form in FORMS)
-    for _ in range(3):
-        assert epoch_of(one) == epoch_of(other)
-        next_epoch(one)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_epoch_can_be_resumed(form):
-    def make():
-        return [parts_of(np.arange(20), 1, form, batch_size=3, seed=seed)[0] for seed in (0, 0, 1)]
-
-    earlier = one, _, third = make()
-    for part in (one, one, third):
-        epoch_of(part)
-        next_epoch(part)
-    numbers = epochs.numbers()
-    expected = [epoch_of(part) for part in earlier]
-    later = make()  # while the earlier data sets are alive
-    assert [epoch_of(part) for part in later] != expected
-    epochs.restore(numbers)
-    assert [epoch_of(part) for part in later] == expected
 
 
 def test_two_iterations_at_once_do_not_disturb_each_other():
@@ -113,20 +70,6 @@ def test_data_is_released_with_its_last_reader(form):
     assert data() is None
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_nested_arrays_stay_together(form):
-    numbers = np.arange(10)
-    data = ([numbers, {"half": numbers / 2}], numbers.astype("int8"), np.arange(20).reshape(10, 2))
-    [_, part] = parts_of(data, 2, form, batch_size=3)
-    for (whole, inner), small, pairs in part:
-        whole, small = np.asarray(whole), np.asarray(small)
-        np.testing.assert_array_equal(inner["half"], whole / 2)
-        np.testing.assert_array_equal(small, whole)
-        np.testing.assert_array_equal(pairs[:, 0], whole * 2)
-        assert small.dtype == np.int8
-        assert set(whole % 2) == {1}
-
-
 def test_batch_size_is_32_unless_given():
     [part] = parts_of(np.arange(100), 1)
     assert [len(batch) for batch in part] == [32, 32, 32, 4]
@@ -145,19 +88,6 @@ def test_data_on_disk_is_read_batch_by_batch(tmp_path):
     batch = parts_of(mapped, 2, batch_size=4)[0][0]
     assert type(batch) is np.ndarray
     assert batch.shape == (4, 2)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_steps_end_an_epoch_early(form):
-    parts = parts_of(np.arange(40), 2, form, batch_size=4, steps=3)
-    seen = set()
-    for _ in range(8):
-        epochs = [epoch_of(part) for part in parts]
-        assert [[len(batch) for batch in epoch] for epoch in epochs] == [[4, 4, 4]] * 2
-        seen |= {number for epoch in epochs for batch in epoch for number in batch}
-        for part in parts:
-            next_epoch(part)
-    assert seen == set(range(40))
 
 
 def test_a_pipeline_has_a_length_and_shapes():
@@ -189,83 +119,14 @@ def test_batches_keep_their_order_when_keras_requests_another():
     assert following == epoch_of(part)[0]
 
 
+def test_the_end_of_an_epoch_may_be_said_after_a_loop():
+    [part], [other] = (parts_of(np.arange(20), 1, batch_size=4) for _ in range(2))
+    assert epoch_of(part) == epoch_of(other)
+    part.on_epoch_end()
+    assert epoch_of(part) == epoch_of(other)
+
+
 # --- In Keras
-
-
-def recorded(seen):
-    """Returns a model that appends the samples of every batch to `seen`."""
-
-    class Model(keras.Sequential):
-        def train_step(self, data):
-            seen.append(keras.ops.convert_to_numpy(data[0])[:, 0].astype(int).tolist())
-            return super().train_step(data)
-
-        def test_step(self, data):
-            seen.append(keras.ops.convert_to_numpy(data[0])[:, 0].astype(int).tolist())
-            return super().test_step(data)
-
-    model = Model([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", run_eagerly=True)
-    return model
-
-
-def numbered(count):
-    numbers = np.arange(count, dtype="float32").reshape(count, 1)
-    return numbers, numbers / count
-
-
-def flat(batches):
-    return [number for batch in batches for number in batch]
-
-
-@pytest.mark.parametrize("validated", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_fit_sees_every_sample_once_per_epoch_in_a_new_order(validated, form):
-    def run():
-        seen = []
-        [train] = parts_of(numbered(22), 1, form, batch_size=5)
-        validation = parts_of(numbered(7), 1, form, batch_size=3)[0] if validated else None
-        model = recorded(seen)
-        epochs = []
-        model.fit(
-            train,
-            epochs=3,
-            verbose=0,
-            shuffle=form is ArrayDataset,
-            validation_data=validation,
-            callbacks=[
-                keras.callbacks.LambdaCallback(
-                    on_epoch_end=lambda epoch, logs: (epochs.append(list(seen)), seen.clear())
-                )
-            ],
-        )
-        return epochs
-
-    epochs = run()
-    for batches in epochs:
-        assert [len(batch) for batch in batches[:5]] == [5, 5, 5, 5, 2]
-        assert sorted(flat(batches[:5])) == list(range(22))
-        assert sorted(flat(batches[5:])) == (list(range(7)) if validated else [])
-    assert len({str(batches) for batches in epochs}) == 3
-    assert run() == epochs
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_evaluate_sees_every_sample_once(shuffle, form):
-    seen = []
-    [part] = parts_of(numbered(13), 1, form, batch_size=5, shuffle=shuffle)
-    recorded(seen).evaluate(part, verbose=0)
-    assert sorted(flat(seen)) == list(range(13))
-    assert (flat(seen) == list(range(13))) is not shuffle
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_unshuffled_batches_come_in_the_order_of_the_data(form):
-    seen = []
-    [part] = parts_of(numbered(13), 1, form, batch_size=5, shuffle=False)
-    recorded(seen).fit(part, epochs=2, verbose=0, shuffle=form is ArrayDataset)
-    assert flat(seen) == 2 * list(range(13))
 
 
 @pytest.mark.parametrize("form", FORMS)

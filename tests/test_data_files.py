@@ -44,53 +44,8 @@ def epoch_of(part):
     return batches
 
 
-def sizes_of(epochs):
-    return [[len(batch) for batch in epoch] for epoch in epochs]
-
-
 def flat(epochs):
     return sorted(number for epoch in epochs for batch in epoch for number in batch)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("lengths", [(7, 8, 9, 5), (30,), (6, 6, 6, 6, 6, 6, 6), (3, 9)])
-def test_uneven_yields_every_element_once(size, lengths, write):
-    parts = parts_of(write(*lengths), size, batch_size=4, reader=reader)
-    for _ in range(2):
-        epochs = [epoch_of(part) for part in parts]
-        assert len({len(epoch) for epoch in epochs}) == 1
-        assert flat(epochs) == list(range(sum(lengths)))
-
-
-def test_the_rank_with_the_most_elements_sets_the_steps(write):
-    parts = parts_of(write(20, 11, 7), 3, batch_size=6, reader=reader, shuffle=False)
-    epochs = [epoch_of(part) for part in parts]
-    assert sizes_of(epochs) == [[5, 5, 5, 5], [3, 3, 3, 2], [2, 2, 2, 1]]
-    assert epochs[1] == [[20, 21, 22], [23, 24, 25], [26, 27, 28], [29, 30]]
-
-
-def test_pad_fills_every_rank_up_to_the_largest(write):
-    parts = parts_of(write(9, 5, 2), 3, batch_size=4, reader=reader, remainder="pad")
-    epochs = [epoch_of(part) for part in parts]
-    assert sizes_of(epochs) == [[4, 4, 1]] * 3
-    assert set(flat(epochs)) == set(range(16))
-    counts = np.bincount(flat([epochs[2]]))[14:]
-    assert set(counts) == {4, 5}
-
-
-def test_drop_makes_only_full_batches(write):
-    parts = parts_of(write(13, 9), 2, batch_size=4, reader=reader, remainder="drop")
-    epochs = [epoch_of(part) for part in parts]
-    assert sizes_of(epochs) == [[4, 4]] * 2
-    assert len(set(flat(epochs))) == 16
-    assert parts[0].element_spec.shape == (4,)
-
-
-def test_fewer_files_than_ranks_are_sharded_by_element(write):
-    parts = parts_of(write(10, 11), 4, batch_size=2, reader=reader, shuffle=False)
-    epochs = [epoch_of(part) for part in parts]
-    assert epochs[1] == [[1, 5], [9, 13], [17]]
-    assert flat(epochs) == list(range(21))
 
 
 @pytest.mark.parametrize("lengths", [(20, 9, 8), (40,)])
@@ -179,25 +134,6 @@ def test_bad_input_is_refused_on_every_rank(names, arguments, error, culprit):
         with pytest.raises(error, match=rf"^\[rank {rank} of 2\] Expected .*") as caught:
             source_of_files(names, options_of(rank, 2, arguments))
         assert culprit in str(caught.value)
-
-
-@pytest.mark.parametrize("remainder", ["uneven", "pad", "drop"])
-@pytest.mark.parametrize("lengths", [(0, 9), (9, 1)])
-def test_too_few_elements_for_the_steps(lengths, remainder, write):
-    if lengths == (9, 1) and remainder != "uneven":
-        parts = parts_of(write(*lengths), 2, batch_size=4, reader=reader, remainder=remainder)
-        assert len({part.cardinality().numpy() for part in parts}) == 1
-        return
-    sources = [
-        source_of_files(
-            write(*lengths),
-            options_of(rank, 2, {"batch_size": 4, "reader": reader, "remainder": remainder}),
-        )
-        for rank in range(2)
-    ]
-    for rank, source in enumerate(sources):
-        with pytest.raises(errors.DataError, match=rf"^\[rank {rank} of 2\] Expected files with"):
-            source.part([other.held for other in sources])
 
 
 def test_a_file_of_records_that_is_listed_twice_is_read_twice(tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from data_checks import check_files, check_samples, check_union, is_too_short
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,24 +74,6 @@ def test_what_is_left_of_an_epoch_is_shared_out_in_as_many_steps(extra, size, da
     assert sorted(everything) == list(indices)
 
 
-@given(st.sampled_from(["rank", "global", None]), st.sets(st.integers(0, 2)), st.integers(1, 5))
-def test_batches_of_ranks_that_are_behind_belong_to_the_rest(way, behind, step):
-    def part_of(rank, size):
-        first = plan_samples(40, 3, rank, 2, "uneven")
-        return first if size == 3 else plan_after_change(first, 40, size, rank, "uneven")
-
-    def batches_of(rank):
-        return Batches(None, part_of(rank, 3), Order(way, 7, 40), plan_for=part_of)
-
-    ranks = [batches_of(rank) for rank in range(3)]
-    done = [step - (rank in behind) for rank in range(3)]
-    seen = [ranks[rank].indices(0, s) for rank in range(3) for s in range(done[rank])]
-    for rank, batches in enumerate(ranks[:2]):
-        batches.reshard(rank, 2, (0, step), behind)
-        seen += [batches.indices(0, s) for s in range(step, batches.plan.steps)]
-    assert sorted(np.concatenate(seen)) == list(range(40))
-
-
 def nothing(step):
     raise AssertionError(f"step {step} lies before the rest")
 
@@ -124,56 +107,17 @@ def test_who_has_read_less_reads_on_as_before_up_to_where_the_rest_begins():
 # --- Samples
 
 
-@given(totals_and_sizes(), batch_sizes, remainders)
-def test_every_rank_has_the_same_steps_and_no_batch_is_empty(shape, batch_size, remainder):
+@given(totals_and_sizes(), batch_sizes, remainders, seeds, st.integers(0, 3))
+def test_ranks_share_out_samples(shape, batch_size, remainder, seed, epoch):
     all_plans = plans(*shape, batch_size, remainder)
-    assert len({plan.steps for plan in all_plans}) == 1
-    for plan in all_plans:
-        assert plan.steps >= 1
-        assert sum(plan.sizes()) == plan.count
-        assert min(plan.sizes()) >= 1
-        assert [len(batch) for batch in epoch_of(plan, seed=None)] == plan.sizes()
-
-
-@given(totals_and_sizes(), batch_sizes, seeds, st.integers(0, 3))
-def test_uneven_hands_out_every_sample_once(shape, batch_size, seed, epoch):
-    total, size = shape
-    all_plans = plans(total, size, batch_size, "uneven")
-    taken = np.concatenate([plan.order(seed, epoch) for plan in all_plans])
-    assert sorted(taken) == list(range(total))
-    for plan in all_plans:
-        assert plan.steps == -(-(total // size) // batch_size)
-        assert plan.count - total // size in (0, 1)
-        assert plan.extra == 0
-        *others, last = plan.sizes()
-        assert set(others) <= {batch_size}
-        assert 1 <= last <= batch_size + 1
-
-
-@given(totals_and_sizes(), batch_sizes, seeds, st.integers(0, 3))
-def test_pad_repeats_the_stated_number_of_samples(shape, batch_size, seed, epoch):
-    total, size = shape
-    all_plans = plans(total, size, batch_size, "pad")
-    taken = np.concatenate([plan.order(seed, epoch) for plan in all_plans])
-    assert set(taken) == set(range(total))
-    assert len(taken) - total == size * -(-total // size) - total < size
-    assert sum(plan.extra for plan in all_plans) == len(taken) - total
-    assert len({tuple(plan.sizes()) for plan in all_plans}) == 1
-    assert max(all_plans[0].sizes()) <= batch_size
-    for plan in all_plans:
-        assert set(plan.order(seed, epoch) % size) == {plan.rank}
-
-
-@given(totals_and_sizes(), batch_sizes, seeds, st.integers(0, 3))
-def test_drop_makes_full_batches_alone(shape, batch_size, seed, epoch):
-    total, size = shape
-    all_plans = plans(total, size, batch_size, "drop")
-    taken = np.concatenate([plan.order(seed, epoch) for plan in all_plans])
-    assert len(set(taken)) == len(taken)
-    assert set(taken) <= set(range(total - total % size))
-    each = min(batch_size, total // size)
-    assert {count for plan in all_plans for count in plan.sizes()} == {each}
-    assert all_plans[0].steps == total // size // each
+    orders = [plan.order(seed, epoch) for plan in all_plans]
+    check_union(np.concatenate(orders).tolist(), shape[0], remainder)
+    check_samples([plan.sizes() for plan in all_plans], shape[0], batch_size, remainder)
+    for plan, order in zip(all_plans, orders, strict=True):
+        assert len(order) == plan.count and plan.extra == len(order) - len(set(order))
+        assert set(order % plan.size) == {plan.rank}
+        assert max(order) < shape[0] - (shape[0] % plan.size if remainder == "drop" else 0)
+        assert [len(batch) for batch in epoch_of(plan, seed, epoch)] == plan.sizes()
 
 
 @given(totals_and_sizes(), batch_sizes, remainders, st.data())
@@ -188,27 +132,9 @@ def test_a_limited_plan_has_the_first_steps_of_the_whole_one(shape, batch_size, 
             assert list(limited.order(1, 0)) == list(plan.order(1, 0)[: limited.count])
 
 
-@given(totals_and_sizes(), batch_sizes)
-def test_a_step_of_all_ranks_is_a_batch_of_one_process(shape, batch_size):
-    total, size = shape
-    epochs = [epoch_of(plan, seed=None) for plan in plans(total, size, batch_size, "uneven")]
-    for step, batches in enumerate(zip(*epochs, strict=True)):
-        start = step * size * batch_size
-        stop = total if step == len(epochs[0]) - 1 else start + size * batch_size
-        assert sorted(np.concatenate(batches)) == list(range(start, stop))
-
-
 def test_without_a_seed_the_order_is_that_of_the_data():
     assert list(plan_samples(10, 3, 1, 2, "uneven").order(None, 5)) == [1, 4, 7]
     assert list(plan_samples(10, 3, 1, 2, "pad").order(None, 5)) == [1, 4, 7, 1]
-
-
-def test_orders_differ_by_rank_and_epoch_and_seed_and_can_be_had_again():
-    one, other = (plan_samples(400, 2, rank, 10, "uneven") for rank in range(2))
-    assert list(one.order(7, 0)) == list(one.order(7, 0))
-    assert list(one.order(7, 0)) != list(one.order(7, 1))
-    assert list(one.order(7, 0)) != list(one.order(8, 0))
-    assert list(one.order(7, 0) // 2) != list(other.order(7, 0) // 2)
 
 
 @pytest.mark.parametrize(
@@ -331,26 +257,12 @@ def test_the_pool_has_a_batch_for_every_rank_whenever_there_are_enough(total, si
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=8), batch_sizes, remainders)
 def test_held_elements_are_spread_over_equally_many_batches(counts, batch_size, remainder):
     spreads = [plan_spread(counts, rank, batch_size, remainder) for rank in range(len(counts))]
-    if None in spreads:
+    if is_too_short(counts, batch_size, remainder):
         assert set(spreads) == {None}
-        assert min(counts) == 0 or (
-            remainder == "uneven" and min(counts) < -(-max(counts) // batch_size)
-        )
         return
-    assert len({len(spread.sizes) for spread in spreads}) == 1
-    for count, spread in zip(counts, spreads, strict=True):
-        assert sum(spread.sizes) == spread.count
-        assert 1 <= min(spread.sizes) <= max(spread.sizes) <= batch_size
-        if remainder == "uneven":
-            assert spread.count == count
-            assert max(spread.sizes) - min(spread.sizes) <= 1
-        elif remainder == "pad":
-            assert spread.count == max(counts)
-        else:
-            assert count >= spread.count
-            assert len(set(spread.sizes)) == 1
-    if remainder != "uneven":
-        assert len({spread.sizes for spread in spreads}) == 1
+    sizes = [list(spread.sizes) for spread in spreads]
+    assert [spread.count for spread in spreads] == list(map(sum, sizes))
+    check_files(sizes, counts, batch_size, remainder)
 
 
 @pytest.mark.parametrize(

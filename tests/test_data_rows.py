@@ -11,7 +11,7 @@ import pytest
 from jobs import script
 
 from keras_dist import errors
-from keras_dist.data import epochs, hdf5, npy, row_source
+from keras_dist.data import hdf5, npy, row_source
 from keras_dist.data.readers import FileReader
 from keras_dist.data.segments import Column, segment_of_npy
 
@@ -67,53 +67,6 @@ def epoch(data, number=0):
     return [data.batch(number, step) for step in range(data.plan.steps)]
 
 
-def check(batches):
-    """Checks that each row has its label and that no row is missing."""
-    labels = np.concatenate([y for _, y in batches])
-    for x, y in batches:
-        assert x.dtype == "f4" and y.dtype.isnative and x.shape[1:] == (2, 3)
-        assert np.array_equal(x[:, 0, 0], y * 6) and np.array_equal(x[:, 1, 2], y * 6 + 5)
-    assert sorted(labels) == list(range(ROWS))
-    return labels.tolist()
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_layouts(folder, shuffle):
-    options = {"batch_size": 16, "block": 40, "shuffle": shuffle}
-    parts = [folder / f"part{part}.h5" for part in range(3)]
-    made = [
-        hdf5(folder / "all.h5", "x", "y", **options),
-        hdf5(str(folder / "all.h5"), "x", "big/y", **options),
-        hdf5(folder / "virtual.h5", "x", "y", **options),
-        hdf5(parts, "x", "y", **options),
-        npy(folder / "x.npy", folder / "y.npy", **options),
-    ]
-    orders = [check(epoch(data)) for data in made]
-    assert all(order == orders[0] for order in orders)
-    assert (orders[0] == sorted(orders[0])) is not shuffle
-    chunks = hdf5(folder / "all.h5", "chunks", "y", **options)
-    first, second = check(epoch(chunks)), check(epoch(chunks, 1))
-    assert (first == second) is not shuffle
-
-
-@pytest.mark.parametrize("shuffle", [True, "global"])
-def test_a_resumed_run_continues_within_an_epoch(folder, shuffle):
-    def begun():
-        return hdf5(folder / "all.h5", "x", "y", 16, block=40, shuffle=shuffle)
-
-    def from_batch(step, data):
-        steps = range(step, data.plan.steps)
-        return [data.batch(data.epochs.number, k)[1].tolist() for k in steps]
-
-    data = begun()
-    data.epochs.advance()
-    came_to, rest = epochs.numbers(), from_batch(2, data)
-    later = begun()
-    assert from_batch(2, later) != rest
-    epochs.restore(came_to)
-    assert from_batch(2, later) == rest
-
-
 def test_only_the_next_block_is_prefetched(folder):
     data = hdf5(folder / "all.h5", "x", "y", 16, block=40, shuffle=False)
     for step in (0, 1, 5):
@@ -125,8 +78,9 @@ def test_only_the_next_block_is_prefetched(folder):
 def test_structures(folder):
     data = hdf5(folder / "all.h5", {"a": "x", "b": ["y", "big/y"]}, batch_size=ROWS, shuffle=False)
     [batch] = epoch(data)
-    assert batch["a"].shape == (ROWS, 2, 3)
+    assert np.array_equal(batch["a"], np.arange(ROWS * 6).reshape(ROWS, 2, 3))
     assert np.array_equal(*batch["b"]) and isinstance(batch["b"], tuple)
+    assert batch["a"].dtype == "f4" and all(y.dtype.isnative for y in batch["b"])
 
 
 def test_a_fork_reads_for_itself(folder):

@@ -16,24 +16,6 @@ from keras_dist.data.shard_options import Fact, ShardOptions
 pytestmark = pytest.mark.skipif(keras_dist.size() > 1, reason="for one process")
 
 
-def test_every_kind_of_data_is_taken():
-    assert isinstance(shard(np.arange(9)), tf.data.Dataset)
-    assert isinstance(shard({"x": np.arange(9)}, 2), tf.data.Dataset)
-    assert isinstance(shard(tf.data.Dataset.range(9), 2), tf.data.Dataset)
-    assert isinstance(shard(tf.data.Dataset.range(9).batch(2)), tf.data.Dataset)
-    assert shard(["a", "b"]) == ["a", "b"]
-    assert isinstance(
-        shard(["a"], reader=lambda names: tf.data.Dataset.from_tensor_slices(names)),
-        tf.data.Dataset,
-    )
-
-
-def test_one_rank_gets_everything():
-    for data in (np.arange(50), tf.data.Dataset.range(50)):
-        part = shard(data, 8)
-        assert sorted(n for batch in part.as_numpy_iterator() for n in batch) == list(range(50))
-
-
 def test_fit_trains_on_a_pipeline():
     x, y = np.ones((13, 3), "float32"), np.zeros((13, 1), "float32")
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])

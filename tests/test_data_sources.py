@@ -11,85 +11,20 @@ import pandas as pd
 import pytest
 import tensorflow as tf
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from data_ranks import on_ranks
+from data_sources import PyBatches, Samples, TorchSamples
 
 import keras_dist
 from keras_dist import data, errors
 from keras_dist.data import epochs, sharding
-from keras_dist.data.order import Order
-from keras_dist.data.partition import plan_samples
 from keras_dist.data.shard_options import ShardOptions
 
 pytestmark = pytest.mark.skipif(keras_dist.size() > 1, reason="for one process")
 
 
-class Batches(keras.utils.PyDataset):
-    """A PyDataset of numbered samples in batches of 3."""
-
-    def __init__(self, count, **options):
-        super().__init__(**options)
-        self.count, self.begun = count, 0
-
-    def __len__(self):
-        return -(-self.count // 3)
-
-    def __getitem__(self, index):
-        return np.arange(3 * index, min(3 * index + 3, self.count), dtype="float32")[:, None]
-
-    def on_epoch_begin(self):
-        self.begun += 1
-
-
-class Numbered:
-    """A random access source of grain: a length and samples by index."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        return {"x": np.float32(index), "y": (index, 1.5)}
-
-
-class TorchNumbers(torch.utils.data.Dataset):
-    def __init__(self, count):
-        self.count = count
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        return torch.tensor([index])
-
-
 class TorchStream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(torch.arange(7))
-
-
-def rows_in_batches(count):
-    for index in range(0, count, 3):
-        yield np.arange(index, min(index + 3, count))
-
-
-SOURCES = {
-    "frame": lambda count: pd.DataFrame({"a": np.arange(count), "b": 0}),
-    "tensors": lambda count: (torch.arange(count), tf.range(count), None),
-    "samples": Numbered,
-    "PyDataset": Batches,
-    "torch": TorchNumbers,
-    "loader": lambda count: torch.utils.data.DataLoader(TorchNumbers(count), 3, shuffle=True),
-    "generator": lambda count: lambda: iter(range(count)),
-    "generator of batches": lambda count: lambda: rows_in_batches(count),
-}
-OF_BATCHES = ("PyDataset", "generator of batches")
-
-
-def batch_size_of(kind):
-    return None if kind in (*OF_BATCHES, "loader") else 3
 
 
 def sources_of(made, size, **arguments):
@@ -100,8 +35,7 @@ def sources_of(made, size, **arguments):
 
 
 def parts_of(made, size, **arguments):
-    sources = list(sources_of(made, size, **arguments))
-    return [source.part([getattr(other, "held", None) for other in sources]) for source in sources]
+    return on_ranks(size, lambda: data.shard(made, **arguments))
 
 
 def first_leaf(batch):
@@ -110,94 +44,11 @@ def first_leaf(batch):
 
 def epoch_of(part):
     """Returns the sample numbers of one epoch, by batch."""
-    batches = [first_leaf(batch) for batch in part]
-    assert len(batches) == len(part)
-    return [batch.reshape(len(batch), -1)[:, 0].astype(int).tolist() for batch in batches]
+    return [first_leaf(batch).reshape(len(batch), -1)[:, 0].tolist() for batch in part]
 
 
 def flat(parts):
     return [number for epoch in parts for batch in epoch for number in batch]
-
-
-# --- Coverage and order
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("remainder", ["uneven", "pad", "drop"])
-def test_ranks_cover_all_samples(kind, remainder):
-    for size, count in [(1, 23), (2, 12), (3, 37), (4, 23)]:
-        options = {"batch_size": batch_size_of(kind), "remainder": remainder}
-        parts = parts_of(SOURCES[kind](count), size, **options)
-        for _ in range(2):
-            epochs_of_ranks = [epoch_of(part) for part in parts]
-            assert len(set(map(len, epochs_of_ranks))) == 1
-            assert all(batch for epoch in epochs_of_ranks for batch in epoch)
-            numbers = flat(epochs_of_ranks)
-            if remainder == "drop":
-                assert len(numbers) == len(set(numbers)) > 0
-            else:
-                assert set(numbers) == set(range(count))
-            assert remainder != "uneven" or len(numbers) == count
-            repeated = len(numbers) - count
-            assert remainder != "pad" or repeated < size * (3 if kind in OF_BATCHES else 1)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in SOURCES if "generator" not in kind])
-def test_orders_follow_from_seed_and_epoch(kind):
-    def run(seed):
-        [part] = parts_of(SOURCES[kind](40), 1, batch_size=batch_size_of(kind), seed=seed)
-        return [epoch_of(part) for _ in range(2)], part
-
-    (first, second), part = run(0)
-    assert first != second
-    assert run(0)[0] == [first, second] != run(1)[0]
-    came_to = epochs.numbers()
-    third = epoch_of(part)
-    [resumed] = parts_of(SOURCES[kind](40), 1, batch_size=batch_size_of(kind))
-    epochs.restore({name: came_to[name] for name in list(epochs.numbers())[:1]})
-    assert epoch_of(resumed) == third
-
-
-@pytest.mark.parametrize("kind", ["tensors", "torch", "tf.data", "tf.data shuffled"])
-def test_a_global_order_is_one_for_any_number_of_ranks(kind):
-    def make():
-        if kind in SOURCES:
-            return SOURCES[kind](50)
-        numbers = tf.data.Dataset.range(50)
-        return numbers.shuffle(50).batch(12) if kind == "tf.data shuffled" else numbers
-
-    def steps(size):
-        batched = True if kind == "tf.data shuffled" else None
-        options = {"shuffle": "global", "global_batch_size": 12, "batched": batched}
-        parts = parts_of(make(), size, **options)
-        return [
-            [sorted(flat([step])) for step in zip(*map(epoch_of, parts), strict=True)]
-            for _ in range(2)
-        ]
-
-    once = steps(1)
-    for size in (2, 3, 4):
-        for epoch, expected in zip(steps(size), once, strict=True):
-            assert epoch[:3] == expected[:3]  # the last step may include the remainder
-            assert sorted(flat([epoch])) == list(range(50))
-    assert once[0][0] != once[1][0] != list(range(12))
-
-
-@given(st.integers(4, 200), st.integers(1, 9), st.integers(0, 3), st.integers(0, 3))
-def test_a_global_order_does_not_depend_on_the_ranks(total, batch, seed, epoch):
-    def steps(size):
-        found = []
-        for rank in range(size):
-            plan = plan_samples(total, size, rank, 12 * batch // size, "uneven")
-            order = Order("global", seed, total).of(plan, epoch)
-            found.append([set(order[slice(*plan.bounds(step))]) for step in range(plan.steps)])
-        return [set().union(*step) for step in zip(*found, strict=True)]
-
-    once = steps(1)
-    for size in (2, 3, 4):
-        each = steps(size)
-        assert sum(map(len, each)) == total and set().union(*each) == set(range(total))
-        assert each[:-1] == once[: len(each) - 1]
 
 
 # --- Properties of each kind
@@ -214,7 +65,7 @@ def test_pandas_data_is_converted_as_by_keras():
 
 def test_a_loader_keeps_its_options():
     loader = torch.utils.data.DataLoader(
-        TorchNumbers(10), 4, drop_last=True, collate_fn=lambda rows: torch.stack(rows) + 100
+        range(10), 4, drop_last=True, collate_fn=lambda rows: torch.tensor(rows) + 100
     )
     part = parts_of(loader, 2)[1]
     assert isinstance(part, torch.utils.data.DataLoader)
@@ -222,25 +73,31 @@ def test_a_loader_keeps_its_options():
 
 
 def test_a_py_dataset_keeps_its_workers_and_epoch_hooks():
-    mine = Batches(30, workers=2, max_queue_size=3)
+    class Counted(PyBatches):
+        begun = 0
+
+        def on_epoch_begin(self):
+            self.begun += 1
+
+    mine = Counted(30)
+    mine.workers, mine.max_queue_size = 2, 3
     [part] = parts_of(mine, 1)
     assert (part.workers, part.max_queue_size) == (2, 3)
-    epoch_of(part)
+    list(part)
     assert mine.begun == 1
 
 
 def test_an_iterator_continues_across_epochs():
-    parts = [
-        parts_of(itertools.count(), 2, batch_size=2, steps=3)[0],
-        parts_of(itertools.count(), 2, batch_size=2, steps=3)[1],
-    ]
+    parts = [parts_of(itertools.count(), 2, batch_size=2, steps=3)[rank] for rank in range(2)]
     assert parts[1][0].tolist() == [1, 3]  # inspected before the epoch, as by Keras
     for epoch in range(2):
         numbers = flat([epoch_of(part) for part in parts])
         assert sorted(numbers) == list(range(12 * epoch, 12 * epoch + 12))
-    later = parts_of(itertools.count(), 2, batch_size=2, steps=3)[0]
-    epochs.restore({next(iter(epochs.numbers())): 2})
-    assert epoch_of(later)[0] == [24, 26]
+    came_to = epochs.numbers()
+    for size, batch in ((2, [24, 26]), (1, [24, 25, 26, 27])):  # also on another number of ranks
+        later = parts_of(itertools.count(), size, batch_size=4 // size, steps=3)[0]
+        epochs.restore(came_to)
+        assert epoch_of(later)[0] == batch
 
 
 def test_an_iterable_is_a_stream():
@@ -251,11 +108,7 @@ def test_an_iterable_is_a_stream():
     assert epoch_of(whole) == [[0, 1, 2, 3]] * 2
 
 
-def test_batches_of_tf_data_can_be_rebatched():
-    batches = tf.data.Dataset.range(23).batch(5)
-    parts = parts_of(batches, 2, batched=True, batch_size=4)
-    read = [epoch_of(part) for part in parts]
-    assert sorted(flat(read)) == list(range(23)) and {len(epoch[0]) for epoch in read} == {4}
+def test_samples_of_tf_data_are_in_batches_of_32():
     [single] = parts_of(tf.data.Dataset.range(40), 1, batched=False)
     assert len(epoch_of(single)[0]) == 32
 
@@ -272,7 +125,7 @@ def test_a_final_shuffle_of_tf_data_is_replaced():
 
 
 def test_batches_of_an_abandoned_epoch_are_discarded():
-    ahead = data.prefetch(data.shard(Batches(30), shuffle=False))
+    ahead = data.prefetch(data.shard(PyBatches(30), shuffle=False))
     ahead.on_epoch_begin()
     first = ahead[0]
     ahead.on_epoch_begin()
@@ -281,7 +134,7 @@ def test_batches_of_an_abandoned_epoch_are_discarded():
 
 
 def test_a_batch_that_is_never_made_does_not_hold_the_exit():
-    class Stuck(Batches):
+    class Stuck(PyBatches):
         def __getitem__(self, index):
             if threading.current_thread() is not threading.main_thread():
                 begun.set()
@@ -327,7 +180,7 @@ def test_torch_batches_go_to_the_device_of_the_training_thread(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", on_device)
     monkeypatch.setattr(torch.Tensor, "pin_memory", noted)
     monkeypatch.setattr(torch.Tensor, "cuda", noted)
-    ahead = data.prefetch(data.shard(Batches(30), shuffle=False))
+    ahead = data.prefetch(data.shard(PyBatches(30), shuffle=False))
     current.device = 1  # as keras_dist.init() does before the data set is created
     ahead.on_epoch_begin()
     for step in range(len(ahead)):
@@ -341,7 +194,7 @@ def test_keras_trains_on_each():
     model.compile("sgd", "mse")
     pairs = lambda: ((np.ones((2, 1)), np.ones((2, 1))) for _ in range(5))  # noqa: E731
 
-    class Pairs(TorchNumbers):
+    class Pairs(TorchSamples):
         def __getitem__(self, index):
             return torch.ones(1), torch.ones(1)
 
@@ -355,19 +208,27 @@ def test_keras_trains_on_each():
 # --- Random sampling
 
 
-@pytest.mark.parametrize("kind", ["tensors", "samples", "PyDataset", "torch", "tf.data"])
+DRAWN = {
+    "tensors": lambda: torch.arange(60),
+    "samples": lambda: Samples(60),
+    "PyDataset": lambda: PyBatches(60),
+    "torch": lambda: TorchSamples(60),
+    "tf.data": lambda: tf.data.Dataset.range(60),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWN)
 def test_each_rank_samples_independently(kind):
-    options = {} if kind in OF_BATCHES else {"batch_size": 5}
+    options = {} if kind == "PyDataset" else {"batch_size": 5}
 
     def run(seed=0):
-        made = SOURCES[kind](60) if kind in SOURCES else tf.data.Dataset.range(60)
-        parts = parts_of(made, 2, draws=True, seed=seed, **options)
-        return [[epoch_of(part) for part in parts] for _ in range(2)]
+        parts = on_ranks(2, lambda: data.sample(DRAWN[kind](), seed=seed, **options))
+        return [[[first_leaf(b).tolist() for b in part] for part in parts] for _ in range(2)]
 
     (one, other), second = run()
-    assert len(one) == len(other) == (10 if kind in OF_BATCHES else 6)
+    assert len(one) == len(other) == (10 if kind == "PyDataset" else 6)
     assert one != other and [one, other] != second
-    assert len({number % 2 for number in flat([one])}) == 2
+    assert len({number % 2 for number in np.ravel(flat([one]))}) == 2
     assert run()[1] == second != run(1)[1]
 
 
@@ -377,17 +238,17 @@ def test_each_rank_samples_independently(kind):
 @pytest.mark.parametrize(
     ("made", "arguments", "error", "culprit"),
     [
-        (Batches(5), {}, errors.DataError, "at least 4 batches"),
-        (Numbered(3), {}, errors.DataError, "at least 4 samples"),
-        (Numbered(0), {}, errors.DataError, "samples"),
-        (TorchNumbers(3), {}, errors.DataError, "at least 4 samples"),
+        (PyBatches(5), {}, errors.DataError, "at least 4 batches"),
+        (Samples(3), {}, errors.DataError, "at least 4 samples"),
+        (Samples(0), {}, errors.DataError, "samples"),
+        (TorchSamples(3), {}, errors.DataError, "at least 4 samples"),
         (lambda: iter(range(3)), {"batch_size": 1}, errors.DataError, "at least 4 samples"),
         (lambda: 3, {}, errors.ArgumentTypeError, "return a generator"),
         (iter(range(9)), {}, errors.DataError, "Pass steps"),
         (lambda: iter([1]), {"shuffle": True}, errors.ArgumentError, "no shuffle"),
         (lambda: iter([1]), {"draws": True}, errors.ArgumentError, "random access to samples"),
-        (Batches(90), {"batch_size": 3}, errors.ArgumentError, "no batch_size"),
-        (Batches(90), {"batched": False}, errors.ArgumentError, "batched=False"),
+        (PyBatches(90), {"batch_size": 3}, errors.ArgumentError, "no batch_size"),
+        (PyBatches(90), {"batched": False}, errors.ArgumentError, "batched=False"),
         (pd.DataFrame({"a": ["x"] * 9, "b": 1}), {}, errors.ArgumentTypeError, "dict(frame)"),
         (np.arange(9), {"global_batch_size": 6}, errors.ArgumentError, "multiple of 4"),
         (
@@ -398,7 +259,7 @@ def test_each_rank_samples_independently(kind):
         ),
         (
             torch.utils.data.DataLoader(
-                TorchNumbers(9), sampler=torch.utils.data.WeightedRandomSampler([1] * 9, 9)
+                TorchSamples(9), sampler=torch.utils.data.WeightedRandomSampler([1] * 9, 9)
             ),
             {},
             errors.ArgumentError,

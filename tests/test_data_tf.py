@@ -9,8 +9,6 @@ from keras_dist.data import tf_order
 from keras_dist.data.shard_options import ShardOptions
 from keras_dist.data.tf_dataset import TfSource
 
-SIZES = [1, 3, 4]
-
 
 def numbers(count):
     return tf.data.Dataset.range(count)
@@ -50,58 +48,6 @@ def flat(epochs):
 # --- Samples
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("total", "batch_size"), [(23, 4), (24, 4), (17, 4), (5, 9)])
-def test_uneven_hands_out_every_sample_once(size, total, batch_size):
-    parts = parts_of(numbers(total), size, batch_size=batch_size)
-    for _ in range(2):
-        epochs = [epoch_of(part) for part in parts]
-        assert {len(epoch) for epoch in epochs} == {-(-(total // size) // batch_size)}
-        assert flat(epochs) == list(range(total))
-        for epoch in epochs:
-            assert {len(batch) for batch in epoch[:-1]} <= {batch_size}
-            assert 1 <= len(epoch[-1]) <= batch_size + 1
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("total", "batch_size"), [(23, 4), (24, 4), (17, 4), (5, 9)])
-def test_pad_repeats_the_stated_number_of_samples(size, total, batch_size):
-    parts = parts_of(numbers(total), size, batch_size=batch_size, remainder="pad")
-    epochs = [epoch_of(part) for part in parts]
-    assert len(flat(epochs)) == size * -(-total // size)
-    assert set(flat(epochs)) == set(range(total))
-    assert len({str([len(batch) for batch in epoch]) for epoch in epochs}) == 1
-    assert max(len(batch) for batch in epochs[0]) <= batch_size
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("total", "batch_size"), [(23, 4), (24, 4), (17, 4), (5, 9)])
-def test_drop_makes_full_batches_of_a_known_shape(size, total, batch_size):
-    parts = parts_of(numbers(total), size, batch_size=batch_size, remainder="drop")
-    epochs = [epoch_of(part) for part in parts]
-    each = min(batch_size, total // size)
-    assert {part.element_spec.shape[0] for part in parts} == {each}
-    assert {len(epoch) for epoch in epochs} == {total // size // each}
-    assert len(set(flat(epochs))) == len(flat(epochs))
-    assert set(flat(epochs)) <= set(range(total - total % size))
-
-
-def test_orders_differ_by_epoch_and_rank_and_seed_and_can_be_had_again():
-    def run(seed):
-        parts = parts_of(numbers(60), 2, batch_size=30, seed=seed)
-        return [epoch_of(part)[0] for part in parts for _ in range(2)]
-
-    once = run(seed=3)
-    assert run(seed=3) == once
-    assert run(seed=4) != once
-    assert len({str([number // 2 for number in order]) for order in once}) == 4
-
-
-def test_unshuffled_samples_keep_their_order():
-    [_, part] = parts_of(numbers(9), 2, batch_size=3, shuffle=False)
-    assert epoch_of(part) == [[1, 3, 5], [7]]
-
-
 @pytest.mark.parametrize("remainder", ["uneven", "pad"])
 def test_remainders_of_nested_sparse_and_ragged_samples(remainder):
     ragged = tf.ragged.constant([[i] * (i % 3) for i in range(9)])
@@ -135,31 +81,6 @@ def test_the_shuffle_buffer_can_be_set():
 
 
 # --- Batches
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("total", [16, 17, 23, 32])  # in batches of 4
-@pytest.mark.parametrize("remainder", ["uneven", "pad", "drop"])
-def test_batches_are_dealt_out(size, total, remainder):
-    count = -(-total // 4)
-    parts = parts_of(numbers(total).batch(4), size, remainder=remainder)
-    epochs = [epoch_of(part) for part in parts]
-    steps = -(-count // size) if remainder == "pad" else count // size
-    assert {len(epoch) for epoch in epochs} == {steps}
-    assert epochs[-1][0] == list(range(4 * size - 4, min(4 * size, total))) or steps == 1
-    if remainder == "uneven":
-        assert flat(epochs) == list(range(total))
-        assert min(len(batch) for epoch in epochs for batch in epoch) >= 1
-        if count % size:
-            lasts = [len(epoch[-1]) for epoch in epochs]
-            assert max(lasts) - min(lasts) <= 1
-            assert max(lasts) < 8
-    elif remainder == "pad":
-        assert set(flat(epochs)) == set(range(total))
-        handed_out = sum(map(len, epochs))
-        assert handed_out - count == -count % size
-    else:
-        assert flat(epochs) == list(range(min(total, 4 * (count - count % size))))
 
 
 def test_fewer_batches_than_ranks_share_their_rows():
@@ -227,15 +148,6 @@ def test_data_that_ends_before_its_steps_says_so():
         for part in parts_of(batched, 2, batch_size=batch_size, steps=5):
             with pytest.raises(tf.errors.InvalidArgumentError, match="Received: data that ended"):
                 epoch_of(part)
-
-
-def test_all_steps_may_be_asked_for():
-    parts = parts_of(numbers(17), 2, batch_size=4, steps=2)
-    assert [sizes_of(part) for part in parts] == [[4, 5], [4, 4]]
-    assert [sizes_of(part) for part in parts_of(numbers(17).batch(4), 2, steps=2)] == [
-        [4, 4],
-        [4, 5],
-    ]
 
 
 # --- Bad input

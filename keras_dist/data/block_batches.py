@@ -152,7 +152,7 @@ class BlockBatches:
     def _share_of(self, rank: int, epoch: int) -> BlockShard:
         """Returns the shard of one of the previous ranks, perhaps dead."""
         share = self._share(epoch)
-        if not share.first_step:
+        if share.previous is None:
             plan = self._plan_among(rank, self.plan.size) if self._plan_among else self.plan
             return dataclasses.replace(share, plan=plan)
         return remaining_shard(share, share.sequence, rank, self.plan.size, share.first_step)

@@ -308,9 +308,13 @@ def _torch_source(data: Any, options: ShardOptions) -> consistency.Source:
 
 
 def _is_torch(data: Any) -> bool:
-    """Returns whether data is a map-style data set of torch, or a loader of one."""
-    inner = data.dataset if is_a(data, "torch", "DataLoader") else data
-    return is_a(inner, "torch", "Dataset") and not is_a(inner, "torch", "IterableDataset")
+    """Returns whether data is a map-style data set of torch, or a loader of one.
+
+    A loader takes any object with a length and samples by index, such as a list.
+    """
+    if is_a(data, "torch", "DataLoader"):
+        return not is_a(data.dataset, "torch", "IterableDataset")
+    return is_a(data, "torch", "Dataset") and not is_a(data, "torch", "IterableDataset")
 
 
 def _is_array(data: Any) -> bool:

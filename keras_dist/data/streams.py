@@ -1,10 +1,11 @@
 """Sharding of iterables such as generators: every rank reads all, and keeps every n-th element."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from keras_dist import errors
-from keras_dist.data.epochs import Epochs
+from keras_dist.data.epochs import Epochs, kind_of
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
 from keras_dist.data.round_robin import plan_round_robin
 from keras_dist.data.shard_options import Fact, ShardOptions
@@ -50,7 +51,8 @@ class StreamSource:
             Fact("the number of its elements", total, SAME),
             *options.facts(),
         ]
-        self.epochs = Epochs(repr([(fact.label, fact.value) for fact in self.facts]))
+        in_order = dataclasses.replace(options, shuffle=False)
+        self.epochs = Epochs(kind_of(in_order.lasting(self.facts)))
         self.epochs.global_batch = options.size * (self._batch_size or 1)
 
     def _require_repeatable(self) -> None:

@@ -1,7 +1,5 @@
 """`shard` on several ranks: shards cover the data in equal numbers of steps, or all ranks raise."""
 
-import itertools
-
 import keras
 import numpy as np
 import pytest
@@ -77,61 +75,6 @@ def test_every_sample_comes_once_an_epoch(source):
         assert min(len(batch) for epoch in epochs for batch in epoch) >= 1
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("remainder", ["pad", "drop"])
-def test_the_remainder_is_padded_or_dropped(source, remainder):
-    n = size()
-    epochs = gathered(SOURCES[source](remainder=remainder))
-    samples = flat(epochs)
-    assert len({len(epoch) for epoch in epochs}) == 1
-    if remainder == "pad":
-        assert set(samples) == set(range(total()))
-        whole = -(-total() // BATCH) if source == "batches" else total()
-        handed_out = sum(map(len, epochs)) if source == "batches" else len(samples)
-        assert handed_out - whole == -whole % n
-    else:
-        assert len(set(samples)) == len(samples)
-        assert len(samples) == 12 * n * BATCH
-    if source != "batches":
-        assert len({str([len(batch) for batch in epoch]) for epoch in epochs}) == 1
-
-
-@pytest.mark.parametrize("source", ["arrays", "samples"])
-def test_orders_differ_by_epoch_and_rank_and_can_be_had_again(source):
-    part, again, other = SOURCES[source](), SOURCES[source](), SOURCES[source](seed=1)
-    first = epoch_of(part)
-    second = epoch_of(part)
-    assert epoch_of(again) == first
-    assert epoch_of(again) == second
-    assert second != first != epoch_of(other)
-    places = [[number // size() for batch in first for number in batch]]
-    orders = keras_dist.allgather_object(str(places))
-    assert len(set(orders)) == size()
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_steps_end_an_epoch(source):
-    epochs = gathered(SOURCES[source](steps=3))
-    assert [[len(batch) for batch in epoch] for epoch in epochs] == [[BATCH] * 3] * size()
-    assert len(set(flat(epochs))) == 3 * BATCH * size()
-
-
-def test_fewer_batches_than_ranks_share_their_rows():
-    epochs = gathered(shard(numbers(size() + 1).batch(2 * size())))
-    assert [len(epoch) for epoch in epochs] == [1] * size()
-    assert flat(epochs) == list(range(size() + 1))
-
-
-@pytest.mark.parametrize("remainder", REMAINDERS)
-@pytest.mark.parametrize("batched", [True, False])
-def test_a_seeded_shuffle_stays_in_step(remainder, batched):
-    count = 5 * size() + size() // 2
-    dataset = numbers(count).shuffle(count, seed=3)
-    part = shard(dataset.batch(1) if batched else dataset, None if batched else 1, seed=1)
-    for _ in range(3):
-        assert flat(gathered(part)) == list(range(count))
-
-
 # --- Files
 
 
@@ -166,43 +109,7 @@ def test_ranks_read_their_own_files(files):
         assert [sum(map(len, epoch)) for epoch in epochs] == held
 
 
-def test_fewer_files_than_ranks_share_their_elements(files):
-    lengths = [11] * max(1, size() - 1)
-    epochs = gathered(shard(files(*lengths), BATCH, reader=reader))
-    assert flat(epochs) == list(range(sum(lengths)))
-    assert len({len(epoch) for epoch in epochs}) == 1
-
-
-def test_names_are_dealt_out(files):
-    paths = files(*[1] * (size() + 1))
-    parts = keras_dist.allgather_object(shard(paths))
-    assert sorted(itertools.chain(*parts)) == [str(path) for path in paths]
-    assert len(parts[0]) == 2
-
-
-def test_files_of_unequal_length(files):
-    paths = files(*[BATCH * 3] + [1] * (size() - 1))
-
-    def make(remainder):
-        return shard(paths, BATCH, reader=reader, remainder=remainder)
-
-    if size() == 1:
-        assert len(gathered(make("uneven"))[0]) == 3
-    else:
-        raised_everywhere(errors.DataError, "elements by rank", lambda: make("uneven"))
-    padded = gathered(make("pad"))
-    assert [[len(batch) for batch in epoch] for epoch in padded] == [[BATCH] * 3] * size()
-    assert set(flat(padded)) == set(range(3 * BATCH + size() - 1))
-
-
 # --- In Keras
-
-
-class Numbers(keras.metrics.Sum):
-    """The sum of the sample numbers."""
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        return super().update_state(y_true)
 
 
 def test_evaluate_sees_every_sample_once():
