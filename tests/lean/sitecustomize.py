@@ -15,7 +15,8 @@ import sys
 import types
 from importlib.machinery import ModuleSpec, PathFinder
 
-LEFT_OUT = {"IPython", "matplotlib", "pandas", *os.environ["LEFT_OUT"].split()}
+# torch's compiler imports Triton if it is there; 3.9 aborts a process with TensorFlow 2.21.
+LEFT_OUT = {"IPython", "matplotlib", "pandas", "triton", *os.environ["LEFT_OUT"].split()}
 COMPILER = "torch._dynamo"
 
 
