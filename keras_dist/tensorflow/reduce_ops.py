@@ -186,7 +186,7 @@ def grouped_reducescatter(
 
     def backward(_: Any, upstream: list[Any]) -> list[Any]:
         factor = reduction.scatter_gradient_factor
-        scaled = [tf.math.scalar_mul(factor, gradient) for gradient in upstream]
+        scaled = [tf.cast(factor, gradient.dtype) * gradient for gradient in upstream]
         return grouped_allgather(scaled, _gradient_name(name), process_set=process_set)
 
     return differentiable(forward, backward, as_tensors(tensors))
