@@ -32,7 +32,7 @@ def tensor(array):
 
 
 def array(result):
-    return np.asarray(result)
+    return np.asarray(result.numpy())
 
 
 def kind_of(result):

@@ -23,9 +23,7 @@ from keras_dist import errors
 face = importlib.import_module(f"face_{keras.backend.backend()}")
 hvd = face.hvd
 
-pytestmark = pytest.mark.jobs(
-    "tensorflow-1", "tensorflow-2", "tensorflow-3", "jax-2", "torch-2", "torch-4", "double-torch-3"
-)
+pytestmark = pytest.mark.jobs("tensorflow-1", "tensorflow-2", "jax-2", "torch-4", "double-torch-3")
 
 SIZE, RANK = keras_dist.size(), keras_dist.rank()
 ODD = min(1, SIZE - 1)  # the rank that differs in tests of errors
@@ -171,6 +169,8 @@ class Case(NamedTuple):
             return "queued" not in form and "in place" not in form
         if self.options.get("op") == hvd.Adasum:
             return len(members) in (1, 2, 4)
+        if "splits" in self.options and form == "jit":
+            return False
         shapes = [[one.shape for one in flattened(self.value(rank, members))] for rank in (0, 1)]
         return form != "jit" or shapes[0] == shapes[1]
 
@@ -215,7 +215,12 @@ CASES = {
         *cases(ORDERED, [(5, 3)], op=[hvd.Min, "Max"]),
         *cases(SCALED, [(5, 3)], op=["sum"], prescale_factor=[0.5], postscale_factor=[1.0, 3]),
         *cases(face.NARROW, [(2,)], op=["sum"]),
-        *cases(MIXED[:2], [(), (0,), LARGE], op=["SUM", hvd.Average], name=[None, "a name"]),
+        *cases(
+            ("float32", "int32", "bfloat16"),
+            [(), (0,), LARGE],
+            op=["SUM", hvd.Average],
+            name=[None, "a name"],
+        ),
         *cases(MIXED[:3], [(5,)], compression=COMPRESSIONS),
         *cases(F, [(1,)], op=[hvd.Adasum]),
     ],
@@ -375,7 +380,13 @@ MISMATCHES = [
     ("broadcast", (F2, F3), {"root_rank": (0, 0)}, "'value' with shape (2,)", "(3,)"),
     ("alltoall", (np.ones((SIZE, 1)), np.ones((SIZE, 2))), {}, "shape (-1, 1)", "(-1, 2)"),
     ("reducescatter", (F2, F3), {}, "'value' with shape (2,)", "(3,)"),
-    ("grouped_reducescatter", ([F2, F2], [F2, F3]), {"name": "xx"}, "'x[1]' with shape", "(3,)"),
+    (
+        "grouped_reducescatter",
+        ([F2, F2], [F2, F3]),
+        {"name": ("x", "x")},
+        "'x[1]' with shape",
+        "(3,)",
+    ),
 ]
 TRACED = "graph", "jit"
 FORMS = [form for form in face.FORMS if form != "recorded"]
@@ -430,8 +441,8 @@ def test_an_invalid_argument_is_an_error_on_every_rank(name, value, options, wan
         value = [np.ones((SIZE,))] * len(value) if isinstance(value, list) else np.ones((SIZE,))
         options = {"root_rank": 0} if name == "broadcast" else {}
     for form in FORMS:
-        is_traced_alone = form in TRACED and (where == "on one rank" or "splits" in options)
-        if not face.operation(name, form) or is_traced_alone:
+        is_unlike = where == "on one rank" or "splits" in options  # of which no step is traced
+        if not face.operation(name, form) or (is_unlike and form in TRACED):
             continue
         told = told_by(form, name, value, options, *kinds)
         if where == "on one rank":
@@ -456,22 +467,29 @@ def test_what_is_no_tensor_on_one_rank_is_an_error_on_every_rank(name):
 
 
 def test_named_operations_of_threads_match_in_any_order():
-    results = {}
+    members, results = list(range(SIZE)), {}
 
-    def reduce(number):
-        name = f"loss {number}"
-        results[number] = hvd.allreduce(face.tensor(own((3,)) * number), op=hvd.Sum, name=name)
-        results[-number] = hvd.allgather(face.tensor(own((1,)) * number), name=f"rows of {name}")
+    def value_of(name, number, rank=RANK):
+        value = own((SIZE, 2), rank=rank) + np.float32(number)
+        return [value] if name.startswith("grouped_") else value
 
-    order = (np.random.default_rng(RANK).permutation(6) + 1).tolist()
-    threads = [threading.Thread(target=reduce, args=(number,)) for number in order]
+    def call_all(number):
+        for name in NAMES:
+            root = {"root_rank": 0} if name == "broadcast" else {}
+            value = value_of(name, number)
+            value = [face.tensor(value[0])] if isinstance(value, list) else face.tensor(value)
+            results[name, number] = getattr(hvd, name)(value, name=f"{name} {number}", **root)
+
+    order = np.random.default_rng(RANK).permutation(3).tolist()
+    threads = [threading.Thread(target=call_all, args=(number,)) for number in order]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for number in order:
-        check(results[number], np.sum([own((3,), rank=rank) * number for rank in range(SIZE)], 0))
-        check(results[-number], np.concatenate([own((1,), rank=r) * number for r in range(SIZE)]))
+    for name in NAMES:
+        for number in order:
+            values = [value_of(name, number, rank) for rank in members]
+            check(results[name, number], expected(name, values, members, RANK, root_rank=0))
 
 
 def test_join_averages_over_ranks_with_data():

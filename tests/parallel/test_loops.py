@@ -16,9 +16,7 @@ BACKEND = keras.backend.backend()
 face = importlib.import_module(f"face_{BACKEND}")
 hvd = face.hvd
 
-pytestmark = pytest.mark.jobs(
-    "tensorflow-1", "tensorflow-2", "tensorflow-3", "jax-2", "torch-2", "torch-4", "double-torch-3"
-)
+pytestmark = pytest.mark.jobs("tensorflow-1", "tensorflow-2", "jax-2", "torch-4", "double-torch-3")
 
 SIZE, RANK = keras_dist.size(), keras_dist.rank()
 STEPS, ROWS = 4, 3
