@@ -466,30 +466,28 @@ def test_what_is_no_tensor_on_one_rank_is_an_error_on_every_rank(name):
 # --- Names, ranks without data, objects, and other arguments
 
 
-def test_named_operations_of_threads_match_in_any_order():
-    members, results = list(range(SIZE)), {}
+@pytest.mark.parametrize("name", NAMES)
+def test_named_operations_of_threads_match_in_any_order(name):
+    members, results, is_grouped = list(range(SIZE)), {}, name.startswith("grouped_")
 
-    def value_of(name, number, rank=RANK):
+    def value_of(number, rank):
         value = own((SIZE, 2), rank=rank) + np.float32(number)
-        return [value] if name.startswith("grouped_") else value
+        return [value] if is_grouped else value
 
-    def call_all(number):
-        for name in NAMES:
-            root = {"root_rank": 0} if name == "broadcast" else {}
-            value = value_of(name, number)
-            value = [face.tensor(value[0])] if isinstance(value, list) else face.tensor(value)
-            results[name, number] = getattr(hvd, name)(value, name=f"{name} {number}", **root)
+    def work(number):
+        value = face.tensor(own((SIZE, 2)) + np.float32(number))
+        options = {"name": f"loss {number}", **({"root_rank": 0} if name == "broadcast" else {})}
+        results[number] = getattr(hvd, name)([value] if is_grouped else value, **options)
 
-    order = np.random.default_rng(RANK).permutation(3).tolist()
-    threads = [threading.Thread(target=call_all, args=(number,)) for number in order]
+    order = np.random.default_rng(RANK).permutation(4).tolist()
+    threads = [threading.Thread(target=work, args=(number,)) for number in order]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for name in NAMES:
-        for number in order:
-            values = [value_of(name, number, rank) for rank in members]
-            check(results[name, number], expected(name, values, members, RANK, root_rank=0))
+    for number in order:
+        values = [value_of(number, rank) for rank in members]
+        check(results[number], expected(name, values, members, RANK, root_rank=0))
 
 
 def test_join_averages_over_ranks_with_data():
