@@ -11,7 +11,14 @@ from keras_dist._backends.jax import finish_calls
 from keras_dist._backends.jax_callback import call_host
 from keras_dist._compat.jax import put_like, release_dropped
 
-__all__ = ["as_jax", "as_numpy", "differentiable", "host_callback", "is_concrete"]
+__all__ = [
+    "as_jax",
+    "as_numpy",
+    "differentiable",
+    "host_callback",
+    "is_concrete",
+    "of_floats",
+]
 
 _engine.set_completion(finish_calls)  # as `init` does, which may have been called before
 
@@ -36,6 +43,25 @@ def differentiable(
     function = jax.custom_vjp(run)
     function.defvjp(forward, backward)
     return function(given)
+
+
+def of_floats(
+    backward: Callable[..., Sequence[Any]], gradients: Sequence[Any], *others: Sequence[Any]
+) -> list[Any]:
+    """Returns the gradients of arrays, `None` for integers: those of their results are no numbers.
+
+    Args:
+        backward: a function of a list of gradients of results that returns those of the arrays.
+        gradients: the gradients of the results, some of dtype float0.
+        *others: further arguments of `backward`: lists with an element for each gradient.
+    """
+    results: list[Any] = [None] * len(gradients)
+    floats = [i for i, each in enumerate(gradients) if each.dtype != jax.dtypes.float0]
+    if floats:
+        given = ([values[i] for i in floats] for values in (gradients, *others))
+        for i, found in zip(floats, backward(*given), strict=True):
+            results[i] = found
+    return results
 
 
 def host_callback(

@@ -7,7 +7,11 @@ import jax
 import numpy as np
 
 from keras_dist import _engine, errors, ops, runtime
-from keras_dist.jax.differentiable_host_callback import differentiable, host_callback
+from keras_dist.jax.differentiable_host_callback import (
+    differentiable,
+    host_callback,
+    of_floats,
+)
 from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
@@ -55,7 +59,10 @@ def grouped_allgather(
         return host_callback(gather, given, shapes)
 
     def back(own_lengths: list[int], gradients: list[Any]) -> tuple[list[Any]]:
-        return (_own_rows(gradients, own_lengths, name, process_set),)
+        def own_rows(gradients: list[Any], lengths: list[int]) -> list[Any]:
+            return _own_rows(gradients, lengths, name, process_set)
+
+        return (of_floats(own_rows, gradients, own_lengths),)
 
     def forward(given: list[Any]) -> tuple[list[Any], list[int]]:
         return run(given), [array.shape[0] for array in given]
@@ -64,15 +71,11 @@ def grouped_allgather(
 
 
 def _own_rows(
-    gradients: list[Any], own_lengths: list[int], name: str | None, process_set: ProcessSet
+    gradients: list[Any], lengths: list[int], name: str | None, process_set: ProcessSet
 ) -> list[Any]:
     """Returns this rank's rows of the gradients of gathered arrays, averaged over ranks."""
-    pairs = zip(own_lengths, gradients, strict=True)
+    pairs = zip(lengths, gradients, strict=True)
     shapes = [(length, *gradient.shape[1:]) for length, gradient in pairs]
-    # Integers have gradients of dtype float0, which are zeros.
-    results: list[Any] = [np.zeros(shape, jax.dtypes.float0) for shape in shapes]
-    floats = [i for i, gradient in enumerate(gradients) if gradient.dtype != jax.dtypes.float0]
-    lengths = [own_lengths[i] for i in floats]
 
     def rows(given: list[np.ndarray]) -> list[np.ndarray]:
         averaged = ops.grouped_allreduce(given, name=name, process_set=process_set)
@@ -81,10 +84,7 @@ def _own_rows(
         triples = zip(averaged, starts, lengths, strict=True)
         return [array[start : start + length] for array, start, length in triples]
 
-    own = host_callback(rows, [gradients[i] for i in floats], [shapes[i] for i in floats])
-    for i, gradient in zip(floats, own, strict=True):
-        results[i] = gradient
-    return results
+    return host_callback(rows, gradients, shapes)
 
 
 @raises_on_all

@@ -13,6 +13,7 @@ from keras_dist.jax.differentiable_host_callback import (
     differentiable,
     host_callback,
     is_concrete,
+    of_floats,
 )
 from keras_dist.jax.exchange_ops import grouped_allgather
 from keras_dist.ops.compression import Compression
@@ -86,8 +87,11 @@ def grouped_allreduce(
     given = list(map(jax.numpy.asarray, arrays))
     if not reduction.is_differentiable:
         return run(given)
-    forward, backward = lambda given: (run(given), None), lambda _, gradients: (run(gradients),)
-    return differentiable(run, forward, backward, given)
+
+    def backward(_: None, gradients: list[Any]) -> tuple[list[Any]]:
+        return (of_floats(run, gradients),)
+
+    return differentiable(run, lambda given: (run(given), None), backward, given)
 
 
 @raises_on_all
@@ -128,8 +132,11 @@ def grouped_reducescatter(
         return host_callback(reduction.reducescatter, given, [rows_of(array) for array in given])
 
     def back(lengths: list[int], gradients: list[Any]) -> tuple[list[Any]]:
-        gathered = grouped_allgather(gradients, name, process_set, lengths)
-        return ([reduction.scatter_gradient_factor * gradient for gradient in gathered],)
+        def gather(gradients: list[Any], lengths: list[int]) -> list[Any]:
+            gathered = grouped_allgather(gradients, name, process_set, lengths)
+            return [reduction.scatter_gradient_factor * gradient for gradient in gathered]
+
+        return (of_floats(gather, gradients, lengths),)
 
     def forward(given: list[Any]) -> tuple[list[Any], list[int]]:
         return run(given), [len(array) for array in given]

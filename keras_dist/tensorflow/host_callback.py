@@ -11,7 +11,15 @@ from keras_dist._backends.tensorflow import on_host
 from keras_dist._compat.tensorflow import eager_tensor, is_recorded
 from keras_dist.tensorflow.failures import raise_tensorflow_errors
 
-__all__ = ["as_eager", "as_tensors", "collective", "differentiable", "is_eager", "operation"]
+__all__ = [
+    "as_array",
+    "as_eager",
+    "as_tensors",
+    "collective",
+    "differentiable",
+    "is_eager",
+    "operation",
+]
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
@@ -51,7 +59,7 @@ def collective(
 
     if not tf.executing_eagerly():
         return on_host(called, tensors, shapes, dtypes, buffers)
-    results = called(*map(np.asarray, tensors))
+    results = called(*map(as_array, tensors))
     arrays = results if isinstance(results, list | tuple) else [results]
     return [as_eager(np.asarray(array)) for array in arrays]
 
@@ -59,6 +67,14 @@ def collective(
 def is_eager(value: Any) -> bool:
     """Returns whether a value is a tensor whose array can be read, and no tape is recording."""
     return tf.executing_eagerly() and isinstance(value, tf.Tensor) and not is_recorded()
+
+
+def as_array(tensor: Any) -> np.ndarray:
+    """Returns an eager tensor as an array."""
+    try:
+        return np.asarray(tensor)
+    except ValueError:  # a scalar of a dtype that is not numpy's, such as bfloat16
+        return np.asarray(tensor.numpy())
 
 
 def as_eager(array: np.ndarray) -> Any:

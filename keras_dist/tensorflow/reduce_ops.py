@@ -19,6 +19,7 @@ from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.exchange_ops import grouped_allgather
 from keras_dist.tensorflow.failures import raise_tensorflow_error
 from keras_dist.tensorflow.host_callback import (
+    as_array,
     as_eager,
     as_tensors,
     collective,
@@ -73,7 +74,7 @@ def allreduce(
     if average is None and compression is None and is_eager(tensor):
         try:
             array = ops.allreduce(
-                np.asarray(tensor), op, name, prescale_factor, postscale_factor, process_set
+                as_array(tensor), op, name, prescale_factor, postscale_factor, process_set
             )
         except errors.KerasDistError as error:
             raise_tensorflow_error(error)
@@ -186,7 +187,7 @@ def grouped_reducescatter(
 
     def backward(_: Any, upstream: list[Any]) -> list[Any]:
         factor = reduction.scatter_gradient_factor
-        scaled = [tf.math.scalar_mul(factor, gradient) for gradient in upstream]
+        scaled = [tf.cast(factor, gradient.dtype) * gradient for gradient in upstream]
         return grouped_allgather(scaled, _gradient_name(name), process_set=process_set)
 
     return differentiable(forward, backward, as_tensors(tensors))

@@ -1,4 +1,4 @@
-"""keras_dist.tensorflow: custom loops with the tape or the optimizer."""
+"""keras_dist.tensorflow: custom loops with the tape or the optimizer. See `test_loops`."""
 
 import keras
 import numpy as np
@@ -57,25 +57,6 @@ def test_gradients_are_averaged_in_the_structure_of_the_sources():
         tape.watch(x)
         target = (RANK + 1.0) * tf.reduce_sum(x)
     np.testing.assert_allclose(tape.gradient(target, x), [MEAN + 1] * 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"op": hvd.Sum}, SIZE * (MEAN + 1)),
-        ({"gradient_predivide_factor": 4.0}, MEAN + 1),
-        ({"groups": 2}, MEAN + 1),
-        ({"num_groups": 1}, MEAN + 1),
-        ({"compression": hvd.Compression.fp16, "device_dense": "/cpu:0"}, MEAN + 1),
-    ],
-    ids=["sum", "predivide", "groups", "num_groups", "compression"],
-)
-@pytest.mark.filterwarnings("ignore:num_groups:DeprecationWarning")
-def test_the_arguments_of_the_tape(options, expected):
-    tape, target, sources = products()
-    tape = hvd.DistributedGradientTape(tape, **options)
-    for gradient in tape.gradient(target, sources, use_generic_names=True)[:2]:
-        np.testing.assert_allclose(gradient, np.full(gradient.shape, expected), rtol=1e-6)
 
 
 def test_gradients_of_an_embedding_are_sparse_unless_sparse_as_dense():
@@ -238,16 +219,6 @@ def test_four_backward_passes_per_step_in_a_graph(average):
         assert int(optimizer.iterations) == number // 4  # as Keras counts steps
 
 
-@pytest.mark.skipif(SIZE == 1, reason="needs two ranks")
-def test_ranks_outside_the_process_set_of_a_tape_keep_their_gradients():
-    even = hvd.add_process_set(range(0, SIZE, 2))
-    tape, target, (a, _, _) = products()
-    found = hvd.DistributedGradientTape(tape, process_set=even).gradient(target, a)
-    mean = np.mean(even.ranks) + 1 if even.included() else RANK + 1
-    np.testing.assert_allclose(found, [mean] * 2)
-    assert hvd.remove_process_set(even)
-
-
 def test_a_local_source_that_is_not_among_the_sources_is_an_error():
     kernel, other = keras.Variable([1.0], name="kernel"), tf.Variable(1.0, name="other")
     for source in (other, kernel.value):
@@ -313,44 +284,6 @@ def test_an_object_that_is_not_a_tape_is_refused():
 
 
 # --- Training loops
-
-
-@pytest.mark.parametrize("eagerly", [False, True])
-def test_a_loop_equals_that_of_one_process_over_all_rows(eagerly):
-    """The loop of a script for Horovod with the import changed."""
-    (x, y), mine = data()
-    model, plain = small_model(), small_model()
-    loss_of = keras.losses.MeanSquaredError()
-    start = model.get_weights()
-    optimizer, alone = tf.optimizers.Adam(0.01), tf.optimizers.Adam(0.01)
-
-    def step(batch, model, optimizer, first_batch, wrap):
-        x, y = batch
-        with tf.GradientTape() as tape:
-            loss = loss_of(y, model(x, training=True))
-        tape = wrap(tape)
-        grads = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-        if first_batch:
-            hvd.broadcast_variables(model.variables, root_rank=0)
-            hvd.broadcast_variables(optimizer.variables, root_rank=0)
-        return loss
-
-    ours = step if eagerly else tf.function(step)
-    model.set_weights([weight + RANK for weight in start])  # broadcast after the first batch
-    ours(mine, model, optimizer, True, hvd.DistributedGradientTape)
-    plain.set_weights(model.get_weights())
-    alone.build(plain.trainable_variables)
-    for variable, value in zip(alone.variables, optimizer.variables, strict=True):
-        variable.assign(value)
-    for _ in range(3):
-        loss = ours(mine, model, optimizer, False, hvd.DistributedGradientTape)
-        expected = step((x, y), plain, alone, False, lambda tape: tape)
-    with pytest.warns(DeprecationWarning):
-        np.testing.assert_allclose(hvd.allreduce(loss, average=True), expected, rtol=1e-5)
-    for weight, other in zip(model.get_weights(), plain.get_weights(), strict=True):
-        np.testing.assert_allclose(weight, other, atol=1e-5)
-        assert not np.any(hvd.allreduce(weight, op=hvd.Max) - hvd.allreduce(weight, op=hvd.Min))
 
 
 @pytest.mark.parametrize("eagerly", [False, True])

@@ -22,6 +22,7 @@ from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.options import OpOptions
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.signature import entries_of_arrays
+from keras_dist._gpu import DeviceArray
 
 __all__ = ["adasum", "check_power_of_two"]
 
@@ -43,13 +44,14 @@ def adasum(
 
     Args:
         comm: the ranks, a power of two.
-        arrays: arrays of floats of this rank; shapes and dtypes must agree.
+        arrays: arrays of floats of this rank, of which those in GPU memory are copied to the host;
+            shapes and dtypes must agree.
         names: names of the arrays in messages.
         options: the reduction; nothing is compressed.
         notices: see `rendezvous`.
 
     Returns:
-        New arrays of the same shapes and dtypes, bit-equal on all ranks.
+        New arrays on the host of the same shapes and dtypes, bit-equal on all ranks.
 
     Raises:
         ArgumentError: the number of ranks is not a power of two.
@@ -68,14 +70,15 @@ def adasum(
             check_dtype(array.dtype, ReduceOp.ADASUM, comm.where(), name)
         if not arrays:
             return []
-        flat = [scaled(array, options.prescale).reshape(-1) for array in arrays]
+        hosted = [a.to_host() if isinstance(a, DeviceArray) else a for a in arrays]
+        flat = [scaled(array, options.prescale).reshape(-1) for array in hosted]
         rows = [part.astype(np.float64) for part in exchange_rows(comm, flat)]
         # Infinities are the caller's to judge: they reach every rank alike.
         with np.errstate(all="ignore"):
             while len(rows[0]) > 1:
                 rows = _combine_pairs(comm, rows)
-            parts = [part[0].astype(array.dtype) for part, array in zip(rows, arrays, strict=True)]
-        bounds = np.array([row_bounds(array.size, comm.size) for array in arrays])
+            parts = [part[0].astype(array.dtype) for part, array in zip(rows, hosted, strict=True)]
+        bounds = np.array([row_bounds(array.size, comm.size) for array in hosted])
         joined = gather_rows(comm, parts, np.diff(bounds, axis=1).T.tolist())
     return [
         scaled(whole.reshape(array.shape), options.postscale)
