@@ -12,6 +12,7 @@ from keras_dist.training.variable_keys import variable_keys
         (("sequential/dense/kernel",), ("dense_3/kernel",)),
         (("dense_1/kernel", "dense/kernel"), ("dense_3/kernel", "dense_2/kernel")),
         (("conv2d/kernel", "dense_2/bias"), ("conv2d_7/kernel", "dense/bias")),
+        (("variable", "variable_1"), ("variable_13", "variable_14")),
     ],
 )
 def test_automatic_numbers_count_from_the_first(paths, same):
@@ -27,7 +28,7 @@ def test_the_name_of_the_model_does_not_count():
     ("paths", "other"),
     [
         (("head_0/kernel",), ("head_1/kernel",)),
-        (("variable",), ("variable_1",)),
+        (("variable", "variable_1"), ("variable", "variable_2")),
         (("dense/kernel", "dense_1/kernel"), ("dense_1/kernel", "dense/kernel")),
         (("dense/kernel", "dense_1/kernel"), ("dense/kernel", "dense_2/kernel")),
         (("left/kernel",), ("right/kernel",)),

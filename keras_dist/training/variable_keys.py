@@ -1,7 +1,7 @@
 """Keys by which ranks tell variables apart: their paths, without what Keras numbers by itself.
 
-Keras numbers layers of one class that have no name, in the order in which a process makes them. A
-rank that has made other models before, or has loaded its model, has other numbers.
+Keras numbers variables and layers of one class that have no name, in the order in which a process
+makes them. A rank that has made other models before, or has loaded its model, has other numbers.
 """
 
 import functools
@@ -44,8 +44,8 @@ def _numbered(part: str) -> tuple[str, int]:
 
 
 def _automatic_names() -> Iterator[str]:
-    """Yields the names that Keras gives to layers without a name, before it adds numbers."""
-    classes = [keras.Layer]
+    """Yields the names that Keras gives to what has no name, before it adds numbers."""
+    classes = [keras.Layer, keras.Variable]
     while classes:
         cls = classes.pop()
         classes.extend(cls.__subclasses__())
