@@ -261,3 +261,13 @@ def test_sparse_allreduce_detects_mismatches(width, dtype, op, text):
     texts = raised(errors.MismatchError, lambda: keras_dist.sparse_allreduce(values, indices, op))
     assert len(set(texts)) == 1
     assert text in texts[0]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint64])
+def test_averages_of_rows_are_exact_if_the_sum_of_a_rank_overflows(dtype):
+    limits = np.iinfo(dtype)
+    twice = np.full(2, limits.max if RANK() % 2 else limits.min, dtype)
+    rows, _ = keras_dist.sparse_allreduce(twice, np.array([3, 3]))
+    total = sum(2 * int(limits.max if rank % 2 else limits.min) for rank in range(SIZE()))
+    mean = abs(total) // SIZE() * (1 if total > 0 else -1)
+    assert rows[0] == mean or not limits.min <= mean <= limits.max
