@@ -8,6 +8,7 @@ import pytest
 PARALLEL = Path(__file__).parents[1] / "parallel"
 ENGINE = [
     PARALLEL / "test_collectives.py",
+    PARALLEL / "test_conformance.py",
     PARALLEL / "test_nodes.py",
     PARALLEL / "test_rendezvous.py",
 ]

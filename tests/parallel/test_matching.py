@@ -1,7 +1,6 @@
 """Named operations, which match in any order."""
 
 import concurrent.futures
-import contextlib
 import threading
 import time
 
@@ -27,27 +26,6 @@ def value_of(name):
     return np.arange(3.0) + NAMES.index(name)
 
 
-def test_named_operations_are_queued_in_any_order():
-    size = keras_dist.size()
-    handles = {}
-    for name in own_order():
-        handles[name] = keras_dist.allreduce_async(value_of(name), "sum", name)
-        handles[name, 0] = keras_dist.allgather_async(value_of(name), f"rows of {name}")
-    for name in NAMES:
-        assert (handles[name].wait() == size * value_of(name)).all()
-        assert (handles[name, 0].wait() == np.tile(value_of(name), size)).all()
-
-
-def test_an_operation_waits_for_its_name_on_other_ranks():
-    size, rank = keras_dist.size(), keras_dist.rank()
-    names = NAMES[:2] if rank == 0 else NAMES[1::-1]
-    handles = {}
-    for name in names:
-        handles[name] = keras_dist.allreduce_async(value_of(name), "sum", name)
-        time.sleep(0.1 * (rank + 1))
-    assert all((handles[name].wait() == size * value_of(name)).all() for name in names)
-
-
 def test_threads_may_block_in_any_order():
     results = {}
 
@@ -62,15 +40,6 @@ def test_threads_may_block_in_any_order():
     assert set(results) == set(NAMES)
     for name, result in results.items():
         assert (result == keras_dist.size() * value_of(name)).all()
-
-
-def test_operations_without_a_name_match_by_order():
-    ordered = [keras_dist.allreduce_async(float(number), "sum") for number in range(3)]
-    named = {name: keras_dist.allreduce_async(value_of(name), "sum", name) for name in own_order()}
-    ordered += [keras_dist.allreduce_async(float(number), "sum") for number in range(3, 6)]
-    size = keras_dist.size()
-    assert [float(handle.wait()) for handle in ordered] == [n * size for n in range(6)]
-    assert all((named[name].wait() == size * value_of(name)).all() for name in NAMES)
 
 
 @pytest.mark.parametrize("queued", [False, True])
@@ -161,16 +130,6 @@ MEETINGS = {
 }
 
 
-@pytest.mark.parametrize("meet", MEETINGS)
-def test_ranks_queue_a_name_before_and_after_a_blocking_operation(meet):
-    first = keras_dist.rank() == 0
-    handles = [keras_dist.allreduce_async(1.0, "sum", "a")] if first else []
-    MEETINGS[meet]()
-    handles += [] if first else [keras_dist.allreduce_async(1.0, "sum", "a")]
-    assert handles[0].wait() == keras_dist.size()
-    assert keras_dist.allreduce(2.0, "sum") == 2 * keras_dist.size()
-
-
 def test_training_goes_on_among_named_operations():
     import keras
 
@@ -181,44 +140,6 @@ def test_training_goes_on_among_named_operations():
     model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=keras_dist.callbacks())
     handles += [] if first else [keras_dist.allreduce_async(1.0, "sum", "a")]
     assert handles[0].wait() == keras_dist.size()
-
-
-def program(seed):
-    """Returns the steps of this rank: those without a name in one order, the others in any."""
-    plan, mine = np.random.default_rng(seed), np.random.default_rng([seed, keras_dist.rank()])
-    steps = [("meet", str(name)) for name in plan.choice(list(MEETINGS), 4)]
-    for name in NAMES[:3]:
-        queued = int(mine.integers(len(steps) + 1))
-        steps.insert(queued, ("queue", name))
-        steps.insert(int(mine.integers(queued + 1, len(steps) + 1)), ("wait", name))
-    return steps
-
-
-def outcome(steps):
-    """Runs steps; returns `None` if all had the right result, otherwise the first error."""
-    handles = {}
-    try:
-        for what, name in steps:
-            if what == "meet":
-                MEETINGS[name]()
-            elif what == "queue":
-                handles[name] = keras_dist.allreduce_async(value_of(name), "sum", name)
-            else:
-                assert (handles[name].wait() == keras_dist.size() * value_of(name)).all()
-        return None
-    except errors.KerasDistError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        for handle in handles.values():
-            with contextlib.suppress(errors.KerasDistError):
-                handle.wait()
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_any_interleaving_completes_or_is_one_error_on_all_ranks(seed):
-    outcomes = MPI.COMM_WORLD.allgather(outcome(program(seed)))
-    assert len(set(outcomes)) == 1, outcomes
-    assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
 
 
 WAITS = {

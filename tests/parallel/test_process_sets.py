@@ -7,7 +7,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
-from test_collectives import OPS, contribution
 from training import make_data, make_model, weights_of
 
 import keras_dist
@@ -18,6 +17,20 @@ pytestmark = pytest.mark.jobs("engine", "torch-4")
 RANK, SIZE = keras_dist.rank, keras_dist.size
 world = MPI.COMM_WORLD
 LARGE = 100_003
+
+
+OPS = {
+    "sum": lambda rows: rows.sum(axis=0),
+    "average": lambda rows: rows.mean(axis=0),
+    "min": lambda rows: rows.min(axis=0),
+    "max": lambda rows: rows.max(axis=0),
+    "product": lambda rows: rows.prod(axis=0),
+}
+
+
+def contribution(rank, shape, dtype):
+    """The input of a rank: integers, which every dtype represents exactly."""
+    return np.random.default_rng([rank, *shape]).integers(0, 4, shape).astype(dtype)
 
 
 @pytest.fixture
