@@ -25,7 +25,12 @@ class Network:
     def __init__(self, size, nodes=()):
         self.size, self.messages = size, [0] * size
         self.nodes = list(nodes) or list(range(size))
-        self.queues = defaultdict(queue.SimpleQueue)
+        self._queues, self._lock = defaultdict(queue.SimpleQueue), threading.Lock()
+
+    def queue(self, sender, receiver, kind):
+        """Returns the messages of a rank to another, which either may ask for first."""
+        with self._lock:
+            return self._queues[sender, receiver, kind]
 
     def run(self, work):
         """Calls a function with each rank; returns what it returns, or raises what one raises."""
@@ -55,7 +60,7 @@ class Network:
     @property
     def is_empty(self):
         """Whether every message has been received."""
-        return all(messages.empty() for messages in self.queues.values())
+        return all(messages.empty() for messages in self._queues.values())
 
 
 class Rank:
@@ -72,21 +77,21 @@ class Rank:
 
     def Isend(self, buffer, peer, tag=0):
         self.network.messages[self.rank] += 1
-        self.network.queues[self.rank, peer, tag].put(buffer.copy())
+        self.network.queue(self.rank, peer, tag).put(buffer.copy())
         return _Done()
 
     def Irecv(self, buffer, peer, tag=0):
-        return _Receiving(self.network.queues[peer, self.rank, tag], buffer)
+        return _Receiving(self.network.queue(peer, self.rank, tag), buffer)
 
     # --- Collectives
 
     def _send_to_all(self, value, kind):
         self.network.messages[self.rank] += self.network.size
         for peer in range(self.network.size):
-            self.network.queues[self.rank, peer, kind].put(value)
+            self.network.queue(self.rank, peer, kind).put(value)
 
     def _from_all(self, kind):
-        return [self.network.queues[peer, self.rank, kind] for peer in range(self.network.size)]
+        return [self.network.queue(peer, self.rank, kind) for peer in range(self.network.size)]
 
     def _exchange(self, value):
         self._send_to_all(value, "collective")
