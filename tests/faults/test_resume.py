@@ -28,10 +28,3 @@ def test_a_fit_goes_on_within_an_epoch():
     assert {"best.weights.h5", "log.csv"} < expected["files"].keys()
     found = resume.run("jax", 2, "2", (1, 3, 1), (3, 0, 0))
     assert found == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", resume.BACKENDS)
-def test_kills_at_random_batches(backend):
-    """Four kills in one job; `python tests/faults/resume.py` makes the whole table."""
-    assert resume.main(["--backends", backend, "--kills", "4", "--at-once", "4"]) == 0

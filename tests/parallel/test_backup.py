@@ -18,7 +18,6 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import BackupAndRestore
 from keras_dist.callbacks.callback_list import ListMember
-from keras_dist.data import epochs
 from keras_dist.storage.versioned_backups import newest_first
 from keras_dist.training import model_state
 
@@ -112,21 +111,6 @@ def test_resumed_training_equals_training_that_was_not_interrupted(shared, share
     assert not directory.exists()
 
 
-def test_a_backup_after_the_last_step_of_an_epoch_goes_on_with_the_next_one(directory):
-    def data():
-        return {"x": keras_dist.data.shard(make_data(8 * keras_dist.size()), batch_size=4)}
-
-    def backup():
-        return BackupAndRestore(directory, save_freq=2)
-
-    expected, _ = fit(**data())
-    with pytest.raises(Interrupted):
-        fit(backup(), Interrupt(0, 1), **data())
-    keras_dist.barrier()
-    again, _ = fit(backup(), **data())
-    assert everything_of(again) == everything_of(expected)
-
-
 def test_further_optimizers_of_a_model_go_on_as_well(directory):
     def train(*callbacks):
         model = Gan(keras_dist.DistributedOptimizer)
@@ -168,51 +152,12 @@ def test_gradients_that_are_gathered_are_lost_on_every_rank(directory):
     assert_close(weights_of(model), weights_of(plain))
 
 
-def test_shuffled_arrays_go_on_in_the_order_of_the_epoch(directory):
-    arrays = make_data(9 * keras_dist.size() + 1)
-    model = new_model(keras.optimizers.SGD(0.1, momentum=0.9))
-    model.optimizer.build(model.trainable_variables)
-    variables = [*model_state.state(model), *model_state.random_states(model)]
-    start = [keras.ops.convert_to_numpy(variable).copy() for variable in variables]
-
-    def fit_arrays(*callbacks):
-        for variable, value in zip(variables, start, strict=True):
-            variable.assign(value)
-        # Of the same type, so that only their order distinguishes them.
-        train, other = (keras_dist.data.shard(arrays, batch_size=4) for _ in range(2))
-        _, trained = fit(*callbacks, model=model, x=train, epochs=4)
-        came_to = list(epochs.numbers().values())[:2]
-        assert len(train) == len(other)
-        return everything_of(model), trained, came_to
-
-    expected, _, came_to = fit_arrays()
-    with pytest.raises(Interrupted):
-        fit_arrays(BackupAndRestore(directory), Interrupt(2))
-    keras_dist.barrier()
-    assert fit_arrays(BackupAndRestore(directory)) == (expected, [2, 3], came_to)
-    keras_dist.barrier()
-    with pytest.raises(Interrupted):
-        fit_arrays(BackupAndRestore(directory, save_freq=1), Interrupt(2, batch=0))
-    keras_dist.barrier()
-    assert fit_arrays(BackupAndRestore(directory)) == (expected, [2, 3], came_to)
-
-
 def test_the_model_itself_starts_anew_once_it_is_done(directory):
     model = new_model(run_eagerly=True)
     with pytest.raises(Interrupted):
         fit(BackupAndRestore(directory), Interrupt(1), model=model)
     assert fit(BackupAndRestore(directory), model=model)[1] == [1, 2]
     assert fit(BackupAndRestore(directory), model=model)[1] == [0, 1, 2]
-
-
-def test_a_backup_after_the_last_batch_leaves_the_end_of_the_epoch(directory):
-    with pytest.raises(Interrupted):
-        fit(BackupAndRestore(directory, save_freq=3), Interrupt(1, batch=1))
-    with pytest.raises(Interrupted):
-        fit(BackupAndRestore(directory, save_freq=1), Interrupt(1, batch=1))
-    _, epochs = fit(BackupAndRestore(directory, delete_checkpoint=False))
-    assert epochs == [1, 2]
-    assert len(newest_first(directory)) == len(list(directory.iterdir())) == 2
 
 
 @pytest.mark.parametrize("other", ["optimizer", "smaller model"])

@@ -13,7 +13,6 @@ import signal
 
 import numpy as np
 import pytest
-from test_backup import Interrupt, Interrupted, everything_of, fit
 
 import keras_dist
 from keras_dist import config, errors, runtime
@@ -21,7 +20,7 @@ from keras_dist.callbacks import BackupAndRestore
 from keras_dist.storage import memory_copies, memory_directory, versioned_backups
 from keras_dist.storage.memory_copies import MemoryCopies
 
-pytestmark = pytest.mark.jobs("engine", "nodes-2+1", "slow-3")
+pytestmark = pytest.mark.jobs("engine", "nodes-2+1")
 
 NODES = runtime.communicator().topology.nodes
 NODE = next(at for at, node in enumerate(NODES) if keras_dist.rank() in node)
@@ -328,24 +327,3 @@ def test_a_newer_backup_on_disk_is_read_instead(tmp_path):
     on_disk[2].write_bytes(b"damaged")
     assert versioned_backups.newest_intact(tmp_path / "disk", copy) == copy
     assert versioned_backups.newest_intact(tmp_path / "none", copy) == copy
-
-
-@pytest.mark.slow
-def test_training_resumes_from_memory(job, shared_tmp_path):
-    directory = shared_tmp_path / "backup"
-
-    def backup():
-        return BackupAndRestore(directory, root_rank=ROOT, memory=True)
-
-    expected, _ = fit()
-    with pytest.raises(Interrupted):
-        fit(backup(), Interrupt(2))
-    held = [path.read_bytes() for path in files(shared_tmp_path, ROOTS_NODE)]
-    assert held == [path.read_bytes() for path in sorted(directory.iterdir())]
-    act(lambda: shutil.rmtree(directory))
-    act(lambda: shutil.rmtree(shared_tmp_path / f"node{ROOTS_NODE}"), on=len(NODES) > 1)
-    again, epochs = fit(backup())
-    assert epochs == [2]
-    assert everything_of(again) == everything_of(expected)
-    keras_dist.barrier()
-    assert not [*shared_tmp_path.glob("*/*/*")]

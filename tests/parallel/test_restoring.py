@@ -1,14 +1,11 @@
 """Training resumes with optimizers that are built late, and with the same random numbers."""
 
-import random
-import sys
-
 import keras
 import numpy as np
 import pytest
 from gans import TwoOptimizers
 from test_backup import Interrupt, Interrupted, everything_of
-from training import CLASSES, FEATURES, compiled, make_data
+from training import make_data
 
 import keras_dist
 from keras_dist.callbacks import BackupAndRestore
@@ -102,81 +99,6 @@ def test_an_elastic_state_of_optimizers_that_are_built_after_it(directory):
     fresh = new_gan()
     keras_dist.elastic.KerasState(fresh, directory=directory).sync()
     assert everything_of(fresh) == expected
-
-
-class Shuffled(keras.utils.PyDataset):
-    """Batches that Keras shuffles; with numpy noise if the training thread reads them."""
-
-    def __init__(self, x, y):
-        super().__init__()
-        self.x, self.y = x, y
-
-    def __len__(self):
-        return len(self.x) // 4
-
-    def __getitem__(self, index):
-        rows = slice(index * 4, index * 4 + 4)
-        noise = 0 if BACKEND == "tensorflow" else np.random.standard_normal((4, FEATURES))
-        return (self.x[rows] + noise).astype("float32"), self.y[rows]
-
-
-def loader_of(x, y, **options):
-    import torch
-
-    arrays = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
-    return torch.utils.data.DataLoader(arrays, 4, shuffle=True, **options)
-
-
-def data_of(kind):
-    x, y = make_data(16, seed=keras_dist.rank())
-    if kind == "PyDataset":
-        return {"x": Shuffled(x, y), "shuffle": True}
-    if kind == "loader":
-        return {"x": loader_of(x, y)}
-    if kind == "loader with a generator":
-        import torch
-
-        return {"x": loader_of(x, y, generator=torch.Generator().manual_seed(3))}
-    return {"x": x, "y": y, "batch_size": 4, "shuffle": "batch" if kind == "batch" else True}
-
-
-def train_on(kind, start, *callbacks):
-    """Trains with random generators that differ on each rank and in each process."""
-    keras.utils.clear_session()
-    keras.utils.set_random_seed(1)
-    layers = [
-        keras.Input((FEATURES,)),
-        keras.layers.Dropout(0.4),
-        keras.layers.Dense(CLASSES, activation="softmax"),
-    ]
-    optimizer = keras_dist.DistributedOptimizer(SGD(0.1, momentum=0.9))
-    # Tracing takes longest, and restoring does not depend on it.
-    model = compiled(keras.Sequential(layers), optimizer, run_eagerly=BACKEND == "tensorflow")
-    random.seed(start + keras_dist.rank())
-    np.random.seed(start + keras_dist.rank())
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(start + keras_dist.rank())
-    callbacks = keras_dist.callbacks(*callbacks)
-    model.fit(**data_of(kind), epochs=3, verbose=0, callbacks=callbacks)
-    keras_dist.verify_replicas(model)
-    return everything_of(model)
-
-
-KINDS = ["arrays", "PyDataset"]
-if BACKEND == "torch":
-    KINDS += ["batch", "loader", "loader with a generator"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_data_that_keras_shuffles_goes_on_in_its_order(kind, directory):
-    expected = train_on(kind, 1)
-    with pytest.raises(Interrupted):
-        train_on(kind, 1, BackupAndRestore(directory), Interrupt(1))
-    keras_dist.barrier()
-    with pytest.raises(Interrupted):
-        train_on(kind, 50, BackupAndRestore(directory, save_freq=1), Interrupt(2, batch=1))
-    keras_dist.barrier()
-    assert train_on(kind, 90, BackupAndRestore(directory)) == expected
 
 
 def test_the_generator_that_keras_shares_goes_on():

@@ -9,14 +9,12 @@ import keras
 import numpy as np
 import pytest
 from test_backup import Interrupt, Interrupted, everything_of
-from training import BATCH, agreed, distributed, make_data
+from training import BATCH, distributed, make_data
 
 import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import (
     BackupAndRestore,
-    LearningRateScheduleCallback,
-    LearningRateWarmupCallback,
     callback_states,
     rank_states,
 )
@@ -56,94 +54,21 @@ class Counts(keras.callbacks.Callback):
         self.batches, self.sums = state["batches"], state["sums"]
 
 
-class Statistics(keras.callbacks.Callback):
-    """Records the moving statistics of this rank after each batch of the last epoch."""
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.found = {}
-
-    def on_train_batch_end(self, batch, logs=None):
-        weights = self.model.non_trainable_weights
-        self.found[batch] = [keras.ops.convert_to_numpy(weight).tobytes() for weight in weights]
+def new_model():
+    eagerly = keras.backend.backend() == "tensorflow"  # tracing takes longest
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    return distributed(optimizer, metrics=["accuracy"], run_eagerly=eagerly)
 
 
-def new_model(optimizer=None, graph=False, regularised=False):
-    """A model that runs eagerly on TensorFlow, unless tracing is tested: tracing takes longest."""
-    optimizer = optimizer or keras.optimizers.SGD(0.1, momentum=0.9)
-    eagerly = not graph and keras.backend.backend() == "tensorflow"
-    return distributed(optimizer, regularised, metrics=["accuracy"], run_eagerly=eagerly)
-
-
-def fit(
-    *callbacks,
-    behind=(),
-    epochs=2,
-    optimizer=None,
-    model=None,
-    graph=False,
-    regularised=False,
-    **options,
-):
+def fit(*callbacks, epochs=2, model=None):
     """Trains on different samples on each rank; returns the model and its history."""
-    model = model or new_model(optimizer, graph, regularised)
+    model = model or new_model()
     x, y = make_data(STEPS * BATCH, seed=keras_dist.rank())
-    callbacks = [*keras_dist.callbacks(*callbacks), *behind]
-    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0, **options}
+    callbacks = keras_dist.callbacks(*callbacks)
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
     history = model.fit(x, y, epochs=epochs, callbacks=callbacks, **options)
     keras_dist.verify_replicas(model)
     return model, history
-
-
-def resumed(directory, epoch, batch, make, save_freq=1, **options):
-    """The same, interrupted once; `make` makes the callbacks of each attempt."""
-    with pytest.raises(Interrupted):
-        backup = BackupAndRestore(directory, save_freq=save_freq)
-        fit(backup, *make(), Interrupt(epoch, batch), **options)
-    keras_dist.barrier()
-    return fit(BackupAndRestore(directory, save_freq=save_freq), *make(), **options)
-
-
-@pytest.mark.parametrize("at", [(2, None), (2, 1)])
-def test_callbacks_go_on_with_what_they_have_seen(at, shared_tmp_path):
-    def make(folder):
-        path = shared_tmp_path / folder
-        if keras_dist.rank() == 0:
-            path.mkdir(exist_ok=True)
-        keras_dist.barrier()
-        log = keras.callbacks.CSVLogger(path / "log.csv")
-        return [
-            Values(0.5, 0.1, 0.5, 0.4, 0.3, 0.2),
-            keras.callbacks.EarlyStopping(
-                "value", patience=2, mode="min", restore_best_weights=True
-            ),
-            keras.callbacks.ReduceLROnPlateau("value", factor=0.5, patience=1, mode="min"),
-            keras_dist.callbacks.ModelCheckpoint(
-                path / "best.weights.h5",
-                "value",
-                save_best_only=True,
-                save_weights_only=True,
-                mode="min",
-            ),
-            keras_dist.callbacks.RootOnly(log),
-        ]
-
-    model, expected = fit(*make("whole"), epochs=6)
-    again, found = resumed(
-        shared_tmp_path / "backup",
-        *at,
-        lambda: make("resumed"),
-        save_freq="epoch" if at[1] is None else 1,
-        epochs=6,
-    )
-    assert expected.epoch == [0, 1, 2, 3]
-    assert (found.epoch, found.history) == (expected.epoch, expected.history)
-    assert everything_of(again) == everything_of(model)
-    kept = [shared_tmp_path / name for name in ("whole", "resumed")]
-    whole, other = ((path / "log.csv").read_text() for path in kept)
-    assert whole == other and whole.count("epoch") == 1
-    model.load_weights(kept[0] / "best.weights.h5")
-    again.load_weights(kept[1] / "best.weights.h5")
-    assert everything_of(again) == everything_of(model)
 
 
 def test_training_that_was_stopped_stays_stopped(shared_tmp_path, caplog):
@@ -159,45 +84,6 @@ def test_training_that_was_stopped_stays_stopped(shared_tmp_path, caplog):
     assert expected.epoch == found.epoch == [0, 1]
     assert everything_of(again) == everything_of(model)
     assert caplog.text.count("training was stopped after epoch 2") == (keras_dist.rank() == 0)
-
-
-@pytest.mark.jobs("tensorflow-1", "jax-2", "equality")
-@pytest.mark.parity(
-    "a resumed epoch: equal learning rates at batches, batch numbers, metrics and moving statistics"
-)
-def test_every_batch_of_an_epoch_resumes_to_the_bit(shared_tmp_path):
-    made = []
-
-    def make():
-        made[:] = [Counts(), Statistics()]
-        # From 0, which would zero a velocity that is scaled with the rate.
-        ramp = LearningRateScheduleCallback(
-            0.2, lambda epoch: abs(epoch - 1), staircase=False, steps_per_epoch=STEPS
-        )
-        falling = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7)
-        return [ramp, falling, *made]
-
-    model, expected = fit(*make(), graph=True, regularised=True)
-    counts, statistics = made
-    assert keras_dist.size() == 1 or not agreed(statistics.found)
-    for batch in range(STEPS):
-        folder = shared_tmp_path / f"backup {batch}"
-        again, found = resumed(folder, 1, batch, make, graph=True, regularised=True)
-        assert everything_of(again) == everything_of(model), batch
-        assert found.history == expected.history, batch
-        assert made[0].batches == counts.batches == 2 * list(range(STEPS))
-        assert made[0].sums == counts.sums
-        later = range(batch + 1, STEPS)
-        assert made[1].found == {number: statistics.found[number] for number in later}
-
-
-def test_a_warmup_resumes_to_the_bit_within_an_epoch(shared_tmp_path):
-    def make():
-        return [LearningRateWarmupCallback(0.2, 2, steps_per_epoch=STEPS)]
-
-    model, _ = fit(*make())
-    again, _ = resumed(shared_tmp_path / "backup", 1, 1, make)
-    assert everything_of(again) == everything_of(model)
 
 
 def test_steps_that_are_executed_together_resume_as_well(shared_tmp_path):
@@ -259,8 +145,12 @@ def test_a_state_that_a_callback_refuses_is_an_error_on_every_rank(shared_tmp_pa
             if last:
                 raise KeyError("sums")
 
+    folder = shared_tmp_path / "backup"
+    with pytest.raises(Interrupted):
+        fit(BackupAndRestore(folder), Refuses(), Interrupt(1))
+    keras_dist.barrier()
     with pytest.raises(errors.CheckpointError, match=r"Refuses.load_state_dict\(\).*KeyError"):
-        resumed(shared_tmp_path / "backup", 1, 1, lambda: [Refuses()])
+        fit(BackupAndRestore(folder), Refuses())
 
 
 def test_a_history_that_a_backup_cannot_hold_begins_anew(shared_tmp_path, caplog):

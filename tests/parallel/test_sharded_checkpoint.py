@@ -1,6 +1,5 @@
 """`ShardedCheckpoint`: every rank writes a part, and any number of ranks reads the whole."""
 
-import json
 import os
 import threading
 
@@ -63,23 +62,6 @@ def on_root(work):
 @pytest.fixture
 def directory(shared_tmp_path):
     return shared_tmp_path / "checkpoints"
-
-
-@pytest.mark.jobs("jax-2")
-@pytest.mark.parity("`ShardedCheckpoint`: resumed training equals uninterrupted training")
-@pytest.mark.parametrize(("before", "after", "at"), [(True, True, 1), (False, True, None)])
-def test_resumed_training_equals_uninterrupted_training(before, after, at, directory):
-    expected = make(shard_state=False, run_eagerly=False)
-    fit(expected, epochs=3)
-    checkpoint = ShardedCheckpoint(directory, "epoch" if at is None else 1)
-    with pytest.raises(Interrupted):
-        fit(make(before, run_eagerly=False), checkpoint, Interrupt(1, at), epochs=3)
-    model = make(after, run_eagerly=False)
-    checkpoint._settle()
-    again = ShardedCheckpoint(directory)
-    assert fit(model, again, epochs=3) == [1, 2]
-    assert everything_of(model) == everything_of(expected)
-    keras_dist.verify_replicas(model)
 
 
 def test_ranks_write_equal_shares_and_old_generations_go(directory):
@@ -307,30 +289,6 @@ def test_local_variables_are_those_of_the_root(directory):
     keras_dist.checkpoints.load(again, directory)
     wanted = model_state.bytes_of(model.weights[0]).tobytes() if keras_dist.rank() == 0 else before
     assert model_state.bytes_of(again.weights[0]).tobytes() == wanted
-
-
-def test_callbacks_and_the_manifest(directory):
-    class Meter(keras.callbacks.Callback):
-        seen = 0
-
-        def on_train_batch_end(self, batch, logs=None):
-            self.seen += 1
-
-        def state_dict(self):
-            return {"seen": self.seen, "array": np.full(3, self.seen)}
-
-        def load_state_dict(self, state):
-            self.seen = int(state["array"][0])
-
-    fit(make(), Meter(), ShardedCheckpoint(directory))
-    keras_dist.barrier()
-    meter = Meter()
-    fit(make(), meter, ShardedCheckpoint(directory), epochs=2)
-    assert meter.seen == 2 * STEPS
-    keras_dist.barrier()
-    manifest = json.loads(generations.newest_first(directory)[0].read_text())
-    assert len(manifest["parts"]) == keras_dist.size()
-    assert manifest["about"]["epoch"] == 2
 
 
 def test_keep_is_checked(directory):

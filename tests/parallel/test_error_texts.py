@@ -1,0 +1,389 @@
+"""The text of each error that bad input raises at the public faces: tests/golden/errors.txt.
+
+All ranks make the same mistake, unless the title says otherwise. Paths, addresses and the number of
+this rank are replaced. The texts do not depend on the backend.
+"""
+
+import functools
+import re
+
+import golden
+import keras
+import numpy as np
+import pytest
+
+import keras_dist
+from keras_dist import callbacks, checkpoints, config, data, elastic, errors, metrics
+
+pytestmark = [
+    pytest.mark.jobs("tensorflow-2", "jax-2", "torch-2"),
+    pytest.mark.skipif(keras_dist.size() != 2, reason="the texts name two ranks"),
+]
+
+RANK, ONES = keras_dist.rank(), np.ones(4, "float32")
+SGD, Dense = keras.optimizers.SGD, keras.layers.Dense
+wrap, partial = keras_dist.DistributedOptimizer, keras_dist.PartialDistributedOptimizer
+X = np.ones((8, 3), "float32")
+
+
+def model_of(optimizer=None, units=1, built=True):
+    """Returns a compiled model whose names do not depend on the tests before."""
+    layers = [keras.Input((3,))] * built + [Dense(units, name="dense")]
+    model = keras.Sequential(layers, name="model")
+    eagerly = keras.backend.backend() == "tensorflow"  # tracing takes longest
+    model.compile(wrap(SGD(0.1)) if optimizer is None else optimizer, "mse", run_eagerly=eagerly)
+    return model
+
+
+def fit(*others, optimizer=None, x=X, **options):
+    """Trains on data that is the same on all ranks."""
+    options = {"batch_size": 4, "verbose": 0, **options}
+    list_of = keras_dist.callbacks(*others, **options.pop("made", {}))
+    if isinstance(x, np.ndarray):
+        options["y"] = x[:, :1]
+    model_of(optimizer).fit(x, callbacks=list_of, **options)
+
+
+def in_set(call):
+    """Calls with a process set of rank 0."""
+    process_set = keras_dist.add_process_set([0])
+    try:
+        return call(process_set)
+    finally:
+        keras_dist.remove_process_set(process_set)
+
+
+def files(tmp):
+    """Returns the folder of the files that are read, after it is made."""
+    if not (tmp / "plain.txt").exists() and RANK == 0:
+        np.save(tmp / "ones.npy", X)
+        np.savez(tmp / "two.npz", x=X, y=X[:4])
+        (tmp / "damaged.keras").write_bytes(b"nothing")
+        (tmp / "empty").mkdir()
+        (tmp / "plain.txt").write_text("nothing")
+    keras_dist.barrier()
+    return tmp
+
+
+def a_metric():
+    return keras.metrics.Mean("mean")
+
+
+def with_variable(name, value):
+    """Parses an environment variable."""
+    return config.parse({name: value})
+
+
+OPERATIONS = {
+    "allreduce: op": lambda: keras_dist.allreduce(ONES, op="mean"),
+    "allreduce: op and average": lambda: keras_dist.allreduce(ONES, op="sum", average=True),
+    "allreduce: dtype": lambda: keras_dist.allreduce(np.array(["text"])),
+    "allreduce: a function": lambda: keras_dist.allreduce(print),
+    "allreduce: integers on average": lambda: keras_dist.allreduce(np.ones(2, bool), op="average"),
+    "allreduce: prescale_factor": lambda: keras_dist.allreduce(ONES, prescale_factor="2"),
+    "allreduce: factor that is infinite": lambda: keras_dist.allreduce(
+        ONES, postscale_factor=float("inf")
+    ),
+    "allreduce: compression": lambda: keras_dist.allreduce(ONES, compression="gzip"),
+    "allreduce: process_set": lambda: keras_dist.allreduce(ONES, process_set=[0, 1]),
+    "allreduce: process set that is not added": lambda: keras_dist.allreduce(
+        ONES, process_set=keras_dist.ProcessSet([0])
+    ),
+    "allreduce: out": lambda: keras_dist.allreduce(ONES, out=np.ones(3, "float32")),
+    "allreduce: out that is no array": lambda: keras_dist.allreduce(ONES, out=[1.0]),
+    "allreduce: shapes that differ": lambda: keras_dist.allreduce(np.ones(3 + RANK), name="x"),
+    "allreduce: dtypes that differ": lambda: keras_dist.allreduce(
+        np.ones(3, ["float32", "float64"][RANK])
+    ),
+    "allreduce: ops that differ": lambda: keras_dist.allreduce(ONES, op=["sum", "max"][RANK]),
+    "allreduce: value of one rank": lambda: keras_dist.allreduce([ONES, print][RANK]),
+    "allreduce and barrier": lambda: [lambda: keras_dist.allreduce(ONES), keras_dist.barrier][
+        RANK
+    ](),
+    "grouped_allreduce: numbers that differ": lambda: keras_dist.grouped_allreduce(
+        [ONES] * (1 + RANK)
+    ),
+    "sparse_allreduce: op": lambda: keras_dist.sparse_allreduce(X[:1], [0], op="max"),
+    "allgather: a scalar": lambda: keras_dist.allgather(1.0),
+    "allgather: later dimensions that differ": lambda: keras_dist.allgather(np.ones((1, 1 + RANK))),
+    "alltoall: splits below 0": lambda: keras_dist.alltoall(ONES, splits=[-1, 5]),
+    "alltoall: one split": lambda: keras_dist.alltoall(ONES, splits=[4]),
+    "alltoall: rows": lambda: keras_dist.alltoall(ONES[:3]),
+    "broadcast: root_rank": lambda: keras_dist.broadcast(ONES, 2),
+    "broadcast: root_rank that is no number": lambda: keras_dist.broadcast(ONES, "0"),
+    "broadcast: root ranks that differ": lambda: keras_dist.broadcast(ONES, RANK),
+    "broadcast_: a tuple": lambda: keras_dist.broadcast_((1, 2)),
+    "broadcast_: read only": lambda: keras_dist.broadcast_(np.broadcast_to(ONES, (2, 4))),
+    "broadcast_object: root_rank": lambda: keras_dist.broadcast_object(1, -1),
+    "broadcast_object: what cannot be pickled": lambda: keras_dist.broadcast_object(lambda: 1),
+    "reducescatter: a scalar": lambda: keras_dist.reducescatter(1.0),
+    "send: to itself": lambda: keras_dist.send(ONES, RANK),
+    "send: destination": lambda: keras_dist.send(ONES, 7),
+    "recv: source": lambda: keras_dist.recv(-1),
+    "synchronize": lambda: keras_dist.synchronize(3),
+    "poll": lambda: keras_dist.poll(None),
+    "raise_on_all": lambda: raise_on_one(),
+    "ProcessSet": lambda: keras_dist.ProcessSet("01"),
+    "ProcessSet: a float": lambda: keras_dist.ProcessSet([0.5]),
+    "add_process_set: a rank": lambda: keras_dist.add_process_set([5]),
+    "add_process_set: the same ranks": lambda: in_set(lambda _: keras_dist.add_process_set([0])),
+    "add_process_set: sets that differ": lambda: keras_dist.add_process_set([RANK]),
+    "remove_process_set": lambda: keras_dist.remove_process_set([0]),
+    "a collective outside of its set": lambda: in_set(
+        lambda one: keras_dist.allreduce(ONES, process_set=one)
+    ),
+    "init: process_sets": lambda: keras_dist.init(process_sets=[0]),
+}
+
+
+def raise_on_one():
+    with keras_dist.raise_on_all():
+        if RANK == 1:
+            raise KeyError("x")
+
+
+OPTIMIZERS = {
+    "DistributedOptimizer: a name": lambda: wrap("sgd"),
+    "DistributedOptimizer: twice": lambda: wrap(wrap(SGD())),
+    "DistributedOptimizer: op": lambda: wrap(SGD(), op="max"),
+    "DistributedOptimizer: compression": lambda: wrap(SGD(), compression=3),
+    "DistributedOptimizer: backward_passes_per_step": lambda: wrap(
+        SGD(), backward_passes_per_step=0
+    ),
+    "DistributedOptimizer: a fraction of passes": lambda: wrap(SGD(), backward_passes_per_step=1.5),
+    "DistributedOptimizer: gradient_predivide_factor": lambda: wrap(
+        SGD(), gradient_predivide_factor=0
+    ),
+    "DistributedOptimizer: predivided sum": lambda: wrap(
+        SGD(), op="sum", gradient_predivide_factor=2.0
+    ),
+    "DistributedOptimizer: groups": lambda: wrap(SGD(), groups="all"),
+    "DistributedOptimizer: groups below 0": lambda: wrap(SGD(), groups=-1),
+    "DistributedOptimizer: average of Adasum": lambda: wrap(
+        SGD(), op="adasum", backward_passes_per_step=2, average_aggregated_gradients=True
+    ),
+    "DistributedOptimizer: process_set": lambda: wrap(SGD(), process_set=0),
+    "DistributedOptimizer: a sharded Lamb": lambda: wrap(keras.optimizers.Lamb(), shard_state=True),
+    "DistributedOptimizer: gradients without state": lambda: wrap(SGD(), shard_gradients=True),
+    "PartialDistributedOptimizer: local_layers": lambda: partial(SGD(), local_layers=["dense"]),
+    "register_local_var": lambda: wrap(SGD()).register_local_var(3),
+    "apply: gradients": lambda: wrap(SGD()).apply([ONES], []),
+    "LARS: trust_coefficient": lambda: keras_dist.optimizers.LARS(trust_coefficient=-1),
+    "LARS: momentum": lambda: keras_dist.optimizers.LARS(momentum=2),
+    "metrics.merge: a metric": lambda: metrics.merge("accuracy", "sum"),
+    "metrics.merge: how": lambda: metrics.merge(a_metric(), "median"),
+    "adapt: a layer": lambda: keras_dist.adapt(Dense(1, name="dense"), X),
+    "verify_replicas": lambda: verify_different(),
+}
+
+
+def verify_different():
+    model = model_of()
+    model.set_weights([np.full((3, 1), RANK), np.zeros(1)])
+    keras_dist.verify_replicas(model)
+
+
+class ListOf(keras.utils.PyDataset):
+    """Data of one batch, or of as many as are given for each rank."""
+
+    def __init__(self, *lengths):
+        super().__init__()
+        self.lengths = lengths
+
+    def __len__(self):
+        return self.lengths[RANK]
+
+    def __getitem__(self, index):
+        return X[:2] + RANK, X[:2, :1]
+
+
+class Refuses(keras.callbacks.Callback):
+    """Has a state that no backup can hold."""
+
+    def state_dict(self):
+        return {"set": {1}}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Fails(keras.callbacks.Callback):
+    """Fails at the end of an epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        raise KeyError("loss")
+
+
+class OnOne(keras.callbacks.Callback):
+    """Changes the replica of rank 1."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if RANK == 1:
+            self.model.layers[0].bias.assign([7.0])
+
+
+def schedule():
+    return keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+
+
+CALLBACKS = {
+    "callbacks: uneven": lambda: keras_dist.callbacks(uneven="ignore"),
+    "callbacks: on_failure": lambda: keras_dist.callbacks(on_failure="retry"),
+    "callbacks: warmup without initial_lr": lambda: keras_dist.callbacks(warmup_epochs=3),
+    "callbacks: root_rank": lambda: keras_dist.callbacks(root_rank=2),
+    "BroadcastGlobalVariablesCallback: root_rank": lambda: (
+        callbacks.BroadcastGlobalVariablesCallback("x")
+    ),
+    "BroadcastGlobalVariablesCallback: local_variables": lambda: fit(
+        callbacks.BroadcastGlobalVariablesCallback(local_variables=[3])
+    ),
+    "UnevenDataCallback: uneven": lambda: callbacks.UnevenDataCallback("drop"),
+    "GoOnWithoutLostRanks: share_out": lambda: callbacks.GoOnWithoutLostRanks(share_out=3),
+    "VerifyReplicas: every": lambda: callbacks.VerifyReplicas(every=0),
+    "RootOnly: no callback": lambda: callbacks.RootOnly("log"),
+    "RootOnly: a callback that changes training": lambda: callbacks.RootOnly(
+        keras.callbacks.ReduceLROnPlateau()
+    ),
+    "LearningRateWarmupCallback: none": lambda: callbacks.LearningRateWarmupCallback(None),
+    "LearningRateWarmupCallback: a schedule": lambda: fit(
+        callbacks.LearningRateWarmupCallback(0.1), optimizer=wrap(SGD(schedule()))
+    ),
+    "LearningRateWarmupCallback: unknown steps": lambda: fit(
+        callbacks.LearningRateWarmupCallback(0.1), x=((X, X[:, :1]) for _ in range(3))
+    ),
+    "ShardedCheckpoint: keep": lambda: callbacks.ShardedCheckpoint("checkpoints", keep=0),
+    "ShardedCheckpoint: root_rank": lambda: callbacks.ShardedCheckpoint("x", root_rank=9),
+    "BackupAndRestore: root_rank": lambda: callbacks.BackupAndRestore("backup", root_rank=-1),
+    "fit: a plain optimizer": lambda: fit(optimizer=SGD(0.1)),
+    "fit: steps that differ": lambda: fit(x=ListOf(2, 3), made={"uneven": "error"}),
+    "fit: arguments that differ": lambda: fit(epochs=1 + RANK),
+    "fit: a callback of the root fails": lambda: fit(callbacks.RootOnly(Fails())),
+    "fit: replicas that differ": lambda: fit(OnOne(), callbacks.VerifyReplicas()),
+    "fit: models that differ": lambda: model_of(units=1 + RANK).fit(
+        X, X[:, :1], verbose=0, callbacks=keras_dist.callbacks()
+    ),
+}
+
+FILES = {
+    "BackupAndRestore: a file": lambda tmp: fit(callbacks.BackupAndRestore(tmp / "plain.txt")),
+    "BackupAndRestore: a state": lambda tmp: fit(
+        callbacks.BackupAndRestore(tmp / "refused"), Refuses()
+    ),
+    "BackupAndRestore: of another model": lambda tmp: (
+        fit(callbacks.BackupAndRestore(tmp / "b", delete_checkpoint=False)),
+        fit(callbacks.BackupAndRestore(tmp / "b"), optimizer=wrap(keras.optimizers.Adam())),
+    ),
+    "BackupAndRestore: damaged": lambda tmp: fit(callbacks.BackupAndRestore(damaged(tmp / "b"))),
+    "ShardedCheckpoint: a file": lambda tmp: fit(callbacks.ShardedCheckpoint(tmp / "plain.txt")),
+    "ShardedCheckpoint: damaged": lambda tmp: (
+        fit(callbacks.ShardedCheckpoint(tmp / "c")),
+        fit(callbacks.ShardedCheckpoint(damaged(tmp / "c"))),
+    ),
+    "checkpoints.load: nothing": lambda tmp: checkpoints.load(model_of(), tmp / "empty"),
+    "checkpoints.load: root_rank": lambda tmp: checkpoints.load(model_of(), tmp, root_rank=3),
+    "checkpoints.export: nothing": lambda tmp: checkpoints.export(tmp / "empty", tmp / "m.keras"),
+    "checkpoints.export: a suffix": lambda tmp: checkpoints.export(tmp / "empty", tmp / "m.txt"),
+    "ModelCheckpoint: a directory that is a file": lambda tmp: fit(
+        callbacks.ModelCheckpoint(tmp / "plain.txt" / "m.keras")
+    ),
+    "load_model: damaged": lambda tmp: keras_dist.load_model(tmp / "damaged.keras"),
+    "load_model: custom_optimizers": lambda tmp: keras_dist.load_model(
+        tmp / "damaged.keras", custom_optimizers=["sgd"]
+    ),
+    "ObjectState: a value": lambda tmp: elastic.ObjectState(directory=tmp / "s", x={1}).commit(),
+    "data.npy: nothing": lambda tmp: data.npy(tmp / "none.npy", batch_size=2),
+    "data.npz: a name": lambda tmp: data.npz(tmp / "two.npz", x="z", batch_size=2),
+    "data.npz: lengths": lambda tmp: data.npz(tmp / "two.npz", x="x", y="y", batch_size=2),
+    "data.image_dataset: no images": lambda tmp: data.image_dataset(tmp / "empty", batch_size=2),
+    "data.tar: nothing": lambda tmp: data.tar(str(tmp / "*.tar"), print, batch_size=2),
+    "data.tfrecord: nothing": lambda tmp: data.tfrecord(
+        str(tmp / "*.tfrecord"), print, batch_size=2
+    ),
+    "data.cached: sha256": lambda tmp: data.cached(str(tmp / "ones.npy"), tmp, sha256="abc"),
+}
+
+
+def damaged(folder):
+    """Returns a folder after a byte of each file in it is changed."""
+    keras_dist.barrier()
+    if RANK == 0:
+        for path in [each for each in folder.rglob("*") if each.is_file()]:
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 4
+            path.write_bytes(content)
+    keras_dist.barrier()
+    return folder
+
+
+DATA = {
+    "shard: a number": lambda: data.shard(3),
+    "shard: batch_size": lambda: data.shard(X, 0),
+    "shard: shuffle": lambda: data.shard(X, 2, shuffle="local"),
+    "shard: remainder": lambda: data.shard(X, 2, remainder="cut"),
+    "shard: seed": lambda: data.shard(X, 2, seed="one"),
+    "shard: steps": lambda: data.shard(X, 2, steps=100),
+    "shard: global_batch_size": lambda: data.shard(X, global_batch_size=3),
+    "shard: both sizes": lambda: data.shard(X, 3, global_batch_size=4),
+    "shard: lengths": lambda: data.shard((X, X[:4]), 2),
+    "shard: too few samples": lambda: data.shard(X[:1], 2),
+    "shard: a scalar": lambda: data.shard((X, 1.0), 2),
+    "shard: arguments that differ": lambda: data.shard(X, 2 + RANK),
+    "shard: an iterator without steps": lambda: data.shard(iter([X])),
+    "shard: a generator with an order": lambda: data.shard(
+        lambda: iter([X]), steps=1, shuffle="global"
+    ),
+    "set_epoch: a list": lambda: data.set_epoch([X], 1),
+    "steps_per_epoch": lambda: data.steps_per_epoch(8, 0),
+    "prefetch": lambda: data.prefetch(data.shard(X, 2), 0),
+    "gather": lambda: keras_dist.gather(X, data.shard(X, 2)),
+}
+
+JOBS = {
+    "run: on a rank": lambda: keras_dist.run(print, np=2),
+    "WorldServer: size": lambda: keras_dist.WorldServer(0),
+    "WorldServer: token": lambda: keras_dist.WorldServer(2, token=""),
+    "join_world: address": lambda: keras_dist.join_world("host", 0, 2, "token"),
+    "KerasState: not built": lambda: elastic.KerasState(model_of(built=False)),
+    "ObjectState: a directory by position": lambda: elastic.ObjectState("folder"),
+    "KERAS_DIST_REDUCE": lambda: with_variable("KERAS_DIST_REDUCE", "read"),
+    "KERAS_DIST_STALL_SECONDS": lambda: with_variable("KERAS_DIST_STALL_SECONDS", "soon"),
+    "KERAS_DIST_ON_FAILURE": lambda: with_variable("KERAS_DIST_ON_FAILURE", "ignore"),
+    "explain": lambda: raise_error(errors.explain("[here]", "one", "two", "Pass one.")),
+}
+
+
+def raise_error(text):
+    raise errors.KerasDistError(text)
+
+
+def text_of(call, folder):
+    """Returns type and text of the error that a call raises, without what differs by machine."""
+    try:
+        call()
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}".rstrip().replace(str(folder), "<folder>")
+        found = re.sub(r"/\.[0-9a-f]{16}\.", "/.<random>.", found)
+        return re.sub(r"\b([0-9a-f]{64}|[0-9a-f]{32})\b", "<digest>", found)
+    return "nothing is raised"
+
+
+def together(texts):
+    """Returns the texts of both ranks as one, if they are alike."""
+    if len(set(texts)) > 1:
+        own = [text.replace(f"[rank {n} of 2]", "[rank r of 2]") for n, text in enumerate(texts)]
+        texts = own if len(set(own)) == 1 else texts
+    if len(set(texts)) > 1:
+        texts = [f"on rank {rank}: {text}" for rank, text in enumerate(texts)]
+    return "\n".join(dict.fromkeys(texts))
+
+
+@pytest.mark.limit(300)
+@pytest.mark.parity("the same texts of errors")
+def test_each_text_is_that_of_the_golden_file(shared_tmp_path):
+    files(shared_tmp_path)
+    on_files = {title: functools.partial(call, shared_tmp_path) for title, call in FILES.items()}
+    texts = []
+    for title, call in (OPERATIONS | OPTIMIZERS | CALLBACKS | on_files | DATA | JOBS).items():
+        mine = text_of(call, shared_tmp_path)
+        texts.append(f"# {title}\n{together(keras_dist.allgather_object(mine))}\n")
+    golden.check("errors.txt", "\n".join(texts))
