@@ -6,8 +6,8 @@ A table stands on its page between two lines:
     <!-- end table -->
 
 `benchmarks/all jax-calls` runs its command and writes the text between them, with commit, date and
-machine in the first line, and copies its figure to the pages. `tests/test_tables.py` fails where
-the measured code has changed more than a release later.
+machine in the first line, and copies its figure to the pages. `tests/house/test_tables.py` fails
+where the measured code has changed more than a release later.
 """
 
 import dataclasses

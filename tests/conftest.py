@@ -9,7 +9,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from jobs import launcher
+from start_jobs import launcher
 
 # An example may take long on a busy machine.
 hypothesis.settings.register_profile("patient", deadline=None)
@@ -29,10 +29,10 @@ hypothesis.settings.load_profile("patient")
 def pytest_runtest_setup(item):
     """Skips slow tests of jobs after the time in SLOW_UNTIL, in seconds since the epoch.
 
-    Ranks that run the tests of tests/parallel do not skip: their clocks may differ.
+    Ranks that run the tests of tests/ranks do not skip: their clocks may differ.
     """
     late = time.time() > float(os.environ.get("SLOW_UNTIL", "inf"))
-    if late and item.get_closest_marker("slow") and "parallel" not in item.path.parts:
+    if late and item.get_closest_marker("slow") and "ranks" not in item.path.parts:
         pytest.skip(f"no time is left for slow tests: {item.nodeid}")
 
 

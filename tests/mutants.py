@@ -28,15 +28,15 @@ COPY = ROOT / "build" / "mutants"
 
 # Each module, and the tests that must detect its mutants; none of them needs other ranks.
 MODULES = {
-    "_engine/buckets.py": "tests/test_buckets.py",
-    "_engine/signature.py": "tests/test_signature.py",
-    "_engine/arithmetic.py": "tests/test_arithmetic.py",
-    "data/partition.py": "tests/test_data_partition.py",
-    "data/round_robin.py": "tests/test_data_partition.py",
-    "data/spread.py": "tests/test_data_partition.py",
-    "data/order.py": "tests/test_data_order.py",
-    "ops/reduction_options.py": "tests/test_reduction_options.py",
-    "callbacks/learning_rate.py": "tests/test_learning_rate.py",
+    "_engine/buckets.py": "tests/unit/_engine/test_buckets.py",
+    "_engine/signature.py": "tests/unit/_engine/test_signature.py",
+    "_engine/arithmetic.py": "tests/unit/_engine/test_arithmetic.py",
+    "data/partition.py": "tests/unit/data/test_data_partition.py",
+    "data/round_robin.py": "tests/unit/data/test_data_partition.py",
+    "data/spread.py": "tests/unit/data/test_data_partition.py",
+    "data/order.py": "tests/unit/data/test_data_order.py",
+    "ops/reduction_options.py": "tests/unit/ops/test_reduction_options.py",
+    "callbacks/learning_rate.py": "tests/unit/callbacks/test_learning_rate.py",
 }
 
 # The replacements of an operator that imply the others: a test that tells a sum from a difference

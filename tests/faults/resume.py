@@ -23,7 +23,7 @@ import h5py
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from jobs import RUN, lean
+from start_jobs import RUN, lean
 
 TRAINING = Path(__file__).parent / "scripts" / "resume_training.py"
 BACKENDS = ("tensorflow", "jax", "torch")

@@ -12,6 +12,7 @@ def test_the_writer_is_killed(job, tmp_path):
     job(1, "killed_writers.py", "backups", FOLDER=tmp_path / "backups").succeeded()
 
 
+@pytest.mark.short
 @pytest.mark.fault(
     "the newest backup is damaged or truncated; then all are",
     "training resumes from the previous one, with a warning; then an error on every rank",

@@ -35,6 +35,7 @@ def test_a_wrong_argument_is_one_operation_on_all_ranks(go_on):
     go_on(2, "survivors.py", "nobody_but_an_argument_is_wrong").succeeded()
 
 
+@pytest.mark.short
 @pytest.mark.fault(
     "the root is killed while others wait for its broadcast, with `on_failure=continue`",
     "the next rank becomes the root and sends its value",

@@ -51,6 +51,7 @@ def test_different_arguments_of_fit(fit):
     assert_all_told(ended, 2, told)
 
 
+@pytest.mark.short
 @pytest.mark.fault(
     "`stop_training` set on one rank, by a callback after those of `keras_dist.callbacks()`",
     "all ranks stop after the same epoch",

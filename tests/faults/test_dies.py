@@ -6,6 +6,7 @@ ENDS = "all ranks end, exit code not 0"
 LARGE = ("--turns", 20, "--size", 100_000)
 
 
+@pytest.mark.short
 @pytest.mark.fault("a rank is killed while others wait in shared memory", ENDS, within=5)
 def test_a_killed_rank(meet):
     meet(3, "1:SIGKILL", *LARGE).failed()
@@ -32,6 +33,7 @@ def test_a_rank_killed_before_init(meet):
     meet(2, "1:SIGKILL", "--early").failed()
 
 
+@pytest.mark.short
 @pytest.mark.fault("a rank is killed while it computes in `fit`", ENDS, within=5)
 def test_a_rank_killed_in_fit(fit_job):
     fit_job("fit_faults.py", "killed_while_it_computes").failed()
@@ -72,6 +74,7 @@ def test_an_interrupt_of_mpiexec(meet):
     meet(2, "1:tell_mpiexec SIGINT", "--turns", 1, "--forever").failed()
 
 
+@pytest.mark.short
 @pytest.mark.fault("mpiexec itself is killed", "all ranks end", within=10)
 def test_a_killed_mpiexec(meet):
     meet(2, "1:tell_mpiexec SIGKILL", "--turns", 1, "--forever").failed()

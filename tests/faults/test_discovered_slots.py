@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from endings import SCRIPTS, discovery_script, end_after
-from jobs import RUN, launcher, lean
 from namespaces import TOLD, hosts_or_skip
+from start_jobs import RUN, launcher, lean
 from test_lost_hosts import launcher_command
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.short
 @pytest.mark.fault(
     "the weights of one rank differ, at the end of a fit or before a checkpoint",
     "an error on every rank that names variables and ranks; nothing is written",

@@ -44,6 +44,7 @@ def test_ranks_continue(go_on):
     assert "keras_dist: rank 1 has died. 2 of 3 ranks continue" in printed
 
 
+@pytest.mark.short
 @pytest.mark.fault(
     "a rank fails between the agreement and the launch on the GPU (test double of NCCL)",
     "`RankError` with the text of that rank on every rank, exit code not 0",

@@ -10,6 +10,7 @@ def assert_fine(ended, ranks):
     assert (ended.returncode, ended.stdout.count("fine")) == (0, ranks), ended.stdout
 
 
+@pytest.mark.short
 @pytest.mark.fault(
     "a fork after `init` whose child uses keras_dist, raises or exits", NO_RANK, within=5
 )

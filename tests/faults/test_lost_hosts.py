@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from endings import SCRIPTS, end_after
-from jobs import lean
 from namespaces import INTERFACE, MPICH, TOLD, hosts_or_skip, mpiexec_command
+from start_jobs import lean
 
 LOSS = f"tc qdisc add dev {INTERFACE} root tbf rate 400mbit burst 8k limit 16k".split()
 SLOW = f"tc qdisc add dev {INTERFACE} root tbf rate 40mbit burst 32k latency 400ms".split()

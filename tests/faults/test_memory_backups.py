@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from endings import SCRIPTS, discovery_script, end_after
-from jobs import lean
 from namespaces import TOLD, hosts_or_skip
+from start_jobs import lean
 from test_lost_hosts import launcher_command
 
 

@@ -40,6 +40,7 @@ def test_a_different_call(job, case):
     assert_all_told(job(2, "calls.py", "different", case), 2, CALLS[case])
 
 
+@pytest.mark.short
 @pytest.mark.fault("a rank trains another model, more layers or other shapes", ENDS, within=10)
 @pytest.mark.fault("too few samples for all ranks", "an error on every rank", within=10)
 def test_a_different_model(fit_job):
@@ -61,6 +62,7 @@ LEFT = (
 )
 
 
+@pytest.mark.short
 @pytest.mark.fault("a rank ends its script, or calls `sys.exit`, while others wait", ENDS, within=5)
 @pytest.mark.parametrize("ending", ["pass", "raise SystemExit(0)", "raise SystemExit(3)"])
 def test_a_rank_that_ends_early(job, ending):

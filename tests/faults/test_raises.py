@@ -15,6 +15,7 @@ def assert_told_once(ended, rank, words):
     assert [line.partition(" ")[0] for line in last] == [f"[{rank}]"], ended.stdout
 
 
+@pytest.mark.short
 @pytest.mark.fault("user code raises while others wait in a collective", ENDS, within=5)
 def test_user_code_raises(meet):
     assert_told_once(meet(3, "1:fail"), 1, "broken on purpose")
@@ -99,6 +100,7 @@ def test_a_compressor_raises(job):
 # --- In training
 
 
+@pytest.mark.short
 @pytest.mark.fault("a hook of a callback raises in `fit`, not on the root", ENDS, within=5)
 def test_a_callback_raises(fit_job):
     ended = fit_job("fit_faults.py", "callback_raises")

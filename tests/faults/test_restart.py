@@ -37,6 +37,7 @@ def test_a_job_that_takes_too_long_is_ended(start, tmp_path):
     assert "Restart" not in printed
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("code", [2, 75])
 def test_some_ends_are_passed_on_at_once(start, tmp_path, code):
     job = start("-np", 2, "--max-restarts", 2, "end", code)

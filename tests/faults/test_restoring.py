@@ -21,7 +21,7 @@ from endings import end_of
     within=120,
 )
 def test_late_optimizers_and_random_numbers_go_on(launch, tmp_path):
-    modules = [str(Path(__file__).parents[1] / "parallel"), os.environ.get("PYTHONPATH", "")]
+    modules = [str(Path(__file__).parents[1] / "ranks"), os.environ.get("PYTHONPATH", "")]
     how = {"PYTHONPATH": os.pathsep.join(filter(None, modules)), "KERAS_BACKEND": "torch"}
     found = []
     for dies in (True, False):

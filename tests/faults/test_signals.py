@@ -32,6 +32,7 @@ def test_sigterm_on_one_rank(fit_job, tmp_path):
     assert ended.returncode == 0, ended.stdout
 
 
+@pytest.mark.short
 @pytest.mark.fault("SIGUSR1 on all ranks during validation", "the same after validation", within=15)
 def test_sigusr1_on_all_ranks(fit_job, tmp_path):
     ended = fit_job("signalled.py", "in_validation")

@@ -38,6 +38,7 @@ def test_a_rank_inside_a_c_call_is_named_with_its_stack_and_the_job_goes_on(run_
     assert "The job ends" not in printed
 
 
+@pytest.mark.short
 @pytest.mark.fault(
     "a rank does not arrive",
     ENDS.format("with its stack, and with all stacks at the end"),

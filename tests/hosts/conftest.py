@@ -3,8 +3,8 @@
 import subprocess
 
 import pytest
-from jobs import lean
 from namespaces import hosts_or_skip, mpiexec_command
+from start_jobs import lean
 
 
 @pytest.fixture(scope="session")

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-PARALLEL = Path(__file__).parents[1] / "parallel"
+RANKS = Path(__file__).parents[1] / "ranks"
 ENGINE = [
-    PARALLEL / "test_collectives.py",
-    PARALLEL / "test_conformance.py",
-    PARALLEL / "test_nodes.py",
-    PARALLEL / "test_rendezvous.py",
+    RANKS / "_engine" / "test_collectives.py",
+    RANKS / "_engine" / "test_conformance.py",
+    RANKS / "_engine" / "test_nodes.py",
+    RANKS / "_engine" / "test_rendezvous.py",
 ]
 EQUALITY = [
-    f"{PARALLEL / 'test_optimizer.py'}::test_weights_equal_those_of_one_process",
-    f"{PARALLEL / 'test_replicas.py'}",
-    f"{PARALLEL / 'test_backup.py'}"
+    f"{RANKS / 'training' / 'test_optimizer.py'}::test_weights_equal_those_of_one_process",
+    f"{RANKS / 'training' / 'test_replicas.py'}",
+    f"{RANKS / 'checkpoints' / 'test_backup.py'}"
     "::test_resumed_training_equals_training_that_was_not_interrupted",
 ]
 

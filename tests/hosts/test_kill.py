@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import namespaces
-from jobs import is_alive
 from namespaces import hosts_or_skip
+from start_jobs import is_alive
 
 
 def test_nothing_is_left_after_a_kill():

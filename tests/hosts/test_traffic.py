@@ -4,7 +4,7 @@ import re
 import sys
 
 import pytest
-from jobs import SCRIPTS
+from start_jobs import SCRIPTS
 
 
 @pytest.mark.parametrize("hosts", [2], indirect=True)

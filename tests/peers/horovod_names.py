@@ -103,7 +103,7 @@ def is_eager():
 
 
 def rank_and_size():
-    from parallel.conftest import rank, size
+    from ranks.conftest import rank, size
 
     return rank, size
 

@@ -1,6 +1,6 @@
 """A plugin of pytest: runs tests written for one process, or for Horovod, on all ranks of a job.
 
-`tests/parallel/conftest.py`, loaded beside it, makes the ranks agree on each outcome and ends a
+`tests/ranks/conftest.py`, loaded beside it, makes the ranks agree on each outcome and ends a
 test that hangs. Rank 0 appends each begin and end to the file PEERS_RECORD. The job ends after its
 first failure that is not expected, so that no test runs after it.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from _pytest.nodeid import coerce_node_id
 from mpi4py import MPI
-from parallel.conftest import exchange, limit, rank
+from ranks.conftest import exchange, limit, rank
 
 DONE = frozenset(json.loads(Path(os.environ["PEERS_DONE"]).read_text()))
 EXPECTED = json.loads(os.environ.get("PEERS_EXPECTED", "[]"))  # patterns

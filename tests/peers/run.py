@@ -29,13 +29,13 @@ BUILD = ROOT / "build" / "peers"
 PAGE = ROOT / "docs" / "compatibility.md"
 sys.path.insert(0, str(ROOT / "tests"))
 
-from jobs import launcher, lean  # noqa: E402
+from start_jobs import launcher, lean  # noqa: E402
 
 BACKENDS = "tensorflow", "jax", "torch"
 KINDS = "passed", "failed", "skipped", "expected"
 JOB_SECONDS = 4 * 3600
 OPTIONS = ["-q", "--color=no", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
-OPTIONS += ["-p", "parallel.conftest", "-p", "peers.plugin"]
+OPTIONS += ["-p", "ranks.conftest", "-p", "peers.plugin"]
 OPTIONS += ["-o", "addopts=", "-o", "filterwarnings=default"]
 # Files of tests that need a package, which the environment of the tests lacks.
 NEEDS = {

@@ -17,7 +17,7 @@ ours: Any = keras_dist.callbacks
 
 
 def gan(where: str, dies: str) -> None:
-    from gans import TwoOptimizers  # type: ignore[import-not-found]  # of tests/parallel
+    from gans import TwoOptimizers  # type: ignore[import-not-found]  # of tests/ranks
 
     folder = Path(where)
     marker = folder / "died"

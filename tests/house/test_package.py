@@ -1,0 +1,118 @@
+"""The package as installed: version, contents of wheel and sdist, the README's example."""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from keras_dist._version import __version__
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command, **options):
+    """Runs a command and returns its output; fails with the output if the command fails."""
+    ended = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+    if ended.returncode != 0:
+        pytest.fail(f"{' '.join(map(str, command))} exits {ended.returncode}\n{ended.stdout}")
+    return ended.stdout
+
+
+# --- Version
+
+
+def test_version_stands_in_one_place():
+    files = [*ROOT.glob("keras_dist/**/*.py"), ROOT / "setup.cfg", ROOT / "pyproject.toml"]
+    holders = [path.name for path in files if f'"{__version__}"' in path.read_text()]
+    assert holders == ["_version.py"]
+
+
+def test_installed_version_is_the_source_version():
+    assert importlib.metadata.version("keras_dist") == __version__
+
+
+def test_what_is_cited_is_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == __version__
+    required = {"authors", "cff-version", "message", "title"}
+    assert required <= set(citation)
+
+
+# --- Wheel and sdist
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """The wheel and the sdist of this source tree."""
+    directory = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--outdir", directory, ROOT)
+    [wheel], [sdist] = directory.glob("*.whl"), directory.glob("*.tar.gz")
+    return wheel, sdist
+
+
+def test_wheel_holds_the_package_and_nothing_else(distributions):
+    wheel, _ = distributions
+    assert wheel.name == f"keras_dist-{__version__}-py3-none-any.whl"
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("keras_dist/**/*.py*")
+        if path.suffix in (".py", ".pyi")
+    }
+    assert {name for name in names if ".dist-info/" not in name} == sources | {
+        "keras_dist/py.typed",
+        "keras_dist/monitor/page.html",
+    }
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_sdist_holds_what_the_tests_need(distributions):
+    _, sdist = distributions
+    root = f"keras_dist-{__version__}/"
+    with tarfile.open(sdist) as archive:
+        names = {name.removeprefix(root) for name in archive.getnames()}
+    needed = "LICENSE README.md constraints.txt scripts/test tests/ranks/conftest.py"
+    assert set(needed.split()) <= names
+    assert not [name for name in names if "__pycache__" in name]
+
+
+# --- README
+
+
+@pytest.mark.slow
+def test_first_example_runs_from_the_wheel(distributions, tmp_path):
+    wheel, _ = distributions
+    readme = (ROOT / "README.md").read_text()
+    code = re.search(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)[1]
+    (tmp_path / "train.py").write_text(code)
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    bin = tmp_path / "venv" / "bin"
+    constraints = ("--constraint", ROOT / "constraints.txt")
+    run(bin / "pip", "install", "-q", *constraints, f"{wheel}[tensorflow-cpu,mpich]")
+
+    on_two_ranks = run(bin / "mpiexec", "-n", "2", bin / "python", "train.py", cwd=tmp_path)
+    check_training(on_two_ranks, code)
+    alone = run(bin / "python", "train.py", cwd=tmp_path)
+    check_training(alone, code)
+
+
+def check_training(printed, code):
+    """Checks that every epoch is announced by one rank, and that the loss falls."""
+    epochs = int(re.search(r"epochs=(\d+)", code)[1])
+    announced = re.findall(r"Epoch (\d+)/", printed)
+    assert announced == [str(epoch + 1) for epoch in range(epochs)], printed
+    losses = [float(loss) for loss in re.findall(r"loss: ([\d.]+)", printed)]
+    assert losses[-1] < losses[0], printed

@@ -1,0 +1,69 @@
+"""Where each test runs: the marks of tests/ranks, and what tests/suite.py makes of them."""
+
+import sys
+
+import pytest
+import suite
+from suite import GROUPS, JOBS, runs_in
+
+
+def test_every_file_names_its_jobs():
+    for path in suite.rank_files():
+        assert suite.jobs_of(path)
+
+
+@pytest.mark.parametrize("text", ["", 'pytestmark = pytest.mark.jobs("tensorflow-9")'])
+def test_a_file_without_known_jobs_is_an_error(tmp_path, text):
+    path = tmp_path / "test_file.py"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match=r"expected pytest\.mark\.jobs"):
+        suite.jobs_of(path)
+
+
+def test_marks_add_jobs():
+    assert runs_in("torch-2", ["training", "torch-3"], has_row=False)
+    assert runs_in("torch-3", ["training", "torch-3"], has_row=False)
+    assert not runs_in("torch-3", ["training"], has_row=False)
+    assert set(GROUPS["training"]) <= {*JOBS}
+
+
+@pytest.mark.parametrize("has_row", [True, False])
+def test_tests_without_a_row_repeat_on_jax(has_row):
+    assert runs_in("jax-2", ["jax-2-rows"], has_row) == has_row
+    assert runs_in("jax-2-rest", ["jax-2-rows"], has_row) != has_row
+    assert runs_in("jax-2", ["jax-2-rows", "jax-2"], has_row)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_part_is_counted(capsys, tmp_path, fails):
+    (tmp_path / "test_it.py").write_text(f"def test_it(): assert not {fails}\ndef test(): pass")
+    ran = suite.Suite(["-p", "no:cacheprovider"])
+    command = [sys.executable, "-m", "pytest", "--rootdir", tmp_path, tmp_path]
+    assert ran.run("a part", command, {"PATH": ""}) == fails
+    assert ran.end() == fails
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"{2 - fails} passed, {int(fails)} failed\n")
+    assert "a part  " in printed.split("where the time went")[1]
+
+
+def test_a_path_is_run_where_its_tests_belong(monkeypatch):
+    ran = {}
+
+    class Recorder(suite.Suite):
+        def run_here(self, name, *arguments, lean=False):
+            ran[name] = [*map(str, arguments)]
+
+        def run_job(self, name, tests):
+            ran[name] = len([*tests])
+
+    monkeypatch.setattr(suite, "Suite", Recorder)
+    monkeypatch.setattr(Recorder, "end", lambda self: 0)
+    here, on_ranks = "tests/house/test_suite.py", "tests/ranks/_engine/test_rows.py::test"
+    suite.main([here, on_ranks, "-k", "docs"])
+    assert ran == {"one process": [here], "tensorflow-2": 1, "openmpi-3": 1}
+    ran.clear()
+    suite.main(["tests"])
+    assert ran["one process"] == ["tests", "--ignore", str(suite.RANKS)]
+    assert ran["tensorflow-2"] > 50
+    with pytest.raises(SystemExit, match="Received: docs"):
+        suite.main(["docs/nothing"])

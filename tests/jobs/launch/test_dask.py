@@ -1,0 +1,83 @@
+"""Ranks in the workers of a real Dask cluster on this host."""
+
+import os
+
+import distributed
+import pytest
+from start_jobs import launcher
+
+import keras_dist.dask
+from keras_dist import errors
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(len(launcher()) > 1, reason="needs MPICH"),
+]
+
+
+@pytest.fixture(scope="module")
+def client():
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster) as connected,
+    ):
+        yield connected
+
+
+def train(end="returns"):
+    import keras
+    import numpy as np
+
+    import keras_dist
+
+    keras_dist.init()
+    if keras_dist.rank() == 1 and end == "raises":
+        raise ValueError("broken on purpose")
+    if keras_dist.rank() == 1 and end == "is killed":
+        os.kill(os.getpid(), 9)
+    if keras_dist.rank() == 1 and end == "loses its worker":
+        os.kill(os.getppid(), 9)
+    x = np.random.default_rng(0).standard_normal((64, 4)).astype("float32")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
+    data = keras_dist.data.shard((x, x.sum(1, keepdims=True)), batch_size=8)
+    model.fit(data, epochs=1, callbacks=keras_dist.callbacks())
+    return keras_dist.rank(), keras_dist.size(), model.get_weights()[0].tolist()
+
+
+def test_a_function_trains_on_the_workers(client):
+    first, second = keras_dist.dask.run(train, client=client, env={"KERAS_BACKEND": "torch"})
+    assert first[:2] == (0, 2) and second[:2] == (1, 2) and first[2] == second[2]
+
+
+@pytest.mark.parametrize("end", ["raises", "is killed"])
+def test_a_lost_rank_is_an_error_and_the_workers_stay(client, end):
+    before = set(client.scheduler_info()["workers"])
+    with pytest.raises(errors.RankError) as caught:
+        keras_dist.dask.run(train, (end,), client=client, env={"KERAS_BACKEND": "torch"})
+    if end == "raises":
+        assert caught.value.rank == 1 and isinstance(caught.value.__cause__, ValueError)
+    else:
+        assert "rank 1 of 2" in str(caught.value)
+    assert set(client.scheduler_info()["workers"]) == before
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_a_worker_that_dies_is_an_error(client, backend):
+    with pytest.raises(errors.RankError, match="rank 1 of 2"):
+        keras_dist.dask.run(
+            train, ("loses its worker",), client=client, env={"KERAS_BACKEND": backend}
+        )
+    client.wait_for_workers(2)
+
+
+def test_a_rank_that_cannot_join_says_why(client):
+    with pytest.raises(errors.RankError, match="not a rank yet"):
+        keras_dist.dask.run(train, client=client, env={"PMI_SIZE": "2"}, timeout=30)
+
+
+def test_too_few_workers(client):
+    with pytest.raises(errors.ArgumentError, match="3 workers or more"):
+        keras_dist.dask.run(train, np=3, client=client)

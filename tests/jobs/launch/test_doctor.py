@@ -1,0 +1,235 @@
+"""`keras-dist doctor` and `keras-dist bench`: results and missing requirements."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from keras_dist.launch.cli import bench, findings, main
+from keras_dist.launch.cli import network as cli_network
+from keras_dist.launch.cli.mpiexec import load_library
+
+pytestmark = pytest.mark.short
+
+MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
+
+
+def found(capsys, *words, code=0):
+    """Returns the texts and remedies of `doctor --json`, by check."""
+    assert main(["doctor", "--json", *words]) == code
+    told = json.loads(capsys.readouterr().out)
+    assert told["is_well"] == (code == 0)
+    return {one["what"]: (one["text"], one["remedy"]) for one in told["findings"]}
+
+
+def test_doctor_finds_what_runs_here(capsys, monkeypatch):
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    told = found(capsys)
+    assert told["Launcher"] == (f"{MPIEXEC}, which belongs to it", "")
+    assert told["MPI library"][0].startswith(("MPICH", "Open MPI"))
+    assert "Keras selects" in told["Backends"][0]
+    assert told["Two ranks"][0].startswith("start, reduce correctly and end, in ")
+    assert told["Speed"][0].startswith("16 MiB are reduced in ")
+    assert ("continue" in told["Dead ranks"][0]) == ("Open MPI v5" in told["MPI library"][0])
+    assert {"Cores", "GPUs", "Threads", "CUDA-aware", "Network", "Shared memory"} <= set(told)
+
+
+def test_doctor_says_what_is_missing(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559 MiB'\n")
+    smi.chmod(0o755)
+    nodes = tmp_path / "nodes"
+    nodes.write_text("n1\nn1\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("KERAS_BACKEND", "theano")
+    monkeypatch.setenv("PBS_NODEFILE", str(nodes))
+    told = found(capsys, code=1)
+    assert "Keras would select theano" in told["Backends"][0]
+    assert "set KERAS_BACKEND=" in told["Backends"][1]
+    assert told["GPUs"][0] == "1: NVIDIA H100, 81559 MiB"
+    assert told["Batch system"][0] == "PBS, 2 ranks on n1:2"
+    assert "Expected the mpiexec of" in told["Trouble"][0]
+    assert "Two ranks" not in told
+    nodes.unlink()
+    told = found(capsys, code=1)
+    assert f"Received: {nodes}: [Errno 2] No such file" in told["Trouble"][0]
+    assert told["Trouble"][1] == "No job can run until this is fixed."
+    assert "GPUs" in told
+
+
+def found_by_a_job(**facts):
+    """Returns the findings of a job of two ranks, by check."""
+    usual = {
+        "ranks": 2,
+        "hosts": ["h1"],
+        "seconds": {"16777216": 0.002},
+        "cuda_aware": None,
+        "gpus": {"ranks": ["", ""], "path": ""},
+        **dict.fromkeys(("several_threads", "from_other_threads", "shares_memory"), True),
+    }
+    return {one.what: one for one in findings.of_a_job({**usual, **facts}, 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("facts", "what", "remedy"),
+    [
+        ({"several_threads": False}, "Threads", "Stall reports name missing ranks only with"),
+        (
+            {"several_threads": False, "from_other_threads": False},
+            "Threads",
+            "Use an MPI library built for MPI_THREAD_SERIALIZED or higher.",
+        ),
+        (
+            {"shares_memory": False},
+            "Speed",
+            "Ranks of one node share memory on x86 and aarch64 under Linux",
+        ),
+    ],
+)
+def test_what_a_job_finds_has_a_remedy(facts, what, remedy):
+    told = found_by_a_job(**facts)
+    assert told[what].remedy.startswith(remedy)
+    assert told[what].is_trouble == (facts.get("from_other_threads") is False)
+    assert "16 MiB are reduced in 2.0 ms, 8.4 GB/s" in told["Speed"].text
+
+
+def test_doctor_advises_shared_memory_only_where_a_host_has_several_ranks():
+    apart = found_by_a_job(shares_memory=False, hosts=["h1", "h2"])["Speed"]
+    assert apart.text.endswith(", through MPI") and apart.remedy == ""
+    for facts in ({"hosts": ["h1"]}, {"hosts": ["h1", "h2"], "ranks": 3}):
+        assert "/dev/shm" in found_by_a_job(shares_memory=False, **facts)["Speed"].remedy
+
+
+def test_doctor_shows_which_rank_has_which_gpu():
+    gpus = {"ranks": ["0000:0a:00.0 of n1", "0000:0b:00.0 of n1"], "path": "by NCCL: 2 ranks"}
+    found = findings._gpu_path(gpus)
+    ranks = "rank 0 has 0000:0a:00.0 of n1, rank 1 has 0000:0b:00.0 of n1"
+    assert found.text == f"{ranks}; arrays travel by NCCL: 2 ranks"
+
+
+def test_doctor_names_the_version_of_nccl(monkeypatch):
+    assert findings._nccl().text == "cannot be used: there is neither NCCL nor RCCL"
+    nccl = types.SimpleNamespace(version=lambda: 22304, path="/lib/libnccl.so.2")
+    monkeypatch.setattr(findings._gpu, "load_nccl", lambda: nccl)
+    monkeypatch.setattr(findings, "_version", {("nvidia-nccl-cu13",): "2.23.4"}.get)
+    text = "2.23.4 in /lib/libnccl.so.2; nvidia-nccl-cu13 2.23.4"
+    assert findings._nccl() == findings.Finding("NCCL", text)
+    monkeypatch.setattr(findings, "_version", {("nvidia-nccl-cu12",): "2.27.3"}.get)
+    found = findings._nccl()
+    assert found.text == "2.23.4 in /lib/libnccl.so.2; nvidia-nccl-cu12 2.27.3"
+    assert "LD_LIBRARY_PATH" in found.remedy
+
+
+@pytest.fixture
+def network(monkeypatch, tmp_path):
+    """The text and remedy for interfaces, given by name as their state and speed."""
+    for name in cli_network.SELECTIONS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cli_network, "INTERFACES", tmp_path)
+
+    def told(**states):
+        for name, (state, speed) in states.items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "operstate").write_text(state)
+            (tmp_path / name / "speed").write_text(speed)
+        (one,) = [each for each in findings.of_the_launcher() if each.what == "Network"]
+        return one.text, one.remedy
+
+    return told
+
+
+def test_doctor_says_how_to_select_one_of_several_networks(network, monkeypatch):
+    assert network() == ("no interface is up", "")
+    assert network(lo=("unknown", ""), eth0=("up", "1000")) == ("eth0 1 Gbit/s", "")
+    text, remedy = network(eth1=("down", "-1"), ib0=("up", "100000"), veth0=("unknown", "-1"))
+    assert text == "eth0 1 Gbit/s, ib0 100 Gbit/s, veth0"
+    assert "To use ib0 only: " in remedy
+    variable = "btl_tcp_if_include ib0" if load_library().is_open_mpi else "UCX_NET_DEVICES=ib0"
+    assert variable in remedy
+    monkeypatch.setenv("UCX_NET_DEVICES", "ib0")
+    assert network() == (f"{text}; UCX_NET_DEVICES=ib0", "")
+
+
+def test_bench_predicts_from_what_it_measures(capsys):
+    words = "-np 2 --sizes 4K 1M --parameters 25.6M".split()
+    assert main(["bench", *words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    seconds = {int(size): time for size, time in told["seconds"]["2"].items()}
+    assert set(seconds) == {4096, 2**20}
+    assert told["gradient_nbytes"] == 4 * 25_600_000
+    assert told["predicted_seconds"]["2"] == bench.predict(seconds, 4 * 25_600_000)
+
+
+def test_a_prediction_is_read_off_the_table(monkeypatch, capsys):
+    seconds = {1000: 1.0, 3000: 2.0}
+    sizes = (10, 1000, 2000, 3000, 6000)
+    assert [bench.predict(seconds, nbytes) for nbytes in sizes] == [1.0, 1.0, 1.5, 2.0, 4.0]
+
+    def measure(options, ranks, sizes):
+        return {
+            "library": "MPI",
+            "hosts": ["h1"],
+            "seconds": {str(n): ranks * n / 1e9 for n in sizes},
+        }
+
+    monkeypatch.setattr(bench, "measure", measure)
+    assert main("bench -np 6 --sizes 1M --parameters 1M".split()) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("6 ranks") == 1
+    rows = [line.split() for line in printed.splitlines()]
+    assert ["1", "MiB", "2.097", "(0.5)", "4.194", "(0.2)", "6.291", "(0.2)"] in rows
+    assert ["4", "16.0", "ms", "steps", "of", "144", "ms"] in rows
+
+
+@pytest.mark.parametrize(
+    "words", ["--batch-size 0", "--parameters many", "--sizes 1", "--parameters 1M --model m"]
+)
+def test_wrong_arguments_are_refused(words):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *words.split()])
+    assert ended.value.code == 2
+
+
+def test_a_step_takes_as_long_as_the_slowest_rank_and_the_reduction():
+    assert bench.predict_step([[1.0, 3.0], [2.0, 2.0]], 0.5) == (2.0, 3.0)
+
+
+@pytest.mark.slow
+def test_bench_predicts_the_speed_of_fit(tmp_path, capsys, monkeypatch):
+    import keras
+
+    inputs = [keras.Input((3,)), keras.Input((), dtype="int32")]
+    x = keras.layers.Concatenate()([inputs[0], keras.layers.Embedding(5, 2)(inputs[1])])
+    model = keras.Model(inputs, [keras.layers.Dense(4)(x), keras.layers.Dense(2)(x)])
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    words = ["bench", "-np", "2", "--sizes", "4K", "--model", path, "--batch-size", "8"]
+    assert main(words) == 2
+    assert "a compiled model that Keras loads" in capsys.readouterr().err
+    losses = [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"]
+    model.compile("sgd", losses)
+    model.save(path)
+    measured = []
+
+    def keep(measure):
+        def measure_and_keep(*arguments):
+            measured.append(measure(*arguments))
+            return measured[-1]
+
+        return measure_and_keep
+
+    for name in ("measure", "measure_steps"):
+        monkeypatch.setattr(bench, name, keep(getattr(bench, name)))
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["gradient_nbytes"] == 4 * model.count_params()
+    assert told["step_seconds"] > told["predicted_seconds"]["2"] > 0
+    assert told["samples_per_second"] == 2 * 8 / told["step_seconds"]
+    for name, found in zip(("measure", "measure_steps"), measured, strict=True):
+        monkeypatch.setattr(bench, name, lambda *arguments, found=found: found)
+    assert main(words) == 0
+    rate = f"{told['samples_per_second']:.0f} samples/s"
+    assert f"fit on 2 ranks, batches of 8: {rate}" in capsys.readouterr().out

@@ -1,0 +1,264 @@
+"""`keras-dist top` and other ways to watch running jobs."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from start_jobs import BARE, SCRIPTS, launcher, lean, script
+
+from keras_dist.monitor.job import Job
+
+CHROMIUM = shutil.which("chromium")
+COMMAND = (
+    "import sys; from keras_dist.launch.cli import main; sys.exit(main(['top', *sys.argv[1:]]))"
+)
+
+# Rank 1 is slow, and the others wait for it.
+LOOP = """
+import os, pathlib, sys, time
+from keras_dist import ops
+runtime.init()
+rank, folder = runtime.rank(), pathlib.Path(sys.argv[1])
+(folder / f"rank-{rank}").write_text(str(os.getpid()))
+while ops.broadcast_object(not (folder / "end").exists()):
+    time.sleep(0.05 * rank)
+"""
+
+
+@pytest.fixture
+def runtime_directory(monkeypatch):
+    """A directory for the sockets of this test, with a short path."""
+    with tempfile.TemporaryDirectory(prefix="top-") as path:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", path)
+        yield Path(path)
+
+
+@pytest.fixture
+def begin(runtime_directory, tmp_path):
+    """A function that starts a job; returns the job, its folder and its output."""
+    with contextlib.ExitStack() as jobs:
+
+        def begin(name, command, **variables):
+            folder = tmp_path / name
+            folder.mkdir()
+            with open(folder / "printed", "wb") as printed:
+                job = subprocess.Popen(
+                    [*command, str(folder)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,
+                    stderr=subprocess.STDOUT,
+                    env=lean(**variables),
+                )
+            jobs.callback(job.wait)
+            jobs.callback(job.kill)
+            return job, folder
+
+        yield begin
+
+
+def ranks(number, text):
+    return [*launcher(), "-n", str(number), *script(text)]
+
+
+def top(*options):
+    """Runs `keras-dist top`."""
+    command = [sys.executable, "-c", COMMAND, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def seen(*options):
+    """Returns the jobs that `keras-dist top` finds, by process id of rank 0."""
+    jobs = map(Job.from_json, top("--once", "--json", *options).stdout.splitlines())
+    return {job.pid: job for job in jobs}
+
+
+def pids(folder, number):
+    """Returns the processes of the ranks of a job once all have started."""
+    paths = [folder / f"rank-{rank}" for rank in range(number)]
+    wait_until(lambda: all(path.exists() and path.read_text() for path in paths), folder)
+    return [int(path.read_text()) for path in paths]
+
+
+def wait_until(what, folder):
+    """Waits for a true value and returns it; shows the output of the job after a timeout."""
+    end = time.monotonic() + 120
+    while not (found := what()):
+        printed = (folder / "printed").read_text()
+        assert time.monotonic() < end and "Error" not in printed, printed
+        time.sleep(0.1)
+    return found
+
+
+def free_ports(number):
+    with contextlib.ExitStack() as sockets:
+        made = [
+            sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)
+        ]
+        return [one.getsockname()[1] for one in made]
+
+
+def get(url, **headers):
+    asked = urllib.request.Request(url, headers=headers)
+    with urllib.request.urlopen(asked, timeout=20) as answer:
+        return answer.read().decode(), answer.headers
+
+
+def samples(text):
+    """Returns the samples of Prometheus' text format by name and rank, and checks the format."""
+    found, kinds = {}, {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            _, word, name, rest = line.split(" ", 3)
+            assert word in ("HELP", "TYPE") and name not in found
+            kinds.setdefault(name, []).append(rest if word == "TYPE" else "help")
+            continue
+        label = r'[a-z_]+="(?:[^"\\\n]|\\[\\"n])*"'
+        match = re.fullmatch(rf"([a-z_]+)\{{({label}(?:,{label})*)\}} (\S+)", line)
+        name, labels, value = match.groups()
+        key = name, *(re.findall(r'(?:^|,)rank="(\d+)"', labels))
+        assert key not in found or "metric=" in labels
+        found[key] = float(value)
+    assert all(kind[0] == "help" and kind[1] in ("gauge", "counter") for kind in kinds.values())
+    assert {name for name, *_ in found} == set(kinds)
+    return found
+
+
+def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory):
+    metrics, port = free_ports(2)
+    ports = {"KERAS_DIST_PROMETHEUS_PORT": str(metrics), "KERAS_DIST_TOP_PORT": str(port)}
+    pair, folder = begin("pair", ranks(2, LOOP), **ports)
+    root, second = pids(folder, 2)
+    single, other = begin("single", script(LOOP), **ports)  # its ports are in use
+    (alone,) = pids(other, 1)
+
+    # Both jobs, with waits. A rank that started first also waited for the other.
+    def slow():
+        found = seen()
+        return found[root].slowest == 1 and found
+
+    jobs = wait_until(slow, folder)
+    assert [row.report.pid for row in jobs[root].rows] == [root, second]
+    assert jobs[alone].slowest is None
+    first, last = (row.report.waiting for row in jobs[root].rows)
+    assert first > last
+    assert all(row.report.memory_nbytes > 2**20 and row.age < 5 for row in jobs[root].rows)
+    drawn = top("--once", str(root)).stdout
+    assert "2 ranks on 1 node" in drawn and "slowest: rank 1" in drawn and "waiting" in drawn
+
+    # The files are private to the user.
+    directory = runtime_directory / "keras_dist"
+    modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
+    assert modes == {".socket": 0o600, ".token": 0o600, "": 0o600}
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+    # Only by the port and with its token; the second job has no port.
+    address = ("--address", f"127.0.0.1:{port}", "--token-file")
+    (token,) = directory.glob("*.token")
+    assert set(seen(*address, str(token))) == {root}
+    wrong = folder / "wrong"
+    wrong.write_text("x" * 43)
+    refused = top(*address, str(wrong))
+    assert refused.returncode == 2 and "the token is not that of this job" in refused.stderr
+    said = (other / "printed").read_text()
+    assert f"KERAS_DIST_TOP_PORT={port} cannot be used" in said
+    assert f"KERAS_DIST_PROMETHEUS_PORT=127.0.0.1:{metrics} cannot be used" in said
+    assert said.count("Training continues.") == 2
+
+    # Prometheus, with a fixed token.
+    kept = directory / "prometheus-token"
+    url = f"http://127.0.0.1:{metrics}/metrics"
+    opened = f"keras_dist: Prometheus can scrape {url} with the token in {kept}.\n"
+    assert opened in (folder / "printed").read_text()
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        get(url)
+    text, headers = get(url, Authorization=f"Bearer {kept.read_text().strip()}")
+    assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    found = samples(text)
+    assert found["keras_dist_ranks",] == 2
+    assert found["keras_dist_waited_seconds_total", "0"] > 0
+    assert found["keras_dist_memory_bytes", "1"] > 2**20
+
+    # A rank that does not answer is shown with its last state.
+    os.kill(second, signal.SIGSTOP)
+
+    def silent():
+        ages = [row.age for row in seen()[root].rows]
+        return ages[0] < 1 < ages[1]
+
+    wait_until(silent, folder)
+    os.kill(second, signal.SIGCONT)
+
+    # A killed rank 0 leaves nothing that disturbs the next job.
+    os.kill(root, signal.SIGKILL)
+    pair.wait()
+    jobs = seen()
+    assert root not in jobs and alone in jobs
+    (other / "end").touch()
+    assert single.wait(30) == 0
+    gone = top("--once", str(alone))
+    assert gone.returncode == 1 and f"No job with process {alone} runs on" in gone.stderr
+    assert list(directory.iterdir()) == [kept]
+
+
+def test_a_fit_is_watched(begin):
+    job, folder = begin("fit", [*launcher(), "-n", "2", sys.executable, SCRIPTS / "watched_fit.py"])
+
+    (root, _) = pids(folder, 2)
+
+    def speeds():
+        found = seen(str(root)).get(root)
+        return found is not None and found.samples_per_second and found
+
+    found = wait_until(speeds, folder)
+    reports = [row.report for row in found.rows]
+    for report in reports:
+        assert (report.state, report.epochs, report.steps) == ("fit", 500, 8)
+        assert 1 <= report.epoch <= 500 and 0 <= report.step <= 8
+        assert report.logs["loss"] > 0
+        assert report.samples_per_second == pytest.approx(8 * report.steps_per_second)
+    time.sleep(1)
+    (folder / "end").touch()
+    assert job.wait(60) == 0, (folder / "printed").read_text()
+    written = set((folder / "tags").read_text().split("|"))
+    expected = {f"{name}/rank {rank}" for name in ("waiting", "memory_gib") for rank in range(2)}
+    assert expected | {"loss", "samples_per_second", "steps_per_second/rank 1"} <= written
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_the_page_shows_a_job_in_a_browser(begin, tmp_path):
+    named = tmp_path / "<b>.py"
+    named.write_text(BARE + LOOP)
+    job, folder = begin("job", [sys.executable, str(named)])
+    (root,) = pids(folder, 1)
+    browser = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"]
+    browser += ["--no-first-run", "--disable-background-networking", "--disable-sync"]
+    browser += ["--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [sys.executable, "-c", COMMAND, str(root), "--web"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as page:
+        url = re.search(r"http://127\.0\.0\.1:(\d+)/\?token=\S{43}", page.stdout.readline())
+        for path in ("", "jobs?token=x", "jobs"):
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                get(url[0].partition("?")[0] + path)
+        taken = top(str(root), "--web", "--port", url[1])
+        assert taken.returncode == 2 and "a free port for the page" in taken.stderr
+        look = [*browser, "--virtual-time-budget=3000", "--dump-dom", url[0]]
+        dom = subprocess.run(look, capture_output=True, text=True, timeout=60).stdout
+        (folder / "end").touch()
+        assert (job.wait(30), page.wait(30)) == (0, 0)
+    assert "<h1>&lt;b&gt;.py</h1>" in dom and f"process {root} on" in dom
+    rows = re.findall(r"<tr.*?</tr>", dom)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", rows[-1])
+    assert len(rows) == 2 and cells[:2] == ["0", os.uname().nodename] and "GiB" in cells[-1]
+    assert "<path d=" in dom and "src=" not in dom and "href=" not in dom

@@ -1,0 +1,14 @@
+"""Keras' wrappers for scikit-learn, and scikit-learn's copies of them, train distributed."""
+
+import pytest
+import start_jobs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_wrappers_and_their_copies_train_on_all_ranks(run_ranks, tmp_path, backend):
+    pytest.importorskip("sklearn")
+    env = {**start_jobs.lean("sklearn", KERAS_BACKEND=backend), "TMPDIR": str(tmp_path)}
+    ended = run_ranks(2, start_jobs.SCRIPTS / "sklearn_search.py", env=env, timeout=300)
+    assert ended.returncode == 0, ended.stdout
+    assert [ended.stdout.count(f"rank {rank} is right") for rank in range(2)] == [1, 1]

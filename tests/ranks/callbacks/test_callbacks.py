@@ -1,0 +1,362 @@
+"""Callbacks on real ranks that see different data."""
+
+import io
+import signal
+import threading
+import warnings
+from contextlib import redirect_stdout
+
+import keras
+import numpy as np
+import pytest
+from small_training import (
+    CLASSES,
+    agreed,
+    distributed,
+    make_data,
+    make_model,
+    weights_of,
+    with_logs,
+)
+
+import keras_dist
+from keras_dist import errors
+from keras_dist.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    MetricAverageCallback,
+    ModelCheckpoint,
+    RootConsoleCallback,
+)
+from keras_dist.callbacks.optimizers_alike import hyperparameters
+
+pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2-rows")
+
+
+def part(*arrays):
+    """The rows of this rank; lower ranks have one more if the division is uneven."""
+    return tuple(array[keras_dist.rank() :: keras_dist.size()] for array in arrays)
+
+
+# --- The list
+
+
+def test_the_list_is_flat_and_in_order():
+    mine = keras.callbacks.EarlyStopping("loss")
+    made = keras_dist.callbacks(mine, warmup_epochs=2, initial_lr=0.1, checkpoint="m.keras")
+    assert [type(callback).__name__ for callback in made] == [
+        "RootConsoleCallback",
+        "BroadcastGlobalVariablesCallback",
+        "VerifyBatches",
+        "UnevenDataCallback",
+        "AverageStatisticsCallback",
+        "MetricAverageCallback",
+        "ProgressCallback",
+        "LearningRateWarmupCallback",
+        "EarlyStopping",
+        "ModelCheckpoint",
+        "VerifyReplicas",
+        "AgreeOnStoppingCallback",
+        "PreemptionCallback",
+    ]
+
+
+def test_a_warmup_needs_a_rate():
+    with pytest.raises(errors.ArgumentError, match="initial_lr together with warmup_epochs"):
+        keras_dist.callbacks(warmup_epochs=3)
+
+
+# --- Broadcast
+
+
+@pytest.mark.parity("all ranks start from the root's weights")
+@pytest.mark.parametrize("built", [True, False])
+def test_all_ranks_start_from_the_roots_weights_in_every_fit(built):
+    root = keras_dist.size() - 1
+    keras.utils.set_random_seed(keras_dist.rank())
+    layers = [keras.layers.Dense(4, activation="relu"), keras.layers.Dense(CLASSES)]
+    model = keras.Sequential([keras.Input((6,)), *layers] if built else layers)
+    frozen = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0, momentum=0.9))
+    model.compile(frozen, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = make_data(8)
+    callback = BroadcastGlobalVariablesCallback(root)
+    for _ in range(2):
+        if model.built:
+            for weight in model.weights:
+                weight.assign(np.full(weight.shape, keras_dist.rank(), "float32"))
+        model.fit(x, y, verbose=0, callbacks=[callback])
+        keras_dist.verify_replicas(model)
+        if built:
+            assert all((weight == root).all() for weight in weights_of(model))
+
+
+@pytest.mark.parity("hyperparameters that differ from the root's are named before training")
+def test_hyperparameters_that_differ_from_those_of_the_root_are_named_once():
+    """All ranks train with the learning rate of the root, and momentums of their own."""
+    rank, n = keras_dist.rank(), keras_dist.size()
+    x, y = make_data(8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for drawn in (keras.optimizers.SGD(0.1 / (1 + rank)), keras.optimizers.SGD(0.1)):
+            model = make_model(keras_dist.DistributedOptimizer(drawn))
+            model.fit(x, y, verbose=0, callbacks=keras_dist.callbacks())
+            assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
+    texts = [str(one.message) for one in caught if "hyperparameters" in str(one.message)]
+    assert len(texts) == (n > 1 and rank == 0)
+    if texts:
+        assert "learning_rate=0.05 on rank 1, where rank 0 has 0.1" in texts[0]
+        assert "momentum" not in texts[0]
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10 + rank, 0.5)
+    scaled = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(schedule, momentum=0.1 * rank)
+    )
+    model = make_model(keras_dist.DistributedOptimizer(scaled))
+    found = keras_dist.allgather_object(hyperparameters(model))
+    differing = {name for one in found for name in one if one[name] != found[0][name]}
+    names = {"inner_optimizer.learning_rate.decay_steps", "inner_optimizer.momentum"}
+    assert differing == (names if n > 1 else set())
+
+
+@pytest.mark.parity("local variables are not broadcast")
+@pytest.mark.parametrize("own", [False, True])
+def test_local_variables_stay_local(own):
+    model = distributed(keras.optimizers.SGD(0.0))
+    kernel, bias = model.weights[:2]
+    for weight in model.weights:
+        weight.assign(np.full(weight.shape, keras_dist.rank() + 1, "float32"))
+    last = keras_dist.size() - 1
+    given = kernel.value if own and hasattr(kernel.value, "assign") else kernel  # TensorFlow's own
+    callback = BroadcastGlobalVariablesCallback(last, local_variables=given)
+    callback.register_local_var(bias)
+    model.fit(*make_data(8), verbose=0, callbacks=[callback])
+    values = [float(weight.ravel()[0]) for weight in weights_of(model)]
+    assert values == [keras_dist.rank() + 1, keras_dist.rank() + 1, last + 1, last + 1]
+
+
+@pytest.mark.parametrize("wrong", [5, "kernel", [5]], ids=str)
+def test_what_is_no_variable_cannot_be_local(wrong):
+    with pytest.raises(errors.ArgumentTypeError, match="local_variables to be a Keras variable"):
+        BroadcastGlobalVariablesCallback(0, local_variables=wrong)
+
+
+@pytest.mark.parametrize("root", [-1, 99, "0"])
+def test_a_root_that_is_no_rank_is_refused(root):
+    with pytest.raises(errors.ArgumentError, match="root_rank to be a rank of this job"):
+        BroadcastGlobalVariablesCallback(root)
+    with pytest.raises(errors.ArgumentError, match="root_rank to be a rank of this job"):
+        ModelCheckpoint("m.keras", root_rank=root)
+
+
+def test_a_model_that_cannot_be_built_from_its_data_says_so():
+    if keras_dist.size() == 1:
+        pytest.skip("one rank has nothing to broadcast")
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("other backends build every model before fit calls callbacks")
+
+    class Eager(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(CLASSES)
+
+        def call(self, x):
+            return self.dense(x * float(x.numpy().max()))
+
+    model = Eager()
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
+    model.compile(optimizer, "mse", run_eagerly=True)
+    with pytest.raises(errors.ArgumentError, match="Build the model before fit"):
+        model.fit(
+            np.ones((8, 6)), np.ones((8, CLASSES)), verbose=0, callbacks=keras_dist.callbacks()
+        )
+
+
+# --- Metrics
+
+
+def binary_model(rate=0.0):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, activation="sigmoid")])
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(rate))
+    metrics = ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
+    model.compile(optimizer, "binary_crossentropy", metrics=metrics)
+    return model
+
+
+@pytest.mark.jobs("torch-3")
+@pytest.mark.parity("metrics of `fit` and `evaluate` equal those of one process")
+@pytest.mark.parametrize("samples", [64, 61, 37])
+def test_logs_equal_those_of_one_process_over_all_the_data(samples):
+    x, y = make_data(samples)
+    y = (y > 0).astype("float32")
+    model = binary_model()  # the rate is 0, so the weights do not change during the epoch
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    own = keras_dist.data.shard((x, y), batch_size=8)
+    callbacks = [MetricAverageCallback()]
+    history = model.fit(own, validation_data=own, verbose=0, callbacks=callbacks).history
+    evaluated = model.evaluate(own, verbose=0, return_dict=True, callbacks=callbacks)
+    for name, value in expected.items():
+        assert evaluated[name] == pytest.approx(value, rel=1e-6), name
+        assert history[name][0] == pytest.approx(value, rel=1e-6), name
+        assert history[f"val_{name}"][0] == pytest.approx(value, rel=1e-6), name
+    assert agreed(evaluated)
+
+
+WEIGHTED = [keras.metrics.MeanSquaredError, keras.metrics.CategoricalAccuracy]
+METRICS = [
+    keras.metrics.Recall,
+    lambda: keras.metrics.F1Score(average="macro"),
+    lambda: keras.metrics.F1Score(name="f1_of_each"),
+    lambda: keras.metrics.OneHotIoU(CLASSES, [0]),
+    lambda: keras.metrics.OneHotMeanIoU(CLASSES),
+    keras.metrics.R2Score,
+    lambda: keras.metrics.TopKCategoricalAccuracy(2),
+    *WEIGHTED,
+]
+
+
+@pytest.mark.jobs("torch-3")
+def test_every_metric_is_exact_with_weights_of_samples_and_classes():
+    batch = 10  # equal on all ranks, so that each step is compiled once
+    x, labels = make_data(batch * keras_dist.size())
+    y = np.eye(CLASSES, dtype="float32")[labels]
+    by_class = {0: 1.0, 1: 3.0, 2: 0.25}
+    weights = np.array([by_class[label] for label in labels], "float32")
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(CLASSES, activation="softmax")])
+    model.compile(
+        keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0)),
+        "categorical_crossentropy",
+        metrics=[make() for make in METRICS],
+        weighted_metrics=[make(name=f"weighted_{make.__name__}") for make in WEIGHTED],
+        # TensorFlow would trace each step four times; the test above uses graphs.
+        run_eagerly=keras.backend.backend() == "tensorflow",
+    )
+    options = {"verbose": 0, "return_dict": True}
+    expected = model.evaluate(x, y, sample_weight=weights, batch_size=batch, **options)
+    assert len(expected) == 1 + len(METRICS) + len(WEIGHTED)
+    weighted = keras_dist.data.shard((x, y, weights), batch_size=batch)
+    plain = keras_dist.data.shard((x, y), batch_size=batch)
+    callbacks = [MetricAverageCallback()]
+    evaluated = model.evaluate(weighted, callbacks=callbacks, **options)
+    for data, of_classes in ((weighted, None), (plain, by_class)):
+        history = model.fit(
+            data,
+            class_weight=of_classes,
+            validation_data=weighted,
+            verbose=0,
+            callbacks=callbacks,
+        ).history
+        for name, value in expected.items():
+            for found in (history[name][0], history[f"val_{name}"][0], evaluated[name]):
+                np.testing.assert_allclose(found, value, rtol=1e-5, err_msg=name)
+    assert agreed(evaluated)
+
+
+def test_own_states_are_put_back_and_evaluate_alone_is_local():
+    model = binary_model()
+    x, y = make_data(16, seed=keras_dist.rank())
+    y = (y > 0).astype("float32")
+    alone = model.evaluate(x, y, verbose=0)
+    model.evaluate(x, y, verbose=0, callbacks=[MetricAverageCallback()])
+    assert model.evaluate(x, y, verbose=0) == alone
+    assert "_get_metrics_result_or_logs" not in vars(model)
+
+
+def test_evaluate_alone_is_local_also_after_a_fit_that_failed():
+    class Failing(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise ValueError("on all ranks alike")
+
+    model = binary_model()
+    x, y = make_data(16, seed=keras_dist.rank())
+    y = (y > 0).astype("float32")
+
+    def fail():
+        with pytest.raises(ValueError, match="on all ranks alike"):
+            model.fit(x, y, verbose=0, callbacks=keras_dist.callbacks(Failing()))
+
+    fail()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the script's own
+    fail()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # The next fit ends the signal listener of a failed fit.
+    assert [thread.name for thread in threading.enumerate()].count("keras_dist signals") == 1
+    if keras_dist.rank() == 0:
+        model.evaluate(x, y, verbose=0)
+    assert "_get_metrics_result_or_logs" not in vars(model)
+
+
+@pytest.mark.parity("a custom `train_step`")
+def test_what_a_custom_step_returns_is_averaged():
+    def change(logs):
+        return {"rank": float(keras_dist.rank()), "loss": logs["loss"] * 0.0}
+
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((6,))
+    model = with_logs(change)(inputs, keras.layers.Dense(CLASSES, activation="softmax")(inputs))
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer, "sparse_categorical_crossentropy")
+    history = model.fit(*make_data(8), verbose=0, callbacks=keras_dist.callbacks()).history
+    assert history["rank"] == [pytest.approx((keras_dist.size() - 1) / 2)]
+
+
+def test_a_custom_step_keeps_exact_metrics_beside_its_own_values():
+    def change(logs):
+        return {**logs, "rank": float(keras_dist.rank())}
+
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((6,))
+    model = with_logs(change)(inputs, keras.layers.Dense(1, activation="sigmoid")(inputs))
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    model.compile(optimizer, "binary_crossentropy", metrics=[keras.metrics.AUC(name="auc")])
+    x, y = make_data(8 * keras_dist.size() + 1)
+    y = (y > 0).astype("float32")
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    callbacks = keras_dist.callbacks()
+    own_x, own_y = part(x, y)  # one step on every rank, of 8 or 9 samples
+    history = model.fit(own_x, own_y, batch_size=9, verbose=0, callbacks=callbacks).history
+    assert history["auc"][0] == pytest.approx(expected["auc"], rel=1e-6)
+    assert history["loss"][0] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+@pytest.mark.parity("`EarlyStopping` and `ReduceLROnPlateau` act equally on all ranks")
+def test_callbacks_that_decide_by_metrics_decide_alike():
+    model = distributed(keras.optimizers.SGD(0.5))
+    x, y = make_data(32, seed=keras_dist.rank())
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.05)
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.1)
+    history = model.fit(
+        x,
+        y,
+        epochs=12,
+        verbose=0,
+        validation_data=(x, y),
+        callbacks=keras_dist.callbacks(stop, plateau),
+    ).history
+    assert agreed(history)
+    assert agreed(stop.stopped_epoch)
+
+
+# --- Console
+
+
+@pytest.mark.parity("only the root prints")
+@pytest.mark.parametrize("verbose", [1, 2, "auto"])
+def test_only_the_root_prints(verbose):
+    interactive = keras.config.is_interactive_logging_enabled()
+    model = distributed()
+    x, y = make_data(8)
+    out = io.StringIO()
+    try:
+        with redirect_stdout(out):
+            stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=9.0, verbose=1)
+            model.fit(x, y, epochs=3, verbose=verbose, callbacks=keras_dist.callbacks(stop))
+            model.evaluate(x, y, verbose=verbose, callbacks=[RootConsoleCallback()])
+    finally:
+        if interactive:
+            keras.utils.enable_interactive_logging()
+    if keras_dist.rank() == 0:
+        assert "Epoch 1/3" in out.getvalue()
+        assert "early stopping" in out.getvalue()
+    else:
+        assert out.getvalue() == ""

@@ -1,0 +1,134 @@
+"""`RootOnly`: a callback that acts on rank 0 only, and its effects on the other ranks."""
+
+import csv
+from pathlib import Path
+
+import keras
+import pytest
+from small_training import agreed, make_data, make_model
+
+import keras_dist
+from keras_dist import errors
+from keras_dist.callbacks import RootOnly
+
+pytestmark = pytest.mark.jobs("training")
+
+
+class Recorder(keras.callbacks.Callback):
+    """Records every hook call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def set_model(self, model):
+        super().set_model(model)
+        self.calls.append("set_model")
+
+    def set_params(self, params):
+        super().set_params(params)
+        self.calls.append("set_params")
+
+    def on_train_begin(self, logs=None):
+        self.calls.append("on_train_begin")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.calls.append(f"on_epoch_end {epoch} {sorted(logs)}")
+
+    def on_batch_end(self, batch, logs=None):
+        self.calls.append(f"on_batch_end {batch} {self.model.name}")
+
+    def on_test_end(self, logs=None):
+        self.calls.append("on_test_end")
+
+
+def fit(*callbacks, **options):
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = make_model(optimizer, run_eagerly=True)
+    options = {"batch_size": 4, "verbose": 0, **options}
+    model.fit(*make_data(8), callbacks=keras_dist.callbacks(*callbacks), **options)
+    return model
+
+
+@pytest.mark.jobs("jax-2")
+@pytest.mark.parity("`RootOnly`")
+def test_every_hook_is_called_on_the_root_and_on_no_other_rank():
+    root = keras_dist.size() - 1
+    recorder = Recorder()
+    model = fit(RootOnly(recorder, root), validation_data=make_data(4))
+    expected = [
+        "set_model",
+        "set_params",
+        "on_train_begin",
+        f"on_batch_end 0 {model.name}",
+        f"on_batch_end 1 {model.name}",
+        "on_test_end",
+        "on_epoch_end 0 ['loss', 'val_loss']",
+    ]
+    assert recorder.calls == (expected if keras_dist.rank() == root else [])
+
+
+def test_keras_own_writer_writes_once(shared_tmp_path):
+    path = shared_tmp_path / f"{keras_dist.rank()}.csv"
+    fit(RootOnly(keras.callbacks.CSVLogger(str(path))), epochs=3)
+    keras_dist.barrier()
+    [only] = shared_tmp_path.iterdir()
+    assert only.name == "0.csv"
+    assert [row["epoch"] for row in csv.DictReader(only.open())] == ["0", "1", "2"]
+
+
+def test_tensorboard_is_written_once(shared_tmp_path):
+    board = keras.callbacks.TensorBoard(str(shared_tmp_path))
+    fit(RootOnly(board), epochs=3, validation_data=make_data(4))
+    keras_dist.barrier()
+    paths = sorted(shared_tmp_path.rglob("events.out.tfevents.*"))
+    assert [path.parent.name for path in paths] == ["train", "validation"]
+    files = {path.parent.name: path for path in paths}
+    assert steps_of("epoch_loss", files["train"]) == [0, 1, 2]
+    assert steps_of("evaluation_loss_vs_iterations", files["validation"]) != []
+
+
+def steps_of(tag, path):
+    """Returns the steps of a value in a TensorBoard file."""
+    import tensorflow as tf
+
+    events = tf.compat.v1.train.summary_iterator(str(path))
+    return [event.step for event in events for value in event.summary.value if value.tag == tag]
+
+
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_epoch_begin", "on_epoch_end"])
+def test_a_failure_is_raised_on_every_rank(hook):
+    class Failing(keras.callbacks.Callback):
+        """Raises in one hook."""
+
+    def fail(self, *args):
+        raise OSError(28, "No space left", Path("log"))
+
+    setattr(Failing, hook, fail)
+    with pytest.raises(errors.CallbackError) as caught:
+        fit(RootOnly(Failing()))
+    assert f"[rank 0 of {keras_dist.size()}] Expected Failing.{hook}" in str(caught.value)
+    assert "No space left" in str(caught.value)
+    assert agreed(str(caught.value))
+
+
+def test_what_cannot_be_used_is_refused():
+    with pytest.raises(errors.ArgumentTypeError, match="a Keras callback"):
+        RootOnly(print)
+    with pytest.raises(errors.ArgumentError, match="root_rank to be a rank of this job"):
+        RootOnly(Recorder(), root_rank=99)
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        keras.callbacks.EarlyStopping("loss", restore_best_weights=True),
+        keras.callbacks.ReduceLROnPlateau("loss"),
+        keras.callbacks.LearningRateScheduler(lambda epoch: 0.1),
+        keras.callbacks.SwapEMAWeights(),
+    ],
+)
+def test_a_callback_that_changes_the_model_is_refused_when_it_is_wrapped(callback):
+    with pytest.raises(errors.ArgumentError, match=rf"Received: {type(callback).__name__}"):
+        RootOnly(callback)
+    RootOnly(keras.callbacks.EarlyStopping("loss"))

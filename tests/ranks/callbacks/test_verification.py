@@ -1,0 +1,85 @@
+"""`VerifyReplicas`: divergent replicas are reported or repaired between epochs."""
+
+import re
+import warnings
+
+import keras
+import pytest
+from small_training import agreed, compiled, make_data, make_model, weights_of
+
+import keras_dist
+from keras_dist import errors
+from keras_dist.callbacks import VerifyReplicas
+
+pytestmark = pytest.mark.jobs("training")
+
+
+class Disturb(keras.callbacks.Callback):
+    """Changes a weight on the last rank at the end of the first epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0 and keras_dist.rank() == keras_dist.size() - 1:
+            weight = self.model.weights[0]
+            weight.assign(weight + 1.0)
+
+
+def fit(*callbacks, epochs=3):
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = make_model(optimizer, run_eagerly=True)
+    callbacks = keras_dist.callbacks(*callbacks)
+    return model, model.fit(*make_data(8), epochs=epochs, verbose=0, callbacks=callbacks)
+
+
+def test_equal_replicas_pass():
+    _, history = fit(VerifyReplicas())
+    assert len(history.epoch) == 3
+
+
+@pytest.mark.parametrize(("every", "epochs"), [(1, 1), (3, 3)])
+def test_a_difference_ends_the_training_on_every_rank(every, epochs):
+    if keras_dist.size() == 1:
+        pytest.skip("a single rank has no other to differ from")
+    with pytest.raises(errors.MismatchError) as caught:
+        fit(Disturb(), VerifyReplicas(every), epochs=epochs)
+    assert f"kernel (ranks {keras_dist.size() - 1})" in str(caught.value)
+    # Keras numbers the models of a process in their names.
+    assert agreed(re.sub(r"_\d+", "", str(caught.value).partition("]")[2]))
+
+
+@pytest.mark.jobs("jax-2")
+@pytest.mark.parity("`VerifyReplicas(repair=True)`")
+def test_a_difference_is_repaired_from_the_root_with_a_warning():
+    if keras_dist.size() == 1:
+        pytest.skip("a single rank has no other to differ from")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, history = fit(Disturb(), VerifyReplicas(repair=True))
+    said = [str(warning.message) for warning in caught if "continue with" in str(warning.message)]
+    assert len(said) == (1 if keras_dist.rank() == 0 else 0)
+    assert len(history.epoch) == 3
+    keras_dist.verify_replicas(model)
+    undisturbed, _ = fit()
+    for weight, expected in zip(weights_of(model), weights_of(undisturbed), strict=True):
+        assert weight.tobytes() == expected.tobytes()
+
+
+def test_local_variables_are_neither_broadcast_nor_repaired():
+    model = make_model()
+    local = model.layers[-1]
+    local.kernel.assign(keras.ops.full(local.kernel.shape, float(keras_dist.rank())))
+    optimizer = keras_dist.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.0, momentum=0.9), local_layers=[local]
+    )
+    compiled(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        callbacks = keras_dist.callbacks(Disturb(), VerifyReplicas(repair=True))
+        model.fit(*make_data(8), epochs=2, verbose=0, callbacks=callbacks)
+    assert (keras.ops.convert_to_numpy(local.kernel) == keras_dist.rank()).all()
+    keras_dist.verify_replicas(model)
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "epoch"])
+def test_every_must_be_a_number_of_epochs(every):
+    with pytest.raises(errors.ArgumentError, match="every to be a number of epochs"):
+        VerifyReplicas(every)

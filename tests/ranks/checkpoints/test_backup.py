@@ -1,0 +1,196 @@
+"""Interrupted training resumes and ends like uninterrupted training."""
+
+import keras
+import pytest
+from small_training import (
+    CLASSES,
+    FEATURES,
+    agreed,
+    assert_close,
+    compiled,
+    make_data,
+    make_model,
+    weights_of,
+)
+from test_several import Gan
+
+import keras_dist
+from keras_dist import errors
+from keras_dist.callbacks import BackupAndRestore
+from keras_dist.callbacks.callback_list import ListMember
+from keras_dist.storage.versioned_backups import newest_first
+from keras_dist.training import model_state
+
+pytestmark = pytest.mark.jobs("training")
+
+
+class Interrupted(Exception):
+    """Ends the training in these tests."""
+
+
+class Interrupt(ListMember, keras.callbacks.Callback):
+    """Ends the training at the start of an epoch or after a step, after its backup."""
+
+    def __init__(self, epoch, batch=None):
+        super().__init__()
+        self.at, self.epoch = (epoch, batch), 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        if self.at == (epoch, None):
+            raise Interrupted
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.at == (self.epoch, batch):
+            self.when_all_have_been_called(self.interrupt)
+
+    def interrupt(self):
+        raise Interrupted
+
+
+def new_model(optimizer=None, **options):
+    optimizer = keras_dist.DistributedOptimizer(optimizer or keras.optimizers.Adam(0.01))
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.Input((FEATURES,)),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.4, seed=3),
+        keras.layers.Dense(CLASSES, activation="softmax"),
+    ]
+    return compiled(keras.Sequential(layers), optimizer, **options)
+
+
+def fit(*callbacks, model=None, epochs=3, **data):
+    model = model or new_model(run_eagerly=True)
+    if not data:
+        x, y = make_data(8, seed=keras_dist.rank())
+        data = {"x": x, "y": y, "batch_size": 4, "shuffle": False}
+    trained = []
+    notes = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: trained.append(epoch))
+    callbacks = keras_dist.callbacks(*callbacks, notes)
+    history = model.fit(**data, epochs=epochs, verbose=0, callbacks=callbacks)
+    keras_dist.verify_replicas(model)
+    assert history.epoch == list(range(epochs))
+    return model, trained
+
+
+def everything_of(model):
+    return [value_of(variable) for variable in model_state.state(model)]
+
+
+def value_of(variable):
+    return keras.ops.convert_to_numpy(variable).tobytes()
+
+
+@pytest.fixture
+def directory(shared_tmp_path):
+    """A directory for the backup, which is removed at the end of training."""
+    return shared_tmp_path / "backup"
+
+
+@pytest.mark.parity("`BackupAndRestore`: resumed training equals uninterrupted training")
+@pytest.mark.parametrize(
+    "shared", [pytest.param(True, marks=pytest.mark.jobs("jax-2", "equality")), False]
+)
+def test_resumed_training_equals_training_that_was_not_interrupted(shared, shared_tmp_path):
+    directory = shared_tmp_path / ("backup" if shared else f"backup of {keras_dist.rank()}")
+
+    def model():
+        return new_model(run_eagerly=not shared)
+
+    expected, _ = fit(model=model())
+    with pytest.raises(Interrupted):
+        fit(BackupAndRestore(directory), Interrupt(2), model=model())
+    assert directory.exists() == (shared or keras_dist.rank() == 0)
+    keras_dist.barrier()
+    keras.utils.clear_session()
+    again, epochs = fit(BackupAndRestore(directory), model=model())
+    assert epochs == [2]
+    assert everything_of(again) == everything_of(expected)
+    keras_dist.barrier()
+    assert not directory.exists()
+
+
+def test_further_optimizers_of_a_model_go_on_as_well(directory):
+    def train(*callbacks):
+        model = Gan(keras_dist.DistributedOptimizer)
+        real, _ = make_data(8, seed=keras_dist.rank())
+        callbacks = keras_dist.callbacks(*callbacks)
+        options = {"batch_size": 4, "shuffle": False, "verbose": 0, "callbacks": callbacks}
+        model.fit(real, real[:, :2], epochs=2, **options)
+        keras_dist.verify_replicas(model)
+        return model
+
+    expected = everything_of(train())
+    with pytest.raises(Interrupted):
+        train(BackupAndRestore(directory), Interrupt(1))
+    keras_dist.barrier()
+    model = train(BackupAndRestore(directory))
+    assert everything_of(model) == expected
+    assert int(model.judging.iterations) == 4
+    assert agreed([keras.ops.convert_to_numpy(v).tobytes() for v in model.judging.variables])
+
+
+def test_gradients_that_are_gathered_are_lost_on_every_rank(directory):
+    x, y = make_data(8)
+
+    def train(*callbacks):
+        optimizer = keras.optimizers.SGD(0.1)
+        model = make_model(keras_dist.DistributedOptimizer(optimizer, backward_passes_per_step=3))
+        callbacks = keras_dist.callbacks(*callbacks)
+        options = {"batch_size": 4, "shuffle": False, "verbose": 0, "callbacks": callbacks}
+        model.fit(x, y, epochs=2, **options)
+        return model
+
+    with pytest.raises(Interrupted):
+        train(BackupAndRestore(directory), Interrupt(1))  # after 2 of 3 passes
+    keras_dist.barrier()
+    model = train(BackupAndRestore(directory))
+    # Only the third pass applies the gradients.
+    plain = make_model()
+    plain.train_on_batch(x[:4], y[:4])
+    assert_close(weights_of(model), weights_of(plain))
+
+
+def test_the_model_itself_starts_anew_once_it_is_done(directory):
+    model = new_model(run_eagerly=True)
+    with pytest.raises(Interrupted):
+        fit(BackupAndRestore(directory), Interrupt(1), model=model)
+    assert fit(BackupAndRestore(directory), model=model)[1] == [1, 2]
+    assert fit(BackupAndRestore(directory), model=model)[1] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("other", ["optimizer", "smaller model"])
+def test_a_backup_of_another_model_is_an_error_on_every_rank(other, directory):
+    # SGD has no state for each variable, so Keras would not detect a smaller model.
+    interrupted = new_model(keras.optimizers.SGD(0.1), run_eagerly=True)
+    with pytest.raises(Interrupted):
+        fit(BackupAndRestore(directory), Interrupt(1), model=interrupted)
+    if other == "optimizer":
+        model = new_model(keras.optimizers.Adam(0.1), run_eagerly=True)
+        found = (
+            r"of shape \[6\] and dtype float32. Received: 8 variables, with 'none' of shape None"
+        )
+    else:
+        optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        layers = [keras.Input((FEATURES,)), keras.layers.BatchNormalization()]
+        model = compiled(keras.Sequential(layers), optimizer, run_eagerly=True)
+        found = r"the 6 variables of this model .* Received: 8 variables"
+    before = everything_of(model)
+    with pytest.raises(errors.CheckpointError, match=found) as caught:
+        fit(BackupAndRestore(directory), model=model)
+    assert agreed(str(caught.value))
+    assert str(newest_first(directory)[0]) in str(caught.value)
+    assert "Remove the backup to start over" in str(caught.value)
+    if keras_dist.rank() == 0:
+        assert everything_of(model)[: len(before)] == before
+
+
+def test_a_place_that_cannot_be_written_to_is_an_error_on_every_rank(shared_tmp_path):
+    taken = shared_tmp_path / "taken"
+    if keras_dist.rank() == 0:
+        taken.write_bytes(b"")
+    keras_dist.barrier()
+    with pytest.raises(errors.CheckpointError, match="to write a backup into") as caught:
+        fit(BackupAndRestore(taken))
+    assert agreed(str(caught.value))

@@ -1,0 +1,155 @@
+"""`SyncBatchNormalization` on n ranks trains like `BatchNormalization` on all rows."""
+
+import keras
+import numpy as np
+import pytest
+from small_training import (
+    CLASSES,
+    FEATURES,
+    agreed,
+    assert_close,
+    compiled,
+    make_data,
+    rows_of_rank,
+    weights_of,
+)
+
+import keras_dist
+from keras_dist import errors
+
+pytestmark = pytest.mark.jobs("training", "jax-2-rows", "double")
+
+BATCH, STEPS = 4, 3
+BACKEND = keras.backend.backend()
+Sync = keras_dist.layers.SyncBatchNormalization
+Plain = keras.layers.BatchNormalization
+not_on_jax = pytest.mark.skipif(BACKEND == "jax", reason="JAX compiles slowly")
+
+
+def classifier(normalization, optimizer=None, **options):
+    """Returns a model that normalizes its inputs, which have no gradient, and activations."""
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.Input((FEATURES,)),
+        normalization(),
+        keras.layers.Dense(8, activation="tanh"),
+        normalization(momentum=0.5),
+        keras.layers.Dense(CLASSES, activation="softmax"),
+    ]
+    return compiled(keras.Sequential(layers), optimizer, **options)
+
+
+def masked(normalization, optimizer=None):
+    """Returns a model that normalizes sequences whose rows of 0 are masked."""
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.Input((None, FEATURES)),
+        keras.layers.Masking(),
+        normalization(),
+        keras.layers.Dense(4, activation="tanh"),
+        normalization(),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(CLASSES, activation="softmax"),
+    ]
+    return compiled(keras.Sequential(layers), optimizer)
+
+
+def train_both(make, x, y, **options):
+    """Trains on all rows in one process and on each rank's rows; returns both models."""
+    plain = make(Plain, keras.optimizers.SGD(0.1))
+    plain.fit(x, y, batch_size=BATCH * keras_dist.size(), shuffle=False, verbose=0)
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = make(Sync, optimizer, **options)
+    for start in range(0, len(x) // keras_dist.size(), BATCH):
+        rows = slice(start, start + BATCH)
+        model.train_on_batch(rows_of_rank(x, BATCH)[rows], rows_of_rank(y, BATCH)[rows])
+    keras_dist.verify_replicas(model)  # includes moving statistics, which no callback averages here
+    return model, plain
+
+
+@pytest.mark.jobs("torch-3")
+@pytest.mark.parity("`SyncBatchNormalization` equals one process")
+def test_weights_and_statistics_equal_those_of_one_process():
+    x, y = make_data(BATCH * STEPS * keras_dist.size())
+    model, plain = train_both(classifier, x, y)
+    assert_close(weights_of(model), weights_of(plain), relative=1e-5)
+
+
+def test_a_large_mean_keeps_the_digits_of_the_variance():
+    x, _ = make_data(BATCH * keras_dist.size())
+    x += np.float32(3000)
+    exact = (x - x.mean(0, dtype="float64")) / np.sqrt(x.var(0, dtype="float64") + 1e-3)
+    found = keras.ops.convert_to_numpy(Sync()(rows_of_rank(x, BATCH), training=True))
+    np.testing.assert_allclose(found, rows_of_rank(exact, BATCH), rtol=0, atol=5e-3)
+
+
+@not_on_jax
+def test_eager_steps_give_the_same_weights():
+    x, y = make_data(BATCH * keras_dist.size())
+    model, plain = train_both(classifier, x, y, run_eagerly=True)
+    assert_close(weights_of(model), weights_of(plain), relative=1e-5)
+
+
+@pytest.mark.parity("`SyncBatchNormalization` leaves out masked samples")
+def test_masked_samples_are_ignored():
+    samples = BATCH * STEPS * keras_dist.size()
+    rng = np.random.default_rng(0)
+    x = 3 + rng.standard_normal((samples, 5, FEATURES)).astype("float32")
+    for row, length in enumerate(rng.integers(1, 6, samples)):
+        x[row, length:] = 0
+    y = rng.integers(0, CLASSES, samples)
+    model, plain = train_both(masked, x, y)
+    assert_close(weights_of(model), weights_of(plain), relative=1e-5)
+
+
+def test_ranks_are_weighted_by_their_samples():
+    size, rank = keras_dist.size(), keras_dist.rank()
+    x = np.random.default_rng(0).standard_normal((size * (size + 1), FEATURES)).astype("float32")
+    starts = [rank * (rank + 1) for rank in range(size + 1)]  # ranks with 2, 4, 6 ... rows
+    layer, plain = Sync(axis=1), Plain(axis=1)
+    expected = keras.ops.convert_to_numpy(plain(x, training=True))
+    mine = slice(starts[rank], starts[rank + 1])
+    found = keras.ops.convert_to_numpy(layer(x[mine], training=True))
+    np.testing.assert_allclose(found, expected[mine], rtol=1e-4, atol=1e-5)
+    for value, wanted in zip(layer.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+    assert agreed([value.tobytes() for value in layer.get_weights()])
+
+
+def test_inference_does_not_communicate():
+    layer = Sync()
+    layer.build((None, FEATURES))
+    if keras_dist.rank() == 0:
+        layer(np.ones((2, FEATURES), "float32"), training=False)
+    layer.trainable = False
+    if keras_dist.rank() == 0:
+        layer(np.ones((2, FEATURES), "float32"), training=True)
+    # A rank that had communicated would be one operation ahead.
+    assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
+
+
+def test_saved_model_loads(shared_tmp_path):
+    model = classifier(Sync)
+    path = shared_tmp_path / f"{keras_dist.rank()}.keras"
+    model.save(path)
+    loaded = keras.saving.load_model(path)
+    assert isinstance(loaded.layers[0], Sync)
+    assert loaded.layers[2].momentum == 0.5
+
+
+@pytest.mark.parity("`BatchNormalization(synchronized=True)` gives an error with the remedy")
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="Keras itself rejects it on other backends")
+def test_synchronized_of_keras_is_rejected_with_the_remedy():
+    def synchronized(**options):
+        return Plain(synchronized=True, **options)
+
+    x, y = make_data(BATCH)
+    model = classifier(
+        Plain if keras_dist.size() == 1 else synchronized,
+        keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+    )
+    if keras_dist.size() == 1:
+        model.train_on_batch(x, y)
+        return
+    with pytest.raises(errors.ArgumentError, match=r"keras_dist\.layers\.SyncBatch"):
+        model.train_on_batch(x, y)

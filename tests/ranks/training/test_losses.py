@@ -1,0 +1,431 @@
+"""Losses whose denominators differ between ranks: weights and logs are those of one process."""
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+from small_training import agreed, assert_close, weights_of
+
+import keras_dist
+from keras_dist import errors
+from keras_dist.training import global_losses
+
+pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+
+backend = keras.backend.backend()
+BATCH, TOKENS, WORDS, STEPS = 4, 5, 10, 2
+
+
+def text(lengths, seed=0):
+    """Token sequences of these lengths, padded with 0, and numbers for each token and sequence."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, WORDS, (len(lengths), TOKENS))
+    tokens[np.arange(TOKENS) >= np.array(lengths)[:, None]] = 0
+    shape = (*tokens.shape, 1)
+    return tokens, rng.standard_normal(shape).astype("float32")
+
+
+def of_tokens(loss="mse", penalty=None):
+    layers = [keras.Input((TOKENS,), dtype="int32")]
+    layers += [keras.layers.Embedding(WORDS, 4, mask_zero=True)]
+    layers += [keras.layers.Dense(1, kernel_regularizer=penalty)]
+    return keras.Sequential(layers), {"loss": loss}
+
+
+def of_classes():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=2)
+    layers = [keras.Input((TOKENS,), dtype="int32")]
+    layers += [keras.layers.Embedding(WORDS, 4, mask_zero=True)]
+    layers += [keras.layers.LSTM(3, return_sequences=True), keras.layers.Dense(3)]
+    return keras.Sequential(layers), {"loss": loss}
+
+
+def of_rows(loss="mse"):
+    layers = [keras.Input((TOKENS,)), keras.layers.Dense(1, kernel_regularizer="l2")]
+    return keras.Sequential(layers), {"loss": loss}
+
+
+class MeanPenalty(keras.layers.Layer):
+    """Adds the mean of its inputs over the batch to the loss."""
+
+    def call(self, inputs):
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
+        return inputs
+
+
+def of_penalties():
+    regularized = {"kernel_regularizer": "l2", "activity_regularizer": "l1"}
+    layers = [keras.Input((TOKENS,)), keras.layers.Dense(3, **regularized), MeanPenalty()]
+    model = keras.Sequential([keras.Input((TOKENS,)), keras.Sequential(layers)])
+    model.add(keras.layers.Dense(1, **regularized))
+    return model, {"loss": "mse"}
+
+
+class OwnLoss(keras.Model):
+    """A model that computes its loss itself."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return 2 * sum(self.losses) + super().compute_loss(x, y, y_pred)
+
+
+def of_own_loss():
+    model, _ = of_penalties()
+    return OwnLoss(model.inputs, model.outputs), {"loss": None}
+
+
+class CalledTwice(keras.Model):
+    """A model that computes its loss for two passes."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        first = super().compute_loss(x, y, y_pred)
+        return first + super().compute_loss(x, y, self(2 * x))
+
+
+def of_two_passes():
+    model, compiled = of_penalties()
+    return CalledTwice(model.inputs, model.outputs), compiled
+
+
+def of_two_outputs():
+    tokens = keras.Input((TOKENS,), dtype="int32")
+    found = keras.layers.Embedding(WORDS, 4, mask_zero=True)(tokens)
+    outputs = {
+        "each": keras.layers.Dense(1, name="each")(found),
+        "all": keras.layers.Dense(1, name="all")(keras.layers.LSTM(2)(found)),
+    }
+    losses = {"each": "mse", "all": keras.losses.MeanAbsoluteError(reduction="sum")}
+    return keras.Model(tokens, outputs), {"loss": losses, "loss_weights": {"each": 1, "all": 0.1}}
+
+
+def trained(make, optimizer, batches, callbacks=None, rate=0.1, **options):
+    """Trains on batches of `(x, y, sample weights)`; returns the model and all its logs."""
+    keras.utils.set_random_seed(1)
+    model, compiled = make()
+    model.compile(optimizer, **compiled, **options)
+
+    def generate():
+        yield from batches
+
+    def validate():  # a callback list belongs to one call
+        return {"callbacks": keras_dist.callbacks()} if callbacks else {}
+
+    logs = model.fit(generate(), verbose=0, validation_data=generate(), **validate()).history
+    tested = model.evaluate(generate(), verbose=0, return_dict=True, **validate())
+    tested = {f"test_{name}": value for name, value in tested.items()}
+    return model, {**{name: values[0] for name, values in logs.items()}, **tested}
+
+
+def joined(parts):
+    """Returns the batches of one process: those of all ranks that have one, in rank order."""
+    batches = []
+    for step in range(max(map(len, parts))):
+        here = [part[step] for part in parts if step < len(part)]
+        batches.append(keras.tree.map_structure(lambda *arrays: np.concatenate(arrays), *here))
+    return batches
+
+
+def assert_as_in_one_process(make, parts, optimizer=lambda: keras.optimizers.SGD(0.1), **options):
+    """Trains on `parts[rank]`, the batches of each rank, and in one process on all of them."""
+    one, expected = trained(make, optimizer(), joined(parts), **options)
+    mine = parts[keras_dist.rank()]
+    wrapped = keras_dist.DistributedOptimizer(optimizer())
+    model, logs = trained(make, wrapped, mine, callbacks=True, **options)
+    assert agreed([weight.tobytes() for weight in weights_of(model)])
+    assert_close(weights_of(model), weights_of(one), 1e-5)
+    assert logs.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(logs[name], value, rtol=1e-5, err_msg=name)
+
+
+def lengths_of(rank):
+    """Long sequences on rank 0, short ones on the others; only padding in the first of rank 1."""
+    first = [0] * BATCH if rank == 1 else [5, 4, 5, 3]
+    return [first, [1 + (rank == 0), 1, 2, 1]]
+
+
+def unequal(parts):
+    """Takes as many rows off the last batch of a rank as its number says."""
+    for rank, part in enumerate(parts):
+        part[-1] = keras.tree.map_structure(lambda rows, less=rank: rows[: BATCH - less], part[-1])
+    return parts
+
+
+def parts_of_text(targets=lambda tokens, numbers: numbers):
+    parts = []
+    for rank in range(keras_dist.size()):
+        batches = [text(lengths, 2 * rank + n) for n, lengths in enumerate(lengths_of(rank))]
+        parts.append([(tokens, targets(tokens, numbers)) for tokens, numbers in batches])
+    return parts
+
+
+def parts_of_rows(weighs=True):
+    rng = np.random.default_rng(0)
+    parts = []
+    for rank in range(keras_dist.size()):
+        x = [rng.standard_normal((BATCH, TOKENS)).astype("float32") for _ in range(STEPS)]
+        weights = [(1 + 3 * rank) * rng.random(BATCH).astype("float32") for _ in range(STEPS)]
+        rows = [
+            (each, each[:, :1] + 1, *([w] * weighs)) for each, w in zip(x, weights, strict=True)
+        ]
+        parts.append(rows)
+    return parts
+
+
+def both(tokens, numbers):
+    return {"each": numbers, "all": numbers[:, 0]}
+
+
+CASES = {
+    "masks": (of_tokens, parts_of_text),
+    "sample weights": (
+        lambda: of_rows(keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")),
+        parts_of_rows,
+    ),
+    "unequal batches": (of_rows, lambda: unequal(parts_of_rows(False))),
+    "several outputs": (of_two_outputs, lambda: unequal(parts_of_text(both))),
+    "penalties of activities": (of_penalties, lambda: unequal(parts_of_rows(False))),
+    "a loss of the model's own": (of_own_loss, lambda: unequal(parts_of_rows(False))),
+    "a second pass in the loss": (of_two_passes, lambda: unequal(parts_of_rows(False))),
+    "ignored classes": (of_classes, lambda: parts_of_text(lambda tokens, _: tokens % 3)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parity("losses count as in one process: {case}")
+def test_losses_are_those_of_one_process(case):
+    make, parts = CASES[case]
+    assert_as_in_one_process(make, parts())
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+@pytest.mark.parity("losses count as in one process: ranks out of data")
+def test_ranks_out_of_data_count_for_nothing(reduction):
+    parts = parts_of_text()
+    parts[0] = parts[0][: 1 if keras_dist.size() > 1 else 2]
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    assert_as_in_one_process(lambda: of_tokens(loss), parts, lambda: keras.optimizers.SGD(0.01))
+
+
+class Own(keras.losses.Loss):
+    """A loss that does not call the reduction of Keras."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return keras.ops.mean(keras.ops.square(y_true - y_pred))
+
+
+@pytest.mark.parametrize("loss", [Own(), lambda y_true, y_pred: Own()(y_true, y_pred)])
+def test_a_loss_that_is_a_single_number_is_a_mean_over_samples(loss):
+    assert_as_in_one_process(lambda: of_rows(loss), unequal(parts_of_rows(False)))
+
+
+@pytest.mark.parity("losses count as in one process: rows of unequal lengths")
+def test_rows_of_unequal_lengths_count_by_their_elements():
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((None, TOKENS)), keras.layers.Conv1D(1, 1)]
+    model = keras.Sequential(layers)
+    model.compile(
+        keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0)),
+        loss="mse",
+        jit_compile=backend == "tensorflow" or "auto",
+    )
+    rng = np.random.default_rng(0)
+    x = [rng.standard_normal((2, 3 + 5 * n, TOKENS)).astype("float32") for n in range(4)]
+    x = [each * (1 + n) for n, each in enumerate(x)][: keras_dist.size()]
+    differences = [np.square(model.predict(each, verbose=0) - each[..., :1]).ravel() for each in x]
+    mine = x[keras_dist.rank()]
+    options = {"verbose": 0, "callbacks": keras_dist.callbacks()}
+    expected = np.mean(np.concatenate(differences))
+    # XLA does not compile this step on TensorFlow, so that the loss is that of all ranks.
+    found = [
+        model.train_on_batch(mine, mine[..., :1]),
+        model.evaluate(mine, mine[..., :1], **options),
+    ]
+    np.testing.assert_allclose(found, [expected] * 2, rtol=1e-5)
+
+
+def test_an_infinite_loss_is_infinite_on_all_ranks():
+    model, _ = of_rows()
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    model.compile(
+        optimizer,
+        loss=lambda y_true, y_pred: keras.ops.mean(y_true - y_pred),
+        run_eagerly=backend == "tensorflow",
+    )
+    x = np.ones((BATCH + keras_dist.rank(), TOKENS), "float32")
+    y = np.full((len(x), 1), np.inf if keras_dist.rank() == 0 else 1.0, "float32")
+    assert model.train_on_batch(x, y) == np.inf
+    assert np.all(np.isfinite(weights_of(model)[0]))
+
+
+class Unreduced(keras.losses.Loss):
+    """A loss with a value for each sample, which it does not reduce."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return keras.ops.square(keras.ops.subtract(y_true, y_pred))[:, 0]
+
+
+def test_a_loss_that_nothing_reduces_is_that_of_one_process():
+    results, parts = [], parts_of_rows(False)
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    for each, batches in (
+        (keras.optimizers.SGD(0.01), joined(parts)),
+        (optimizer, parts[keras_dist.rank()]),
+    ):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((TOKENS,)), keras.layers.Dense(1)])
+        model.compile(each, loss=Unreduced(), run_eagerly=backend == "tensorflow")
+        if backend == "tensorflow":
+            model.train_on_batch(*batches[0])
+        else:  # as in one process
+            with pytest.raises((RuntimeError, TypeError), match="scalar"):
+                model.train_on_batch(*batches[0])
+        results.append(weights_of(model))
+    assert_close(*results, 1e-5)
+
+
+@pytest.mark.parametrize("case", ["several outputs", "penalties of activities"])
+def test_train_on_batch_returns_the_loss_of_all_ranks(case):
+    make, parts = CASES[case]
+    parts, results = parts(), []
+    optimizers = [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1)]
+    optimizers[1] = keras_dist.DistributedOptimizer(optimizers[1])
+    for optimizer, batches in zip(
+        optimizers, (joined(parts), parts[keras_dist.rank()]), strict=True
+    ):
+        keras.utils.set_random_seed(1)
+        model, compiled = make()
+        model.compile(optimizer, **compiled, run_eagerly=backend == "tensorflow")
+        logs = []
+        for x, y, *_ in batches:
+            logs.append(model.train_on_batch(x, y, return_dict=True))
+            model.reset_metrics()
+        results.append((weights_of(model), logs))
+    (expected, expected_logs), (weights, logs) = results
+    assert_close(weights, expected, 1e-5)
+    for one, other in zip(logs, expected_logs, strict=True):
+        for name, value in other.items():
+            np.testing.assert_allclose(one[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_evaluation_without_callbacks_is_local():
+    model, compiled = of_tokens()
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), **compiled)
+    [x, y], *_ = parts_of_text()[0]
+    expected = model.evaluate(x, y, verbose=0, callbacks=keras_dist.callbacks())
+    if keras_dist.rank() == 0:
+        np.testing.assert_allclose(model.evaluate(x, y, verbose=0), expected, rtol=1e-6)
+        model.test_on_batch(x, y)
+
+
+def test_the_losses_of_a_step_are_exchanged_at_once(monkeypatch):
+    calls, original = [], global_losses._summed
+    monkeypatch.setattr(
+        global_losses, "_summed", lambda *given: calls.append(1) or original(*given)
+    )
+    model, compiled = of_two_outputs()
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.get_layer("each").activity_regularizer = keras.regularizers.L2()
+    model.compile(optimizer, **compiled)
+    x, y = parts_of_text(both)[keras_dist.rank()][0]
+    model.train_on_batch(x, y)
+    # On JAX the denominators come first, so that XLA compiles the step as a whole.
+    assert len(calls) == (2 if backend == "jax" else 1) * (keras_dist.size() > 1)
+
+
+def test_equal_batches_exchange_nothing(monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("the ranks have exchanged denominators")
+
+    monkeypatch.setattr(global_losses, "_exchanged", refuse)
+    x = np.ones((3 * BATCH * keras_dist.size(), TOKENS), "float32")
+    y = x[:, :1]
+    model, compiled = of_rows()
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), **compiled)
+    options = {"verbose": 0, "callbacks": keras_dist.callbacks()}
+    sharded = keras_dist.data.shard((x, y), batch_size=BATCH)
+    model.fit(sharded, validation_data=(x, y), **options)
+    model.fit(x, y, batch_size=BATCH, sample_weight=x[:, 0], **options)
+    if keras_dist.size() > 1:
+        uneven = keras_dist.data.shard((x[1:], y[1:]), batch_size=BATCH)
+        with pytest.raises(AssertionError, match="exchanged"):
+            model.fit(uneven, **options)
+
+
+def run_in_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("run", [lambda function: function(), run_in_thread])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_other_models_keep_their_losses_during_a_step(run, is_part):
+    if backend == "jax" and is_part:
+        pytest.skip("a traced step owns the variables of its model")
+    if backend != "torch" and run is not run_in_thread:
+        pytest.skip("Keras cannot run a step within another one")
+    x = np.random.default_rng(keras_dist.rank()).standard_normal((8, TOKENS)).astype("float32")
+    other, compiled = of_rows(keras.losses.MeanSquaredError(reduction="sum"))
+    other.compile("sgd", **compiled, run_eagerly=backend == "tensorflow")
+    expected, seen = other.test_on_batch(x, x[:, :1]), []
+
+    def evaluate():
+        other.reset_metrics()
+        seen.append(other.test_on_batch(x, x[:, :1]))
+
+    class Evaluates(keras.Model):
+        def train_step(self, *given):
+            if keras_dist.rank() == 0:
+                run(evaluate)
+            return super().train_step(*given)
+
+    made, compiled = of_rows()
+    model = Evaluates(made.inputs, made.outputs)
+    if is_part:
+        model.other = other
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer, **compiled, run_eagerly=backend == "tensorflow")
+    model.train_on_batch(x, x[:, :1])
+    assert len(seen) == (keras_dist.rank() == 0)
+    np.testing.assert_allclose(seen, [expected] * len(seen), rtol=1e-5)
+
+
+def test_the_losses_of_a_model_within_another_are_those_of_one_process():
+    parts = unequal(parts_of_rows(False))
+
+    class Outer(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+            return self.inner.compute_loss(x=x, y=y, y_pred=y_pred)
+
+    def make():
+        made, compiled = of_rows()
+        inner = keras.Model(made.inputs, made.outputs)
+        inner.compile("sgd", **compiled)
+        model = Outer(made.inputs, inner.outputs)
+        model.inner = inner
+        return model, {"loss": None}
+
+    assert_as_in_one_process(make, parts)
+
+
+@pytest.mark.skipif(keras_dist.size() not in (2, 4), reason="Adasum needs a power of two of ranks")
+def test_adasum_refuses_denominators_that_differ():
+    model, compiled = of_tokens()
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1), op="adasum")
+    model.compile(optimizer, run_eagerly=True, **compiled)
+    x, y = parts_of_text()[keras_dist.rank()][0]
+    with pytest.raises(Exception, match="every rank, with Adasum") as raised:
+        model.train_on_batch(x, y)
+    assert backend == "tensorflow" or isinstance(raised.value, errors.ArgumentError)
+
+
+@pytest.mark.parity("`loss_scale` in loops written by hand")
+def test_loss_scale_weighs_ranks():
+    counts = [0.0, 6.0, 2.0, 4.0][: keras_dist.size()]
+    mine = counts[keras_dist.rank()]
+    expected = mine / (np.mean(counts) or 1)
+    scale = keras.ops.convert_to_numpy(keras_dist.loss_scale(mine))
+    np.testing.assert_allclose(scale, expected, rtol=1e-6)
+    several = keras.ops.convert_to_numpy(keras_dist.loss_scale([[mine, 0.0]]))
+    np.testing.assert_allclose(several, [[expected, 0.0]], rtol=1e-6)

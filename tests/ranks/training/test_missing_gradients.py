@@ -1,0 +1,293 @@
+"""Gradients that some ranks lack, in updates of a Keras optimizer."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+from small_training import BATCH, make_data, rows_of_rank, weights_of
+from test_updates import Surgery
+
+import keras_dist
+from keras_dist import errors
+
+BACKEND = keras.backend.backend()
+RANK, SIZE = keras_dist.rank(), keras_dist.size()
+STEPS = 6
+# In each step all ranks have the first gradient, some the next two, and none the last one.
+SHAPES = {"trunk": (3,), "left": (4, 2), "right": (4, 2), "unused": (2,)}
+
+pytestmark = [
+    pytest.mark.jobs("training", "jax-2-rows"),
+    pytest.mark.filterwarnings("ignore:Gradients do not exist"),
+]
+
+
+def make_variables():
+    return [keras.Variable(np.ones(s, "float32"), name=name) for name, s in SHAPES.items()]
+
+
+def has(name, rank, step):
+    heads = {"left": (rank + step) % 3 != 0, "right": (rank + step // 2) % 2 == 0}
+    return heads.get(name, name == "trunk")
+
+
+def value(name, rank, step):
+    seed = [rank, step, len(name)]
+    return np.random.default_rng(seed).standard_normal(SHAPES[name]).astype("float32")
+
+
+def gradients_of(rank, step):
+    """The gradients of a rank; `None` for those that it lacks."""
+    return [value(name, rank, step) if has(name, rank, step) else None for name in SHAPES]
+
+
+def mean_gradients(step):
+    """The gradients of one process: the mean over the ranks, where any has the gradient."""
+    return [
+        np.mean([value(n, r, step) * has(n, r, step) for r in range(SIZE)], axis=0)
+        if any(has(n, r, step) for r in range(SIZE))
+        else None
+        for n in SHAPES
+    ]
+
+
+def as_tensors(gradients):
+    return [None if g is None else keras.ops.convert_to_tensor(g) for g in gradients]
+
+
+def filtered(gradients, variables):
+    return [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+
+
+def apply(optimizer, gradients, variables):
+    optimizer.apply(gradients, variables)
+
+
+def apply_without(optimizer, gradients, variables):
+    optimizer.apply(gradients)
+
+
+def apply_pairs(optimizer, gradients, variables):
+    optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+
+def apply_filtered(optimizer, gradients, variables):
+    optimizer.apply_gradients(filtered(gradients, variables))
+
+
+def apply_stateless(optimizer, gradients, variables):
+    values = [v.value for v in variables], [v.value for v in optimizer.variables]
+    new = optimizer.stateless_apply(values[1], gradients, values[0])
+    for variable, changed in zip([*variables, *optimizer.variables], new[0] + new[1], strict=True):
+        variable.assign(changed)
+
+
+def trained(make, how, wrap, gradients_at):
+    """The variables and the state of an optimizer after some steps."""
+    variables, optimizer = make_variables(), make()
+    if wrap is not None:
+        wrap(optimizer)
+    optimizer.build(variables)
+    for step in range(STEPS):
+        how(optimizer, as_tensors(gradients_at(step)), variables)
+    return [keras.ops.convert_to_numpy(v) for v in [*variables, *optimizer.variables]]
+
+
+def adamw(**options):
+    return lambda: keras.optimizers.AdamW(0.1, weight_decay=0.1, clipnorm=1.0, **options)
+
+
+def check_equals_one_process(make, how=apply, compare=None, **options):
+    def wrap(optimizer):
+        keras_dist.DistributedOptimizer(optimizer, **options)
+
+    found = trained(make, how, wrap, lambda step: gradients_of(RANK, step))
+    plain_how = apply if how is apply_filtered else how
+    expected = trained(make, plain_how, None, mean_gradients)
+    # Accumulated gradients are those of the rank.
+    count = len(SHAPES) if compare is None else compare
+    for one, other in zip(found[:count], expected[:count], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    every = keras_dist.allgather_object([array.tobytes() for array in found[:count]])
+    assert every == [every[0]] * SIZE
+    assert (found[3] == 1).all()  # not touched, by weight decay either
+
+
+HOW = {
+    "apply": apply,
+    "apply without variables": apply_without,
+    "apply_gradients": apply_pairs,
+    "pairs with a gradient": apply_filtered,
+    **({"stateless_apply": apply_stateless} if BACKEND == "jax" else {}),
+}
+
+
+@pytest.mark.parity("a gradient that some ranks lack counts as zero")
+@pytest.mark.parametrize("how", HOW)
+def test_missing_gradients_count_as_zero(how):
+    check_equals_one_process(adamw(), HOW[how], compare=-1)
+
+
+def test_missing_gradients_under_a_loss_scale():
+    def make():
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=1.0)
+
+    how = apply_stateless if BACKEND == "jax" else apply
+    check_equals_one_process(make, how)
+
+
+def test_missing_gradients_of_an_overridden_apply():
+    check_equals_one_process(lambda: Surgery(0.1))
+
+
+@pytest.mark.jobs("double")
+def test_missing_gradients_with_accumulation():
+    check_equals_one_process(adamw(gradient_accumulation_steps=2))
+
+
+@pytest.mark.parametrize(
+    "options", [{"groups": 2}, {"compression": "fp16"}, {"gradient_predivide_factor": 2.0}]
+)
+def test_missing_gradients_with_options(options):
+    check_equals_one_process(adamw(), **options)
+
+
+def test_missing_gradients_with_sharded_state():
+    check_equals_one_process(adamw(), shard_state=True)
+
+
+def test_a_rank_without_any_gradient():
+    variables = make_variables()
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    for step in range(2 * SIZE):
+        some = [keras.ops.ones((3,)), None, None, None]
+        optimizer.apply(some if step % SIZE == RANK else [None] * 4, variables)
+    found = keras.ops.convert_to_numpy(variables[0])
+    np.testing.assert_allclose(found, -np.ones(3), atol=1e-6)
+    with pytest.raises(ValueError, match="No gradients provided"):
+        optimizer.apply([None] * 4, variables)
+
+
+def rows_by_hand(values, indices, shape):
+    """Returns a sparse gradient of arrays and tuples."""
+    if BACKEND == "tensorflow":
+        return sys.modules["tensorflow"].IndexedSlices(values, indices, shape)
+    if BACKEND == "jax":
+        from jax.experimental.sparse import BCOO
+
+        return BCOO((values, np.reshape(indices, (-1, 1))), shape=shape)
+    return sys.modules["torch"].sparse_coo_tensor([indices], values, shape)
+
+
+@pytest.mark.parity("gradients may be arrays of numpy, or rows made by hand")
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_may_be_made_by_hand(sparse):
+    variable = keras.Variable(np.ones((3, 2), "float32"))
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    gradient = np.zeros((3, 2), "float32")
+    gradient[[0, 2]] = RANK
+    given = rows_by_hand(gradient[[0, 2]], (0, 2), (3, 2)) if sparse else gradient
+    optimizer.apply([given], [variable])
+    expected = np.ones((3, 2), "float32")
+    expected[[0, 2]] -= (SIZE - 1) / 2
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(variable), expected)
+
+
+@pytest.mark.parity("ranks with gradients of different variables raise an error")
+@pytest.mark.parametrize("odd", [["right", "left"], ["left", "other"], ["left"]])
+def test_different_variables_are_an_error_that_lists_both(odd):
+    if SIZE == 1:
+        pytest.skip("a single rank has no other to differ from")
+    names = odd if RANK == SIZE - 1 else ["left", "right"]
+    variables = [keras.Variable(np.ones(2, "float32"), name=name) for name in names]
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    with pytest.raises(errors.MismatchError) as caught:
+        optimizer.apply([keras.ops.ones((2,)) for _ in names], variables)
+    listed = ", ".join(map(repr, odd))
+    assert str(caught.value).startswith(
+        f"[rank {SIZE - 1} of {SIZE}] Expected gradients of 2 variables, 'left', 'right' as on "
+        f"rank 0. Received: {len(odd)} variables, {listed}. Build the same model"
+    )
+    assert all((keras.ops.convert_to_numpy(v) == 1).all() for v in variables)
+    assert keras_dist.allreduce(1.0, "Sum") == SIZE
+
+
+def test_gradients_of_other_dtypes_are_an_error_that_names_the_variable():
+    if SIZE == 1:
+        pytest.skip("a single rank has no other to differ from")
+    variables = make_variables()[:2]
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    dtype = "float16" if RANK == SIZE - 1 else "float32"
+    gradients = [keras.ops.ones(v.shape, dtype) for v in variables]
+    with pytest.raises(errors.MismatchError, match=r"the gradient of 'trunk' .* float32.*float16"):
+        optimizer.apply(gradients, variables)
+
+
+def test_a_gradient_may_be_missing_in_a_process_set():
+    if SIZE < 3:
+        pytest.skip("wants 3 ranks")
+    some = keras_dist.add_process_set([0, 2])
+    variables = make_variables()
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=some)
+    ones = [keras.ops.ones(v.shape) for v in variables]
+    optimizer.apply([ones[0], ones[1] if RANK else None, None, None], variables)
+    expected = 1 - (0.5 if some.included() else 1.0)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(variables[1]), np.full((4, 2), expected))
+    keras_dist.remove_process_set(some)
+
+
+class TwoHeads(keras.Model):
+    """A model whose loss uses a head that depends on the rank, or on rank and step."""
+
+    def __init__(self, alternates=False):
+        super().__init__()
+        self.trunk = keras.layers.Dense(5, name="trunk")
+        self.heads = [keras.layers.Dense(1, name=name) for name in ("left", "right")]
+        self.alternates, self.step = alternates, 0
+
+    def build(self, shape):
+        self.trunk.build(shape)
+        for head in self.heads:
+            head.build((None, 5))
+
+    def call(self, x):
+        number = RANK + (self.step if self.alternates else 0)
+        self.step += 1
+        return self.heads[number % 2](self.trunk(x))
+
+
+@pytest.mark.parity("`fit` of a model whose branch depends on the rank")
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_fit_of_a_model_whose_branch_depends_on_the_rank(eagerly):
+    keras.utils.set_random_seed(1)
+    model = TwoHeads()
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(keras_dist.DistributedOptimizer(optimizer), "mse", run_eagerly=eagerly)
+    model.build((None, 6))
+    before = weights_of(model)
+    x, y = make_data(3 * BATCH * SIZE)
+    mine = rows_of_rank(x, BATCH), rows_of_rank(y[:, None].astype("float32"), BATCH)
+    callbacks = keras_dist.callbacks()
+    model.fit(*mine, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+    keras_dist.verify_replicas(model)
+
+    # One process, which computes the gradients by hand.
+    weights = [w.astype("float64") for w in before]
+    velocity = [np.zeros_like(w) for w in weights]
+    for step in range(3):
+        total = [np.zeros_like(w) for w in weights]
+        for rank in range(SIZE):
+            rows = slice((step * SIZE + rank) * BATCH, (step * SIZE + rank + 1) * BATCH)
+            kernel, bias = 2 + 2 * (rank % 2), 3 + 2 * (rank % 2)
+            hidden = x[rows] @ weights[0] + weights[1]
+            error = hidden @ weights[kernel] + weights[bias] - y[rows, None]
+            back = 2 * error / (BATCH * SIZE)
+            total[kernel] += hidden.T @ back
+            total[bias] += back.sum(0)
+            total[0] += x[rows].T @ (back @ weights[kernel].T)
+            total[1] += (back @ weights[kernel].T).sum(0)
+        velocity = [0.9 * v - 0.1 * g for v, g in zip(velocity, total, strict=True)]
+        weights = [w + v for w, v in zip(weights, velocity, strict=True)]
+    for found, expected in zip(weights_of(model), weights, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
