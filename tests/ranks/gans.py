@@ -120,3 +120,83 @@ def descend_of_jax(model, loss_of, optimizer, network):
 def assign(variables, values):
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
+
+
+class Gan(keras.Model):
+    """A generator and a discriminator, each with its own optimizer.
+
+    A JAX train step receives the state of the compiled optimizer only, so the state of the other
+    optimizer is passed with the non-trainable variables.
+    """
+
+    def __init__(self, wrap=lambda optimizer: optimizer):
+        super().__init__()
+        keras.utils.set_random_seed(1)
+        self.maker = keras.Sequential([keras.Input((2,)), keras.layers.Dense(FEATURES)])
+        self.judge = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
+        self.judging = wrap(keras.optimizers.SGD(0.1, momentum=0.9))
+        self.compile(wrap(keras.optimizers.Adam(0.01)))
+        if BACKEND == "jax":  # a JAX step receives all state, so it must exist
+            self.judging.build(self.judge.trainable_variables)
+            self.optimizer.build(self.maker.trainable_variables)
+        self.built = True
+
+    def losses_of(self, real, noise):
+        made, softplus = self.judge(self.maker(noise)), keras.ops.softplus
+        judged = keras.ops.mean(softplus(-self.judge(real))) + keras.ops.mean(softplus(made))
+        return judged, keras.ops.mean(softplus(-made))
+
+    def train_step(self, *arguments):
+        real, noise = arguments[-1]
+        if BACKEND == "jax":
+            return self.step_of_jax(arguments[0], real, noise)
+        if BACKEND == "torch":
+            import torch
+
+            for loss, optimizer, network in self.turns():
+                self.zero_grad()
+                loss(real, noise).backward()
+                variables = network.trainable_weights
+                with torch.no_grad():
+                    optimizer.apply([v.value.grad for v in variables], variables)
+            return {}
+        import tensorflow as tf
+
+        for loss, optimizer, network in self.turns():
+            with tf.GradientTape() as tape:
+                value = loss(real, noise)
+            variables = network.trainable_variables
+            optimizer.apply(tape.gradient(value, variables), variables)
+        return {"loss": value}
+
+    def turns(self):
+        yield lambda *data: self.losses_of(*data)[0], self.judging, self.judge
+        yield lambda *data: self.losses_of(*data)[1], self.optimizer, self.maker
+
+    def step_of_jax(self, state, real, noise):
+        import jax
+
+        trainable, others, making, metrics = state
+        maker, judge = trainable[:2], trainable[2:]
+        judging, others = (
+            others[: len(self.judging.variables)],
+            others[len(self.judging.variables) :],
+        )
+
+        def loss(number):
+            def of(maker, judge):
+                values = zip(self.trainable_variables, [*maker, *judge], strict=True)
+                with keras.StatelessScope(list(values)):
+                    return self.losses_of(real, noise)[number]
+
+            return of
+
+        gradients = jax.grad(loss(0), 1)(maker, judge)
+        judge, judging = self.judging.stateless_apply(judging, gradients, judge)
+        gradients = jax.grad(loss(1), 0)(maker, judge)
+        maker, making = self.optimizer.stateless_apply(making, gradients, maker)
+        return {}, ([*maker, *judge], [*judging, *others], making, metrics)
+
+    @property
+    def non_trainable_variables(self):
+        return [*self.judging.variables, *super().non_trainable_variables]

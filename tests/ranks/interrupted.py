@@ -12,7 +12,7 @@ import sys
 import keras
 import numpy as np
 from hypothesis import strategies as st
-from test_backup import Interrupted
+from interrupting import Interrupted
 
 import keras_dist
 from keras_dist.callbacks import (

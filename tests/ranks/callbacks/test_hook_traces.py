@@ -3,8 +3,8 @@
 import golden
 import keras
 import pytest
+from interrupting import Interrupt, Interrupted
 from small_training import distributed, make_data
-from test_backup import Interrupt, Interrupted
 
 import keras_dist
 from keras_dist.callbacks import BackupAndRestore, ShardedCheckpoint

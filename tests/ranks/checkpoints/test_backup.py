@@ -2,6 +2,8 @@
 
 import keras
 import pytest
+from gans import Gan
+from interrupting import Interrupt, Interrupted, everything_of
 from small_training import (
     CLASSES,
     FEATURES,
@@ -12,40 +14,13 @@ from small_training import (
     make_model,
     weights_of,
 )
-from test_several import Gan
 
 import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import BackupAndRestore
-from keras_dist.callbacks.callback_list import ListMember
 from keras_dist.storage.versioned_backups import newest_first
-from keras_dist.training import model_state
 
 pytestmark = pytest.mark.jobs("training")
-
-
-class Interrupted(Exception):
-    """Ends the training in these tests."""
-
-
-class Interrupt(ListMember, keras.callbacks.Callback):
-    """Ends the training at the start of an epoch or after a step, after its backup."""
-
-    def __init__(self, epoch, batch=None):
-        super().__init__()
-        self.at, self.epoch = (epoch, batch), 0
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-        if self.at == (epoch, None):
-            raise Interrupted
-
-    def on_train_batch_end(self, batch, logs=None):
-        if self.at == (self.epoch, batch):
-            self.when_all_have_been_called(self.interrupt)
-
-    def interrupt(self):
-        raise Interrupted
 
 
 def new_model(optimizer=None, **options):
@@ -72,14 +47,6 @@ def fit(*callbacks, model=None, epochs=3, **data):
     keras_dist.verify_replicas(model)
     assert history.epoch == list(range(epochs))
     return model, trained
-
-
-def everything_of(model):
-    return [value_of(variable) for variable in model_state.state(model)]
-
-
-def value_of(variable):
-    return keras.ops.convert_to_numpy(variable).tobytes()
 
 
 @pytest.fixture

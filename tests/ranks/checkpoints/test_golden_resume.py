@@ -14,8 +14,8 @@ import golden
 import keras
 import numpy as np
 import pytest
+from interrupting import Interrupt, Interrupted
 from small_training import assert_close, weights_of
-from test_backup import Interrupt, Interrupted
 
 import keras_dist
 from keras_dist.training import model_state

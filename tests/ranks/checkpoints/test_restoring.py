@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 from gans import TwoOptimizers
+from interrupting import Interrupt, Interrupted, everything_of
 from small_training import make_data
-from test_backup import Interrupt, Interrupted, everything_of
 
 import keras_dist
 from keras_dist.callbacks import BackupAndRestore

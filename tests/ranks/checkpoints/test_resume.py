@@ -8,8 +8,8 @@ import unittest.mock
 import keras
 import numpy as np
 import pytest
+from interrupting import Interrupt, Interrupted, everything_of
 from small_training import BATCH, distributed, make_data
-from test_backup import Interrupt, Interrupted, everything_of
 
 import keras_dist
 from keras_dist import errors

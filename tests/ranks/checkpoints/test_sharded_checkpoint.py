@@ -6,8 +6,8 @@ import threading
 import keras
 import numpy as np
 import pytest
+from interrupting import Interrupt, Interrupted
 from small_training import CLASSES, FEATURES, agreed, compiled, make_data
-from test_backup import Interrupt, Interrupted
 
 import keras_dist
 from keras_dist import errors
