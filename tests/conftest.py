@@ -11,9 +11,9 @@ import hypothesis
 import pytest
 from start_jobs import launcher
 
-# An example may take long on a busy machine.
-hypothesis.settings.register_profile("patient", deadline=None)
-# pytest --hypothesis-profile=thorough
+# An example may take long on a busy machine. Each run has the same, so that a failure is one of the
+# change; `pytest --hypothesis-profile=thorough` has others.
+hypothesis.settings.register_profile("patient", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=3000)
 # Mutation tests use the same examples each time and do not shrink them.
 hypothesis.settings.register_profile(

@@ -155,7 +155,7 @@ class ObjectState(State):
         self._gather()
         self._keep()
         if self._directory is not None:
-            with _engine.collectives.raise_on_all(runtime.communicator(), "a commit"):
+            with _engine.collectives.raise_on_all(runtime.communicator(), "a commit", WRITE):
                 text = self._as_json()
                 self._check()
             write = functools.partial(self._add, self._directory, text)
