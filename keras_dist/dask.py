@@ -13,10 +13,10 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
 import distributed
 
 from keras_dist import errors
+from keras_dist.launch.pickled import pickled
 from keras_dist.launch.world import WorldServer
 from keras_dist.launch.world.gathering import Outcome, gather, lost
 from keras_dist.launch.world.worker import run_rank
@@ -62,7 +62,7 @@ def run(
     """
     client = distributed.default_client() if client is None else client
     chosen = _workers(client, workers, np)
-    work = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
+    work = pickled((fn, tuple(args), dict(kwargs or {})))
     name = secrets.token_hex(4)
     host = distributed.utils.get_ip(_host(client.scheduler.address))
     with WorldServer(len(chosen), host=host, timeout=timeout) as server:

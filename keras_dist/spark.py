@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import cloudpickle
 import pyspark
 import pyspark.errors
 import pyspark.sql
 
 from keras_dist import errors
+from keras_dist.launch.pickled import pickled
 from keras_dist.launch.world import WorldServer
 from keras_dist.launch.world.gathering import Outcome, gather, lost
 from keras_dist.launch.world.worker import run_rank
@@ -64,7 +64,7 @@ def run(
     host = settings.get("spark.driver.host", "127.0.0.1")
     # In a container, for example, this host has no interface with the name that executors use.
     own = settings.get("spark.driver.bindAddress", host)
-    work = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
+    work = pickled((fn, tuple(args), dict(kwargs or {})))
     group = f"keras_dist-{secrets.token_hex(4)}"
     with WorldServer(size, host=own, timeout=start_timeout) as server:
         address = f"{host}:{server.address.rpartition(':')[2]}"

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-import cloudpickle
-
 from keras_dist import errors
 from keras_dist.launch.cli.hosts import allocation
 from keras_dist.launch.cli.job import end_with_parent
 from keras_dist.launch.interactive.exchange import Exchange
 from keras_dist.launch.interactive.outcome import WHERE, values
 from keras_dist.launch.interactive.view import View, open_view
+from keras_dist.launch.pickled import pickled
 from keras_dist.runtime import launch_environment
 
 __all__ = ["run"]
@@ -188,7 +187,7 @@ def _cells() -> dict[str, Any]:
 
 def _pickled(work: Any) -> bytes:
     try:
-        return cloudpickle.dumps(work)
+        return pickled(work)
     except Exception as error:  # pickling may raise anything
         raise errors.ArgumentTypeError(
             errors.explain(
