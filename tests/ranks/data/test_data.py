@@ -12,7 +12,6 @@ from keras_dist.data import shard
 pytestmark = pytest.mark.jobs("tensorflow-2", "tensorflow-1", "tensorflow-3")
 
 BATCH = 4
-REMAINDERS = ["uneven", "pad", "drop"]
 
 
 def size():

@@ -373,7 +373,9 @@ def test_a_torch_state_that_a_directory_cannot_keep_is_named(shared_tmp_path):
     assert module.kind is os.getpid
     state = elastic.TorchState(further=module, directory=shared_tmp_path)
     done = threading.Event()
-    threading.Thread(target=done.wait).start()  # a thread that might call what another rank calls
+    threading.Thread(
+        target=done.wait, daemon=True
+    ).start()  # a thread that might call what another rank calls
     with pytest.raises(errors.ArgumentTypeError, match=r"state_dict of further.* posix\.getpid in"):
         state.commit()
     done.set()
